@@ -2,14 +2,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# More than two cores: half of the tests wait for processes most of the time.
-PYTEST_WORKERS ?= 3
+# Unit tests compute; tests of processes mostly wait for them.
+PYTEST_WORKERS ?= 2
+PROCESS_TEST_WORKERS ?= 4
 ARGS ?=
 # Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
 TORCH_INDEX ?=
 
 # An install compiles the C files (docs/adr/0009), so a change of one is a reason to install again.
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/*/*_native.c src/kvolt/*/*/*_native.c)
+
+# Without cached bytecode each of a thousand processes would compile kvolt anew, and each test process all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 ROLES ?= --prefill 1 --decode 1
@@ -69,8 +73,10 @@ test: $(VENV)/.test ## lint, types, import contract, tests with branch coverage
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
-		-m "not long" --durations=25 $(ARGS)
+		-m "not long" --durations=25 --ignore=tests/integration --ignore=tests/compat/sdk $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under 85
+	$(BIN)/python -m pytest -n $(PROCESS_TEST_WORKERS) --dist worksteal \
+		-m "not long" --durations=25 tests/integration tests/compat/sdk $(ARGS)
 
 test-quick: $(VENV)/.test ## unit tests of PKG (make test-quick PKG=router), without coverage; by default all that are quick
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not long" $(if $(PKG),tests/unit/$(PKG),$(QUICK)) $(ARGS)
@@ -104,18 +110,20 @@ seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each
 mutants: $(VENV)/.test ## known defects, each of which the seeds must find (some minutes)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(VENV)/.test ## ruff, mypy --strict, import contract
+lint: $(VENV)/.test ## ruff, mypy --strict, import contract, words, help of settings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/lint_words.py
+	$(BIN)/python tools/lint_settings.py
 
 format: $(VENV)/.test ## rewrite files as ruff formats them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (minutes)
-	$(BIN)/python benchmarks/core/hashing.py
+	$(BIN)/python -m benchmarks.core.hashing
 	$(BIN)/python -m benchmarks.runtime.plane $(ARGS)
 
 clean: ## remove the virtual environment and caches

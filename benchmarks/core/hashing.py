@@ -1,17 +1,17 @@
-"""What naming the blocks of one prompt costs: both identities, part by part, from a list of ints.
+"""Cost of naming the blocks of one prompt: both identities, part by part, from a list of ints.
 
 The bound is the least any scheme could do: one xxh3 over each block's bytes, already cut. Run as
-`python benchmarks/core/hashing.py`; it prints a table and writes nothing.
+`python -m benchmarks.core.hashing`.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
 
+from benchmarks.harness import parser_for, report, run, table
 from xxhash import xxh3_64_intdigest
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
@@ -29,7 +29,7 @@ def measure(work: Callable[[], object], rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_for(__file__, __doc__, results=None)
     parser.add_argument("--tokens", type=int, default=8192, help="prompt length (default %(default)s)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=300, help="rounds per part (default %(default)s)")
@@ -38,6 +38,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the token ids (default %(default)s)")
     args = parser.parse_args()
+    if args.smoke:
+        args.tokens, args.rounds = 256, 3
     if min(args.tokens, args.block_size, args.rounds) < 1 or args.tokens < args.block_size:
         parser.error("need at least one round and one full block")
 
@@ -80,19 +82,20 @@ def main() -> None:
         "both identities": both,
         "SequenceHasher, one by one": token_by_token,
     }
-    print(f"{args.tokens} tokens in blocks of {args.block_size}, {args.rounds} rounds, ms")
-    print(f"{'part':<28}{'best':>9}{'median':>9}{'p95':>9}{'x bound':>9}")
-    best_bound = share = 0.0
+    body, best_bound, medians = [], 0.0, {}
     for name, work in parts.items():
         times = measure(work, args.rounds)
         best_bound = best_bound or times[0]
+        medians[name] = statistics.median(times)
         p95 = times[int(0.95 * (len(times) - 1))]
-        median = statistics.median(times)
-        print(f"{name:<28}{times[0]:9.3f}{median:9.3f}{p95:9.3f}{times[0] / best_bound:9.1f}")
-        if work is both:
-            share = median / args.limit_ms
-    print(f"both identities take {share:.2f} of the {args.limit_ms:g} ms allowed")
+        values = (*(f"{each:.3f}" for each in (times[0], medians[name], p95)), f"{times[0] / best_bound:.1f}")
+        body.append((name, *values))
+    about = f"{args.tokens} tokens in blocks of {args.block_size}, {args.rounds} rounds, ms"
+    share = medians["both identities"] / args.limit_ms
+    last = f"both identities take {share:.2f} of the {args.limit_ms:g} ms allowed"
+    text = "\n".join([about, table("part | best | median | p95 | x bound", body), last])
+    report(args, text, {"median_ms": medians})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,6 @@
 """Aggregated, P/D and conditional as real processes in real time, beside the twin of the same runs.
 
     python -m benchmarks.disaggregation.real_time              40 minutes; results/real_time.{json,txt}
-    python -m benchmarks.disaggregation.real_time --quick      one cell, one seed, half a minute each; not kept
 
 Run from the repository's root, on a machine that does nothing else. `kvolt serve` with sim workers that take four times
 the time of an H200 with an 8B model, and KV links of a quarter of 25 GB/s: with all of it four times slower two cores
@@ -14,8 +13,6 @@ processes as far as ratios to aggregated, taken seed by seed, are those of the t
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,16 +34,13 @@ from benchmarks.disaggregation.study_runs import (
     records_of,
     solve,
 )
-from benchmarks.frontend.report import goal, table
-from benchmarks.router.gains_runs import in_processes
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
-from benchmarks.twin.accuracy_runs import System, output_of, served
+from benchmarks.harness import BrokenRun, goal, in_processes, parser_for, run, say, table
+from benchmarks.harness import report as write_report
+from benchmarks.processes import System, output_of, served
 
 from kvolt.bench.load.report import Report, decode_report
 from kvolt.bench.traces import write_trace
 
-_RESULTS = Path(__file__).parent / "results" / "real_time"
 _SYSTEMS = (AGGREGATED, SPLIT, CONDITIONAL)
 _LOAD = 0.8
 _SPEED = 0.25
@@ -62,6 +56,8 @@ class Plan(msgspec.Struct, frozen=True):
     cells: tuple[Cell, ...]
     num_seeds: int
     lasting: Lasting
+    search: Lasting = Lasting(6.0, 120, 1500)
+    systems: tuple[str, ...] = _SYSTEMS
 
 
 _FULL = Plan(
@@ -69,7 +65,7 @@ _FULL = Plan(
     2,
     Lasting(8.0, 60, 1500),
 )
-_QUICK = Plan((Cell(2, 4096, 0.0),), 1, Lasting(4.0, 30, 200))
+_SMOKE = Plan((Cell(2, 16384, 0.0),), 1, Lasting(0.3, 6, 6), Lasting(2.0, 16, 16), (SPLIT,))
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -90,29 +86,21 @@ class Row(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def main() -> None:
-    options = _options()
-    plan = _QUICK if options.quick else _FULL
-    found = machine()
-    try:
-        points = _points(plan)
-        rows = [_row(point) for point in points]
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = report(rows)
-    print(text)
-    if not options.quick:
-        keep_results(
-            _RESULTS, "benchmarks.disaggregation.real_time", found, text, {"plan": plan, "rows": rows}
-        )
-    sys.exit(1 if any(row.error for row in rows) else 0)
+def main() -> int:
+    options = parser_for(__file__, __doc__).parse_args()
+    plan = _SMOKE if options.smoke else _FULL
+    rows = [_row(point) for point in _points(plan)]
+    write_report(options, report(rows), {"plan": plan, "rows": rows})
+    return 1 if any(row.error for row in rows) else 0
 
 
 def _points(plan: Plan) -> list[Point]:
-    """Seeds in turn, so that a machine that changes its speed meanwhile changes it for all cells."""
-    searches = [Search(cell, Lasting(6.0, 120, 1500)) for cell in plan.cells]
+    """All cells of a seed before the next seed: a change of the machine's speed affects all cells."""
+    searches = [Search(cell, plan.search, precision=0.05 if plan is _FULL else 0.5) for cell in plan.cells]
     points = []
-    rates = {found.search.cell: found for found in in_processes(highest_rates, searches, 2)}
+    rates = {
+        found.search.cell: found for found in in_processes(highest_rates, searches, min(2, len(searches)))
+    }
     for seed in range(plan.num_seeds):
         for cell in plan.cells:
             num_prefill = rates[cell].num_prefill
@@ -125,7 +113,7 @@ def _points(plan: Plan) -> list[Point]:
                     round(_LOAD * rates[cell].full, 3),
                     plan.lasting,
                 )
-                for system in _SYSTEMS
+                for system in plan.systems
             ]
     return points
 
@@ -161,24 +149,16 @@ def _real(point: Point) -> Report:
     )
     with (
         tempfile.TemporaryDirectory(prefix="bench-real-time-") as folder,
-        served(system, Path(folder), _flags(point)) as url,
+        served(system, _flags(point)) as url,
     ):
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, records_of(point))
-        output_of(["kvolt", "bench", "--url", url, "--endpoint", "tokens", "--quiet", *_WARM_UP], _BENCH_S)
+        bench = ["kvolt", "bench", "--url", url, "--endpoint", "tokens", "--quiet"]
+        output_of([*bench, *_WARM_UP], _BENCH_S)
         limits = f"ttft={TTFT_S[cell.prompt_tokens] / _SPEED:g}s,tpot={ITL_S / _SPEED:g}s"
-        command = ["kvolt", "bench", "--url", url, "--endpoint", "tokens", "--json", "--quiet"]
-        command += [
-            "--trace",
-            str(trace),
-            "--speed",
-            f"{_SPEED:g}",
-            "--warmup",
-            str(point.num_warm),
-            "--sla",
-            limits,
-        ]
-        return decode_report(output_of(command, _BENCH_S), "the report of kvolt bench")
+        load = ("--trace", str(trace), "--speed", f"{_SPEED:g}", "--warmup", str(point.num_warm))
+        answer = output_of([*bench, "--json", *load, "--sla", limits], _BENCH_S)
+        return decode_report(answer, "the report of kvolt bench")
 
 
 def _flags(point: Point) -> list[str]:
@@ -201,7 +181,7 @@ def _measured(told: Report) -> Measured:
     )
 
 
-# --- what is told
+# ---
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -243,20 +223,13 @@ def report(rows: Sequence[Row]) -> str:
             goal(name, num_near == len(apart), f"{num_near} of {len(apart)}, worst {max(apart):.0%}")
         )
     head = (
-        "workers",
-        "prompt",
-        "hits",
-        "req/s",
-        "seed",
-        "system",
-        "TTFT p50 ms",
-        "TTFT p99 ms",
-        "ITL p99 ms",
+        "workers | prompt | hits | req/s | seed | "
+        "system | TTFT p50 ms | TTFT p99 ms | ITL p99 ms | kept | ITL ratio"
     )
     about = (
         "Real processes, in brackets the twin; the last column is ITL p99 beside aggregated's, real / twin."
     )
-    return "\n".join([about, table((*head, "kept", "ITL ratio"), body), *lines])
+    return "\n".join([about, table(head, body), *lines])
 
 
 def _split(point: Point) -> str:
@@ -266,18 +239,8 @@ def _split(point: Point) -> str:
 def _tell(row: Row) -> None:
     point = row.point
     told = row.error or f"kept {row.real.kept if row.real else 0:.0%}, in the twin {row.twin.kept:.0%}"
-    print(f"{point.cell}, {point.system}, seed {point.seed}: {told}", file=sys.stderr, flush=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.disaggregation.real_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="one cell for a few seconds; nothing is kept")
-    return parser.parse_args()
+    say(f"{point.cell}, {point.system}, seed {point.seed}: {told}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

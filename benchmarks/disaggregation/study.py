@@ -1,7 +1,6 @@
 """When it pays to compute prompts apart, in the twin: aggregated, P/D and conditional at equal GPUs, over 20 seeds.
 
     python -m benchmarks.disaggregation.study             about an hour on two cores; results/study.{json,txt}
-    python -m benchmarks.disaggregation.study --quick     two seeds of a few cells, not kept
 
 Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
 virtual: the machine may be busy with other things, which only makes it slower.
@@ -31,11 +30,8 @@ are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by see
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 import msgspec
 from benchmarks.disaggregation import study_report
@@ -53,12 +49,9 @@ from benchmarks.disaggregation.study_runs import (
     highest_rates,
     solve,
 )
-from benchmarks.router.gains_runs import in_processes
-from benchmarks.router.kept_rows import KeptRows
-from benchmarks.router.study_options import study_parser
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.harness import in_processes, report, run, say
+from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
 
-_RESULTS = Path(__file__).parent / "results" / "study"
 LOADS = (1.0, 0.6)
 
 
@@ -72,29 +65,20 @@ class Plan(msgspec.Struct, frozen=True):
 _FULL = Plan(
     20, tuple(Cell(*each) for each in product((2, 4), TTFT_S, (0.0, 0.5, 0.9))), Lasting(6.0, 120, 1500), 0.05
 )
-_QUICK = Plan(2, (Cell(2, 512, 0.0), Cell(2, 4096, 0.5)), Lasting(3.0, 60, 120), 0.3)
+_SMOKE = Plan(1, (Cell(2, 16384, 0.0),), Lasting(2.0, 16, 16), 0.5)
 
 
 def main() -> None:
-    options = _options()
-    plan = _QUICK if options.quick else _FULL
-    found = machine()
-    name = "disaggregation-quick" if options.quick else "disaggregation"
-    searched = KeptRows(options.folder / f"{name}-rates.jsonl", Rates)
-    kept = KeptRows(options.folder / f"{name}.jsonl", Row)
-    try:
-        rates = _rates(plan, searched, options.processes)
-        rows = _solved(_points(plan, rates), kept, options.processes)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
-    text = study_report.text(rates, rows)
-    print(text)
-    if not options.quick:
-        results = {"plan": plan, "rates": list(rates.values()), "rows": rows}
-        keep_results(_RESULTS, "benchmarks.disaggregation.study", found, text, results)
+    options = parse_study(study_parser(__file__, __doc__))
+    plan = _SMOKE if options.smoke else _FULL
+    searched = KeptRows(options.folder, "disaggregation-rates", Rates)
+    kept = KeptRows(options.folder, "disaggregation", Row)
+    rates = _rates(plan, searched, options.processes)
+    rows = _solved(_points(plan, rates), kept, options.processes)
+    results = {"plan": plan, "rates": list(rates.values()), "rows": rows}
+    report(options, study_report.text(rates, rows), results)
     for each in (searched, kept):
-        each.close(is_over=not options.quick)
+        each.remove()
 
 
 def _rates(plan: Plan, kept: KeptRows[Rates], num_processes: int) -> dict[Cell, Rates]:
@@ -102,7 +86,7 @@ def _rates(plan: Plan, kept: KeptRows[Rates], num_processes: int) -> dict[Cell, 
     left = [each for each in searches if kept.get(each.key) is None]
     for found in in_processes(highest_rates, left[::-1], num_processes):  # the longest first
         kept.add(found.search.key, found)
-        _tell(f"{found.search.cell}: aggregated {found.aggregated:.2f}/s, P/D {found.split:.2f}/s")
+        say(f"{found.search.cell}: aggregated {found.aggregated:.2f}/s, P/D {found.split:.2f}/s")
     done = (kept.get(each.key) for each in searches)
     return {found.search.cell: found for found in done if found is not None}
 
@@ -131,19 +115,10 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
         kept.add(row.point.key, row)
         num_done += 1
         if num_done % 20 == 0:
-            _tell(f"{num_done}/{len(points)} runs, the last in {row.wall_s:.1f} s")
+            say(f"{num_done}/{len(points)} runs, the last in {row.wall_s:.1f} s")
     rows = (kept.get(point.key) for point in points)
     return [row for row in rows if row is not None]
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _options() -> argparse.Namespace:
-    name = "benchmarks.disaggregation.study"
-    return study_parser(name, __doc__, "two seeds of a few cells").parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,8 +14,7 @@ from benchmarks.disaggregation.study_runs import (
     Rates,
     Row,
 )
-from benchmarks.frontend.report import goal, table
-from benchmarks.router.statistics95 import Interval, interval
+from benchmarks.harness import Interval, goal, interval, table
 
 SYSTEMS = (AGGREGATED, SPLIT, CONDITIONAL)
 GOAL_LOSS = 0.03
@@ -126,7 +125,7 @@ def _rate_table(cells: Sequence[Cell], rates: Mapping[Cell, Rates]) -> str:
             f"{found.split / found.aggregated:.2f}",
         )
         body.append((f"{cell.prompt_tokens:,}", f"{cell.hits:.0%}", *values))
-    head = ("prompt", "hits", "aggregated up to /s", "P/D up to /s", "best split", "P/D / aggregated")
+    head = "prompt | hits | aggregated up to /s | P/D up to /s | best split | P/D / aggregated"
     return table(head, body)
 
 

@@ -155,7 +155,7 @@ def _figures(point: Point, everyone: Sequence[Sample]) -> Figures:
     itl_s = [each.tpot_s or 0.0 for each in whole]
     first_s, last_s = min(each.due_s for each in samples), max(each.due_s for each in samples)
     limit_s = TTFT_S[point.cell.prompt_tokens]
-    took_s = last_s - first_s
+    took_s = max(last_s - first_s, 1e-9)
     num_kept = sum(wait <= limit_s and itl <= ITL_S for wait, itl in zip(ttft_s, itl_s, strict=True))
     return Figures(
         ttft_p50_ms=1e3 * float(np.percentile(ttft_s, 50)),

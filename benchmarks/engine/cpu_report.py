@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from benchmarks.engine.cpu_systems import REFERENCE, TRANSFORMERS, Batch, is_kvolt
-from benchmarks.frontend.report import goal, table
-from benchmarks.runtime.report import Spread, spread
+from benchmarks.harness import Spread, goal, spread, table
 
 GOAL_OF_BEST = 1.3
 GOAL_OF_BEST_FROM_BATCH = 8
@@ -29,7 +28,7 @@ class Row(msgspec.Struct, frozen=True):
     whole_s: float
     """From handing over the batch that decodes to its last token."""
     others_cores: float
-    """Cores that processes other than the system kept busy meanwhile."""
+    """Cores that processes other than the system used at the same time."""
     first_tokens: tuple[int, ...]
     """First token of each sequence: what systems that do the same work agree on, up to near ties."""
 
@@ -65,7 +64,7 @@ def decode_per_s(answer: Batch) -> float:
 
 def cpu_table(rows: Sequence[Row], systems: Sequence[str]) -> str:
     """kvolt x: kvolt's rate over that of the row in the same round; above 1 kvolt is ahead."""
-    head = ("batch", "system", "prefill tok/s", "kvolt x", "decode tok/s", "kvolt x", "whole s", "same 1st")
+    head = "batch | system | prefill tok/s | kvolt x | decode tok/s | kvolt x | whole s | same 1st"
     body = []
     for batch in sorted({row.batch for row in rows}):
         for system in systems:

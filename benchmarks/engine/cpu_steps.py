@@ -1,19 +1,21 @@
 """A step log of the native engine on this CPU under a mixed load, for `kvolt fit`.
 
-    python -m benchmarks.engine.cpu_steps --out benchmarks/engine/results/cpu_steps.jsonl
+    python -m benchmarks.engine.cpu_steps          writes results/cpu_steps.jsonl
 
 Poisson arrivals at three rates, prompts of 20 to 2000 tokens, answers of 10 to 120, SmolLM2-135M with its defaults.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from benchmarks.harness import parser_for, run
+from benchmarks.processes import small_model
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
@@ -22,33 +24,32 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import load_core
 
-MODEL = "smollm2-135m"
 RATES_PER_S = (0.3, 0.8, 1.5)
 PROMPT, ANSWER = (20, 2000), (10, 120)
+RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 
 
-def arrivals(part_s: float, vocabulary: int, seed: int) -> Iterator[tuple[float, Request]]:
-    rng = random.Random(seed)
-    at = 0.0
-    for part, rate in enumerate(RATES_PER_S):
+def arrivals(part_s: float, vocabulary: int, seed: int, shrink: int = 1) -> Iterator[tuple[float, Request]]:
+    rng, at = random.Random(seed), 0.0
+    for part, rate in enumerate(rate * shrink for rate in RATES_PER_S):
         while at < (part + 1) * part_s:
             at += rng.expovariate(rate)
-            length = int(math.exp(rng.uniform(*map(math.log, PROMPT))))
+            length = max(4, int(math.exp(rng.uniform(*map(math.log, PROMPT)))) // shrink)
             yield (
                 at,
                 Request(
                     request_id=RequestId(f"r{at:.6f}"),
-                    model=MODEL,
+                    model="m",
                     token_ids=tuple(rng.randrange(vocabulary) for _ in range(length)),
                     sampling=Sampling(temperature=0.0),
-                    stop=StopConditions(max_tokens=rng.randint(*ANSWER), ignore_eos=True),
+                    stop=StopConditions(max_tokens=rng.randint(*ANSWER) // shrink, ignore_eos=True),
                 ),
             )
 
 
-def run(core: EngineCore, part_s: float, seed: int) -> int:
-    """All of them, answered; how many."""
-    pending = list(arrivals(part_s, core.runner.model.config.vocab_size, seed))[::-1]
+def answer_all(core: EngineCore, arrived: Iterable[tuple[float, Request]]) -> int:
+    """Answer all requests; their number."""
+    pending = list(arrived)[::-1]
     num_requests = len(pending)
     started = time.perf_counter()
     while pending or core.has_work:
@@ -62,24 +63,28 @@ def run(core: EngineCore, part_s: float, seed: int) -> int:
     return num_requests
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the log; replaced")
-    parser.add_argument("--seconds", type=float, default=40.0, help="for each of the rates")
+def main() -> None:
+    parser = parser_for(__file__, __doc__, results=None)
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="for each of the rates (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
-    given.out.unlink(missing_ok=True)
-    arguments = NativeArguments(device="cpu", threads=given.threads, step_log=str(given.out))
-    core = load_core(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments)
-    try:
-        num_requests = run(core, given.seconds, given.seed)
-    finally:
-        core.close()
-    with given.out.open() as log:
-        print(f"{num_requests} requests, {sum(1 for _ in log) - 1} steps in {given.out}")
-    return 0
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        log = options.out or (Path(folder) / "steps.jsonl" if options.smoke else RESULTS)
+        log.unlink(missing_ok=True)
+        arguments = NativeArguments(device="cpu", threads=options.threads, step_log=str(log))
+        model = small_model(Path(folder), options.smoke)
+        core = load_core(EngineSpec(model=model, role=Role.AGGREGATED), arguments)
+        part_s, shrink = (0.1, 10) if options.smoke else (options.seconds, 1)
+        try:
+            arrived = arrivals(part_s, core.runner.model.config.vocab_size, options.seed, shrink)
+            num_requests = answer_all(core, arrived)
+        finally:
+            core.close()
+        print(f"{num_requests} requests, {len(log.read_bytes().splitlines()) - 1} steps in {log}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -79,6 +79,11 @@ DEFAULT = (
     *TRANSFORMERS,
     "llama.cpp-q4_1",
 )
+
+
+def use_model(folder: Path) -> None:
+    """Run kvolt on another checkpoint."""
+    KINDS[KVOLT] = replace(KINDS[KVOLT], model=folder)
 
 
 def _environment(threads: int) -> dict[str, str]:

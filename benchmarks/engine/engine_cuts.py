@@ -9,16 +9,15 @@ turn on one engine with an empty cache; `whole` has no step model, so that only 
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 import torch
-from benchmarks.engine.gpu_bench import LLAMA_8B, RandomWeights
+from benchmarks.engine.gpu_bench import LLAMA_8B, TINY, RandomWeights
 from benchmarks.engine.gpu_engine import request_of
+from benchmarks.harness import parser_for, report, run, say
 
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
@@ -134,8 +133,8 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def build(device: str, threads: int) -> EngineCore:
-    config, blocks = (LLAMA_8B, 40_000) if device == "cuda" else (SMOLLM2, 2_000)
+def build(device: str, threads: int, config: ModelConfig) -> EngineCore:
+    blocks = 40_000 if config is LLAMA_8B else 2_000
     return build_core(
         EngineSpec(model="random", role=Role.AGGREGATED),
         "random",
@@ -146,29 +145,36 @@ def build(device: str, threads: int) -> EngineCore:
     )
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = parser_for(__file__, __doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(argv)
-    load = Load(64, 256, 4096, 256) if given.device == "cuda" else Load(8, 24, 256, 48)
-    core = build(given.device, given.threads)
+    options = parser.parse_args()
+    config, load = SMOLLM2, Load(8, 24, 256, 48)
+    if options.device == "cuda":
+        config, load = LLAMA_8B, Load(64, 256, 4096, 256)
+    if options.smoke:
+        config, load, options.rounds = TINY, Load(2, 4, 32, 8), 1
+    core = build(options.device, options.threads, config)
     measured = core.scheduler.pace
     assert measured is not None, "no step ran at start"
     model, most_timed = measured.model, measured.most_prompt_tokens
-    print(f"{model}; largest step at start: {most_timed} / 2 prompt tokens")
-    for number in range(given.rounds):
+    say(f"{model}; largest step at start: {most_timed} / 2 prompt tokens")
+    rows, lines = [], []
+    for number in range(options.rounds):
         for variant in ("cut", "whole"):
             timed = None if most_timed is None else most_timed // 2
             core.scheduler.pace = StepPace(model, timed) if variant == "cut" else None
             core.scheduler.clear()
             row = Loop(core, load, number).run(variant)
-            told = {name: round(value, 1) for name, value in list(msgspec.structs.asdict(row).items())[1:]}
-            print(f"{variant:<6}", told, f"p99/p50 {row.gap_p99 / row.gap_p50:.1f}", flush=True)
+            rows.append(row)
+            values = {name: round(value, 1) for name, value in list(msgspec.structs.asdict(row).items())[1:]}
+            lines.append(f"{variant:<6} {values} p99/p50 {row.gap_p99 / row.gap_p50:.1f}")
+            say(lines[-1])
     core.close()
-    return 0
+    report(options, "\n".join(lines), {"rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

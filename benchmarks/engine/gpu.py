@@ -3,17 +3,17 @@
 Random weights in the shape of Llama-3.1-8B in bfloat16; nothing is downloaded. Needs a CUDA device with about
 130 GiB, torch, Triton, transformers, msgspec and xxhash. From the repository's root, about eight minutes:
 
-    PYTHONPATH=src python3 -u -m benchmarks.engine.gpu --out results
+    PYTHONPATH=src python3 -u -m benchmarks.engine.gpu
 
 On a machine that has no msgspec and no network, with wheels for its Python in a folder beside:
 
     python3 -m pip install -q --no-index --no-deps --find-links .device-wheels msgspec xxhash
     PYTHONPATH=src python3 -u -m benchmarks.engine.gpu
 
-`--phases limits,decode` runs some; `--tiny` tries the script itself on any machine, in two minutes (with
-TRITON_INTERPRET=1 where there is no GPU). Each phase stands alone: one that fails is printed, and the next goes on;
-without `limits` the others leave out their ratios. Figures are saved after each in `gpu.json`, steps of a mixed load in
-`steps.jsonl`, in --out, or the folder that the environment names OUT.
+`--phases limits,decode` runs some. Each phase stands alone: one that fails is printed, and the next continues; without
+`limits` the others leave out their ratios. Results are saved after each in `gpu.json`, steps of a mixed load in
+`steps.jsonl`, in the folder --out (default: the folder in OUT, else gpu-results). A smoke run does the phases that need
+no GPU, on a tiny model, with Triton's kernels interpreted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -32,6 +33,10 @@ from typing import Any
 
 import torch
 from benchmarks.engine.gpu_bench import Bench
+from benchmarks.harness import BrokenRun, Missing, names, parser_for, run
+
+if "--smoke" in sys.argv and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before a phase imports the kernels
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "xxhash")
 
@@ -94,76 +99,99 @@ _SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "shared": 200.0, 
 """Most seconds of each; what is left of the whole decides too."""
 
 
-def main() -> None:
+_SMOKE_PHASES = (
+    "machine",
+    "limits",
+    "kernel_checks",
+    "engine",
+    "decode",
+    "prefill",
+    "mixed_load",
+    "shared_prefix",
+)
+
+
+def main() -> int:
     options = _options()
-    if not options.tiny and not torch.cuda.is_available():
-        sys.exit("no CUDA device; --tiny tries the script without one")
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            _run_here(options, Path(folder))
+        return 0
+    if not torch.cuda.is_available():
+        raise Missing("a CUDA device")
+    out = options.out or Path(os.environ.get("OUT", "gpu-results"))
     if options.here:
-        _run_here(options)
-        return
+        _run_here(options, out)
+        return 0
     started = time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu.json").unlink(missing_ok=True)
-    wanted = options.phases.split(",")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").unlink(missing_ok=True)
     failed = False
     for name, group in _GROUPS.items():
-        mine = [phase for phase in group if phase in wanted]
+        phases = [phase for phase in group if phase in options.phases]
         left = options.deadline_s - (time.monotonic() - started)
-        if mine and left > 10:
-            failed |= _run_child(options, mine, min(_SHARES[name], left))
-        elif mine:
+        if phases and left > 10:
+            failed |= not _run_child(options, out, phases, min(_SHARES[name], left))
+        elif phases:
             print(f"{name}: skipped, the time is up", flush=True)
             failed = True
-    print(f"done in {time.monotonic() - started:.0f} s; figures in {options.out / 'gpu.json'}", flush=True)
-    sys.exit(1 if failed else 0)
+    print(f"done in {time.monotonic() - started:.0f} s; results in {out / 'gpu.json'}", flush=True)
+    return 1 if failed else 0
 
 
-def _run_child(options: argparse.Namespace, phases: list[str], limit_s: float) -> bool:
-    """Whether it went wrong."""
+def _run_child(options: argparse.Namespace, out: Path, phases: list[str], limit_s: float) -> bool:
+    """Whether the phases succeeded in a process of their own."""
     command = [sys.executable, "-u", "-m", "benchmarks.engine.gpu", "--here", "--phases", ",".join(phases)]
-    command += ["--out", str(options.out), "--rounds", str(options.rounds), "--deadline-s", str(limit_s)]
+    command += ["--out", str(out), "--rounds", str(options.rounds), "--deadline-s", str(limit_s)]
     try:
-        return (
-            subprocess.run(
-                [*command, *["--tiny"] * options.tiny], timeout=limit_s + 15, check=False
-            ).returncode
-            != 0
-        )
+        return subprocess.run(command, timeout=limit_s + 15, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        print(f"{phases}: ended after {limit_s + 15:.0f} s", flush=True)
-        return True
+        print(f"{phases}: stopped after {limit_s + 15:.0f} s", flush=True)
+        return False
 
 
-def _run_here(options: argparse.Namespace) -> None:
+def _run_here(options: argparse.Namespace, out: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bench = Bench(device, options.out, options.deadline_s, options.tiny, options.rounds)
+    bench = Bench(device, out, options.deadline_s, options.smoke, options.rounds)
     bench.load()
-    wanted = options.phases.split(",")
-    for name in wanted:
+    for name in options.phases:
         bench.phase(name, _PHASES[name])
-    failed = [name for name in wanted if "failed" in bench.results[name]]
+    found = {name: bench.results[name] for name in options.phases}
+    failed = [name for name, result in found.items() if "failed" in result]
+    # Parts of a phase, and kernels that are wrong.
+    parts = ((name, part, each) for name, result in found.items() for part, each in result.items())
+    failed += [f"{name}: {part}" for name, part, each in parts if isinstance(each, dict) and _is_wrong(each)]
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        raise BrokenRun(f"failed: {', '.join(failed)}")
+
+
+def _is_wrong(part: dict[str, Any]) -> bool:
+    return "failed" in part or part.get("right") is False
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The native engine on a GPU.")
-    parser.add_argument(
-        "--phases", default=",".join(_PHASES), help="comma-separated, of: " + ", ".join(_PHASES)
+    parser = parser_for(__file__, __doc__, results=None)
+    add = parser.add_argument
+    add("--phases", type=names, default=tuple(_PHASES), help=f"of {', '.join(_PHASES)} (default: all)")
+    add("--rounds", type=int, default=3)
+    add(
+        "--deadline-s",
+        type=float,
+        default=520.0,
+        help="no phase starts after this time (default %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--deadline-s", type=float, default=520.0, help="no phase starts after this long")
-    parser.add_argument("--tiny", action="store_true", help="try the script itself, on any machine")
-    parser.add_argument(
-        "--here", action="store_true", help="in this process, adding to the figures that are there"
-    )
+    add("--here", action="store_true", help="in this process, adding to the existing results")
     options = parser.parse_args()
-    unknown = [name for name in options.phases.split(",") if name not in _PHASES]
+    if options.smoke:
+        options.rounds, options.phases = (
+            1,
+            _SMOKE_PHASES if options.phases == tuple(_PHASES) else options.phases,
+        )
+    unknown = [name for name in options.phases if name not in _PHASES]
     if unknown:
         parser.error(f"unknown phases: {', '.join(unknown)}")
     return options
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

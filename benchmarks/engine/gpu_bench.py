@@ -1,6 +1,6 @@
 """What the GPU benchmarks share: the model's shape, clocks, figures with their spread, and a place for results.
 
-`Bench.tiny` runs every phase in seconds on a CPU with shapes that mean nothing: it tries the script, not a machine.
+With `Bench.is_smoke` every phase takes seconds on a CPU, on a tiny model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from kvolt.models.checkpoint import expected_shapes
 from kvolt.models.config import ModelConfig
+from kvolt.models.weights import expected_shapes
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -109,7 +109,7 @@ class Bench:
     device: torch.device
     out: Path
     deadline_s: float
-    tiny: bool = False
+    is_smoke: bool = False
     rounds: int = 3
     results: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
@@ -118,11 +118,11 @@ class Bench:
 
     @property
     def config(self) -> ModelConfig:
-        return TINY if self.tiny else LLAMA_8B
+        return TINY if self.is_smoke else LLAMA_8B
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.tiny else torch.bfloat16
+        return torch.float32 if self.is_smoke else torch.bfloat16
 
     @property
     def left_s(self) -> float:

@@ -119,8 +119,8 @@ def model_checks(bench: Bench) -> dict[str, Any]:
             }
             bench.say(f"  {name}: {found[name]}")
     with bench.attempt("bfloat16 graph", found):
-        prompts = _prompts(MIDDLE.vocab_size if not bench.tiny else TINY.vocab_size, 16, 2)
-        config = TINY if bench.tiny else MIDDLE
+        prompts = _prompts(MIDDLE.vocab_size if not bench.is_smoke else TINY.vocab_size, 16, 2)
+        config = TINY if bench.is_smoke else MIDDLE
         captured, plain = (core_of(config, device, "bfloat16", graphs=graphs) for graphs in (True, False))
         one, two = tokens_of(captured, prompts, 32), tokens_of(plain, prompts, 32)
         found["bfloat16 graph"] = {
@@ -138,7 +138,7 @@ def _differing(left: list[list[int]], right: list[list[int]]) -> int:
 
 def flips(bench: Bench) -> dict[str, Any]:
     """Greedy choices of bfloat16 that are not float32's, with the gap between float32's first two at each."""
-    config, count = (TINY, 150) if bench.tiny else (MIDDLE, 1024)
+    config, count = (TINY, 150) if bench.is_smoke else (MIDDLE, 1024)
     rng = random.Random(5)
     exact = core_of(config, str(bench.device), "float32", graphs=False)
     rounded = core_of(config, str(bench.device), "bfloat16", graphs=False)
@@ -146,7 +146,7 @@ def flips(bench: Bench) -> dict[str, Any]:
     widths: list[float] = []
     errors: list[float] = []
     positions = 0
-    for _ in range(1 if bench.tiny else 6):
+    for _ in range(1 if bench.is_smoke else 6):
         tokens = [rng.randrange(config.vocab_size) for _ in range(count)]
         one, two = all_logits(exact, tokens), all_logits(rounded, tokens)
         positions += count

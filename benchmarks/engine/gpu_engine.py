@@ -57,13 +57,13 @@ def engine_of(bench: Bench) -> EngineCore:
 
 
 def build(bench: Bench, num_blocks: int | None = None) -> EngineCore:
-    blocks = 400 if bench.tiny else BATCHES[-1] * (CONTEXT + STEPS + 64) // 16 + 600
+    blocks = 400 if bench.is_smoke else BATCHES[-1] * (CONTEXT + STEPS + 64) // 16 + 600
     arguments = NativeArguments(
         device=str(bench.device),
         dtype=str(bench.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         kv_blocks=num_blocks or blocks,
-        max_num_seqs=8 if bench.tiny else BATCHES[-1],
-        max_batch_tokens=64 if bench.tiny else 8192,
+        max_num_seqs=8 if bench.is_smoke else BATCHES[-1],
+        max_batch_tokens=64 if bench.is_smoke else 8192,
     )
     spec = EngineSpec(model="random", role=Role.AGGREGATED)
     weights = RandomWeights(bench.config, bench.device)
@@ -130,7 +130,7 @@ def decode_rate_of(
 
 def decode_limit_ms(bench: Bench, context_tokens: float) -> float:
     """Weights and KV over the measured bandwidth."""
-    item = 4 if bench.tiny else 2
+    item = 4 if bench.is_smoke else 2
     num_bytes = matrix_params(bench.config) * item + context_tokens * kv_token_bytes(bench.config, item)
     bandwidth = bench.results.get("limits", {}).get("bandwidth", float("nan"))
     return float(num_bytes / bandwidth * 1e3)
@@ -138,7 +138,7 @@ def decode_limit_ms(bench: Bench, context_tokens: float) -> float:
 
 def decode(bench: Bench) -> dict[str, Any]:
     core = engine_of(bench)
-    batches, context, steps = ((1, 4), 40, 8) if bench.tiny else (BATCHES, CONTEXT, STEPS)
+    batches, context, steps = ((1, 4), 40, 8) if bench.is_smoke else (BATCHES, CONTEXT, STEPS)
     rows: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
     for round_number in range(bench.rounds):
         for batch in batches:
@@ -211,7 +211,7 @@ def prefill_seconds(bench: Bench, core: EngineCore, length: int, seed: object) -
 
 def prefill(bench: Bench) -> dict[str, Any]:
     core = engine_of(bench)
-    lengths = (50, 200) if bench.tiny else PROMPTS
+    lengths = (20, 80) if bench.is_smoke else PROMPTS
     times: dict[int, list[float]] = {length: [] for length in lengths}
     for length in lengths:  # compiles what is not yet compiled
         prefill_seconds(bench, core, length, "warm")
@@ -241,8 +241,8 @@ def mixed_load(bench: Bench) -> dict[str, Any]:
     """Poisson arrivals at three rates, prompts 100 to 8000 tokens, outputs 50 to 400: a step log for the simulator."""
     core = engine_of(bench)
     rng = random.Random(11)
-    longest, outputs = (200, (5, 10)) if bench.tiny else (8000, (50, 400))
-    rates, part_s = ((20.0,), 0.5) if bench.tiny else ((3.0, 8.0, 14.0), 9.0)
+    longest, outputs = (100, (3, 5)) if bench.is_smoke else (8000, (50, 400))
+    rates, part_s = ((20.0,), 0.2) if bench.is_smoke else ((3.0, 8.0, 14.0), 9.0)
     arrivals: list[tuple[float, int, int]] = []
     at = 0.0
     for number, rate in enumerate(rates):
@@ -278,7 +278,7 @@ def mixed_load(bench: Bench) -> dict[str, Any]:
     took = time.perf_counter() - started
     header = StepLogHeader(
         engine="native",
-        model="random Llama-3.1-8B" if not bench.tiny else "tiny",
+        model="random Llama-3.1-8B" if not bench.is_smoke else "tiny",
         device=torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu",
         block_size=core.info.block_size,
         dtype=str(bench.dtype).removeprefix("torch."),

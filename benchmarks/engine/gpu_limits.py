@@ -18,7 +18,7 @@ def limits(bench: Bench) -> dict[str, Any]:
     shapes = ((8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 14336))
     products = {}
     for full in shapes:
-        m, k, n = (size // 64 if bench.tiny else size for size in full)
+        m, k, n = (size // 64 if bench.is_smoke else size for size in full)
         products[f"{m}x{k}x{n}"] = rate = _product_rate(bench, m, k, n)
         bench.say(f"  products, {m} x {k} x {n}: {rate / 1e12:.1f} TFLOP/s")
     found["matmul_tflops"] = {name: rate / 1e12 for name, rate in products.items()}
@@ -27,9 +27,9 @@ def limits(bench: Bench) -> dict[str, Any]:
 
 
 def _read_rate(bench: Bench, how: str) -> float:
-    num_bytes = 2**22 if bench.tiny else 2**33
+    num_bytes = 2**22 if bench.is_smoke else 2**33
     if how == "matvec":
-        width = 256 if bench.tiny else 8192
+        width = 256 if bench.is_smoke else 8192
         matrix = torch.randn(num_bytes // 2 // width, width, device=bench.device).to(bench.dtype)
         vector = torch.randn(width, device=bench.device).to(bench.dtype)
         time = bench.seconds(lambda: torch.mv(matrix, vector))

@@ -41,7 +41,7 @@ def peer_of(bench: Bench) -> Any:
             num_key_value_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             max_position_embeddings=config.context_length,
             tie_word_embeddings=False,
             bos_token_id=None,
@@ -112,7 +112,7 @@ def batching_rate(bench: Bench, batch: int, context: int, new_tokens: int, seed:
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     wanted = {
         "num_blocks": batch * (-(-(context + new_tokens) // 256) + 1) + 4,
-        "max_batch_tokens": 64 if bench.tiny else 8192,
+        "max_batch_tokens": 64 if bench.is_smoke else 8192,
         "allow_block_sharing": False,
     }
     known = inspect.signature(ContinuousBatchingConfig).parameters
@@ -162,8 +162,8 @@ def beside_transformers(bench: Bench) -> dict[str, Any]:
     with bench.attempt("same weights", found):
         found["same weights"] = _same_logits(bench, model)
         bench.say(f"  same weights: {found['same weights']}")
-    small, large = ((2,), 4) if bench.tiny else ((1, 32), 256)
-    context, new = (40, 6) if bench.tiny else (CONTEXT, _NEW_TOKENS)
+    small, large = ((2,), 4) if bench.is_smoke else ((1, 32), 256)
+    context, new = (40, 6) if bench.is_smoke else (CONTEXT, _NEW_TOKENS)
     rows: dict[str, list[float]] = {}
     with bench.attempt("warm-up", found):
         batching_rate(bench, 2, 40, 4, "warm")
@@ -172,9 +172,9 @@ def beside_transformers(bench: Bench) -> dict[str, Any]:
         for batch in small:
             _one_round(bench, found, rows, core, f"{batch} x {context}", batch, context, new)
         bench.say(f"  round {round_number}: { ({name: round(values[-1]) for name, values in rows.items()}) }")
-    shorter = 24 if bench.tiny else _LARGE_CONTEXT
+    shorter = 24 if bench.is_smoke else _LARGE_CONTEXT
     _one_round(bench, found, rows, core, f"{large} x {shorter}", large, shorter, new)
-    for length in (60, 120) if bench.tiny else PROMPTS:
+    for length in (60, 120) if bench.is_smoke else PROMPTS:
         with bench.attempt(f"prefill {length}", found):
             for seed in range(2):  # the first warms
                 ours = length / prefill_seconds(bench, core, length, f"peer {seed}")

@@ -15,7 +15,7 @@ from benchmarks.engine.gpu_engine import BATCHES, CONTEXT, decode_rate, engine_o
 def profiles(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     core = engine_of(bench)
-    batch, context, steps = (2, 40, 8) if bench.tiny else (BATCHES[-1], CONTEXT, 48)
+    batch, context, steps = (2, 40, 8) if bench.is_smoke else (BATCHES[-1], CONTEXT, 48)
     with bench.attempt("host", found):
         decode_rate(bench, core, batch, context, 4)  # prefilled, for the most part
         profiler = cProfile.Profile()

@@ -15,13 +15,13 @@ from benchmarks.engine.gpu_engine import build, decode_rate_of, random_prompts
 SUFFIX_TOKENS, STEPS = 64, 48
 SPARE_STEPS = 1024
 CASES = ((8, 4000), (32, 4000), (128, 4000), (8, 16000), (32, 16000))
-TINY_CASES = ((4, 64),)
+SMOKE_CASES = ((2, 32),)
 
 
 def shared_prefix(bench: Bench) -> dict[str, Any]:
-    cases = TINY_CASES if bench.tiny else CASES
-    steps = 8 if bench.tiny else STEPS
-    most_tokens = max(batch * (prefix + SUFFIX_TOKENS + steps + SPARE_STEPS) for batch, prefix in cases)
+    cases = SMOKE_CASES if bench.is_smoke else CASES
+    steps, spare_steps = (4, 16) if bench.is_smoke else (STEPS, SPARE_STEPS)
+    most_tokens = max(batch * (prefix + SUFFIX_TOKENS + steps + spare_steps) for batch, prefix in cases)
     core = build(bench, most_tokens // 16 + 200)
     rows: list[dict[str, Any]] = []
     for batch, prefix_tokens in cases:
@@ -31,14 +31,16 @@ def shared_prefix(bench: Bench) -> dict[str, Any]:
             suffixes = random_prompts(bench, batch, SUFFIX_TOKENS, f"suffix {seed}")
             common = random_prompts(bench, 1, prefix_tokens, f"common {seed}")[0]
             own = random_prompts(bench, batch, prefix_tokens, f"own {seed}")
-            decode_rate_of(bench, core, [[*common, *suffixes[0]]], 1)  # computes the blocks that others share
+            decode_rate_of(
+                bench, core, [[*common, *suffixes[0]]], 1, spare_steps
+            )  # computes the shared blocks
             prompts = {
                 "none": suffixes,
                 "shared": [[*common, *suffix] for suffix in suffixes],
                 "distinct": [[*prefix, *suffix] for prefix, suffix in zip(own, suffixes, strict=True)],
             }
             for name, given in prompts.items():
-                times[name].append(decode_rate_of(bench, core, given, steps, SPARE_STEPS)["step_ms"])
+                times[name].append(decode_rate_of(bench, core, given, steps, spare_steps)["step_ms"])
         step_ms = {name: spread(values) for name, values in times.items()}
         none, shared, distinct = (step_ms[name]["median"] for name in ("none", "shared", "distinct"))
         row = {

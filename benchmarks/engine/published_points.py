@@ -15,10 +15,11 @@ tokens (planner/tests/manual/README.md there), measured by a client:
 
 from __future__ import annotations
 
-import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
+from benchmarks.harness import Missing, parser_for, run
 
 from kvolt.core.load import StepLogHeader, StepStats, encode_step_log
 
@@ -57,12 +58,32 @@ def steps_of(folder: Path) -> list[StepStats]:
     return steps
 
 
+def write_example(folder: Path) -> None:
+    """A profile with two points each."""
+    points = {
+        "prefill": {"prefill_isl": [100, 1000], "prefill_ttft": [10.0, 50.0]},
+        "decode": {"y_context_length": [100, 1000], "z_itl": [5.0, 8.0], "z_thpt_per_gpu": [800.0, 2000.0]},
+    }
+    for name, columns in points.items():
+        path = folder / f"selected_{name}_interpolation" / "raw_data.npz"
+        path.parent.mkdir()
+        np.savez(path, **{column: np.array(values) for column, values in columns.items()})
+
+
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    LOG.write_bytes(b"".join(encode_step_log(HEADER, steps_of(Path(sys.argv[1])))))
-    print(f"written to {LOG}")
+    parser = parser_for(__file__, __doc__, results=None, smoke="converts an example into a temporary file")
+    parser.add_argument("profile", type=Path, nargs="?", help="folder of the published profile")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            options.profile, options.out = Path(folder), Path(folder) / "steps.jsonl"
+            write_example(options.profile)
+        if options.profile is None:
+            raise Missing("the folder of the published profile")
+        steps, out = steps_of(options.profile), options.out or LOG
+        out.write_bytes(b"".join(encode_step_log(HEADER, steps)))
+        print(f"{len(steps)} steps written to {out}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,25 +12,21 @@ three times the p50 at the same tokens per second. Steps are those of both worke
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
-from benchmarks.twin.accuracy_runs import STEPS, System, output_of, served
+from benchmarks.harness import names, parser_for, run, say
+from benchmarks.harness import report as write_report
+from benchmarks.processes import System, output_of, served, small_model
 
 from kvolt.bench.load.report import decode_report
 from kvolt.core.load import StepStats
 
-MODEL = "smollm2-135m"
 SYSTEMS = {"cut": {}, "whole": {"measure_steps": "false"}}
 _LOAD = ("--concurrency", "8", "--requests", "24", "--warmup", "2", "--input", "256", "--output", "48")
-_BENCH_S = 900.0
-_RESULTS = Path(__file__).parent / "results" / "step_cuts"
+_SMOKE_LOAD = ("--concurrency", "2", "--requests", "4", "--input", "32", "--output", "8")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,18 +47,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
 
 
-def measure(system: str, number: int) -> Row:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        asked = System(model=MODEL, workers=2, prefill=1, arguments={"step_log": STEPS, **SYSTEMS[system]})
-        with served(asked, folder) as url:
-            out = folder / "bench"
-            output_of(
-                ["kvolt", "bench", "--url", url, *_LOAD, "--seed", str(number), "--quiet", "--out", str(out)],
-                _BENCH_S,
-            )
-        report = decode_report((out / "report.json").read_bytes(), "report.json")
-        steps = list(read_steps((folder / STEPS).read_bytes().splitlines()))
+def measure(model: str, folder: Path, load: Sequence[str], system: str, number: int) -> Row:
+    steps_path = folder / f"steps-{system}-{number}.jsonl"
+    arguments = {"step_log": str(steps_path), **SYSTEMS[system]}
+    with served(System(model=model, workers=2, prefill=1, arguments=arguments)) as url:
+        bench = ["kvolt", "bench", "--url", url, *load, "--seed", str(number), "--quiet", "--json"]
+        report = decode_report(output_of(bench), "the report of kvolt bench")
+    steps = list(read_steps(steps_path.read_bytes().splitlines()))
     gaps, ttft = report.latencies["itl"], report.latencies["ttft"]
     return Row(
         system=system,
@@ -104,26 +95,25 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "times in ms"])
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = parser_for(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="of: " + ", ".join(SYSTEMS))
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="without its suffix")
-    given = parser.parse_args(argv)
-    found, rows = machine(), []
-    try:
-        for number in range(given.rounds):
-            for system in given.systems.split(","):
-                rows.append(measure(system, number))
-                print(table(rows[-1:]).splitlines()[1], flush=True)
-    except BrokenRun as error:
-        print(error, file=sys.stderr)
-        return 1
-    text = table(rows)
-    print(text)
-    keep_results(given.out, "benchmarks.engine.step_cuts", found, text, {"rows": rows})
+    parser.add_argument(
+        "--systems", type=names, default=tuple(SYSTEMS), help=f"of {', '.join(SYSTEMS)} (default: all)"
+    )
+    options = parser.parse_args()
+    rounds, systems, load, rows = options.rounds, options.systems, _LOAD, list[Row]()
+    if options.smoke:
+        rounds, systems, load = 1, ("whole",), _SMOKE_LOAD
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model(Path(folder), options.smoke)
+        for number in range(rounds):
+            for system in systems:
+                rows.append(measure(model, Path(folder), load, system, number))
+                say(table(rows[-1:]).splitlines()[1])
+    write_report(options, table(rows), {"rows": rows})
     return 1 if any(row.num_failed for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

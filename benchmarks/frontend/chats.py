@@ -13,28 +13,28 @@ a cache too small for a single message, Dynamo with DYN_TOKENIZER_CACHE=0.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
-import shlex
-import signal
-import sys
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
 
 import msgspec
 import uvloop
-from benchmarks.frontend import kvolt_side, peer
 from benchmarks.frontend.client import Measured, closed_load
 from benchmarks.frontend.edge import ROUTERS
+from benchmarks.frontend.edges import (
+    DYNAMO_NAME,
+    KVOLT_NAME,
+    NUM_WORKERS,
+    Edge,
+    installed_dynamo,
+    model_in,
+    serve_dynamo,
+    serve_kvolt,
+)
 from benchmarks.frontend.prompts import chat_request, passage
-from benchmarks.frontend.report import run_facts, table
-from benchmarks.frontend.system import Edge
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import spread
+from benchmarks.harness import BrokenRun, Missing, in_turn, parser_for, report, run, say, spread, table
 
 _SMALL_CACHE_BYTES = 1024
 _USER_WORDS, _ANSWER_WORDS = 150, 40
@@ -59,77 +59,60 @@ class ChatRow(msgspec.Struct, frozen=True):
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    try:
-        rows = _run(options)
-    except BrokenRun as error:
-        sys.exit(f"no figures: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(_table(rows, options))
-    if options.out is not None:
-        command = shlex.join(["python", "-m", "benchmarks.frontend.chats", *sys.argv[1:]])
-        results: dict[str, Any] = {**run_facts(command), "rows": rows, "load_1min_after": os.getloadavg()[0]}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    rows = _run(options)
+    report(options, _table(rows, options), {"peer": DYNAMO_NAME, "rows": rows})
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frontend.chats", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME)
     add = parser.add_argument
-    add("--turns", type=int, default=12, help="of each conversation (default %(default)s)")
-    add("--conversations", type=int, default=64, help="per round, side by side (default %(default)s)")
+    add("--turns", type=int, default=12, help="turns of a conversation (default %(default)s)")
+    add("--conversations", type=int, default=64, help="concurrent, in a round (default %(default)s)")
     add("--rounds", type=int, default=5, help="rounds of all systems (default %(default)s)")
-    add("--quick", action="store_true", help="two rounds of 16 conversations: for a look, not for a claim")
     add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
-    add("--peer-dir", type=Path, default=peer.default_folder(), help="where Dynamo is or will be installed")
-    add("--out", type=Path, help="write all figures as JSON to this file")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.conversations = 2, 16
+    if options.smoke:
+        options.turns, options.conversations, options.rounds = 2, 4, 1
     if min(options.turns, options.conversations, options.rounds) < 1:
-        parser.error("turns, conversations and rounds are positive")
+        parser.error("turns, conversations and rounds must be positive")
     return options
 
 
 def _run(options: argparse.Namespace) -> list[ChatRow]:
-    dynamo = peer.installed(options.peer_dir)
     rows: list[ChatRow] = []
     with ExitStack() as stack:
-        enter = stack.enter_context
-        small = str(_SMALL_CACHE_BYTES)
-        ours, mode = ROUTERS[options.router]
-        arguments = ("--router", ours)
-        edges = [
-            enter(kvolt_side.serve(dynamo.model, frontend_arguments=arguments)),
-            enter(peer.serve(dynamo, router_mode=mode)),
-            enter(
-                kvolt_side.serve(
-                    dynamo.model,
-                    name=kvolt_side.NAME + _OFF,
-                    frontend_arguments=arguments,
-                    KVOLT_FRONTEND_TOKEN_CACHE_BYTES=small,
-                )
-            ),
-            enter(peer.serve(dynamo, name=peer.NAME + _OFF, router_mode=mode, DYN_TOKENIZER_CACHE="0")),
-        ]
+        edges = [stack.enter_context(edge) for edge in _edges(options)]
         for edge in edges:
             _load(edge, _conversations(8, 2, seed=0))
         for number in range(1, options.rounds + 1):
             conversations = _conversations(options.conversations, options.turns, seed=number)
-            for edge in edges if number % 2 else edges[::-1]:
+            for edge in in_turn(edges, number):
                 row = _row(number, edge, conversations)
                 rows.append(row)
-                print(
-                    f"round {number}  {row.system:<27} {row.cpu_us_per_request:>7.0f} us/request",
-                    file=sys.stderr,
-                )
-            told = {row.prompt_tokens for row in rows if row.round == number}
-            if len(told) != 1:
-                raise BrokenRun(f"the systems disagree about the number of prompt tokens: {sorted(told)}")
+                say(f"round {number}  {row.system:<27} {row.cpu_us_per_request:>7.0f} us/request")
+            counts = {row.prompt_tokens for row in rows if row.round == number}
+            if len(counts) != 1:
+                raise BrokenRun(f"the systems disagree on the number of prompt tokens: {sorted(counts)}")
     return rows
+
+
+def _edges(options: argparse.Namespace) -> list[AbstractContextManager[Edge]]:
+    model, (ours, mode) = model_in(options.peer_dir), ROUTERS[options.router]
+    arguments, num_workers = ("--router", ours), 1 if options.smoke else NUM_WORKERS
+    small = {"KVOLT_FRONTEND_TOKEN_CACHE_BYTES": str(_SMALL_CACHE_BYTES)}
+    edges = [
+        serve_kvolt(model, name=name, frontend_arguments=arguments, num_workers=num_workers, **environ)
+        for name, environ in ((KVOLT_NAME, {}), (KVOLT_NAME + _OFF, small))
+    ]
+    try:
+        dynamo = installed_dynamo(options.peer_dir, may_install=not options.smoke)
+    except Missing:
+        if not options.smoke:
+            raise
+        return edges
+    edges.insert(1, serve_dynamo(dynamo, router_mode=mode))
+    off = serve_dynamo(dynamo, name=DYNAMO_NAME + _OFF, router_mode=mode, DYN_TOKENIZER_CACHE="0")
+    return [*edges, off]
 
 
 def _conversations(count: int, turns: int, seed: int) -> list[list[bytes]]:
@@ -174,7 +157,7 @@ def _counters(edge: Edge) -> dict[str, float]:
         text = response.read().decode()
 
     def total(name: str) -> float:
-        found = re.findall(rf"^dynamo_frontend_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        found = re.findall(rf"^kvolt_frontend_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
 
     return {
@@ -185,7 +168,8 @@ def _counters(edge: Edge) -> dict[str, float]:
 
 def _table(rows: Sequence[ChatRow], options: argparse.Namespace) -> str:
     systems = list(dict.fromkeys(row.system for row in rows if row.round == 1))
-    with_peer_cache = {row.round: row.cpu_us_per_request for row in rows if row.system == peer.NAME}
+    first_system = DYNAMO_NAME if DYNAMO_NAME in systems else KVOLT_NAME
+    base = {row.round: row.cpu_us_per_request for row in rows if row.system == first_system}
     body = []
     for system in systems:
         mine = [row for row in rows if row.system == system]
@@ -193,7 +177,7 @@ def _table(rows: Sequence[ChatRow], options: argparse.Namespace) -> str:
             (
                 system,
                 spread([row.cpu_us_per_request for row in mine]).text(",.0f"),
-                spread([row.cpu_us_per_request / with_peer_cache[row.round] for row in mine]).text(),
+                spread([row.cpu_us_per_request / base[row.round] for row in mine]).text(),
                 spread([row.requests_per_s for row in mine]).text(",.0f"),
                 f"{100 * sum(row.cached_tokens for row in mine) / sum(row.prompt_tokens for row in mine):.1f} %",
                 f"{max(row.rss_bytes for row in mine) / (1 << 20):.0f}",
@@ -204,9 +188,9 @@ def _table(rows: Sequence[ChatRow], options: argparse.Namespace) -> str:
         f"{options.conversations} conversations of {options.turns} turns, {options.rounds} rounds; "
         f"{first.prompt_tokens / first.requests:,.0f} prompt tokens per request"
     )
-    head = ("system", "CPU us per request", f"/ {peer.NAME}", "requests/s", "tokens from cache", "RSS MiB")
+    head = ("system", "CPU us per request", f"/ {first_system}", "requests/s", "tokens from cache", "RSS MiB")
     return "\n".join([about, table(head, body)])
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

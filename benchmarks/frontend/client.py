@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
+from benchmarks.frontend.edges import Edge
 from benchmarks.frontend.prompts import chat_request
-from benchmarks.frontend.system import Edge
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import BrokenRun
 
 _OK = b"HTTP/1.1 200"
 _EVENT = b"data: "
@@ -136,7 +136,7 @@ class Load:
         self._ended.result()
 
     async def sleep(self, seconds: float) -> None:
-        """BrokenRun if a connection fails meanwhile."""
+        """Sleep; BrokenRun if a connection fails."""
         done, _ = await asyncio.wait([self._ended], timeout=seconds)
         if done:
             self._ended.result()

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import msgspec
 from benchmarks.frontend.client import WAIT_S, Connection, Load
-from benchmarks.frontend.system import Edge
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.frontend.edges import Edge
+from benchmarks.harness import BrokenRun
 
 _CONTENT = re.compile(rb'"content": *"[^"]')
 _MAX_UNDER_WAY = 64

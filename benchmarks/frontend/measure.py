@@ -30,15 +30,14 @@ import msgspec
 import uvloop
 from benchmarks.frontend.client import Measured, Shape, closed_load, shape_of_stream, steady_load
 from benchmarks.frontend.delays import DelayRow, arrivals
+from benchmarks.frontend.edges import Edge
 from benchmarks.frontend.prompts import Writer, few_words, passage, prompt_requests
-from benchmarks.frontend.system import Edge
 from benchmarks.frontend.wrk import WrkFigures
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import BrokenRun
 
 _LIGHT_TOKENS_PER_S = 12_500.0
 _BUSY_TOKENS_PER_S = 50_000.0
 _FLAT_TOKENS = 512
-_LEAD_S = 4.0
 _AFTER_ABORT_S = 1.0
 _SHARE = 0.5
 """Of the seconds for requests: what the other loads get. There are far more tokens than requests."""
@@ -118,10 +117,11 @@ class Row(msgspec.Struct, frozen=True):
 class Bench:
     """One system under one number of connections. Knows from each load how much fills the next window."""
 
-    def __init__(self, edges: Edges, num_connections: int, seconds: float) -> None:
+    def __init__(self, edges: Edges, num_connections: int, seconds: float, lead_s: float = 4.0) -> None:
         self.edges = edges
         self._num_connections = num_connections
         self._seconds = seconds
+        self._lead_s = lead_s
         self._seed = 0
         self._requests_per_s = 0.0
         self._answers_per_s = 0.0
@@ -197,7 +197,7 @@ class Bench:
     def _steady(self, edge: Edge) -> Measured:
         assert edge.step_s is not None
         seconds = self._seconds * _SHARE
-        num_tokens = int((seconds + _LEAD_S) * 1.5 / edge.step_s)
+        num_tokens = int((seconds + self._lead_s) * 1.5 / edge.step_s)
         requests = prompt_requests(self._num_connections, num_tokens, self._next_seed())
         done = uvloop.run(steady_load(edge, requests, seconds))
         time.sleep(_AFTER_ABORT_S)

@@ -1,13 +1,13 @@
 """One of two workers is killed under a hundred streams: how many answers end whole, and how long is the pause?
 
     python -m benchmarks.frontend.migration            both with their defaults, and Dynamo with migration turned on
-    python -m benchmarks.frontend.migration --quick    one round of twenty streams: for a look, not for a claim
 
 Run from the repository's root. Each round starts each system anew: a frontend and two processes of one mock worker
 each, kvolt's at the speed of Dynamo's mocker (the same step times, blocks of 64 tokens, 16,384 of them). When every
-client has some tokens one worker gets SIGKILL. A gap is between two reads of a client that brought events: the worst
-one of all streams is told. kvolt's simulated answers depend on nothing but their prompts, so their texts are compared
-with those that the other worker gives afterwards, undisturbed; Dynamo's are random, and only their tokens are counted.
+client has some tokens one worker gets SIGKILL. A gap is the time between two reads of a client with events: the worst
+one of all streams is reported. kvolt's simulated answers depend on nothing but their prompts, so their texts are
+compared with those that the other worker gives afterwards, undisturbed; Dynamo's are random, and only their tokens
+are counted.
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ import asyncio
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from benchmarks.frontend import kvolt_side, peer, tiny_model
+from benchmarks.frontend import tiny_model
+from benchmarks.frontend.edges import (
+    DYNAMO_NAME,
+    KVOLT_NAME,
+    Dynamo,
+    dynamo_environ,
+    installed_dynamo,
+    model_arguments,
+    model_in,
+    start_dynamo_frontend,
+    start_mockers,
+    start_workers,
+)
 from benchmarks.frontend.prompts import few_words
 from benchmarks.frontend.struck import Seen, chat, read_all
-from benchmarks.frontend.system import Processes, clean_environ, free_port
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import machine, spread
+from benchmarks.harness import in_turn, names, parser_for, report, run, say, spread
+from benchmarks.processes import KVOLT, Processes, free_port
 
-_ROOT = Path(__file__).resolve().parents[2]
 _BLOCK_SIZE, _KV_BLOCKS, _MAX_SEQS, _MAX_BATCH_TOKENS = 64, 16_384, 256, 8192
 _MIGRATION_LIMIT = 3
-_READY_S = 60.0
 _SYSTEMS = ("kvolt", "dynamo", "dynamo-migrating")
 
 
@@ -66,40 +71,25 @@ class Row(msgspec.Struct, frozen=True):
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the processes we started end too
-    try:
-        rows = _run(options)
-    except BrokenRun as error:
-        sys.exit(f"no figures: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(_table(rows, options.systems))
-    if options.out is not None:
-        command = shlex.join(["python", "-m", "benchmarks.frontend.migration", *sys.argv[1:]])
-        found = {"command": command, "machine": machine(), "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    rows = _run(options)
+    report(options, _table(rows, options.systems), {"peer": DYNAMO_NAME, "rows": rows})
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frontend.migration", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME)
     add = parser.add_argument
     add("--streams", type=int, default=100)
-    add("--tokens", type=int, default=400, help="of each answer (default %(default)s)")
+    add("--tokens", type=int, default=400, help="tokens of an answer (default %(default)s)")
     add("--prompt-words", type=int, default=200)
     add(
         "--strike-at", type=int, default=50, help="events that every client has by then (default %(default)s)"
     )
     add("--rounds", type=int, default=5)
-    add("--quick", action="store_true", help="one round of twenty streams")
-    add("--systems", type=lambda text: tuple(text.split(",")), default=_SYSTEMS, help="default: all three")
-    add("--peer-dir", type=Path, default=peer.default_folder(), help="where Dynamo is or will be installed")
-    add("--out", type=Path, help="write all figures as JSON to this file")
+    add("--systems", type=names, default=_SYSTEMS, help="default: all three")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.streams = 1, 20
+    if options.smoke:
+        options.rounds, options.streams, options.systems = 1, 4, ("kvolt",)
+        options.tokens, options.strike_at = 100, 5
     if unknown := [name for name in options.systems if name not in _SYSTEMS]:
         parser.error(f"unknown systems {unknown}; known: {', '.join(_SYSTEMS)}")
     if not 0 < options.strike_at < options.tokens:
@@ -108,15 +98,14 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> list[Row]:
-    model = peer.model_beside(options.peer_dir)
-    dynamo = peer.installed(options.peer_dir) if any(name != "kvolt" for name in options.systems) else None
+    model = model_in(options.peer_dir)
+    dynamo = installed_dynamo(options.peer_dir) if any(name != "kvolt" for name in options.systems) else None
     rows: list[Row] = []
     for number in range(options.rounds):
-        order = options.systems if number % 2 == 0 else options.systems[::-1]
-        for name in order:
+        for name in in_turn(options.systems, number + 1):
             served = _kvolt(model) if name == "kvolt" else _dynamo(dynamo, name == "dynamo-migrating")
             rows.append(_strike(name, number, served, options))
-            print(rows[-1], file=sys.stderr)
+            say(str(rows[-1]))
     return rows
 
 
@@ -132,14 +121,14 @@ def _strike(
             os.killpg(victim.pid, signal.SIGKILL)
 
         answers = asyncio.run(read_all(port, requests, options.strike_at, strike))
-        num_moved = int(_metric(port, "dynamo_frontend_model_migration_total"))
+        num_moved = int(_metric(port, "kvolt_frontend_model_migration_total"))
         undisturbed = asyncio.run(read_all(port, requests)) if name == "kvolt" else None
     whole = [answer.is_whole and answer.num_tokens == options.tokens for answer in answers]
     errors: dict[str, int] = {}
     for answer in answers:
         if not answer.is_whole:
-            told = answer.error or "it ended without a word"
-            errors[told] = errors.get(told, 0) + 1
+            error = answer.error or "ended without an error"
+            errors[error] = errors.get(error, 0) + 1
     return Row(
         number,
         name,
@@ -165,64 +154,33 @@ def _num_equal(answers: Sequence[Seen], undisturbed: Sequence[Seen]) -> int:
 @contextmanager
 def _kvolt(model: tiny_model.TinyModel) -> Iterator[Served]:
     with Processes("kvolt") as processes:
-        env = clean_environ(
-            KVOLT_DISCOVERY_PATH=str(processes.folder / "discovery"),
-            KVOLT_LOG_LEVEL="warning",
-            PYTHONPATH=str(_ROOT),
-        )
-        port = free_port()
-        kvolt = [sys.executable, "-m", "kvolt"]
-        processes.start("frontend", [*kvolt, "frontend", "--port", str(port)], env)
+        env, port = processes.environ(), free_port()
+        processes.start("frontend", [*KVOLT, "frontend", "--port", str(port)], env)
         arguments = {
-            "model_tokenizer": str(model.tokenizer_path),
-            "eos_token": tiny_model.EOS_TOKEN,
-            "chat_template": model.chat_template,
+            **model_arguments(model),
             "preset": "dynamo-mocker",
             "block_size": _BLOCK_SIZE,
             "kv_blocks": _KV_BLOCKS,
             "max_num_seqs": _MAX_SEQS,
             "max_batch_tokens": _MAX_BATCH_TOKENS,
         }
-        given = [part for key, value in arguments.items() for part in ("--arg", f"{key}={value}")]
-        worker = [*kvolt, "worker", tiny_model.NAME, "--engine", "sim", *given]
-        workers = [processes.start(f"worker-{number}", worker, env) for number in range(2)]
-        processes.wait_ready(port)
-        _wait(lambda: _metric(port, "dynamo_frontend_model_workers") == 2)
+        workers = start_workers(processes, 2, arguments, env)
+        processes.wait_workers(port, 2)
         yield Served(port, workers[0])
 
 
 @contextmanager
-def _dynamo(dynamo: peer.Peer | None, is_migrating: bool) -> Iterator[Served]:
+def _dynamo(dynamo: Dynamo | None, is_migrating: bool) -> Iterator[Served]:
     assert dynamo is not None
     with Processes("dynamo") as processes:
-        env = clean_environ(
-            DYN_FILE_KV=str(processes.folder / "discovery"), DYN_LOG="warn", HF_HUB_OFFLINE="1"
-        )
-        port = free_port()
-        command = [str(dynamo.python), "-m", "dynamo.frontend", *peer.PLANES]
-        command += ["--http-host", "127.0.0.1", "--http-port", str(port)]
-        if is_migrating:
-            command += ["--migration-limit", str(_MIGRATION_LIMIT)]
-        processes.start("frontend", command, env)
-        mocker = [
-            *(str(dynamo.python), "-m", "dynamo.mocker", *peer.PLANES),
-            *("--model-path", str(dynamo.model.path), "--model-name", tiny_model.NAME),
-            *("--num-workers", "1", "--block-size", str(_BLOCK_SIZE)),
-            *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
-            *("--max-num-seqs", str(_MAX_SEQS), "--max-num-batched-tokens", str(_MAX_BATCH_TOKENS)),
-        ]
-        workers = [processes.start(f"worker-{number}", mocker, env) for number in range(2)]
-        processes.wait_ready(port)
-        _wait(lambda: _get(port, "/health").count('"endpoint":"generate"') == 2)
+        env, port = dynamo_environ(processes), free_port()
+        flags = ("--migration-limit", str(_MIGRATION_LIMIT)) if is_migrating else ()
+        start_dynamo_frontend(processes, dynamo, port, env, *flags)
+        sizes = (_BLOCK_SIZE, _KV_BLOCKS, _MAX_SEQS, _MAX_BATCH_TOKENS)
+        workers = start_mockers(processes, dynamo, env, 2, 1, *sizes)
+        processes.wait_answer(port, tiny_model.NAME)
+        processes.wait_for(lambda: _get(port, "/health").count('"endpoint":"generate"') == 2, "two workers")
         yield Served(port, workers[0])
-
-
-def _wait(is_there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _READY_S
-    while not is_there():
-        if time.monotonic() > deadline:
-            raise BrokenRun(f"the frontend does not know of two workers within {_READY_S:.0f} s")
-        time.sleep(0.2)
 
 
 def _get(port: int, path: str) -> str:
@@ -236,12 +194,10 @@ def _metric(port: int, name: str) -> float:
     return sum(map(float, found))
 
 
-# --- what was found
-
 _NAMES = {
-    "kvolt": kvolt_side.NAME,
-    "dynamo": peer.NAME,
-    "dynamo-migrating": f"{peer.NAME}, --migration-limit {_MIGRATION_LIMIT}",
+    "kvolt": KVOLT_NAME,
+    "dynamo": DYNAMO_NAME,
+    "dynamo-migrating": f"{DYNAMO_NAME}, --migration-limit {_MIGRATION_LIMIT}",
 }
 
 
@@ -266,4 +222,4 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

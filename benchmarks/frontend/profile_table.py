@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frontend.client import Measured
-from benchmarks.frontend.report import table
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import BrokenRun, table
 
 _NUM_FUNCTIONS = 30
 _NUM_LINES = 15

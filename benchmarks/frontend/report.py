@@ -1,18 +1,15 @@
-"""Figures of the edge as people and later runs read them: tables, goals and what the machine was.
-
-A ratio is taken within a round, where both systems met the same machine, and only then spread.
-"""
+"""Report of the edge: spreads over rounds, ratios within a round, tables and goals."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Sequence
 
 import msgspec
-from benchmarks.frontend import kvolt_side, peer
 from benchmarks.frontend.delays import DelayRow
+from benchmarks.frontend.edges import DYNAMO_NAME as _PEER
+from benchmarks.frontend.edges import KVOLT_NAME as _KVOLT
 from benchmarks.frontend.measure import Row
-from benchmarks.runtime.report import Spread, machine, spread
+from benchmarks.harness import Spread, goal, ratios, spread, table
 
 GOAL_REQUEST = 0.5
 GOAL_SINGLE_TOKEN = 0.7
@@ -20,7 +17,6 @@ GOAL_FLAT_TOKEN = 0.5
 GOAL_MEMORY = 0.5
 
 _MIB = 1 << 20
-_KVOLT, _PEER = kvolt_side.NAME, peer.NAME
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -94,7 +90,7 @@ def _line(connections: int, rows: Sequence[Row], figure: Figure) -> Line:
         values.setdefault(row.system, {})[row.round] = figure.of(row)
     ratio = None
     if figure.compared and _KVOLT in values and _PEER in values:
-        ratio = spread([ours / values[_PEER][number] for number, ours in values[_KVOLT].items()])
+        ratio = spread(ratios(values[_KVOLT], values[_PEER]))
     systems = {system: spread(list(found.values())) for system, found in values.items()}
     return Line(connections, figure.name, systems, ratio, figure.form, figure.goal)
 
@@ -138,7 +134,7 @@ def strict_goals(rows: Sequence[Row]) -> list[str]:
         ours = {row.round: row.light_cpu_us_per_token for row in mine if row.system == _KVOLT}
         theirs = {row.round: row.flat_cpu_us_per_token for row in mine if row.system == _PEER}
         if ours and theirs:
-            ratio = spread([ours[number] / theirs[number] for number in ours])
+            ratio = spread(ratios(ours, theirs))
             text = f"{connections} connections: a token, light, at most {GOAL_SINGLE_TOKEN:g} of {_PEER}'s flat out"
             told.append(goal(text, ratio.median <= GOAL_SINGLE_TOKEN, ratio.text()))
     return told
@@ -161,25 +157,3 @@ def delay_table(rows: Sequence[DelayRow], rate_per_s: float) -> str:
             body.append((f"{step_ms:.2f}", label, *told))
     head = (f"mock step ms ({rate_per_s:g} requests/s)", "delay ms", *systems)
     return table(head, body)
-
-
-def run_facts(command: str) -> dict[str, object]:
-    """What a reader needs to judge and repeat a run."""
-    facts = machine()
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("kvolt", "uvloop", "msgspec", "httptools", "tokenizers")
-    }
-    return {"command": command, "machine": {**facts, "versions": versions}, "peer": peer.NAME}
-
-
-def goal(text: str, met: bool, value: str) -> str:
-    return f"goal {'met   ' if met else 'missed'}  {text}: {value}"
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[at]) for row in (head, *body)) for at in range(len(head))]
-    rows = [head, ["-" * width for width in widths], *body]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

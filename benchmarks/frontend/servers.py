@@ -1,114 +1,87 @@
-"""Which HTTP server carries tokens for the least CPU: our own protocol on httptools, uvicorn, granian.
+"""CPU per event of HTTP servers that stream: kvolt's own protocol on httptools, uvicorn, granian.
 
-usage: python -m benchmarks.frontend.servers [--connections 64] [--tokens 256] [--rounds 5] [--out FILE]
+    python -m benchmarks.frontend.servers [--connections 64] [--tokens 256] [--rounds 5]
 
-Each server is one process with one event loop. A ticker in it makes a step every few milliseconds: one
-event of an OpenAI chat stream for every open response, the same bytes everywhere. How the event reaches
-the response is each server's own best way: a direct write from the ticker (ours), an await on `send` in
-the request's task (ASGI, RSGI). CPU is the server's, user and system, over all responses of a round; the
-client is another process and reads everything. Rounds of the servers are interleaved.
+Each server is one process with one event loop. A ticker in it makes a step every few milliseconds: one event of an
+OpenAI chat stream for every open response, the same bytes everywhere. The event reaches the response in each server's
+fastest way: a direct write from the ticker (kvolt), an await on `send` in the request's task (ASGI, RSGI). CPU is the
+server's, user and system, over all responses of a round; the client is another process and reads everything. Rounds of
+the servers are interleaved. Servers that are not installed (`pip install kvolt[bench]`) are left out of a smoke run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import platform
-import statistics
-import subprocess
+import importlib.util
 import sys
-import time
-from pathlib import Path
 
-import psutil
+from benchmarks.harness import BrokenRun, Missing, parser_for, report, run, spread_text, table
+from benchmarks.processes import Meter, Processes, clean_environ, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ("kvolt", "uvicorn", "granian")
-_STEP_S = 0.002
-_START_S = 20.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="events per response")
-    parser.add_argument("--responses", type=int, default=4, help="responses per connection and round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="keep all figures as JSON")
+    parser = parser_for(__file__, __doc__, results=None)
+    add = parser.add_argument
+    add("--connections", type=int, default=64)
+    add("--tokens", type=int, default=256, help="events of a response")
+    add("--responses", type=int, default=4, help="responses per connection and round")
+    add("--rounds", type=int, default=5)
     options = parser.parse_args()
-    running = {name: _start(name, 18100 + number) for number, name in enumerate(SERVERS)}
-    figures: dict[str, list[float]] = {name: [] for name in SERVERS}
-    requests: dict[str, list[float]] = {name: [] for name in SERVERS}
-    memory: dict[str, int] = {}
-    try:
+    missing = [name for name in SERVERS if importlib.util.find_spec(name) is None]
+    if missing and not options.smoke:
+        raise Missing(f"{' and '.join(missing)}: pip install kvolt[bench]")
+    servers = [name for name in SERVERS if name not in missing]
+    if options.smoke:
+        options.connections, options.tokens, options.responses, options.rounds = 4, 8, 1, 1
+    event_us: dict[str, list[float]] = {name: [] for name in servers}
+    request_us: dict[str, list[float]] = {name: [] for name in servers}
+    rss_bytes: dict[str, int] = {}
+    with Processes("servers") as processes:
+        running = {name: _start(processes, name) for name in servers}
         for _, port in running.values():
             asyncio.run(_load(port, options.connections, 32, 1))  # warm-up
+        num_responses = options.connections * options.responses
         for _ in range(options.rounds):
-            for name, (process, port) in running.items():
-                cpu_s = _measure(process, port, options.connections, options.tokens, options.responses)
-                figures[name].append(cpu_s / (options.connections * options.tokens * options.responses))
-                cpu_s = _measure(process, port, options.connections, 1, options.responses * 8)
-                requests[name].append(cpu_s / (options.connections * options.responses * 8))
-                memory[name] = sum(each.memory_info().rss for each in _family(process))
-    finally:
-        for process, _ in running.values():
-            for each in _family(process):
-                each.kill()
-            process.wait()
-    print(f"{options.connections} connections, {options.tokens} events per response, {options.rounds} rounds")
-    print(f"{'server':10} {'CPU us per event':>24} {'CPU us per request':>26} {'RSS MB':>8}")
-    for name in SERVERS:
-        print(
-            f"{name:10} {_spread(figures[name]):>24} {_spread(requests[name]):>26} {memory[name] / 1e6:8.0f}"
-        )
-    if options.out is not None:
-        document = {
-            "command": " ".join(["python -m benchmarks.frontend.servers", *sys.argv[1:]]),
-            "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-            "cpu_s_per_event": figures,
-            "cpu_s_per_request": requests,
-            "rss_bytes": memory,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+            for name, (meter, port) in running.items():
+                cpu_s = _measure(meter, port, options.connections, options.tokens, options.responses)
+                event_us[name].append(1e6 * cpu_s / (num_responses * options.tokens))
+                cpu_s = _measure(meter, port, options.connections, 1, options.responses * 8)
+                request_us[name].append(1e6 * cpu_s / (num_responses * 8))
+                rss_bytes[name] = meter.rss_bytes()
+    about = (
+        f"{options.connections} connections, {options.tokens} events per response, {options.rounds} rounds"
+    )
+    body = [
+        (name, spread_text(event_us[name]), spread_text(request_us[name]), f"{rss_bytes[name] / 1e6:.0f}")
+        for name in servers
+    ]
+    head = "server | CPU us per event | CPU us per request | RSS MB"
+    results = {"cpu_us_per_event": event_us, "cpu_us_per_request": request_us, "rss_bytes": rss_bytes}
+    report(options, "\n".join([about, table(head, body)]), results)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values) * 1e6:.2f} ({min(values) * 1e6:.2f}..{max(values) * 1e6:.2f})"
-
-
-def _start(name: str, port: int) -> tuple[subprocess.Popen[bytes], int]:
+def _start(processes: Processes, name: str) -> tuple[Meter, int]:
+    port = free_port()
     command = [sys.executable, "-m", "benchmarks.frontend.server_candidates", name, str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + _START_S
-    while True:
+    process = processes.start(name, command, clean_environ())
+
+    def is_ready() -> bool:
         try:
             asyncio.run(_load(port, 1, 1, 1))
-            return process, port
         except OSError:
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise SystemExit(f"{name} did not start") from None
-            time.sleep(0.1)
+            return False
+        return True
+
+    processes.wait_for(is_ready, "answer")
+    return Meter([process.pid]), port
 
 
-def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(process.pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _measure(
-    process: subprocess.Popen[bytes], port: int, connections: int, tokens: int, responses: int
-) -> float:
-    family = _family(process)
-    before = sum(sum(each.cpu_times()[:2]) for each in family)
+def _measure(meter: Meter, port: int, connections: int, tokens: int, responses: int) -> float:
+    before = meter.cpu_s()
     asyncio.run(_load(port, connections, tokens, responses))
-    return sum(sum(each.cpu_times()[:2]) for each in family) - before
+    return meter.cpu_s() - before
 
 
 async def _load(port: int, connections: int, tokens: int, responses: int) -> None:
@@ -127,7 +100,7 @@ async def _load(port: int, connections: int, tokens: int, responses: int) -> Non
                     num_events += part.count(b"data: ")
                     data = (data + part)[-16:]
                 if num_events != tokens:
-                    raise SystemExit(f"{num_events} events in place of {tokens}")
+                    raise BrokenRun(f"{num_events} events instead of {tokens}")
         finally:
             writer.close()
 
@@ -135,4 +108,4 @@ async def _load(port: int, connections: int, tokens: int, responses: int) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

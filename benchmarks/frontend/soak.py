@@ -1,45 +1,36 @@
-"""512 connections with random disconnects: is memory flat, is nothing left behind?
+"""Soak of the frontend: 512 connections with random disconnects; memory must stay flat and nothing be left behind.
 
-usage: python -m benchmarks.frontend.soak [--minutes 10] [--connections 512] [--out FILE]
+    python -m benchmarks.frontend.soak [--minutes 10] [--connections 512]
 
-Starts a frontend and two simulated workers, then keeps the connections busy: chats, whole and streamed,
-of random length, with and without stop strings, tools and log probabilities; a third of the clients hang
-up at a random moment, before the answer, in the middle of a stream or in the middle of their own request.
-Every few seconds the frontend's memory, file descriptors, tasks and open requests are read. At the end
-all clients leave, and what is open must go back to what it was before the first.
+A frontend and two simulated workers; the connections send chats, whole and streamed, of random length, with and without
+stop strings, tools and log probabilities; a third of the clients disconnect at a random moment, before the answer, in
+the middle of a stream or of their own request. Every few seconds the frontend's memory, file descriptors, tasks and
+open requests are read. At the end all clients leave, and everything open must return to its value before the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
-import platform
 import random
 import re
-import subprocess
-import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import msgspec
 import psutil
+from benchmarks.harness import goal, parser_for, report, run
+from benchmarks.processes import KVOLT, Processes, free_port
 
 _WARM_UP_SHARE = 0.3
 _MAX_GROWTH = 1.05
 _HANG_UP_SHARE = 0.33
-_START_S = 30.0
 _SETTLE_S = 20.0
 
 
-@dataclass
-class Sample:
-    """The frontend at one moment."""
+class Sample(msgspec.Struct, frozen=True):
+    """State of the frontend at one moment."""
 
     at_s: float
     rss_mb: float
@@ -50,15 +41,21 @@ class Sample:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__file__, __doc__, results=None)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--connections", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="keep all samples as JSON")
     options = parser.parse_args()
-    with _cluster() as (port, frontend):
+    if options.smoke:
+        options.minutes, options.connections = 0.04, 8
+    with Processes("soak") as processes:
+        env, port = processes.environ(), free_port()
+        process = processes.start("frontend", [*KVOLT, "frontend", "--port", str(port)], env)
+        for number in range(2):
+            worker = ("worker", "sim-tiny", "--name", f"worker-{number}", "--arg", "speed=5")
+            processes.start(f"worker-{number}", [*KVOLT, *worker], env)
+        processes.wait_workers(port, 2)
+        frontend = psutil.Process(process.pid)
         asyncio.run(_warm_up(port))
         before = _sample(port, frontend, 0.0)
         counts, samples = asyncio.run(_soak(port, frontend, options))
@@ -66,84 +63,31 @@ def main() -> int:
     warm = [sample for sample in samples if sample.at_s >= options.minutes * 60 * _WARM_UP_SHARE]
     first, last = warm[: len(warm) // 4 or 1], warm[-(len(warm) // 4 or 1) :]
     growth = _mean(last) / _mean(first)
-    print(f"requests: {counts}")
-    for sample in samples[:: max(len(samples) // 20, 1)]:
-        print(
-            f"{sample.at_s:6.0f} s  {sample.rss_mb:7.1f} MB  {sample.fds:5d} fds  {sample.active:5.0f} active"
-            f"  {sample.tasks:5.0f} tasks"
-        )
-    verdicts = {
-        f"memory after warm-up grew by a factor of {growth:.3f} (at most {_MAX_GROWTH})": growth
-        <= _MAX_GROWTH,
-        f"file descriptors {before.fds} before, {after.fds} after": after.fds <= before.fds,
-        f"requests still open: {after.active:.0f}": after.active == 0,
-        f"calls to workers still open: {after.calls:.0f}": after.calls <= before.calls,
-        f"tasks {before.tasks:.0f} before, {after.tasks:.0f} after": after.tasks <= before.tasks,
-    }
-    for text, good in verdicts.items():
-        print(("ok      " if good else "FAILED  ") + text)
-    if options.out is not None:
-        document = {
-            "command": " ".join(["python -m benchmarks.frontend.soak", *sys.argv[1:]]),
-            "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-            "requests": counts,
-            "growth": growth,
-            "before": asdict(before),
-            "after": asdict(after),
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(verdicts.values()) else 1
+    verdicts = [
+        (f"memory after warm-up grew by at most {_MAX_GROWTH}", growth <= _MAX_GROWTH, f"{growth:.3f}"),
+        ("file descriptors as before", after.fds <= before.fds, f"{before.fds} before, {after.fds} after"),
+        ("no open request", after.active == 0, f"{after.active:.0f}"),
+        ("no open call to a worker", after.calls <= before.calls, f"{after.calls:.0f}"),
+        (
+            "tasks as before",
+            after.tasks <= before.tasks,
+            f"{before.tasks:.0f} before, {after.tasks:.0f} after",
+        ),
+    ]
+    lines = [f"requests: {counts}"]
+    lines += [
+        f"{each.at_s:6.0f} s  {each.rss_mb:7.1f} MB  {each.fds:5d} fds  {each.active:5.0f} active"
+        f"  {each.tasks:5.0f} tasks"
+        for each in samples[:: max(len(samples) // 20, 1)]
+    ]
+    lines += [goal(*verdict) for verdict in verdicts]
+    results = {"requests": counts, "growth": growth, "before": before, "after": after, "samples": samples}
+    report(options, "\n".join(lines), results)
+    return 0 if all(met for _, met, _ in verdicts[1 if options.smoke else 0 :]) else 1
 
 
 def _mean(samples: list[Sample]) -> float:
     return sum(sample.rss_mb for sample in samples) / len(samples)
-
-
-# --- the system
-
-
-@contextlib.contextmanager
-def _cluster() -> Iterator[tuple[int, psutil.Process]]:
-    kvolt = [sys.executable, "-m", "kvolt"]
-    with tempfile.TemporaryDirectory() as folder:
-        environ = {**os.environ, "KVOLT_DISCOVERY_PATH": f"{folder}/discovery", "KVOLT_LOG_LEVEL": "warning"}
-        commands = [
-            [*kvolt, "frontend", "--port", "0"],
-            *([*kvolt, "worker", "sim-tiny", "--name", f"worker-{n}", "--arg", "speed=5"] for n in range(2)),
-        ]
-        environ["KVOLT_LOG_LEVEL"] = "info"
-        log = Path(folder) / "frontend.log"
-        with log.open("wb") as out:
-            running = [subprocess.Popen(command, env=environ, stdout=out, stderr=out) for command in commands]
-            try:
-                port = _wait_for_port(log)
-                _wait_for_model(port)
-                yield port, psutil.Process(running[0].pid)
-            finally:
-                for process in running:
-                    process.terminate()
-                for process in running:
-                    process.wait()
-
-
-def _wait_for_port(log: Path) -> int:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        found = re.search(r"listening on http://[^\"]*:(\d+)", log.read_text())
-        if found:
-            return int(found[1])
-        time.sleep(0.1)
-    raise SystemExit(f"the frontend did not start:\n{log.read_text()[-2000:]}")
-
-
-def _wait_for_model(port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-            return
-        time.sleep(0.1)
-    raise SystemExit("no worker has registered")
 
 
 def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
@@ -157,7 +101,7 @@ def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
         at_s=at_s,
         rss_mb=frontend.memory_info().rss / 1e6,
         fds=frontend.num_fds(),
-        active=total("dynamo_frontend_active_requests"),
+        active=total("kvolt_frontend_active_requests"),
         calls=total("kvolt_streams_active"),
         tasks=total("kvolt_tasks"),
     )
@@ -199,8 +143,6 @@ async def _soak(
             await asyncio.sleep(interval_s)
             at_s = time.monotonic() - started
             samples.append(await asyncio.to_thread(_sample, port, frontend, at_s))
-            if sys.stderr.isatty():
-                print(f"\r{at_s:5.0f} s {samples[-1].rss_mb:7.1f} MB {counts}", end="", file=sys.stderr)
 
     await asyncio.gather(watch(), *(client(number) for number in range(options.connections)))
     return counts, samples
@@ -216,7 +158,7 @@ async def _warm_up(port: int) -> None:
 
 
 async def _connection(port: int, rng: random.Random, counts: dict[str, int], end: float) -> None:
-    """Requests on one connection until the client has had enough of it."""
+    """Requests on one connection, until the client disconnects or time is up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         while time.monotonic() < end:
@@ -265,4 +207,4 @@ def _body(rng: random.Random) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,10 +1,10 @@
-"""How long one large request keeps the frontend's event loop from other clients.
+"""Stall of the frontend's event loop by one large request.
 
-    python -m benchmarks.frontend.stalls
+    python -m benchmarks.frontend.stalls [--only WORD]
 
-One frontend and one sim worker as processes. While a large body is on its way a second client asks `/live` again and
-again on one connection; the time of its slowest answer is the stall. The same without a large body is in the last
-column: on a machine that does other things as well it is not zero.
+One frontend and one sim worker as processes. While a large body is processed, a second client requests `/live`
+repeatedly on one connection; the time of its slowest answer is the stall. The last column is the same without a large
+body: on a busy machine it is not zero.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.frontend import tiny_model
-from benchmarks.frontend.system import Processes, clean_environ, free_port
+from benchmarks.harness import parser_for, report, run, say, table
+from benchmarks.processes import KVOLT, Processes, arg_flags, free_port
 
 _MODEL = tiny_model.NAME
 _PAUSE_S = 0.001
-_QUIET_S = 1.0
 _HELLO = [{"role": "user", "content": "hello"}]
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -101,49 +100,51 @@ def _longest(control: Connection) -> float:
     return float(control.recv())
 
 
-def _measure(port: int, only: list[str]) -> None:
+def _measure(port: int, only: list[str], quiet_s: float) -> list[tuple[str, ...]]:
     control, theirs = multiprocessing.Pipe()
     poller = multiprocessing.get_context("spawn").Process(target=_poll, args=(port, theirs))
     poller.start()
-    print(f"{'body':28}{'MB':>6}{'status':>8}{'total s':>9}{'stall ms':>10}{'without':>9}  answer")
+    rows: list[tuple[str, ...]] = []
     try:
         for name, (path, make) in _BODIES.items():
             if only and not any(word in name for word in only):
                 continue
             limit = {"max_tokens": 1} if path.startswith("/v1") else {}
             body = json.dumps({"model": _MODEL, **limit, **make()}).encode()
-            time.sleep(_QUIET_S)
+            time.sleep(quiet_s)
             _longest(control)
-            time.sleep(_QUIET_S)
+            time.sleep(quiet_s)
             quiet = _longest(control)
             started = time.perf_counter()
             status, message = _post(port, path, body)
             total = time.perf_counter() - started
             stall = _longest(control)
-            print(
-                f"{name:28}{len(body) / 1e6:6.1f}{status:8}{total:9.2f}{stall * 1e3:10.1f}{quiet * 1e3:9.1f}"
-                f"  {message}",
-                flush=True,
-            )
+            times = (f"{total:.2f}", f"{stall * 1e3:.1f}", f"{quiet * 1e3:.1f}")
+            rows.append((name, f"{len(body) / 1e6:.1f}", str(status), *times, message))
+            say("  ".join(rows[-1]))
     finally:
         control.send(None)
         poller.join()
+    return rows
 
 
-def main(arguments: list[str]) -> None:
-    with Processes("kvolt") as processes:
-        env = clean_environ(
-            KVOLT_DISCOVERY_PATH=str(processes.folder / "discovery"), KVOLT_LOG_LEVEL="warning"
-        )
-        port = free_port()
-        kvolt = [sys.executable, "-m", "kvolt"]
-        processes.start("frontend", [*kvolt, "frontend", "--port", str(port)], env)
+def main() -> None:
+    parser = parser_for(__file__, __doc__)
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="bodies with a word in their name"
+    )
+    options = parser.parse_args()
+    only = ["small"] if options.smoke else options.only
+    with Processes("stalls") as processes:
+        env, port = processes.environ(), free_port()
+        processes.start("frontend", [*KVOLT, "frontend", "--port", str(port)], env)
         engine = {"context_length": 2**21, "kv_blocks": 2**18, "latency": '{"base_s": 0.001}'}
-        given = [part for name, value in engine.items() for part in ("--arg", f"{name}={value}")]
-        processes.start("worker", [*kvolt, "worker", _MODEL, "--engine", "sim", *given], env)
-        processes.wait_ready(port)
-        _measure(port, arguments)
+        processes.start("worker", [*KVOLT, "worker", _MODEL, "--engine", "sim", *arg_flags(engine)], env)
+        processes.wait_answer(port, _MODEL)
+        rows = _measure(port, only, 0.1 if options.smoke else 1.0)
+    text = table("body | MB | status | total s | stall ms | without | answer", rows)
+    report(options, text, {"rows": rows})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

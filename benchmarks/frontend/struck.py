@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from benchmarks.frontend import tiny_model
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import BrokenRun
 
 _EVENT = b"data: "
 _LAST_EVENT = b"data: [DONE]"

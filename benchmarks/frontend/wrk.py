@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 from benchmarks.frontend import tiny_model
-from benchmarks.frontend.system import Edge
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.frontend.edges import Edge
+from benchmarks.harness import BrokenRun
 
 _SCRIPT = Path(__file__).with_name("load.lua")
 _NUM_TOKENS = 512

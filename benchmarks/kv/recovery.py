@@ -1,42 +1,41 @@
-"""A disk tier after its process was killed: is all that is found whole, and how soon is it found?
+"""Recovery of a disk tier whose process was killed: whether all blocks verify, and how long recovery takes.
 
     python -m benchmarks.kv.recovery           100 kills and 100,000 blocks, some minutes; results/recovery.{json,txt}
-    python -m benchmarks.kv.recovery --quick   5 kills and 5,000 blocks, not kept
 
-Kills: a process offloads random blocks as fast as it can, into a disk tier that is full and has to evict, and is killed
-(SIGKILL) at a random moment. The next one has to find a tier in which every block verifies, and goes on. What a page
-cache that is lost would do is not seen so: tests/unit/kv/tiers/test_crash.py does that.
+Kills: a process offloads random blocks as fast as it can into a full disk tier, which evicts, and is killed (SIGKILL)
+at a random moment. The next one must find a tier in which every block verifies, and continues. Loss of the page cache
+is not covered here but by tests/unit/kv/tiers/test_crash.py.
 
-Recovery: from a folder with that many blocks to a tier that answers, with its books, in a fresh process.
+Recovery: from a folder with that many blocks to a tier that answers, with its slot table, in a new process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from benchmarks.frontend.report import goal
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.harness import goal, parser_for, report, run
+from benchmarks.kv.tier_blocks import tier_blocks
 
-from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.disk.view import parts_in, verify
+from kvolt.kv.disk.view import find_parts, verify
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 
-_RESULTS = Path(__file__).parent / "results" / "recovery"
 SHAPE = BlockShape(64 << 10)
+SMALL = BlockShape(4096)
+"""For recovery, which depends on the length of the journal alone."""
 NUM_SLOTS = 2048
 """Of the tier that is killed: it evicts within a second."""
 _BATCH = 64
@@ -47,13 +46,13 @@ GOAL_RECOVERY_S = 2.0
 class Kills(msgspec.Struct, frozen=True):
     num_kills: int
     num_bad: int
-    """Blocks that were found and did not verify."""
+    """Blocks found that did not verify."""
     num_verified: int
-    """In all looks together."""
+    """Blocks found after all kills together."""
     num_empty: int
-    """Looks that found nothing: what was killed had not begun."""
+    """Kills after which the tier was empty: the process had not written yet."""
     num_new: int
-    """Blocks found that were not there at the look before: how much was written between kills."""
+    """Blocks found that were absent after the kill before."""
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -64,26 +63,6 @@ class Recovery(msgspec.Struct, frozen=True):
     @property
     def best_s(self) -> float:
         return min(self.took_s)
-
-
-# --- blocks
-
-
-def blocks_of(name: str, count: int) -> Iterator[TierBlock]:
-    """In chains: each sixteenth follows none."""
-    parent: TierBlock | None = None
-    for number in range(count):
-        key = BlockKey(hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest())
-        above = parent if number % _CHAIN else None
-        block = TierBlock(
-            key,
-            SequenceHash(int.from_bytes(key[:8], "little")),
-            above.key if above else None,
-            above.sequence_hash if above else None,
-            number % _CHAIN,
-        )
-        yield block
-        parent = block
 
 
 async def _write(tier: DiskTier, memory: SlotMemory, blocks: Sequence[TierBlock], rng: random.Random) -> None:
@@ -104,10 +83,10 @@ async def offload_until_killed(folder: Path, seed: int) -> None:
     await tier.start()
     print("ready", flush=True)
     for number in range(1 << 30):
-        await _write(tier, memory, list(blocks_of(f"{seed}/{number}", _BATCH)), rng)
+        await _write(tier, memory, tier_blocks(f"{seed}/{number}", _BATCH, _CHAIN), rng)
 
 
-def kill_often(folder: Path, num_kills: int) -> Kills:
+def kill_often(folder: Path, num_kills: int, longest_s: float = 1.0) -> Kills:
     rng = random.Random(1)
     num_bad, num_verified, num_empty, num_new = 0, 0, 0, 0
     before: set[BlockKey] = set()
@@ -116,9 +95,9 @@ def kill_often(folder: Path, num_kills: int) -> Kills:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-            time.sleep(rng.uniform(0.0, 1.0))
+            time.sleep(rng.uniform(0.0, longest_s))
             process.kill()
-        [part] = parts_in(folder)
+        [part] = find_parts(folder)
         found = {each.block.key for each in part.blocks}
         num_bad += len(verify(part, lambda _: None))
         num_verified += len(found)
@@ -134,10 +113,9 @@ def kill_often(folder: Path, num_kills: int) -> Kills:
 
 
 async def fill(folder: Path, num_blocks: int) -> None:
-    shape = BlockShape(4096)  # only the journal's length matters
-    tier, memory = DiskTier(DiskFiles(folder, shape, num_blocks)), SlotMemory(shape, 1024)
+    tier, memory = DiskTier(DiskFiles(folder, SMALL, num_blocks)), SlotMemory(SMALL, 1024)
     await tier.start()
-    rng, blocks = random.Random(2), list(blocks_of("all", num_blocks))
+    rng, blocks = random.Random(2), tier_blocks("all", num_blocks, _CHAIN)
     for start in range(0, num_blocks, 1024):
         await _write(tier, memory, blocks[start : start + 1024], rng)
     await tier.close()
@@ -145,10 +123,10 @@ async def fill(folder: Path, num_blocks: int) -> None:
 
 
 async def recover(folder: Path, num_blocks: int) -> None:
-    began = time.perf_counter()
-    tier = DiskTier(DiskFiles(folder, BlockShape(4096), num_blocks))
+    started = time.perf_counter()
+    tier = DiskTier(DiskFiles(folder, SMALL, num_blocks))
     await tier.start()
-    print(time.perf_counter() - began, len(tier), flush=True)
+    print(time.perf_counter() - started, len(tier), flush=True)
     await tier.close()
 
 
@@ -163,51 +141,37 @@ def recovery_of(folder: Path, num_blocks: int) -> Recovery:
     return Recovery(num_blocks, tuple(took), num_found)
 
 
-# ---
-
-
 def text_of(kills: Kills, recovery: Recovery) -> str:
+    times = ", ".join(f"{each:.2f}" for each in recovery.took_s)
+    name = f"{recovery.num_blocks:,} blocks within {GOAL_RECOVERY_S:g} s"
     return "\n".join(
         (
-            f"{kills.num_kills} kills during offload: {kills.num_verified:,} blocks found and read,"
-            f" {kills.num_bad} not whole",
+            f"{kills.num_kills} kills during offload: {kills.num_verified:,} blocks found, {kills.num_bad} corrupt",
             f"  {kills.num_new:,} of them new since the kill before; {kills.num_empty} times nothing was found",
             goal("every block found verifies", kills.num_bad == 0, f"{kills.num_bad} do not"),
-            f"{recovery.num_found:,} of {recovery.num_blocks:,} blocks found again in "
-            + ", ".join(f"{each:.2f}" for each in recovery.took_s)
-            + " s",
-            goal(
-                f"{recovery.num_blocks:,} blocks within {GOAL_RECOVERY_S:g} s",
-                recovery.best_s < GOAL_RECOVERY_S,
-                f"{recovery.best_s:.2f} s",
-            ),
+            f"{recovery.num_found:,} of {recovery.num_blocks:,} blocks recovered in {times} s",
+            goal(name, recovery.best_s < GOAL_RECOVERY_S, f"{recovery.best_s:.2f} s"),
         )
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="5 kills and 5,000 blocks, not kept")
+def main() -> None:
+    parser = parser_for(__file__, __doc__)
     parser.add_argument("--offload", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--recover", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.offload:
-        asyncio.run(offload_until_killed(Path(args.offload[0]), int(args.offload[1])))
-    elif args.recover:
-        asyncio.run(recover(Path(args.recover[0]), int(args.recover[1])))
-    else:
-        with tempfile.TemporaryDirectory(prefix="bench-recovery-") as text:
-            folder, found = Path(text), machine()
-            kills = kill_often(folder / "killed", 5 if args.quick else 100)
-            recovery = recovery_of(folder / "many", 5_000 if args.quick else 100_000)
-        print(text_of(kills, recovery))
-        if not args.quick:
-            rows = {"kills": kills, "recovery": recovery}
-            keep_results(_RESULTS, "benchmarks.kv.recovery", found, text_of(kills, recovery), rows)
-    return 0
+    options = parser.parse_args()
+    if options.offload:
+        asyncio.run(offload_until_killed(Path(options.offload[0]), int(options.offload[1])))
+        return
+    if options.recover:
+        asyncio.run(recover(Path(options.recover[0]), int(options.recover[1])))
+        return
+    num_kills, longest_s, num_blocks = (2, 0.3, 1000) if options.smoke else (100, 1.0, 100_000)
+    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
+        kills = kill_often(Path(folder) / "killed", num_kills, longest_s)
+        recovery = recovery_of(Path(folder) / "many", num_blocks)
+    report(options, text_of(kills, recovery), {"kills": kills, "recovery": recovery})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,44 +1,42 @@
-"""One pool for four workers of a host, beside a memory of a quarter for each: what is kept, found and answered.
+"""One KV pool for four workers of a host, beside a private host tier of a quarter each: throughput and blocks kept.
 
     python -m benchmarks.kv.shared            some ten minutes on two cores; results/shared.{json,txt}
-    python -m benchmarks.kv.shared --quick    one round of few conversations, not kept
 
-SmolLM2-135M on four workers whose devices hold two conversations each. Conversations, each with a long beginning of its
-own, are asked in turns, four at a time, in a random order that is the same for all. Routed by `round-robin`, where a
-conversation comes to another worker each time, and by `latency`, which sends it to who has most of it. `private`: each
-worker keeps blocks in a memory of its own, a quarter of what `shared` has in one pool. `peers`: the same, and workers
-fetch from each other what the router (`latency` only) says that another has. Requests per second and cached
-shares are of the rounds after the first. Kept: blocks in all tiers of the host together.
-"""
+SmolLM2-135M on four workers whose devices hold two conversations each. Conversations, each with a long prefix of its
+own, take turns, four at a time, in the same random order for every system. Routed by `round-robin`, which sends a
+conversation to another worker each time, and by `latency`, which prefers the worker that has most of it. `private`:
+each worker has a host tier of its own, a quarter of the pool of `shared`. `peers`: the same, and workers fetch blocks
+from the worker that the router names (`latency` only). Requests per second and cached shares are of the rounds after
+the first. Kept: blocks in all host tiers together."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
-import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.report import table
-from benchmarks.frontend.system import Processes, clean_environ, free_port
-from benchmarks.kv.returning import ask, tokens
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
-from benchmarks.twin.accuracy_runs import num_served
+from benchmarks.harness import parser_for, report, run, say, table
+from benchmarks.kv.returning import tokens
+from benchmarks.processes import KVOLT, Processes, System, complete, served_by, small_model
 
-_RESULTS = Path(__file__).parent / "results" / "shared"
 BLOCK = 16
 NUM_WORKERS = 4
-AT_ONCE = 4
-_READY_S = 240.0
+CONCURRENCY = 4
 FLAGS: dict[str, tuple[str, ...]] = {"private": (), "peers": ("--kv-peers",), "shared": ("--kv-shared",)}
+RUNS = (
+    ("round-robin", "private"),
+    ("round-robin", "shared"),
+    ("latency", "private"),
+    ("latency", "peers"),
+    ("latency", "shared"),
+)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -47,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True):
     turn_tokens: int = 16
     rounds: int = 4
     device_blocks: int = 64
+    num_workers: int = NUM_WORKERS
+    runs: tuple[tuple[str, str], ...] = RUNS
 
     @property
     def session_blocks(self) -> int:
@@ -54,8 +54,11 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def pool_blocks(self) -> int:
-        """Of all memories together: all conversations, and a third more for the ends of turns."""
+        """Blocks of all host tiers together: all conversations, and a third more for the ends of turns."""
         return self.sessions * self.session_blocks * 4 // 3
+
+
+SMOKE = Plan(3, 160, 16, 2, 32, 1, RUNS[4:])
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -65,100 +68,86 @@ class Row(msgspec.Struct, frozen=True):
     cached_share: float
     ttft_ms: float
     num_kept: int
-    """Blocks in memories of the host that workers or the pool keep."""
+    """Blocks in the host tiers of the workers or in the pool."""
     is_same: bool
-    """Whether every text is that of the first run."""
+    """Whether every text equals that of the first run."""
 
 
-class Served:
-    def __init__(self, folder: Path, environ: dict[str, str], url: str) -> None:
-        self._folder, self._environ, self.url = folder, environ, url
-
-    def _kvolt(self, *arguments: str) -> object:
-        command = [sys.executable, "-m", "kvolt", *arguments]
+def num_kept(processes: Processes, pool: str) -> int:
+    def kvolt(*arguments: str) -> object:
         done = subprocess.run(
-            command, env=self._environ, capture_output=True, check=True, text=True, timeout=60
+            [*KVOLT, *arguments, "--json"],
+            env=processes.environ(),
+            capture_output=True,
+            check=True,
+            timeout=60,
         )
         return json.loads(done.stdout)
 
-    def num_kept(self, pool: str) -> int:
-        if pool == "shared":
-            told = self._kvolt(
-                "cache", "stat", "--pool", str(self._folder / "logs" / "kv-pool-0.sock"), "--json"
+    if pool == "shared":
+        stat = kvolt("cache", "stat", "--pool", str(processes.folder / "logs" / "kv-pool-0.sock"))
+        assert isinstance(stat, dict)
+        return sum(count for tier, count, *_ in stat["tiers"] if tier == "host")
+    views = kvolt("status")
+    assert isinstance(views, list)
+    count = 0.0
+    for view in views:
+        if view.get("admin"):
+            with urllib.request.urlopen(f"http://{view['admin']}/metrics", timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
+            count += sum(
+                float(line.split()[-1]) for line in lines if line.startswith('kvolt_tier_blocks{tier="host"}')
             )
-            assert isinstance(told, dict)
-            return sum(count for tier, count, _ in told["tiers"] if tier == "host")
-        views = self._kvolt("status", "--json")
-        assert isinstance(views, list)
-        count = 0.0
-        for view in views:
-            if view.get("admin"):
-                with urllib.request.urlopen(f"http://{view['admin']}/metrics", timeout=10) as answer:
-                    lines = answer.read().decode().splitlines()
-                count += sum(
-                    float(line.split()[-1])
-                    for line in lines
-                    if line.startswith('kvolt_tier_blocks{tier="host"}')
-                )
-        return int(count)
+    return int(count)
 
 
-@contextmanager
-def served(plan: Plan, router: str, pool: str) -> Iterator[Served]:
-    host = plan.pool_blocks if pool == "shared" else plan.pool_blocks // NUM_WORKERS
-    with Processes("shared") as processes:
-        port = free_port()
-        environ = clean_environ(
-            KVOLT_DISCOVERY_PATH=str(processes.folder / "discovery"),
-            KVOLT_SUPERVISOR_LOG_DIR=str(processes.folder / "logs"),
-            KVOLT_LOG_LEVEL="warning",
-        )
-        command = [sys.executable, "-m", "kvolt", "serve", "smollm2-135m", "--port", str(port)]
-        command += ["--aggregated", str(NUM_WORKERS), "--router", router, "--kv-host", f"{host}blocks"]
-        for name, value in (("served_name", "m"), ("kv_blocks", plan.device_blocks), ("threads", 1)):
-            command += ["--arg", f"{name}={value}"]
-        # Four that measure their steps at once on two cores find anything: some would be held to be faster by chance.
-        command += ["--arg", "dtype=float32", "--arg", "measure_steps=false", *FLAGS[pool]]
-        serving = processes.start("serve", command, environ)
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
-        while num_served(url) < NUM_WORKERS:
-            if serving.poll() is not None or time.monotonic() > deadline:
-                said = (processes.folder / "serve.log").read_text(errors="replace")[-2000:]
-                raise BrokenRun(f"kvolt serve is not ready:\n{said}")
-            time.sleep(0.2)
-        yield Served(processes.folder, environ, url)
-
-
-def run(plan: Plan, router: str, pool: str, expected: list[str]) -> Row:
+def solve(plan: Plan, model: str, router: str, pool: str, expected: list[str]) -> Row:
     draw = random.Random(5)
     sessions = [tokens(draw, plan.prefix_tokens) for _ in range(plan.sessions)]
     rounds = []
     for _ in range(plan.rounds):
         order = draw.sample(sessions, len(sessions))
         rounds.append([[*session, *tokens(draw, plan.turn_tokens)] for session in order])
-    with served(plan, router, pool) as system, ThreadPoolExecutor(AT_ONCE) as threads:
+    host = plan.pool_blocks if pool == "shared" else plan.pool_blocks // plan.num_workers
+    system = System(
+        model=model,
+        workers=plan.num_workers,
+        arguments={
+            "served_name": "m",
+            "kv_blocks": plan.device_blocks,
+            "threads": 1,
+            "dtype": "float32",
+            # Four workers that measure their steps at once on two cores would differ by chance.
+            "measure_steps": "false",
+        },
+    )
+    flags = ("--router", router, "--kv-host", f"{host}blocks", *FLAGS[pool])
+    with (
+        Processes("shared") as processes,
+        served_by(processes, system, flags) as url,
+        ThreadPoolExecutor(CONCURRENCY) as threads,
+    ):
         answers, took_s = [], 0.0
         for number, prompts in enumerate(rounds):
-            began = time.perf_counter()
-            asked = list(threads.map(lambda prompt: ask(system.url, prompt, 4), prompts))
+            started = time.perf_counter()
+            answers.append(list(threads.map(lambda prompt: complete(url, prompt, 4), prompts)))
             if number:
-                took_s += time.perf_counter() - began
-            answers.append(asked)
+                took_s += time.perf_counter() - started
             time.sleep(0.5)
-        kept = system.num_kept(pool)
-    texts = [each.text for asked in answers for each in asked]
+        kept = num_kept(processes, pool)
+    texts = [each.text for answered in answers for each in answered]
     expected += [] if expected else texts
-    later = [each for asked in answers[1:] for each in asked]
+    later = [each for answered in answers[1:] for each in answered]
     row = Row(
         router,
         pool,
         len(later) / took_s,
-        sum(each.cached for each in later) / (len(later) * plan.prefix_tokens),
+        sum(each.cached_tokens for each in later) / (len(later) * plan.prefix_tokens),
         1e3 * sum(each.ttft_s for each in later) / len(later),
         kept,
         texts == expected,
     )
-    print(row, file=sys.stderr, flush=True)
+    say(str(row))
     return row
 
 
@@ -177,44 +166,26 @@ def text_of(plan: Plan, rows: Sequence[Row]) -> str:
     ]
     lines = [
         f"{plan.sessions} conversations of {plan.session_blocks} blocks, {plan.pool_blocks} blocks of memory in all",
-        table(("router", "pools", "requests/s", "cached", "TTFT ms", "blocks kept", "same text"), body),
+        table("router | pools | requests/s | cached | TTFT ms | blocks kept | same text", body),
     ]
     private = {row.router: row for row in rows if row.pool == "private"}
     for row in rows:
-        if row.pool != "private":
-            beside = private[row.router]
+        beside = private.get(row.router)
+        if beside is not None and beside is not row:
             rate, ttft = row.requests_per_s / beside.requests_per_s, row.ttft_ms / beside.ttft_ms
             lines.append(f"{row.router}: {row.pool} over private, requests/s {rate:.2f}, TTFT {ttft:.2f}")
     return "\n".join(lines)
 
 
-RUNS = (
-    ("round-robin", "private"),
-    ("round-robin", "shared"),
-    ("latency", "private"),
-    ("latency", "peers"),
-    ("latency", "shared"),
-)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few conversations, not kept")
-    args = parser.parse_args()
-    plan = Plan(sessions=3, prefix_tokens=160, rounds=2, device_blocks=32) if args.quick else Plan()
-    found = machine()
-    expected: list[str] = []
-    runs = [each for each in RUNS if not args.quick or each[0] == "latency"]
-    rows = [run(plan, router, pool, expected) for router, pool in runs]
-    text = text_of(plan, rows)
-    print(text)
-    if not args.quick:
-        results = {"plan": plan, "rows": rows}
-        keep_results(_RESULTS, "benchmarks.kv.shared", found, text, results)
+    options = parser_for(__file__, __doc__).parse_args()
+    plan, expected = SMOKE if options.smoke else Plan(), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model(Path(folder), options.smoke)
+        rows = [solve(plan, model, router, pool, expected) for router, pool in plan.runs]
+    report(options, text_of(plan, rows), {"plan": plan, "rows": rows})
     return 0 if all(row.is_same for row in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

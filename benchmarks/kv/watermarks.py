@@ -1,25 +1,22 @@
-"""What watermarks of KV tiers are good for: waits for a full disk, and blocks that never reach one.
+"""Effect of KV tiers' watermarks: syncs of a full disk, and blocks that never reach it.
 
     python -m benchmarks.kv.watermarks      some minutes; results/watermarks.{json,txt}
 
-Disk: a full disk tier takes new blocks, a few at a time, with room made for each as it comes (marks 0 and 0) and
-ahead of need. How often the disk was told to keep something, and how long it took, with the machine's own disk and
-with one whose every such call takes 2 ms more, as on many cloud disks.
+Disk: a full disk tier takes new blocks, a few at a time, evicting for each batch (watermarks 0 and 0) or ahead of need:
+syncs per batch, and their time, on the machine's own disk and on one whose every sync takes 2 ms more, as on many cloud
+disks.
 
-Host: conversations that a disk has are read through a small host tier, while new blocks come in bursts and wait for
-the disk, which writes slowly. How many of them never got there, by the share of the host's slots that is for what
-waits. The disk could have taken all of them.
+Host: conversations on disk are read through a small host tier, while new blocks arrive in bursts and wait for the disk,
+which writes slowly: how many of them were lost, by the share of host slots reserved for blocks that wait. The disk has
+room for all of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import hashlib
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,42 +25,50 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.harness import parser_for, report, run
+from benchmarks.kv.tier_blocks import tier_blocks
 
-from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier, Watermarks
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
-from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
 
-_RESULTS = Path(__file__).parent / "results" / "watermarks"
 SHAPE = BlockShape(16 << 10)
-NUM_SLOTS, NUM_BATCHES = 32768, 200
-RUNS = 3
-"""In turn; of their times the median."""
-SLOW_SYNC_S = 0.002
-MARKS = (Watermarks(0.0, 0.0), Watermarks())
-BATCHES = (1, 16, 128)
+WATERMARKS = (Watermarks(0.0, 0.0), Watermarks())
 SHARES = (0.0, 0.125, 0.25)
-ROUNDS = 40
+
+
+class Plan(msgspec.Struct, frozen=True):
+    num_slots: int = 32768
+    num_batches: int = 200
+    batches: tuple[int, ...] = (1, 16, 128)
+    added_s: tuple[float, ...] = (0.0, 0.002)
+    """Added to each sync."""
+    rounds: int = 3
+    """Interleaved; the median counts."""
+    hosts: tuple[tuple[int, int, int], ...] = ((64, 8, 60), (256, 64, 200))
+    """Host slots, new blocks in a round, blocks of a conversation."""
+    bursts: int = 40
+
+
+SMOKE = Plan(1024, 5, (16,), (0.002,), 1, ((64, 8, 60),), 3)
 
 
 class Synced(msgspec.Struct, frozen=True):
-    """Of a full disk."""
+    """Syncs of a full disk."""
 
     low: float
     high: float
     batch: int
     added_ms: float
-    """To each wait for the disk."""
     num_syncs: int
     per_batch: float
     took_s: float
     free: float
-    """Share of the slots that are free at the end."""
+    """Share of slots that are free at the end."""
 
 
 class Burst(msgspec.Struct, frozen=True):
@@ -78,26 +83,17 @@ class Burst(msgspec.Struct, frozen=True):
         return self.num_lost / self.num_new
 
 
-def chain(name: str, count: int) -> list[TierBlock]:
-    """Blocks one below the other, as those of a conversation are."""
-    blocks: list[TierBlock] = []
-    key, told = None, None
-    for position in range(count):
-        parent, parent_hash = key, told
-        key = BlockKey(hashlib.blake2b(f"{name}/{position}".encode(), digest_size=16).digest())
-        told = SequenceHash(int.from_bytes(key[:8], "little"))
-        blocks.append(TierBlock(key, told, parent, parent_hash, position))
-    return blocks
-
-
 # --- the disk
 
 
-async def written(folder: Path, marks: Watermarks, batch: int, added_s: float) -> Synced:
-    tier, memory = DiskTier(DiskFiles(folder, SHAPE, NUM_SLOTS), watermarks=marks), SlotMemory(SHAPE, 1024)
+async def write_batches(folder: Path, plan: Plan, marks: Watermarks, batch: int, added_s: float) -> Synced:
+    tier, memory = (
+        DiskTier(DiskFiles(folder, SHAPE, plan.num_slots), watermarks=marks),
+        SlotMemory(SHAPE, 1024),
+    )
     await tier.start()
-    for number in range(NUM_SLOTS // 1024 + 1):
-        await _write(tier, memory, chain(f"fill {number}", 1024))
+    for number in range(plan.num_slots // 1024 + 1):
+        await _write(tier, memory, tier_blocks(f"fill {number}", 1024))
     num_syncs, real = 0, os.fdatasync
 
     def slow(descriptor: int) -> None:
@@ -107,15 +103,15 @@ async def written(folder: Path, marks: Watermarks, batch: int, added_s: float) -
         time.sleep(added_s)
 
     with patch.object(os, "fdatasync", slow):
-        began = time.perf_counter()
-        for number in range(NUM_BATCHES):
-            await _write(tier, memory, chain(f"new {number}", batch))
-        took_s = time.perf_counter() - began
-    free = tier.books.num_free / NUM_SLOTS
+        started = time.perf_counter()
+        for number in range(plan.num_batches):
+            await _write(tier, memory, tier_blocks(f"new {number}", batch))
+        took_s = time.perf_counter() - started
+    free = tier.slot_table.num_free / plan.num_slots
     await tier.close()
     memory.close()
     return Synced(
-        marks.low, marks.high, batch, added_s * 1e3, num_syncs, num_syncs / NUM_BATCHES, took_s, free
+        marks.low, marks.high, batch, added_s * 1e3, num_syncs, num_syncs / plan.num_batches, took_s, free
     )
 
 
@@ -129,7 +125,7 @@ async def _write(tier: DiskTier, memory: SlotMemory, blocks: Sequence[TierBlock]
 
 
 class SlowDisk(DiskTier):
-    """So long for each block."""
+    """A disk that takes a given time per block."""
 
     read_s, write_s = 0.0, 0.0
 
@@ -144,31 +140,31 @@ class SlowDisk(DiskTier):
         return await super().read(blocks, memory, slots)
 
 
-async def burst(folder: Path, share: float, num_host: int, new: int, length: int) -> Burst:
-    """In each round some new blocks, and one of eight conversations of that length."""
-    disk = SlowDisk(DiskFiles(folder, SHAPE, 4 * NUM_SLOTS))
+async def burst(folder: Path, plan: Plan, share: float, num_host: int, new: int, length: int) -> Burst:
+    """Store new blocks and read one of eight conversations, round by round."""
+    disk = SlowDisk(DiskFiles(folder, SHAPE, 4 * plan.num_slots))
     host = HostTier(SHAPE, num_host, [(disk, 1)])
-    host.keep_for_below(share)
+    host.set_pending_share(share)
     await host.start()
-    conversations = [chain(f"conversation {number}", length) for number in range(8)]
+    conversations = [tier_blocks(f"conversation {number}", length) for number in range(8)]
     for blocks in conversations:
-        for start in range(0, length, host.at_once):
-            await _store(host, blocks[start : start + host.at_once])
-            await _until_there(disk, blocks[start : start + host.at_once])
+        for start in range(0, length, host.batch_blocks):
+            await _store(host, blocks[start : start + host.batch_blocks])
+            await _until_written(disk, blocks[start : start + host.batch_blocks])
     disk.read_s, disk.write_s = 0.001, 0.002
-    draw, came = random.Random(1), list[TierBlock]()
-    for number in range(ROUNDS):
-        fresh = chain(f"new {number}", new)
-        came += fresh
+    draw, stored = random.Random(1), list[TierBlock]()
+    for number in range(plan.bursts):
+        fresh = tier_blocks(f"new {number}", new)
+        stored += fresh
         await _store(host, fresh)
-        asked = draw.choice(conversations)
-        for start in range(0, length, host.at_once):
-            brought = await host.bring(asked[start : start + host.at_once])
-            host.release(brought.keys)
+        blocks = draw.choice(conversations)
+        for start in range(0, length, host.batch_blocks):
+            onboarded = await host.onboard(blocks[start : start + host.batch_blocks])
+            host.release(onboarded.keys)
     disk.write_s = 0.0
-    await host.close()  # which writes what waits
-    num_lost = sum(not disk.has(block.key) for block in came)
-    return Burst(share, num_host, new, len(came), num_lost)
+    await host.close()  # writes the blocks that wait
+    num_lost = sum(not disk.has(block.key) for block in stored)
+    return Burst(share, num_host, new, len(stored), num_lost)
 
 
 async def _store(host: HostTier, blocks: Sequence[TierBlock]) -> None:
@@ -178,52 +174,51 @@ async def _store(host: HostTier, blocks: Sequence[TierBlock]) -> None:
     await host.store(blocks, fill)
 
 
-async def _until_there(disk: DiskTier, blocks: Sequence[TierBlock]) -> None:
-    while not all(disk.has(block.key) for block in blocks):  # noqa: ASYNC110 - a tier tells nobody
+async def _until_written(disk: DiskTier, blocks: Sequence[TierBlock]) -> None:
+    while not all(disk.has(block.key) for block in blocks):  # noqa: ASYNC110 - a tier has no event
         await asyncio.sleep(0.001)
 
 
-# --- what is told
+# ---
 
 
-def tell(synced: Sequence[Synced], bursts: Sequence[Burst]) -> str:
-    lines = [f"a full disk of {NUM_SLOTS:,} slots: waits for it to each batch, and all of them in seconds"]
-    for one in synced:
-        lines.append(
-            f"  marks {one.low:g} {one.high:g}  {one.batch:4} blocks at a time  +{one.added_ms:g} ms: "
-            f"{one.per_batch:.2f} waits, {one.took_s:.2f} s, {one.free:.1%} free"
-        )
+def text_of(plan: Plan, synced: Sequence[Synced], bursts: Sequence[Burst]) -> str:
+    lines = [f"a full disk of {plan.num_slots:,} slots: syncs per batch, and seconds of all batches"]
+    lines += [
+        f"  watermarks {row.low:g} {row.high:g}  {row.batch:4} blocks at a time  +{row.added_ms:g} ms: "
+        f"{row.per_batch:.2f} syncs, {row.took_s:.2f} s, {row.free:.1%} free"
+        for row in synced
+    ]
     lines.append("new blocks that never reached the disk, while others were read through the host")
-    for each in bursts:
-        lines.append(
-            f"  {each.num_host:4} slots, {each.new:3} at a time, {each.share:g} for what waits: {each.num_lost} of "
-            f"{each.num_new} ({each.lost:.1%})"
-        )
+    lines += [
+        f"  {row.num_host:4} slots, {row.new:3} at a time, {row.share:g} reserved: {row.num_lost} of {row.num_new} "
+        f"({row.lost:.1%})"
+        for row in bursts
+    ]
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(argv)
-    found, synced, bursts = machine(), list[Synced](), list[Burst]()
-    for added_s in (0.0, SLOW_SYNC_S):
-        for batch in BATCHES:
-            runs: dict[Watermarks, list[Synced]] = {marks: [] for marks in MARKS}
-            for _ in range(RUNS):
-                for marks in MARKS:
-                    with tempfile.TemporaryDirectory(prefix="kvolt-bench-") as folder:
-                        runs[marks].append(asyncio.run(written(Path(folder), marks, batch, added_s)))
-            for each in runs.values():
-                took_s = statistics.median(run.took_s for run in each)
+def main() -> None:
+    options = parser_for(__file__, __doc__).parse_args()
+    plan, synced, bursts = SMOKE if options.smoke else Plan(), list[Synced](), list[Burst]()
+    for added_s in plan.added_s:
+        for batch in plan.batches:
+            rows: dict[Watermarks, list[Synced]] = {marks: [] for marks in WATERMARKS}
+            for _ in range(plan.rounds):
+                for marks in WATERMARKS:
+                    with tempfile.TemporaryDirectory(prefix="bench-marks-") as folder:
+                        rows[marks].append(
+                            asyncio.run(write_batches(Path(folder), plan, marks, batch, added_s))
+                        )
+            for each in rows.values():
+                took_s = statistics.median(row.took_s for row in each)
                 synced.append(msgspec.structs.replace(each[0], took_s=took_s))
-    for num_host, new, length in ((64, 8, 60), (256, 64, 200)):
+    for num_host, new, length in plan.hosts:
         for share in SHARES:
-            with tempfile.TemporaryDirectory(prefix="kvolt-bench-") as folder:
-                bursts.append(asyncio.run(burst(Path(folder), share, num_host, new, length)))
-    told = tell(synced, bursts)
-    print(told)
-    keep_results(_RESULTS, "benchmarks.kv.watermarks", found, told, {"disk": synced, "host": bursts})
-    return 0
+            with tempfile.TemporaryDirectory(prefix="bench-marks-") as folder:
+                bursts.append(asyncio.run(burst(Path(folder), plan, share, num_host, new, length)))
+    report(options, text_of(plan, synced, bursts), {"disk": synced, "host": bursts})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

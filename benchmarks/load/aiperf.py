@@ -7,14 +7,12 @@ record processors it starts is left to it. It needs a tokenizer to make prompts:
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from benchmarks.load.client import Delay, Load, Seen
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.processes import installed_python
 
 from kvolt.engines.sim.model import SPECIAL, tokenizer_json
 
@@ -64,30 +62,18 @@ class Aiperf:
         )
 
 
-def installed(folder: Path) -> Aiperf:
-    """From this folder, installed now if it is not there. BrokenRun says what to do if it cannot be."""
-    environment = folder / "aiperf"
-    if not (environment / "bin" / "aiperf").exists():
-        print(f"installing {NAME} into {environment} (once, 1.2 GB)", file=sys.stderr)
-        _run([sys.executable, "-m", "venv", str(environment)])
-        python = str(environment / "bin" / "python")
-        _run([python, "-m", "pip", "install", "--quiet", f"aiperf=={VERSION}"])
+def installed(folder: Path, *, may_install: bool = True) -> Aiperf:
+    """From this folder, installed at the first use; Missing if it cannot be installed."""
+    packages = ([f"aiperf=={VERSION}"],)
+    installed_python(
+        folder / "aiperf", "import aiperf", f"{NAME} (1.2 GB)", packages, may_install=may_install
+    )
     tokenizer = folder / "aiperf-tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
     (tokenizer / "tokenizer.json").write_bytes(tokenizer_json())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "bos_token": SPECIAL[0]}
     (tokenizer / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
     return Aiperf(folder)
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise BrokenRun(
-            f"`{' '.join(command)}` failed:\n{said}\n{NAME} comes from PyPI: see that pip reaches an index that has "
-            "it, or name the folder of an installed one with --peer-dir or KVOLT_PEER"
-        )
 
 
 def _value(found: dict[str, Any], name: str) -> float:

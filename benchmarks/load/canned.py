@@ -7,8 +7,8 @@ token each PERIOD_MS, each in a write of its own, as from an engine that decodes
 so that writes come evenly and not all at once. The first token comes at once, with a role before it; behind the last
 come the finish reason, the usage and [DONE]. An answer is as long as the request's `max_tokens` or
 `max_completion_tokens` says. Tokens differ; everything else of an event is what OpenAI's chunks have.
-GET /asked tells since when, by the machine's monotonic clock, and how many streams were open at one time at most, and
-begins to count anew.
+GET /asked returns the time of the first request, by the machine's monotonic clock, and the most streams open at one
+time, and resets both.
 """
 
 from __future__ import annotations

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from benchmarks.frontend.system import clean_environ
-from benchmarks.load.metered import Usage
-from benchmarks.runtime.pair import BrokenRun
-
-_ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_S = 180.0
-_TAIL_CHARACTERS = 2000
+from benchmarks.harness import BrokenRun
+from benchmarks.load.metered import Usage, run_metered
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +69,9 @@ def run(client: Client, load: Load, cores: str | None = None) -> Run:
     """One run in fresh processes, on the named cores. BrokenRun: it failed, or did not ask for what it was told."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as name:
         folder = Path(name)
-        used, stdout = _metered(client, load, folder, cores)
-        if used.status:
-            raise BrokenRun(f"{client.name} ended with {used.status}:\n{_tail(folder)}")
+        used, stdout = run_metered(
+            client.name, client.command(load, folder), folder, cores, **client.environ()
+        )
         seen = client.seen(folder, stdout)
     wanted = load.requests * load.output_tokens
     if seen.failed or seen.answers != load.requests or seen.output_tokens != wanted:
@@ -91,33 +80,3 @@ def run(client: Client, load: Load, cores: str | None = None) -> Run:
             f"{seen.output_tokens} tokens of {wanted}"
         )
     return Run(seen, used)
-
-
-def _metered(client: Client, load: Load, folder: Path, cores: str | None) -> tuple[Usage, bytes]:
-    pinned: Sequence[str] = ("taskset", "-c", cores) if cores is not None else ()
-    usage = folder / "usage.json"
-    meter = (sys.executable, "-m", "benchmarks.load.metered", str(usage))
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [*meter, *pinned, *client.command(load, folder)],
-            cwd=_ROOT,
-            env={**clean_environ(), **client.environ()},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise BrokenRun(f"{client.name} did not end in {_PATIENCE_S:g} s:\n{_tail(folder)}") from None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return msgspec.json.decode(usage.read_bytes(), type=Usage), (folder / "stdout").read_bytes()
-
-
-def _tail(folder: Path) -> str:
-    said = [(folder / name).read_text(errors="replace")[-_TAIL_CHARACTERS:] for name in ("stdout", "stderr")]
-    return "\n".join(said)

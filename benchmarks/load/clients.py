@@ -1,7 +1,6 @@
 """`kvolt bench` beside aiperf: do they see the same, and what does a token cost each?
 
     python -m benchmarks.load.clients             all of it, about six minutes; kept in results/clients.{json,txt}
-    python -m benchmarks.load.clients --quick     a first look, not kept
 
 Agreement: both ask the same `kvolt serve` with the sim engine, at a low constant rate, in turn, in every round. TTFT,
 gap between tokens and time per token of each; aiperf calls the gap "inter chunk latency" and the time per token "inter
@@ -15,7 +14,7 @@ ready:
 - *flat out*: an answer comes as fast as it is read, many tokens in one read, so what is measured is what a client does
   with a token.
 - *paced*: each token comes alone, in a write of its own, at 10,000 a second in all streams together. Then most of
-  a lean client's CPU is that of being woken and of reading, which `bare reads` shows: nobody can be cheaper than this.
+  a lean client's CPU is that of being woken and of reading, which `bare reads` shows: a lower bound.
 
 All clients under each load in each round, in an order that changes; a ratio is of one round.
 
@@ -26,26 +25,23 @@ aiperf is installed into an environment of its own at the first run (--peer-dir,
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.peer import default_folder
+from benchmarks.harness import Missing, in_turn, parser_for, run, say
+from benchmarks.harness import report as write_report
 from benchmarks.load import aiperf, canned, report
 from benchmarks.load.bare import BareReads
-from benchmarks.load.client import Client, Load, Run, run
+from benchmarks.load.client import Client, Load, Run
+from benchmarks.load.client import run as run_client
 from benchmarks.load.kvolt_bench import KvoltBench
 from benchmarks.load.report import AgreementRow, Cost, CostRow, ManyRow
-from benchmarks.load.serving import SIM_MODEL, Asked, asked_of, serve_canned, serve_sim
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.load.serving import Asked, asked_of, serve_canned
+from benchmarks.processes import System, served
 from msgspec.structs import replace
 
-_RESULTS = Path(__file__).parent / "results" / "clients"
 _INPUT_TOKENS = 32
 
 
@@ -91,65 +87,42 @@ _FULL = Plan(
     streams_tokens_per_s=10_000,
     streams_seconds=15.0,
 )
-_QUICK = Plan(
+_SMOKE = Plan(
     rounds=1,
-    pressures=(Pressure(64, 400), Pressure(64, 150, 10_000)),
-    requests=256,
-    agreement_rate=8.0,
-    agreement_requests=24,
-    streams=500,
-    streams_tokens_per_s=5000,
-    streams_seconds=4.0,
+    pressures=(Pressure(4, 100, 2000),),
+    requests=8,
+    agreement_rate=20.0,
+    agreement_requests=4,
+    streams=20,
+    streams_tokens_per_s=2000,
+    streams_seconds=0.5,
 )
 
 
 def main() -> None:
-    options = _options()
-    plan = _QUICK if options.quick else _FULL
+    options = parser_for(__file__, __doc__, peer=aiperf.NAME).parse_args()
+    plan = _SMOKE if options.smoke else _FULL
+    clients: list[Client] = [KvoltBench()]
     try:
-        peer = aiperf.installed(options.peer_dir)
-        found = machine()
-        agreement = _agreement([KvoltBench(), peer], plan)
-        costs = _costs([BareReads(), KvoltBench(), peer], plan)
-        many = _many(plan)
-    except BrokenRun as error:
-        sys.exit(f"no figures: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        clients.append(aiperf.installed(options.peer_dir, may_install=not options.smoke))
+    except Missing:
+        if not options.smoke:
+            raise
+    agreement = _agreement(clients, plan)
+    costs = _costs([BareReads(), *clients], plan)
+    many = _many(plan)
     agreed, cost = report.agreement_lines(agreement), report.cost_lines(costs)
-    text = "\n\n".join(
-        [
-            _about(plan),
-            report.agreement_text(agreed, agreement),
-            report.cost_text(cost),
-            report.many_text(many),
-        ]
-    )
-    print(text)
-    out = options.out if options.out is not None else None if options.quick else _RESULTS
-    if out is not None:
-        results = {
-            "peer": aiperf.NAME,
-            "plan": plan,
-            "agreement": agreed,
-            "cost": cost,
-            "agreement_rows": agreement,
-            "cost_rows": costs,
-            "many": many,
-        }
-        keep_results(out, "benchmarks.load.clients", found, text, results)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load.clients", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one short round: for a look, not for a claim")
-    parser.add_argument(
-        "--peer-dir", type=Path, default=default_folder(), help="where aiperf is or will be installed"
-    )
-    parser.add_argument("--out", type=Path, help="write PATH.json and PATH.txt (default: results/clients)")
-    return parser.parse_args()
+    parts = [report.agreement_text(agreed, agreement), report.cost_text(cost), report.many_text(many)]
+    results = {
+        "peer": aiperf.NAME,
+        "plan": plan,
+        "agreement": agreed,
+        "cost": cost,
+        "agreement_rows": agreement,
+        "cost_rows": costs,
+        "many": many,
+    }
+    write_report(options, "\n\n".join([_about(plan), *parts]), results)
 
 
 def _about(plan: Plan) -> str:
@@ -159,26 +132,22 @@ def _about(plan: Plan) -> str:
     )
 
 
-def _in_turn(clients: Sequence[Client], number: int) -> Sequence[Client]:
-    return clients if number % 2 else clients[::-1]
-
-
 def _agreement(clients: Sequence[Client], plan: Plan) -> list[AgreementRow]:
     rows = []
-    with serve_sim() as port:
+    with served(System(model="sim-tiny")) as url:
         load = Load(
-            port=port,
-            model=SIM_MODEL,
+            port=int(url.rpartition(":")[2]),
+            model="sim-tiny",
             rate=plan.agreement_rate,
             requests=plan.agreement_requests,
             input_tokens=128,
             output_tokens=32,
         )
         for number in range(1, plan.rounds + 1):
-            for client in _in_turn(clients, number):
-                seen = run(client, load).seen
+            for client in in_turn(clients, number):
+                seen = run_client(client, load).seen
                 rows.append(AgreementRow(number, client.name, seen))
-                _tell(f"round {number}  agreement  {client.name:14} ttft p50 {seen.first.p50:.2f} ms")
+                say(f"round {number}  agreement  {client.name:14} ttft p50 {seen.first.p50:.2f} ms")
     return rows
 
 
@@ -187,7 +156,7 @@ def _costs(clients: Sequence[Client], plan: Plan) -> list[CostRow]:
     with ExitStack() as stack:
         ports = [stack.enter_context(serve_canned(pressure.period_s)) for pressure in plan.pressures]
         for number in range(1, plan.rounds + 1):
-            for client in _in_turn(clients, number):
+            for client in in_turn(clients, number):
                 loads = [
                     _load(port, plan.requests, pressure.streams, pressure.output_tokens)
                     for port, pressure in zip(ports, plan.pressures, strict=True)
@@ -197,9 +166,7 @@ def _costs(clients: Sequence[Client], plan: Plan) -> list[CostRow]:
                     long, _, _ = _cost(client, load)
                     row = CostRow(number, client.name, pressure.name, long, short)
                     rows.append(row)
-                    _tell(
-                        f"round {number}  {row.load}  {row.client}: {row.cpu_us_per_token:.2f} us per token"
-                    )
+                    say(f"round {number}  {row.load}  {row.client}: {row.cpu_us_per_token:.2f} us per token")
     return rows
 
 
@@ -224,7 +191,7 @@ def _many(plan: Plan) -> ManyRow:
 
 def _cost(client: Client, load: Load, cores: str | None = None) -> tuple[Cost, Run, Asked]:
     asked_of(load.port)  # to count anew
-    ran = run(client, load, cores)
+    ran = run_client(client, load, cores)
     asked = asked_of(load.port)
     return Cost(ran.used.cpu_s, ran.used.cpu_s_from(asked.began_s), ran.seen.output_tokens), ran, asked
 
@@ -240,9 +207,5 @@ def _load(port: int, requests: int, streams: int, output_tokens: int) -> Load:
     )
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,10 +1,9 @@
-"""Runs a command and tells what it and all its descendants used, also of those that outlived their parents.
+"""Runs a command and measures it with all its descendants, including those that outlive their parents.
 
 usage: python -m benchmarks.load.metered RESULT.json COMMAND...
 
-It is the parent that such orphans get (Linux: PR_SET_CHILD_SUBREAPER), and ends when all have ended. What it uses
-itself is not counted. It looks ten times a second how much was used so far: who knows when the work began can then
-leave out what was used before.
+It is the parent of such orphans (Linux: PR_SET_CHILD_SUBREAPER), and exits when all have exited. Its own use is not
+counted. It samples the use ten times a second, so that what was used before the work started can be left out.
 """
 
 from __future__ import annotations
@@ -13,16 +12,24 @@ import bisect
 import ctypes
 import os
 import resource
+import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import psutil
+from benchmarks.harness import BrokenRun
+from benchmarks.processes import clean_environ
 
 _SUBREAPER = 36
 _LOOK_S = 0.1
+_TIMEOUT_S = 300.0
+_TAIL_CHARACTERS = 2000
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -46,6 +53,40 @@ class Usage(msgspec.Struct, frozen=True):
         (left_s, least), (right_s, most) = self.looks[after - 1 : after + 1]
         before = least + (most - least) * (began_s - left_s) / (right_s - left_s)
         return self.cpu_s - before
+
+
+def run_metered(
+    name: str, command: Sequence[str], folder: Path, cores: str | None = None, **environ: str
+) -> tuple[Usage, bytes]:
+    """Usage and standard output of a command on the named cores; BrokenRun with its last output if it fails."""
+    pinned = ("taskset", "-c", cores) if cores is not None else ()
+    usage = folder / "usage.json"
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.load.metered", str(usage), *pinned, *command],
+            env=clean_environ(**environ),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise BrokenRun(f"{name} did not end in {_TIMEOUT_S:g} s:\n{_tail(folder)}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    used = msgspec.json.decode(usage.read_bytes(), type=Usage) if usage.exists() else None
+    if used is None or used.status:
+        raise BrokenRun(f"{name} failed:\n{_tail(folder)}")
+    return used, (folder / "stdout").read_bytes()
+
+
+def _tail(folder: Path) -> str:
+    parts = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    return "\n".join(part[-_TAIL_CHARACTERS:] for part in parts)
 
 
 def main() -> None:

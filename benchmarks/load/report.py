@@ -1,15 +1,14 @@
-"""Figures of the load generators as people and later runs read them: rows, tables, goals."""
+"""Report of the load generators: tables and goals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import msgspec
-from benchmarks.frontend.report import goal, table
+from benchmarks.harness import Spread, goal, spread, table
 from benchmarks.load.aiperf import NAME as PEER
 from benchmarks.load.client import Delay, Seen
 from benchmarks.load.kvolt_bench import NAME as KVOLT
-from benchmarks.runtime.report import Spread, spread
 
 GOAL_COST = 0.1
 _WIDEST = 2.0
@@ -101,6 +100,8 @@ def agreement_lines(rows: Sequence[AgreementRow]) -> list[AgreementLine]:
                 return [getattr(delay, percentile) for delay in found if delay is not None]  # noqa: B023
 
             ours, theirs = values(KVOLT), values(PEER)
+            if not theirs:
+                continue
             ratios = [mine / other - 1.0 for mine, other in zip(ours, theirs, strict=True)]
             lines.append(AgreementLine(f"{name} {percentile}", spread(ours), spread(theirs), spread(ratios)))
     return lines
@@ -117,10 +118,10 @@ def agreement_text(lines: Sequence[AgreementLine], rows: Sequence[AgreementRow])
         )
         for line in lines
     ]
-    prompts = {name: [row.seen.input_tokens for row in rows if row.client == name] for name in (KVOLT, PEER)}
-    told = ", ".join(f"{name} {values[0]:.0f}" for name, values in prompts.items())
+    prompts = {row.client: row.seen.input_tokens for row in rows}
+    shown = ", ".join(f"{name} {tokens:.0f}" for name, tokens in prompts.items())
     goals = [goal(f"same {line.figure}", line.is_same, f"{line.difference.median:+.1%}") for line in lines]
-    return "\n".join([table(head, body), f"prompt tokens of a request: {told}", *goals])
+    return "\n".join([table(head, body), f"prompt tokens of a request: {shown}", *goals])
 
 
 # --- cost
@@ -136,7 +137,7 @@ class CostLine(msgspec.Struct, frozen=True):
     load: str
     figure: str
     clients: dict[str, Spread]
-    ratio: Spread
+    ratio: Spread | None
     """Ours over theirs in each round: smaller is better."""
 
 
@@ -148,9 +149,9 @@ def cost_lines(rows: Sequence[CostRow]) -> list[CostLine]:
                 name: [of(row) for row in rows if (row.load, row.client) == (load, name)]
                 for name in dict.fromkeys(row.client for row in rows)
             }
-            ratios = [mine / other for mine, other in zip(values[KVOLT], values[PEER], strict=True)]
+            ratios = [mine / other for mine, other in zip(values[KVOLT], values.get(PEER, ()), strict=False)]
             clients = {name: spread(found) for name, found in values.items()}
-            lines.append(CostLine(load, figure, clients, spread(ratios)))
+            lines.append(CostLine(load, figure, clients, spread(ratios) if ratios else None))
     return lines
 
 
@@ -158,7 +159,12 @@ def cost_text(lines: Sequence[CostLine]) -> str:
     names = list(lines[0].clients)
     head = ("load", "CPU us per token", *names, f"{KVOLT} / {PEER}")
     body = [
-        (line.load, line.figure, *(line.clients[name].text() for name in names), line.ratio.text(".3f"))
+        (
+            line.load,
+            line.figure,
+            *(line.clients[name].text() for name in names),
+            line.ratio.text(".3f") if line.ratio else "-",
+        )
         for line in lines
     ]
     goals = [
@@ -168,7 +174,7 @@ def cost_text(lines: Sequence[CostLine]) -> str:
             line.ratio.text(".3f"),
         )
         for line in lines
-        if line.figure == _TOKENS_ALONE
+        if line.figure == _TOKENS_ALONE and line.ratio is not None
     ]
     return "\n".join([table(head, body), *goals])
 

@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 
 import msgspec
-from benchmarks.frontend.report import goal, table
+from benchmarks.harness import goal, interval, table
 from benchmarks.router.gains_runs import (
     BLOCK_SIZE,
     CLASSIC,
@@ -30,13 +30,12 @@ from benchmarks.router.gains_runs import (
     Figures,
     figures_of,
 )
-from benchmarks.router.statistics95 import interval
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.faults import Trouble
+from kvolt.twin.faults import Faults
 from kvolt.twin.replay import TwinRun, new_tally
 
 ROUTERS = (LATENCY, CLASSIC, ROUND_ROBIN)
@@ -59,7 +58,7 @@ class Case(msgspec.Struct, frozen=True):
     num_tenants: int = 1
     hot_share: float = 1.0
     """Of the requests that are of the first tenant."""
-    trouble: Trouble = Trouble()
+    faults: Faults = Faults()
 
 
 CASES = (
@@ -67,8 +66,8 @@ CASES = (
     Case("shared prefix 16k", 16_000, 40.0),
     Case("shared 16k, mocker", 16_000, 60.0, "dynamo-mocker"),
     Case("hot tenant", 4032, 40.0, num_tenants=21, hot_share=0.5),
-    Case("slow worker", 4032, 24.0, num_tenants=21, hot_share=0.5, trouble=Trouble(slow_workers=1)),
-    Case("failing worker", 4032, 24.0, num_tenants=21, hot_share=0.5, trouble=Trouble(failing_workers=1)),
+    Case("slow worker", 4032, 24.0, num_tenants=21, hot_share=0.5, faults=Faults(slow_workers=1)),
+    Case("failing worker", 4032, 24.0, num_tenants=21, hot_share=0.5, faults=Faults(failing_workers=1)),
 )
 
 
@@ -125,7 +124,7 @@ def solve_case(point: CasePoint) -> CaseRow:
             preset=case.preset, block_size=BLOCK_SIZE, kv_blocks=NUM_BLOCKS, context_length=65_536
         ),
         seed=point.seed,
-        trouble=case.trouble,
+        faults=case.faults,
     )
     samples: list[Sample] = []
     TwinRun(settings, new_tally(settings)).run(records_of(case, point.seed, point.seconds), samples.append)

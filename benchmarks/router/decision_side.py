@@ -1,10 +1,10 @@
-"""Decisions of kvolt's router in a process of their own: hashes of a prompt to the place that it is booked at.
+"""Decisions of kvolt's router in a process of their own: from the hashes of a prompt to its reservation.
 
     python -m benchmarks.router.decision_side '{"policy": "latency", "shape": [256, 512, 1024, false], "num": 2000}'
 
 Prints one line of JSON. The index holds `workload`'s history. Every worker decodes eight requests, and a quarter of
-them, 64 at most, compute a prompt of which nothing is in the index yet. What a decision books is freed again, outside
-of what is measured.
+them, 64 at most, compute a prompt of which nothing is in the index yet. A reservation is released again, outside
+of the measured time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLICIES: dict[str, Policy] = {"latency": latency(), "classic": classic()}
 
 
 class Held:
-    """The Holders of a Selector: workers are the slots of an index, in order."""
+    """The PrefixIndex of a Selector: workers are the slots of an index, in order."""
 
     slots_version = 1
 
@@ -53,7 +53,7 @@ class Held:
     def find(self, hashes: Any) -> npt.NDArray[np.int32]:
         return self._index.find(hashes)
 
-    def find_below(self, hashes: Any) -> None:
+    def find_local_tiers(self, hashes: Any) -> None:
         return None
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
@@ -76,7 +76,7 @@ def measured(policy: str, shape: Shape, num: int) -> dict[str, Any]:
     _make_busy(selector, held, shape)
     asked = [_request(each.sequence, at) for at, each in enumerate(prompts(shape, min(num, 100)))]
     for request in asked:  # once unmeasured
-        selector.free(selector.book(selector.choose(request, held.ids)), None)
+        selector.release(selector.reserve(selector.choose(request, held.ids)), None)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -86,10 +86,10 @@ def measured(policy: str, shape: Shape, num: int) -> dict[str, Any]:
         started = time.perf_counter_ns()
         choice = selector.choose(request, held.ids)
         chosen = time.perf_counter_ns()
-        ticket = selector.book(choice)
-        booked = time.perf_counter_ns()
-        selector.free(ticket, None)
-        took["decision"].append(booked - started)
+        ticket = selector.reserve(choice)
+        reserved = time.perf_counter_ns()
+        selector.release(ticket, None)
+        took["decision"].append(reserved - started)
         took["choose"].append(chosen - started)
         started = time.perf_counter_ns()
         held.find(request.sequence_hashes)
@@ -105,15 +105,15 @@ def _make_busy(selector: Selector, held: Held, shape: Shape) -> None:
     for at, instance_id in enumerate(held.ids):
         for number in range(NUM_DECODING):
             short = [(at << 20) + (number << 10) + block for block in range(_SHORT)]
-            selector.begun(_booked(selector, short, instance_id), 0)
+            selector.mark_first_token(_reserve(selector, short, instance_id), 0)
     num_prefilling = min(len(held.ids) // 4, MOST_PREFILLING)
     for number, instance_id in enumerate(held.ids[:num_prefilling]):
         start = (1 << 50) + (number << 20)
-        _booked(selector, list(range(start, start + shape.num_blocks)), instance_id)
+        _reserve(selector, list(range(start, start + shape.num_blocks)), instance_id)
 
 
-def _booked(selector: Selector, hashes: list[int], instance_id: InstanceId) -> int:
-    return selector.book(selector.choose(_request(hashes, hashes[0]), (instance_id,)))
+def _reserve(selector: Selector, hashes: list[int], instance_id: InstanceId) -> int:
+    return selector.reserve(selector.choose(_request(hashes, hashes[0]), (instance_id,)))
 
 
 def _request(hashes: list[int], number: int) -> Request:
@@ -121,7 +121,7 @@ def _request(hashes: list[int], number: int) -> Request:
         request_id=RequestId(f"r{number}"),
         model="bench",
         token_ids=(),
-        paper_length=len(hashes) * BLOCK_SIZE + 1,
+        trace_prompt_length=len(hashes) * BLOCK_SIZE + 1,
         block_size=BLOCK_SIZE,
         sequence_hashes=tuple(map(SequenceHash, hashes)),
         stop=StopConditions(max_tokens=256),

@@ -1,7 +1,6 @@
 """How long a decision of the router takes: index, costs, choice and booking; hashing apart.
 
     python -m benchmarks.router.decisions              three rounds, some ten minutes; results/decisions.{json,txt}
-    python -m benchmarks.router.decisions --quick      small and once, not kept
 
 Run from the repository's root, on a machine that does nothing else. A decision is `Selector.choose` and `Selector.book`
 for a prompt whose hashes are known, with requests under way at every worker (`decision_side`). Beside it, in the same
@@ -11,22 +10,18 @@ ours does. If the peer does not start its column is missing, with the reason.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks.frontend import peer
-from benchmarks.frontend.report import goal, table
+from benchmarks.frontend.edges import dynamo_python
+from benchmarks.harness import BrokenRun, goal, in_turn, parser_for, report, run, say, spread, table
 from benchmarks.router.index import run_side
 from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Shape
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine, spread
 
-_RESULTS = Path(__file__).parent / "results" / "decisions"
 POLICIES = ("latency", "classic")
 GOALS_US = {(256, 512): 100.0, (1024, 8192): 1000.0}
 """p99, by workers and blocks."""
@@ -45,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _FULL = Plan(3, (8, 64, 256, 1024), (64, 512, 8192), 1.0)
-_QUICK = Plan(1, (8, 64), (64, 512), 0.1)
+_SMOKE = Plan(1, (8,), (64,), 0.01)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -60,22 +55,15 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    options = _options()
-    plan = _QUICK if options.quick else _FULL
+    options = parser_for(__file__, __doc__, peer="Dynamo").parse_args()
+    plan = _SMOKE if options.smoke else _FULL
     try:
-        python: Path | str = peer.installed(options.peer_dir).python
-    except (BrokenRun, OSError) as error:
-        print(f"{DYNAMO} is missing: {error}", file=sys.stderr)
+        python: Path | str = dynamo_python(options.peer_dir, may_install=not options.smoke)
+    except BrokenRun as error:
+        say(f"{DYNAMO} is missing: {error}")
         python = ""
-    found = machine()
-    try:
-        rows = [row for number in range(plan.rounds) for row in _round(plan, number, python)]
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = report(rows)
-    print(text)
-    if not options.quick:
-        keep_results(_RESULTS, "benchmarks.router.decisions", found, text, {"rows": rows})
+    rows = [row for number in range(plan.rounds) for row in _round(plan, number, python)]
+    report(options, report_text(rows), {"rows": rows})
 
 
 def _round(plan: Plan, number: int, python: Path | str) -> list[Row]:
@@ -87,11 +75,8 @@ def _round(plan: Plan, number: int, python: Path | str) -> list[Row]:
             theirs = {"system": DYNAMO, "work": "find", "shape": shape, "num_finds": num}
             turns = [(policy, {"policy": policy, "shape": shape, "num": num}) for policy in POLICIES]
             turns.append((DYNAMO, theirs))
-            for system, job in turns if number % 2 == 0 else turns[::-1]:
-                print(
-                    f"round {number + 1}: {system}, {num_workers} workers, {num_blocks} blocks",
-                    file=sys.stderr,
-                )
+            for system, job in in_turn(turns, number + 1):
+                say(f"round {number + 1}: {system}, {num_workers} workers, {num_blocks} blocks")
                 rows.append(_row(number, system, num_workers, num_blocks, python, job))
     return rows
 
@@ -108,7 +93,7 @@ def _row(
     return Row(number, system, num_workers, num_blocks, figures)
 
 
-def report(rows: Sequence[Row]) -> str:
+def report_text(rows: Sequence[Row]) -> str:
     body, goals = [], []
     for num_workers, num_blocks in dict.fromkeys((row.num_workers, row.num_blocks) for row in rows):
         mine = [row for row in rows if (row.num_workers, row.num_blocks) == (num_workers, num_blocks)]
@@ -138,36 +123,18 @@ def report(rows: Sequence[Row]) -> str:
                 tail = spreads["decision_p99_us"]
                 goals.append(goal(name, tail.median < limit, tail.text(".0f")))
     head = (
-        "workers",
-        "blocks",
-        "policy",
-        "decision p50 us",
-        "p99 us",
-        "without booking p50",
-        "find alone p50",
+        "workers | blocks | policy | decision p50 us | "
+        f"p99 us | without booking p50 | find alone p50 | {DYNAMO}, find alone p50 | decision / its find"
     )
     broken = {row.system: row.error for row in rows if row.error}
     return "\n".join(
         [
-            table((*head, f"{DYNAMO}, find alone p50", "decision / its find"), body),
+            table(head, body),
             *goals,
             *(f"missing: {system}: {error}" for system, error in broken.items()),
         ]
     )
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router.decisions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="small and once; nothing is kept")
-    parser.add_argument(
-        "--peer-dir", type=Path, default=peer.default_folder(), help="where Dynamo is or will be"
-    )
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

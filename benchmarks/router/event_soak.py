@@ -1,12 +1,11 @@
 """The KV events of ten million requests through the router's ingest and index alone: do bytes stay flat, is it right?
 
     python -m benchmarks.router.event_soak             some ten minutes on one core; results/event_soak.{json,txt}
-    python -m benchmarks.router.event_soak --quick     a hundredth of it, not kept
 
-64 workers of which only the events are there (`Teller`: a real journal, a real process on virtual time that answers
-questions) and one router's KvIngest. A request stores some new blocks at its worker and, where that is full, removes
-the oldest; a step of a worker tells of four requests. The plane loses 1 % of all batches. Forty times in a run a worker
-goes and another comes, ten times the router begins anew with an empty index.
+64 workers of which only the events are there (`LoadPublisher`: a real journal, a real process on virtual time that
+answers questions) and one router's KvIngest. A request stores some new blocks at its worker and, where that is full,
+removes the oldest; a step of a worker reports four requests. The plane loses 1 % of all batches. Forty times in a run
+a worker goes and another comes, ten times the router begins anew with an empty index.
 
 Twice: with a cap that the workers' blocks do not reach, where in the end the index must hold exactly what each worker
 does; and with one that they exceed twice over, under which its bytes must stay. Flat: the most that the index, and the
@@ -15,11 +14,9 @@ process, had in the last third over the most they had in the second.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -27,14 +24,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from benchmarks.frontend.report import goal, table
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.harness import goal, parser_for, run, say, table
+from benchmarks.harness import report as write_report
 
 from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.endpoints import CONTROL, GENERATE, KV_TOPIC
 from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.kv_events import KvChange, Removed, Stored
-from kvolt.core.kv_recovery import KvAnswer, KvQuestion
+from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.request import Role
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.feed import IngestStats
@@ -43,11 +40,11 @@ from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.events.mem import MemEvents
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.plane.port import IncomingStream
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.loop import run_virtual
@@ -56,7 +53,6 @@ from kvolt.testing.virtual.ports import VirtualProcess
 from kvolt.twin.faults import LossyBus
 from kvolt.worker.kv_event_publisher import KvJournal
 
-_RESULTS = Path(__file__).parent / "results" / "event_soak"
 _ENDPOINT = EndpointAddress("soak", "tellers", GENERATE)
 _CONNECTIONS = ConnectionOptions(heartbeat_s=3600.0, dead_after_s=3 * 3600.0)
 _BLOCK_SIZE = 64
@@ -95,9 +91,9 @@ _FULL = (
     Plan("roomy cap", 1_000_000, 64, 16_384, 256 * _MIB, True),
     Plan("tight cap", 10_000_000, 64, 16_384, 16 * _MIB, False),
 )
-_QUICK = (
-    Plan("roomy cap", 30_000, 16, 2048, 64 * _MIB, True, num_churns=8, num_restarts=3),
-    Plan("tight cap", 100_000, 16, 2048, 1 * _MIB, False, num_churns=8, num_restarts=3),
+_SMOKE = (
+    Plan("roomy cap", 1200, 4, 256, 8 * _MIB, True, num_churns=2, num_restarts=1),
+    Plan("tight cap", 1200, 4, 512, _MIB // 8, False, num_churns=2, num_restarts=1),
 )
 
 
@@ -126,7 +122,7 @@ class Soaked(msgspec.Struct, frozen=True):
     """Workers whose blocks in the index are not those that they hold; where there is room for all."""
 
 
-class Teller:
+class LoadPublisher:
     """A worker of which only the KV events are there."""
 
     def __init__(self, runtime: Runtime, plan: Plan, rng: random.Random) -> None:
@@ -161,7 +157,11 @@ class Teller:
         )
         control = EndpointAddress(_ENDPOINT.namespace, _ENDPOINT.component, CONTROL)
         server = self.runtime.server
-        server.add(str(control), InstanceId(""), server.generator(self._answer, decoder(KvQuestion)))
+        server.register(
+            str(control),
+            InstanceId(""),
+            server.wrap_generator(self._answer, msgpack_decoder(KvRecoveryRequest)),
+        )
         self._tell(self._store(np.arange(1, _SHARED_BLOCKS + 1, dtype="<u8").tobytes(), None))
 
     @property
@@ -169,8 +169,8 @@ class Teller:
         assert self._journal is not None
         return self._journal
 
-    async def _answer(self, question: KvQuestion) -> AsyncIterator[KvAnswer]:
-        for part in self.journal.answer(question):
+    async def _answer(self, question: KvRecoveryRequest) -> AsyncIterator[KvRecoveryResponse]:
+        for part in self.journal.recover(question):
             yield part
 
     def step(self) -> None:
@@ -181,7 +181,7 @@ class Teller:
 
     def held(self) -> set[int]:
         """Every block, as its journal says."""
-        return {each for _, _, blocks in self.journal._holdings.contents() for each in blocks}
+        return {each for _, _, blocks in self.journal._held_blocks.contents() for each in blocks}
 
     def _store(self, hashes: bytes, parent: SequenceHash | None) -> list[KvChange]:
         """With what has to go for it: the oldest, and of those the last first."""
@@ -208,7 +208,7 @@ class Teller:
 
 
 def _refuse(stream: IncomingStream) -> None:
-    raise AssertionError("nobody asks a teller for an answer")
+    raise AssertionError("a load publisher answers no requests")
 
 
 class Soak:
@@ -222,7 +222,7 @@ class Soak:
         self._store = MemStore()
         self._bus = LossyBus(plan.loss, random.Random(f"{plan.seed}/losses"))
         self._runtimes: list[Runtime] = []
-        self._tellers: list[Teller] = []
+        self._tellers: list[LoadPublisher] = []
         self._num_processes = 0
         self._num_blocks = 0
         self._num_events = 0
@@ -318,12 +318,12 @@ class Soak:
         await going.runtime.close()
         self._runtimes.remove(going.runtime)
 
-    def _count(self, teller: Teller) -> None:
+    def _count(self, teller: LoadPublisher) -> None:
         self._num_blocks += teller.journal.counts["stored"] + teller.journal.counts["removed"]
         self._num_events += teller.journal.next_id
 
     async def _add_teller(self) -> None:
-        teller = Teller(await self._process(), self._plan, random.Random(self._rng.getrandbits(64)))
+        teller = LoadPublisher(await self._process(), self._plan, random.Random(self._rng.getrandbits(64)))
         await teller.start()
         self._tellers.append(teller)
 
@@ -375,30 +375,30 @@ def growth(looks: list[Look], of: Callable[[Look], int]) -> float:
 
 def report(runs: list[Soaked]) -> str:
     body, goals = [], []
-    for run in runs:
-        plan = run.plan
-        index_growth = growth(run.looks, lambda look: look.index_bytes)
-        resident_growth = growth(run.looks, lambda look: look.resident_bytes)
+    for soaked in runs:
+        plan = soaked.plan
+        index_growth = growth(soaked.looks, lambda look: look.index_bytes)
+        resident_growth = growth(soaked.looks, lambda look: look.resident_bytes)
         body.append(
             (
                 plan.name,
                 f"{plan.num_requests / 1e6:g} M",
-                f"{run.num_blocks / 1e6:.1f} M",
-                f"{run.num_blocks / run.wall_s / 1e6:.2f} M/s",
+                f"{soaked.num_blocks / 1e6:.1f} M",
+                f"{soaked.num_blocks / soaked.wall_s / 1e6:.2f} M/s",
                 f"{plan.cap_bytes / _MIB:g}",
-                f"{run.most_bytes / _MIB:.1f}",
+                f"{soaked.most_bytes / _MIB:.1f}",
                 f"{index_growth:.3f}",
                 f"{resident_growth:.3f}",
-                str(run.num_lost),
-                f"{run.stats['num_replays']} / {run.stats['num_snapshots']}",
-                ", ".join(f"{number} {state}" for state, number in run.states.items()),
+                str(soaked.num_lost),
+                f"{soaked.stats['num_replays']} / {soaked.stats['num_snapshots']}",
+                ", ".join(f"{number} {state}" for state, number in soaked.states.items()),
             )
         )
         goals += [
             goal(
                 f"{plan.name}: bytes never above the cap",
-                run.most_bytes <= plan.cap_bytes,
-                f"{run.most_bytes:,}",
+                soaked.most_bytes <= plan.cap_bytes,
+                f"{soaked.most_bytes:,}",
             ),
             goal(f"{plan.name}: index flat", index_growth <= GOAL_FLAT, f"x{index_growth:.3f}"),
             goal(f"{plan.name}: process flat", resident_growth <= GOAL_RESIDENT, f"x{resident_growth:.3f}"),
@@ -407,46 +407,22 @@ def report(runs: list[Soaked]) -> str:
             goals.append(
                 goal(
                     f"{plan.name}: in the end the index has exactly what each worker holds",
-                    run.num_wrong == 0,
-                    f"{run.num_wrong} of {plan.num_workers} differ",
+                    soaked.num_wrong == 0,
+                    f"{soaked.num_wrong} of {plan.num_workers} differ",
                 )
             )
     head = (
-        "run",
-        "requests",
-        "blocks told",
-        "speed",
-        "cap MiB",
-        "most MiB",
-        "index growth",
-        "process growth",
+        "run | requests | blocks told | speed | cap MiB | "
+        "most MiB | index growth | process growth | batches lost | replays / snapshots | feeds in the end"
     )
-    return "\n".join(
-        [table((*head, "batches lost", "replays / snapshots", "feeds in the end"), body), *goals]
-    )
+    return "\n".join([table(head, body), *goals])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router.event_soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="a hundredth of it; nothing is kept")
-    options = parser.parse_args()
-    found = machine()
-    try:
-        runs = [
-            soak(plan, lambda line: print(line, file=sys.stderr, flush=True))
-            for plan in (_QUICK if options.quick else _FULL)
-        ]
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = report(runs)
-    print(text)
-    if not options.quick:
-        keep_results(_RESULTS, "benchmarks.router.event_soak", found, text, {"runs": runs})
+    options = parser_for(__file__, __doc__).parse_args()
+    runs = [soak(plan, say) for plan in (_SMOKE if options.smoke else _FULL)]
+    write_report(options, report(runs), {"runs": runs})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

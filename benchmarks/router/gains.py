@@ -2,7 +2,6 @@
 
     KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     over an hour on two cores; results/gains.{json,txt}
     python -m benchmarks.router.gains --only peer --only cases --seeds 4
-    python -m benchmarks.router.gains --quick                 three seeds, short stretches, not kept
 
 Three parts: `peer` (the whole trace beside Dynamo), `cases` (shared prefix, hot tenant, slow and failing worker:
 `benchmarks.router.cases`) and `loads` (two workloads by load). A run with --only replaces these parts of the results
@@ -13,7 +12,7 @@ virtual: the machine may be busy with other things, which only makes it slower.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker (some cases have another).
 Workloads: Mooncake's conversation trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many
-chats of the project's own recipe, and the table says so), and `agents`, long chats whose quick turns bring files along
+chats of the project's own recipe, and the table says so), and `agents`, long chats whose quick turns add files
 (`gains_runs`), where most of a prompt was there before.
 
 Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests
@@ -47,8 +46,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from benchmarks.frontend.peer import default_folder as peer_folder
-from benchmarks.router import cases, gains_report
+from benchmarks.harness import BrokenRun, in_processes, machine, report, run, say
+from benchmarks.router import cases, gains_report, gains_runs
 from benchmarks.router.cases import CASES, CasePoint, CaseRow
 from benchmarks.router.gains_report import PeerFigures, PeerRow
 from benchmarks.router.gains_runs import (
@@ -64,22 +63,18 @@ from benchmarks.router.gains_runs import (
     Row,
     Search,
     base_rate,
-    in_processes,
     mooncake,
     records_of,
     saturation,
     seen_before,
     solve,
 )
-from benchmarks.router.kept_rows import KeptRows
-from benchmarks.router.study_options import study_parser
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
-from benchmarks.twin.replays import peer_python, replay_dynamo
+from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
+from benchmarks.twin.replays import PEER, peer_python, replay_dynamo
 
 from kvolt.bench.traces import write_trace
 
-_Kept = TypeVar("_Kept", bound=msgspec.Struct)
+_ReorderBuffer = TypeVar("_ReorderBuffer", bound=msgspec.Struct)
 _RESULTS = Path(__file__).parent / "results" / "gains"
 LOADS = (0.3, 0.6, 0.9)
 _PEER_SPEEDS = (1.0, 4.0)
@@ -115,14 +110,14 @@ _FULL = Plan(
     0,
     (20.0, 6.0),
 )
-_QUICK = Plan(
-    3,
-    (Search(MOONCAKE, 600, 18.0, 24.0, 0.5), Search(AGENTS, 600, 16.0, 30.0, 0.5)),
-    (300, 100),
-    (300, 100),
-    (1.0, 2.0),
-    400,
-    (12.0, 4.0),
+_SMOKE = Plan(
+    1,
+    (Search(MOONCAKE, 60, 18.0, 24.0, 0.5), Search(AGENTS, 60, 16.0, 30.0, 0.5)),
+    (40, 10),
+    (40, 10),
+    (1.0,),
+    20,
+    (1.0, 0.2),
 )
 
 
@@ -143,24 +138,20 @@ class Part(msgspec.Struct, frozen=True):
 
 def main() -> None:
     options = _options()
-    plan = _QUICK if options.quick else _FULL
+    plan = _SMOKE if options.smoke else _FULL
+    if options.smoke:
+        gains_runs.num_own_requests = 200
     if options.seeds:
         plan = msgspec.structs.replace(plan, num_seeds=options.seeds)
-    parts = _kept_parts() if not options.quick else {}
+    parts = _kept_parts() if not options.smoke else {}
     commit = _commit()  # before results are written
     for name in options.only or PARTS:
-        try:
-            text, rows = PARTS[name](plan, options)
-        except KeyboardInterrupt:
-            print("stopped: the same command goes on from here", file=sys.stderr)
-            sys.exit(130)
+        text, rows = PARTS[name](plan, options)
         num_seeds = 1 if name == "peer" else plan.num_seeds
         parts[name] = Part(_command(), commit, machine(), num_seeds, text, rows)
-        print(text, end="\n\n")
-        if not options.quick:
-            in_order = {each: parts[each] for each in PARTS if each in parts}
-            whole = "\n\n".join(f"{name}: {part.title}\n\n{part.text}" for name, part in in_order.items())
-            keep_results(_RESULTS, "benchmarks.router.gains", machine(), whole, {"parts": in_order})
+        in_order = {each: parts[each] for each in PARTS if each in parts}
+        whole = "\n\n".join(f"{name}: {part.title}\n\n{part.text}" for name, part in in_order.items())
+        report(options, whole, {"parts": in_order})
 
 
 def _kept_parts() -> dict[str, Part]:
@@ -177,12 +168,14 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def _rows_file(part: str, kind: type[_Kept], options: argparse.Namespace) -> KeptRows[_Kept]:
-    return KeptRows(options.folder / f"gains-{'quick-' if options.quick else ''}{part}.jsonl", kind)
+def _rows_file(
+    part: str, kind: type[_ReorderBuffer], options: argparse.Namespace
+) -> KeptRows[_ReorderBuffer]:
+    return KeptRows(options.folder, f"gains-{part}", kind)
 
 
 # --- cases
@@ -197,9 +190,9 @@ def _cases(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, obje
     left = [point for point in points if kept.get(point.key) is None]
     for row in in_processes(cases.solve_case, left, options.processes):
         kept.add(row.point.key, row)
-        _tell(f"{row.point.case.name}, {row.point.router}, seed {row.point.seed}")
+        say(f"{row.point.case.name}, {row.point.router}, seed {row.point.seed}")
     rows = [row for point in points if (row := kept.get(point.key)) is not None]
-    kept.close(is_over=not options.quick)
+    kept.remove()
     return cases.text(rows), {"rows": rows}
 
 
@@ -215,8 +208,8 @@ def _loads(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, obje
         workload: [seen_before(point) for point in _one_of_each_trace(points, workload)]
         for workload in (MOONCAKE, AGENTS)
     }
-    searched.close(is_over=not options.quick)
-    kept.close(is_over=not options.quick)
+    searched.remove()
+    kept.remove()
     text = f"trace: {_trace()}\n\n{gains_report.loads_text(saturations, rows, reuse)}"
     return text, {"plan": plan, "saturation": saturations, "rows": rows, "seen_before": reuse}
 
@@ -229,7 +222,7 @@ def _saturations(plan: Plan, kept: KeptRows[Found], num_processes: int) -> dict[
     left = [each for each in plan.searches if kept.get(_key(each)) is None]
     for found in in_processes(saturation, left, min(num_processes, len(left) or 1)):
         kept.add(_key(found.search), found)
-        _tell(f"{found.search.workload}: round-robin follows up to {found.rate_per_s:.2f} requests/s")
+        say(f"{found.search.workload}: round-robin follows up to {found.rate_per_s:.2f} requests/s")
     done = {each.workload: kept.get(_key(each)) for each in plan.searches}
     return {workload: found for workload, found in done.items() if found is not None}
 
@@ -261,7 +254,7 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
         kept.add(row.point.key, row)
         num_done += 1
         point = row.point
-        _tell(
+        say(
             f"{num_done}/{len(points)}  {point.workload} {point.name} seed {point.seed} "
             f"at {point.rate_per_s:.1f}/s: {row.figures.ttft_mean_ms:.0f} ms ({row.wall_s:.1f} s)"
         )
@@ -275,7 +268,7 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
 def _beside_dynamo(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
     """The peer first: a peer that does not start fails at once."""
     rows = [
-        _replayed(plan, name, mode, scale, speed, options.peer_dir)
+        _replayed(plan, name, mode, scale, speed, options)
         for speed in _PEER_SPEEDS
         for name, (mode, scale) in _PEER_MODES.items()
     ]
@@ -288,12 +281,14 @@ def _beside_dynamo(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[s
     for row in _solved(points, kept, options.processes):
         speed = round(row.point.rate_per_s / base_rate(), 6)
         rows.append(PeerRow(f"kvolt, {row.point.name}", speed, row.figures))
-    kept.close(is_over=not options.quick)
+    kept.remove()
     return f"trace: {_trace()}\n\n{gains_report.peer_text(rows)}", {"rows": rows}
 
 
-def _replayed(plan: Plan, name: str, mode: str, scale: float, speed: float, folder: Path) -> PeerRow:
-    _tell(f"{name} at {speed:g} x the trace's rate")
+def _replayed(
+    plan: Plan, name: str, mode: str, scale: float, speed: float, options: argparse.Namespace
+) -> PeerRow:
+    say(f"{name} at {speed:g} x the trace's rate")
     records = records_of(Point(MOONCAKE, ROUND_ROBIN, 0.0, 0, 0.0, plan.peer_requests, 0))
     try:
         with tempfile.TemporaryDirectory(prefix="bench-gains-") as work:
@@ -301,7 +296,7 @@ def _replayed(plan: Plan, name: str, mode: str, scale: float, speed: float, fold
             write_trace(path, records)
             core = max(os.sched_getaffinity(0))
             done = replay_dynamo(
-                peer_python(folder),
+                peer_python(options.peer_dir, may_install=not options.smoke),
                 path,
                 NUM_WORKERS,
                 records[0].block_size,
@@ -317,10 +312,6 @@ def _replayed(plan: Plan, name: str, mode: str, scale: float, speed: float, fold
     return PeerRow(name, speed, figures)
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 PARTS: dict[str, Callable[[Plan, argparse.Namespace], tuple[str, dict[str, object]]]] = {
     "peer": _beside_dynamo,
     "cases": _cases,
@@ -330,16 +321,12 @@ PARTS: dict[str, Callable[[Plan, argparse.Namespace], tuple[str, dict[str, objec
 
 
 def _options() -> argparse.Namespace:
-    parser = study_parser("benchmarks.router.gains", __doc__, "three seeds, short stretches")
+    parser = study_parser(__file__, __doc__, peer=PEER)
+    parser.set_defaults(results=_RESULTS)
     parser.add_argument("--only", action="append", choices=tuple(PARTS), help="run this part; repeatable")
-    parser.add_argument(
-        "--seeds", type=int, default=0, help="runs of each case and load (default 20, quick 3)"
-    )
-    parser.add_argument(
-        "--peer-dir", type=Path, default=peer_folder(), help="where Dynamo is or will be installed"
-    )
-    return parser.parse_args()
+    parser.add_argument("--seeds", type=int, default=0, help="runs of each case and load (default 20)")
+    return parse_study(parser)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from benchmarks.frontend.report import goal, table
+from benchmarks.harness import Interval, goal, interval, table
 from benchmarks.router.gains_runs import (
     CLASSIC,
     LATENCY,
@@ -16,7 +16,6 @@ from benchmarks.router.gains_runs import (
     Found,
     Row,
 )
-from benchmarks.router.statistics95 import Interval, interval
 
 GOAL_LOSS = 0.03
 GOAL_GAIN = 3.0

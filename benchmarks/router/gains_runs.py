@@ -1,22 +1,19 @@
 """One run of the twin for a study of routers: which workload, at which rate, with which router and seed, to figures.
 
 Two workloads. `mooncake` is a stretch of the conversation trace: the seed says where it begins. `agents` are long chats
-with quick turns that bring whole files along, in which most of a prompt was there before; the seed makes all of it.
+with quick turns that add whole files, in which most of a prompt repeats; the seed makes all of it.
 Both come as fast as the rate says (agents once the first of them have come to their later turns). The first part of a
 run fills the caches and is not measured.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -109,6 +106,10 @@ class Row(msgspec.Struct, frozen=True):
     wall_s: float
 
 
+num_own_requests = 12_000
+"""Length of the trace that replaces Mooncake's where that is absent."""
+
+
 @lru_cache(maxsize=1)
 def mooncake() -> tuple[TraceRecord, ...] | None:
     """From the folder that KVOLT_TRACES names; None without."""
@@ -120,7 +121,7 @@ def mooncake() -> tuple[TraceRecord, ...] | None:
 @lru_cache(maxsize=1)
 def base_trace() -> tuple[TraceRecord, ...]:
     """Mooncake's, or what stands in for it: as many requests of chats, made by the project's own recipe."""
-    return mooncake() or tuple(make_trace(Recipe(requests=12_000, seed=1)))
+    return mooncake() or tuple(make_trace(Recipe(requests=num_own_requests, seed=1)))
 
 
 def base_rate() -> float:
@@ -247,22 +248,3 @@ def saturation(search: Search) -> Found:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if follows(middle) else (low, middle)
     return Found(search, low, tuple(tried))
-
-
-# --- many of them
-
-
-Job = TypeVar("Job")
-Done = TypeVar("Done")
-
-
-def in_processes(work: Callable[[Job], Done], jobs: Sequence[Job], num_processes: int) -> Iterator[Done]:
-    """As they end. Ctrl-C ends what is under way."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context) as pool:
-        try:
-            for done in as_completed([pool.submit(work, job) for job in jobs]):
-                yield done.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

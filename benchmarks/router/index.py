@@ -1,7 +1,6 @@
 """The router's index beside Dynamo's RadixTree: blocks taken in per second, latency of a find, bytes per pair.
 
     python -m benchmarks.router.index              three rounds, some ten minutes; kept in results/index.{json,txt}
-    python -m benchmarks.router.index --quick      small and once, not kept
 
 Run from the repository's root, on a machine that does nothing else. Both indexes get one history (`workload`) in
 processes of their own (`sides`) that take turns; who comes first changes. The peer is installed at the first run
@@ -17,25 +16,20 @@ Bytes per pair: growth of the resident set over pairs of block and worker, and w
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks.frontend import peer
-from benchmarks.frontend.system import clean_environ
+from benchmarks.frontend.edges import dynamo_python
+from benchmarks.harness import ROOT, BrokenRun, in_turn, parser_for, report, run, say
+from benchmarks.processes import clean_environ
 from benchmarks.router import index_report
 from benchmarks.router.index_report import Row
 from benchmarks.router.sides import DYNAMO, KVOLT, KVOLT_EVENTS, KVOLT_JSON, KVOLT_PYTHON
 from benchmarks.router.workload import Shape
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
 
-_ROOT = Path(__file__).resolve().parents[2]
-_RESULTS = Path(__file__).parent / "results" / "index"
 _PATIENCE_S = 900.0
 _TAIL_CHARACTERS = 500
 _FEW_PAIRS = 500_000
@@ -70,65 +64,46 @@ _FULL = Plan(
     ),
     Shape(64, 512, 26_600),
 )
-_QUICK = Plan(
-    1,
-    Shape(64, 128, 1000),
-    (
-        (Shape(8, 64, 64), 300),
-        (Shape(64, 128, 256), 300),
-        (Shape(64, 512, 64), 200),
-        (Shape(64, 512, 1, is_shared=True), 200),
-    ),
-    Shape(64, 512, 1000),
+_SMOKE = Plan(
+    1, Shape(8, 64, 20), ((Shape(8, 64, 16), 20), (Shape(8, 64, 1, is_shared=True), 20)), Shape(8, 64, 20)
 )
 
 
 def main() -> None:
-    options = _options()
-    plan = _QUICK if options.quick else _FULL
+    options = parser_for(__file__, __doc__, peer="Dynamo").parse_args()
+    plan = _SMOKE if options.smoke else _FULL
     pythons: dict[str, Path | str] = dict.fromkeys(
         (KVOLT, KVOLT_JSON, KVOLT_EVENTS, KVOLT_PYTHON), sys.executable
     )
     try:
-        pythons[DYNAMO] = peer.installed(options.peer_dir).python
-    except (BrokenRun, OSError) as error:
-        print(f"{DYNAMO} is missing: {error}", file=sys.stderr)
+        pythons[DYNAMO] = dynamo_python(options.peer_dir, may_install=not options.smoke)
+    except BrokenRun as error:
+        say(f"{DYNAMO} is missing: {error}")
         pythons[DYNAMO] = ""
-    found = machine()
-    try:
-        rows = [row for number in range(plan.rounds) for row in _round(plan, number, pythons)]
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = index_report.text(rows)
-    print(text)
-    if not options.quick:
-        keep_results(_RESULTS, "benchmarks.router.index", found, text, {"rows": rows})
+    rows = [row for number in range(plan.rounds) for row in _round(plan, number, pythons)]
+    report(options, index_report.text(rows), {"rows": rows})
 
 
 def _round(plan: Plan, number: int, pythons: dict[str, Path | str]) -> list[Row]:
     rows: list[Row] = []
-    for system in _turn((KVOLT, KVOLT_JSON, KVOLT_EVENTS, KVOLT_PYTHON, DYNAMO), number):
+    for system in in_turn((KVOLT, KVOLT_JSON, KVOLT_EVENTS, KVOLT_PYTHON, DYNAMO), number + 1):
         rows.append(_measured(pythons, system, "ingest", plan.ingest, number))
     for shape, num_finds in plan.finds:
         is_small = (
             shape.num_sessions * shape.num_blocks * (shape.num_workers if shape.is_shared else 1) < _FEW_PAIRS
         )
         systems = (KVOLT, KVOLT_PYTHON, DYNAMO) if is_small else (KVOLT, DYNAMO)
-        for system in _turn(systems, number):
+        for system in in_turn(systems, number + 1):
             rows.append(_measured(pythons, system, "find", shape, number, num_finds=num_finds))
     if number == 0:  # it is the same each time
         rows.extend(_measured(pythons, system, "memory", plan.memory, number) for system in (KVOLT, DYNAMO))
     return rows
 
 
-def _turn(systems: Sequence[str], number: int) -> Sequence[str]:
-    return systems if number % 2 == 0 else systems[::-1]
-
-
 def _measured(
     pythons: dict[str, Path | str], system: str, work: str, shape: Shape, number: int, **more: Any
 ) -> Row:
-    print(f"round {number + 1}: {work} {system} {tuple(shape)}", file=sys.stderr)
+    say(f"round {number + 1}: {work} {system} {tuple(shape)}")
     job = {"system": system, "work": work, "shape": tuple(shape), **more}
     try:
         figures = run_side(pythons[system], job)
@@ -148,7 +123,7 @@ def run_side(
             [str(python), "-m", module, "-"],
             input=msgspec.json.encode(job),
             capture_output=True,
-            cwd=_ROOT,
+            cwd=ROOT,
             env=clean_environ(),
             timeout=_PATIENCE_S,
             check=False,
@@ -163,16 +138,5 @@ def run_side(
     return answer
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small and once; nothing is kept")
-    parser.add_argument(
-        "--peer-dir", type=Path, default=peer.default_folder(), help="where Dynamo is or will be"
-    )
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from benchmarks.frontend.report import goal, table
+from benchmarks.harness import goal, spread, table
 from benchmarks.router.sides import DYNAMO, KVOLT, KVOLT_EVENTS, KVOLT_JSON, KVOLT_PYTHON
 from benchmarks.router.workload import Shape
-from benchmarks.runtime.report import spread
 
 GOAL_INGEST = 3.0
 GOAL_FIND = 1 / 3
@@ -113,7 +112,7 @@ def _memory(rows: Sequence[Row]) -> str:
         )
         if row.system == KVOLT:
             resident = max(figures["resident_per_pair"], said)
-    lines = [table(("memory", "pairs", "resident bytes/pair", "by its own gauge"), body)]
+    lines = [table("memory | pairs | resident bytes/pair | by its own gauge", body)]
     if resident is not None:
         lines.append(goal(f"under {GOAL_BYTES:g} bytes a pair", resident < GOAL_BYTES, f"{resident:.1f}"))
     return "\n".join(lines)

@@ -1,24 +1,39 @@
-"""Rows of a long study on disk, so that one that was stopped goes on where it was.
+"""Rows of a long study on disk, so that a stopped study continues.
 
-A row counts only for the very sources that made it: what the router or the twin is changed to is measured anew.
+A row is valid for the sources of kvolt that produced it; after a change of the sources it is measured again.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+from benchmarks.harness import ROOT, parser_for
 
-_SOURCES = Path(__file__).resolve().parents[2] / "src" / "kvolt"
+_SOURCES = ROOT / "src" / "kvolt"
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 
-def default_folder() -> Path:
-    return Path(os.environ.get("KVOLT_BENCH", "~/.cache/kvolt-bench")).expanduser()
+def study_parser(file: str, doc: str | None, peer: str = "") -> argparse.ArgumentParser:
+    """Parser of a long study in the twin, which continues where it was stopped."""
+    parser = parser_for(file, doc, peer=peer)
+    folder = Path(os.environ.get("KVOLT_BENCH", "~/.cache/kvolt-bench")).expanduser()
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="concurrent runs")
+    parser.add_argument("--folder", type=Path, default=folder, help="rows of an unfinished study")
+    return parser
+
+
+def parse_study(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.smoke:
+        options.processes, options.folder = 1, None
+        os.environ.pop("KVOLT_TRACES", None)  # a public trace takes seconds to read
+    return options
 
 
 def sources_digest() -> str:
@@ -29,24 +44,27 @@ def sources_digest() -> str:
 
 
 class KeptRows(Generic[Row]):
-    """Appended to one by one, by a key that says all that decides a row. A torn line is as if it were not there."""
+    """Rows by a key of everything that determines them, appended to a file; without a folder, in memory only.
 
-    def __init__(self, path: Path, kind: type[Row]) -> None:
-        self._path = path
+    Torn lines and rows of other sources are ignored.
+    """
+
+    def __init__(self, folder: Path | None, name: str, kind: type[Row]) -> None:
+        self._path = None if folder is None else folder / f"{name}.jsonl"
         self._digest = sources_digest()
         decode = msgspec.json.Decoder(tuple[str, str, kind]).decode  # type: ignore[valid-type]
         self._rows: dict[str, Row] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        for line in self._path.read_bytes().split(b"\n") if self._path.exists() else ():
             try:
                 digest, key, row = decode(line)
             except msgspec.DecodeError:
                 continue  # torn, or of an older shape
             if digest == self._digest:
                 self._rows[key] = row
-        self._file = path.open("wb")  # what others made is of no more use
-        for key, row in self._rows.items():
-            self._write(key, row)
+        self._path.write_bytes(b"".join(self._line(key, row) for key, row in self._rows.items()))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -56,14 +74,14 @@ class KeptRows(Generic[Row]):
 
     def add(self, key: str, row: Row) -> None:
         self._rows[key] = row
-        self._write(key, row)
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(self._line(key, row))
 
-    def _write(self, key: str, row: Row) -> None:
-        self._file.write(msgspec.json.encode((self._digest, key, row)) + b"\n")
-        self._file.flush()
-
-    def close(self, is_over: bool) -> None:
-        """`is_over`: the study is kept elsewhere, and these are of no more use."""
-        self._file.close()
-        if is_over:
+    def remove(self) -> None:
+        """Remove the file: the results of the study are written."""
+        if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+    def _line(self, key: str, row: Row) -> bytes:
+        return msgspec.json.encode((self._digest, key, row)) + b"\n"

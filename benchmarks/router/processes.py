@@ -2,7 +2,6 @@
 
     python -m benchmarks.router.processes                      fifteen minutes; kept in results/processes.{json,txt}
     python -m benchmarks.router.processes --engines sim        only the sim engine, five minutes
-    python -m benchmarks.router.processes --quick              one short round of both, not kept
 
 Run from the repository's root, on a machine that does nothing else. `kvolt serve` with several workers, `kvolt bench`
 with conversations whose every turn sends all that was said before; in every round each router has a server of its own
@@ -14,20 +13,15 @@ worker with one thread. Ratios are taken within a round.
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.report import goal, table
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine, spread
-from benchmarks.twin.accuracy_runs import System, output_of, served
+from benchmarks.harness import BrokenRun, goal, in_turn, names, parser_for, run, say, spread, table
+from benchmarks.harness import report as write_report
+from benchmarks.processes import System, output_of, served
 
 from kvolt.bench.load.report import decode_report
 
-_RESULTS = Path(__file__).parent / "results" / "processes"
 ROUND_ROBIN, LATENCY = "round-robin", "latency"
 _BENCH_S = 600.0
 _WARM_UP = ("--rate", "4", "--requests", "8", "--input", "40", "--output", "4", "--seed", "90")
@@ -79,8 +73,16 @@ CASES = {
         prefixes=4,
     ),
 }
-_ROUNDS = 3
-_QUICK_REQUESTS = {"sim": (60, 12), "native": (20, 4)}
+_SMOKE = msgspec.structs.replace(
+    CASES["sim"],
+    system=System(model="sim-tiny", workers=2, arguments={"context_length": 8192, "speed": 10}),
+    conversations_per_s=8.0,
+    requests=12,
+    warm_up=2,
+    turns=2,
+    shared_prefix=256,
+    think_s=0.1,
+)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -101,36 +103,22 @@ class Row(msgspec.Struct, frozen=True):
 
 def main() -> None:
     options = _options()
-    found = machine()
-    rounds = 1 if options.quick else options.rounds
+    cases = {"sim": _SMOKE} if options.smoke else {name: CASES[name] for name in options.engines}
     rows: list[Row] = []
-    try:
-        for number in range(1, rounds + 1):
-            for engine in options.engines:
-                case = _short(engine) if options.quick else CASES[engine]
-                for router in (ROUND_ROBIN, LATENCY) if number % 2 else (LATENCY, ROUND_ROBIN):
-                    rows.append(_row(number, engine, router, case))
-                    _tell(rows[-1])
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = report(rows)
-    print(text)
-    if not options.quick:
-        results = {"cases": {name: CASES[name] for name in options.engines}, "rows": rows}
-        keep_results(_RESULTS, "benchmarks.router.processes", found, text, results)
-
-
-def _short(engine: str) -> Case:
-    requests, warm_up = _QUICK_REQUESTS[engine]
-    return msgspec.structs.replace(CASES[engine], requests=requests, warm_up=warm_up)
+    for number in range(1, options.rounds + 1):
+        for engine, case in cases.items():
+            routers = (LATENCY,) if options.smoke else (ROUND_ROBIN, LATENCY)
+            for router in in_turn(routers, number):
+                rows.append(_row(number, engine, router, case))
+                _tell(rows[-1])
+    write_report(options, report(rows), {"cases": cases, "rows": rows})
+    if options.smoke and any(row.error for row in rows):
+        raise BrokenRun(rows[0].error)
 
 
 def _row(number: int, engine: str, router: str, case: Case) -> Row:
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-router-") as folder,
-            served(case.system, Path(folder), ("--router", router)) as url,
-        ):
+        with served(case.system, ("--router", router)) as url:
             output_of(["kvolt", "bench", "--url", url, "--quiet", *_WARM_UP], _BENCH_S)
             said = output_of(_bench_command(url, case, number), _BENCH_S)
     except BrokenRun as error:
@@ -203,35 +191,30 @@ def report(rows: Sequence[Row]) -> str:
                 title = f"{engine}: less TTFT ({label}) than with round-robin"
                 goals.append(goal(title, gain.median > GOAL_GAIN, f"{gain.text()} times less"))
     goals += [f"missing: {row.engine} with {row.router}: {row.error}" for row in rows if row.error]
-    head = ("engine", "router", "TTFT mean ms", "TTFT p50 ms", "TTFT p99 ms", "requests/s", "hit rate %")
-    return "\n".join([table((*head, "answers", "failed"), body), *goals])
+    head = (
+        "engine | router | TTFT mean ms | TTFT p50 ms | "
+        "TTFT p99 ms | requests/s | hit rate % | answers | failed"
+    )
+    return "\n".join([table(head, body), *goals])
 
 
 def _tell(row: Row) -> None:
     told = row.error or f"TTFT {row.ttft_mean_ms:.0f} ms, {100 * row.hit_rate:.0f} % found"
-    print(f"round {row.round}: {row.engine}, {row.router}: {told}", file=sys.stderr, flush=True)
+    say(f"round {row.round}: {row.engine}, {row.router}: {told}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router.processes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for(__file__, __doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="one short round; nothing is kept")
-    add("--rounds", type=int, default=_ROUNDS, help="of both routers (default: %(default)s)")
-    add(
-        "--engines",
-        type=lambda text: tuple(text.split(",")),
-        default=tuple(CASES),
-        help=f"of {', '.join(CASES)} (default: all)",
-    )
+    add("--rounds", type=int, default=3, help="rounds of both routers (default: %(default)s)")
+    add("--engines", type=names, default=tuple(CASES), help=f"of {', '.join(CASES)} (default: all)")
     options = parser.parse_args()
     if unknown := [name for name in options.engines if name not in CASES]:
         parser.error(f"unknown engines {unknown}; known: {', '.join(CASES)}")
+    if options.smoke:
+        options.rounds = 1
     return options
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

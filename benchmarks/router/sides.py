@@ -98,9 +98,9 @@ class KvoltEvents(Kvolt):
     def encoded(self, change: Change) -> Any:
         from kvolt.core.kv_events import KvEvent, KvEventBatch, Removed, Stored
 
-        told: Any = Removed.of(change.sequence)
+        told: Any = Removed.from_hashes(change.sequence)
         if change.local is not None:
-            told = Stored.of(change.sequence, change.parent)
+            told = Stored.from_hashes(change.sequence, change.parent)
         return change.worker, msgspec.msgpack.encode(KvEventBatch((KvEvent(1, 1, told),)))
 
     def apply(self, encoded: Any) -> None:

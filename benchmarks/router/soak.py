@@ -1,8 +1,7 @@
-"""Two virtual hours at 100 requests/s through the whole path, undisturbed and disturbed: what does trouble cost?
+"""Two virtual hours at 100 requests/s through the whole path, undisturbed and disturbed: what do faults cost?
 
     python -m benchmarks.router.soak                 both runs, a core each, some half an hour; results/soak.{json,txt}
     python -m benchmarks.router.soak --minutes 20    shorter, kept as well
-    python -m benchmarks.router.soak --quick         three virtual minutes at 20 requests/s, not kept
 
 Chats of the project's own recipe (`RECIPE`) on 32 workers in the twin, routed by `latency`. Disturbed: the event plane
 loses 1 % of all events, every minute a worker comes and another one finishes what it has and goes, with its cache, and
@@ -15,31 +14,26 @@ last third over the most they had in the second.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.report import goal, table
+from benchmarks.harness import goal, in_processes, run, say, table
+from benchmarks.harness import report as write_report
 from benchmarks.router.event_soak import GOAL_FLAT, GOAL_RESIDENT, resident_bytes
-from benchmarks.router.gains_runs import in_processes
-from benchmarks.router.kept_rows import KeptRows, default_folder
-from benchmarks.runtime.report import keep_results, machine
+from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
 
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.traces import Recipe, make_trace
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.router.event_fed_router import ExactRouter
-from kvolt.router.queue.queue_router import who_decides
+from kvolt.router.event_fed_router import EventFedRouter
+from kvolt.router.queue.queue_router import deciding_router
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.faults import Trouble
+from kvolt.twin.faults import Faults
 from kvolt.twin.replay import TwinRun, new_tally
 
-_RESULTS = Path(__file__).parent / "results" / "soak"
 _BLOCK_SIZE = 64
 RECIPE = Recipe(seed=6, block_size=_BLOCK_SIZE)
 """Chats of three turns: system prompts of about 1,000 tokens, questions and answers of some 250, 15 s to think."""
@@ -58,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     minutes: float
     rate_per_s: float
     num_workers: int
-    trouble: Trouble
+    faults: Faults
     kv_blocks: int = 4096
 
     @property
@@ -135,18 +129,16 @@ class _Watcher:
 
     def _look(self, at_s: float) -> None:
         assert self._run.cluster is not None
-        router = who_decides(self._run.cluster.road.router)
-        assert isinstance(router, ExactRouter)
-        index = router.index
+        router = deciding_router(self._run.cluster.journey_context.router)
+        assert isinstance(router, EventFedRouter)
+        index = router.block_index
         self.looks.append(Look(at_s, index.num_bytes, resident_bytes()))
         if len(self.looks) % (10 * _LOOKS_PER_MINUTE) == 0:
             done = sum(minute.num_whole for minute in self.minutes)
-            name = CALM if self._run.settings.trouble == Trouble() else TROUBLED
-            print(
+            name = CALM if self._run.settings.faults == Faults() else TROUBLED
+            say(
                 f"{name}: {at_s / 60:.0f} virtual minutes, {done:,} answers, "
-                f"index {index.num_bytes / _MIB:.1f} MiB",
-                file=sys.stderr,
-                flush=True,
+                f"index {index.num_bytes / _MIB:.1f} MiB"
             )
 
 
@@ -159,7 +151,7 @@ def solve(plan: Plan) -> Soaked:
         engine=SimArguments(
             preset="dynamo-mocker", block_size=_BLOCK_SIZE, kv_blocks=plan.kv_blocks, context_length=65_536
         ),
-        trouble=plan.trouble,
+        faults=plan.faults,
     )
     run = TwinRun(settings, new_tally(settings))
     watcher = _Watcher(run)
@@ -179,10 +171,10 @@ def _records(plan: Plan) -> Iterator[TraceRecord]:
     return make_trace(recipe)
 
 
-def plans(minutes: float, rate_per_s: float, num_workers: int, trouble: Trouble) -> tuple[Plan, Plan]:
+def plans(minutes: float, rate_per_s: float, num_workers: int, faults: Faults) -> tuple[Plan, Plan]:
     return (
-        Plan(CALM, minutes, rate_per_s, num_workers, Trouble()),
-        Plan(TROUBLED, minutes, rate_per_s, num_workers, trouble),
+        Plan(CALM, minutes, rate_per_s, num_workers, Faults()),
+        Plan(TROUBLED, minutes, rate_per_s, num_workers, faults),
     )
 
 
@@ -194,43 +186,48 @@ def growth(values: Sequence[float]) -> float:
 
 def report(calm: Soaked, troubled: Soaked) -> str:
     body, goals = [], []
-    for run in (calm, troubled):
+    for soaked in (calm, troubled):
         index, resident = (
-            [getattr(look, name) for look in run.looks] for name in ("index_bytes", "resident_bytes")
+            [getattr(look, name) for look in soaked.looks] for name in ("index_bytes", "resident_bytes")
         )
         body.append(
             (
-                run.plan.name,
-                f"{sum(minute.num_whole for minute in run.minutes):,}",
-                ", ".join(f"{number} {code}" for code, number in run.errors.items()) or "0",
-                str(run.num_workers),
-                f"{100 * run.hit_rate:.2f}",
-                f"{run.ttft_mean_ms:.1f}",
+                soaked.plan.name,
+                f"{sum(minute.num_whole for minute in soaked.minutes):,}",
+                ", ".join(f"{number} {code}" for code, number in soaked.errors.items()) or "0",
+                str(soaked.num_workers),
+                f"{100 * soaked.hit_rate:.2f}",
+                f"{soaked.ttft_mean_ms:.1f}",
                 f"{max(index) / _MIB:.1f}",
                 f"{growth(index):.3f}",
                 f"{growth(resident):.3f}",
-                f"{run.wall_s / 60:.0f}",
+                f"{soaked.wall_s / 60:.0f}",
             )
         )
         goals += [
-            goal(f"{run.plan.name}: index flat", growth(index) <= GOAL_FLAT, f"x{growth(index):.3f}"),
-            goal(f"{run.plan.name}: index under its cap", max(index) <= INDEX_BYTES, f"{max(index):,}"),
+            goal(f"{soaked.plan.name}: index flat", growth(index) <= GOAL_FLAT, f"x{growth(index):.3f}"),
+            goal(f"{soaked.plan.name}: index under its cap", max(index) <= INDEX_BYTES, f"{max(index):,}"),
             goal(
-                f"{run.plan.name}: process flat",
+                f"{soaked.plan.name}: process flat",
                 growth(resident) <= GOAL_RESIDENT,
                 f"x{growth(resident):.3f}",
             ),
             goal(
-                f"{run.plan.name}: every request answered", not run.errors, f"{sum(run.errors.values())} not"
+                f"{soaked.plan.name}: every request answered",
+                not soaked.errors,
+                f"{sum(soaked.errors.values())} not",
             ),
         ]
     points = 100 * (troubled.hit_rate - calm.hit_rate)
     name = f"hit rate of the disturbed run within {GOAL_POINTS:g} points of the undisturbed"
-    head = ("run", "answers", "failed", "workers", "hit rate %", "TTFT mean ms", "index MiB", "index growth")
+    head = (
+        "run | answers | failed | workers | hit rate % | "
+        "TTFT mean ms | index MiB | index growth | process growth | wall minutes"
+    )
     return "\n".join(
         [
             f"{calm.plan.minutes:g} virtual minutes at {calm.plan.rate_per_s:g} requests/s",
-            table((*head, "process growth", "wall minutes"), body),
+            table(head, body),
             goal(name, abs(points) <= GOAL_POINTS, f"{points:+.2f} points"),
             *goals,
         ]
@@ -238,43 +235,24 @@ def report(calm: Soaked, troubled: Soaked) -> str:
 
 
 def main() -> None:
-    options = _options()
-    if options.quick:
-        trouble = Trouble(event_loss=0.01, router_restart_s=60.0, churn_s=30.0)
-        wanted = plans(3.0, 20.0, 8, trouble)
+    parser = study_parser(__file__, __doc__)
+    parser.add_argument("--minutes", type=float, default=120.0, help="virtual time (default: %(default)s)")
+    options = parse_study(parser)
+    if options.smoke:
+        wanted = plans(1.0, 5.0, 2, Faults(event_loss=0.01, router_restart_s=30.0, churn_s=20.0))
     else:
-        trouble = Trouble(event_loss=0.01, router_restart_s=600.0, churn_s=60.0)
-        wanted = plans(options.minutes, 100.0, 32, trouble)
-    found = machine()
-    kept = KeptRows(options.folder / "soak.jsonl", Soaked)
+        faults = Faults(event_loss=0.01, router_restart_s=600.0, churn_s=60.0)
+        wanted = plans(options.minutes, 100.0, 32, faults)
+    kept = KeptRows(options.folder, "soak", Soaked)
     left = [plan for plan in wanted if kept.get(str(plan)) is None]
-    try:
-        for run in in_processes(solve, left, min(options.processes, len(left) or 1)):
-            kept.add(str(run.plan), run)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    for soaked in in_processes(solve, left, min(options.processes, 2)):
+        kept.add(str(soaked.plan), soaked)
     calm, troubled = (kept.get(str(plan)) for plan in wanted)
     assert calm is not None
     assert troubled is not None
-    text = report(calm, troubled)
-    print(text)
-    if not options.quick:
-        keep_results(_RESULTS, "benchmarks.router.soak", found, text, {"runs": [calm, troubled]})
-    kept.close(is_over=not options.quick)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="three minutes at a low rate; nothing is kept")
-    parser.add_argument("--minutes", type=float, default=120.0, help="of virtual time (default: 120)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="runs that have ended")
-    return parser.parse_args()
+    write_report(options, report(calm, troubled), {"runs": [calm, troubled]})
+    kept.remove()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,6 @@
-"""What late binding and taking back bring when load jumps, in the twin: TTFT of the requests that came with the jump.
+"""Late binding and withdrawing when load jumps, in the twin: TTFT of the requests that arrive with the jump.
 
     python -m benchmarks.router.step_load            some ten minutes; results/step_load.{json,txt}
-    python -m benchmarks.router.step_load --quick    one seed, a short jump, not kept
 
 Cluster: 8 workers (`mid-gpu-8b`, 64 sequences each). Load: a third of what they can do, for fifteen seconds somewhat
 more than they can, then a third again; prompts and answers of very different lengths, half of the prompts begin with
@@ -21,25 +20,22 @@ Rows, each over the same seeds; `p99 beside` is the mean of the ratios to `at on
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import numpy as np
+from benchmarks.harness import parser_for, report, run, say
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.faults import Trouble
+from kvolt.twin.faults import Faults
 from kvolt.twin.replay import TwinRun, new_tally
 
-RESULTS = Path(__file__).parent / "results"
 NUM_WORKERS, NUM_SEQS, BLOCK_SIZE = 8, 64, 16
 _NEVER = 1e6
 """So many times what a worker takes at once, and none is ever saturated."""
@@ -47,12 +43,12 @@ _NEVER = 1e6
 WAYS = {
     "at once": RouterSettings(queue=False, saturated_seqs=_NEVER, saturated_batches=_NEVER),
     "taken back": RouterSettings(saturated_seqs=_NEVER, saturated_batches=_NEVER),
-    "late": RouterSettings(take_back_moves=0),
+    "late": RouterSettings(withdraw_max_moves=0),
     "late and taken back": RouterSettings(),
 }
 
 
-CLUSTERS = {"as told": Trouble(), "one slow": Trouble(slow_workers=1)}
+CLUSTERS = {"as told": Faults(), "one slow": Faults(slow_workers=1)}
 
 
 class Jump(msgspec.Struct, frozen=True):
@@ -113,7 +109,7 @@ def solve(cluster: str, router: str, way: str, jump: Jump, seed: int) -> Row:
         routing=WAYS[way],
         engine=SimArguments(preset="mid-gpu-8b", max_num_seqs=NUM_SEQS, block_size=BLOCK_SIZE),
         seed=seed,
-        trouble=CLUSTERS[cluster],
+        faults=CLUSTERS[cluster],
     )
     run = TwinRun(settings, new_tally(settings))
     samples: list[Sample] = []
@@ -123,7 +119,7 @@ def solve(cluster: str, router: str, way: str, jump: Jump, seed: int) -> Row:
         nonlocal num_moves
         samples.append(sample)
         if run.cluster is not None:
-            num_moves = run.cluster.road.stats.num_moves
+            num_moves = run.cluster.journey_context.stats.num_moves
 
     run.run(records(jump, seed), on_sample)
     hit = [each for each in samples if jump.from_s <= each.due_s < jump.to_s + 10.0]
@@ -169,29 +165,22 @@ def _mean(figures: Sequence[Figures], name: str) -> float:
     return float(np.mean([getattr(each, name) for each in figures]))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
+def main() -> None:
+    parser = parser_for(__file__, __doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args(argv)
-    jump = Jump(from_s=2.0, to_s=5.0, end_s=8.0) if args.quick else Jump()
+    options = parser.parse_args()
+    jump, points = Jump(), list(product(CLUSTERS, ("latency", "classic"), WAYS, range(options.seeds)))
+    if options.smoke:
+        jump, points = (
+            Jump(from_s=1.0, to_s=2.0, end_s=3.0),
+            [("one slow", "latency", way, 0) for way in WAYS],
+        )
     rows = []
-    for cluster, router, way in product(CLUSTERS, ("latency", "classic"), WAYS):
-        for seed in range(1 if args.quick else args.seeds):
-            rows.append(row := solve(cluster, router, way, jump, seed))
-            what = f"{cluster}, {router}, {way}, seed {seed}"
-            print(f"{what}: p99 {row.figures.ttft_p99_ms:,.0f} ms", file=sys.stderr)
-    told = table(rows)
-    print(told)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "step_load.txt").write_text(f"{told}\n")
-        kept = {"jump": jump, "rows": rows}
-        (RESULTS / "step_load.json").write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-    return 0
+    for cluster, router, way, seed in points:
+        rows.append(row := solve(cluster, router, way, jump, seed))
+        say(f"{cluster}, {router}, {way}, seed {seed}: p99 {row.figures.ttft_p99_ms:,.0f} ms")
+    report(options, table(rows), {"jump": jump, "rows": rows})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

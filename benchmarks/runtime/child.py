@@ -1,6 +1,6 @@
-"""One process of a pair: takes commands as JSON lines on its input, answers as JSON lines.
+"""One process of a pair: takes commands as JSON lines over a socket, answers as JSON lines.
 
-Started by `pair`, not by hand: `python -m benchmarks.runtime.child JOB`. Ends when its input does.
+Started by `pair`: `python -m benchmarks.runtime.child JOB DESCRIPTOR`. Exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import io
 import pstats
 import resource
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -36,11 +37,6 @@ _MODULES = {
 }
 
 Act = Callable[[Work], Awaitable[dict[str, Any]]]
-
-
-def _say(answer: Any) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def _mark(side: Server | Client) -> Mark:
@@ -70,30 +66,31 @@ async def _perform(act: Act, work: Work, profile: bool) -> dict[str, Any]:
 
 async def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=Job)
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
+    commands, answers = await asyncio.open_connection(sock=socket.socket(fileno=int(sys.argv[2])))
+
+    def send(answer: Any) -> None:
+        answers.write(msgspec.json.encode(answer) + b"\n")
+
     module = _module(job.system)
     side: Server | Client
     act: Act
     if job.side == "server":
         server: Server = await module.serve(job)
         side, act = server, server.produce
-        _say({"address": server.address, "mark": _mark(side)})
+        send({"address": server.address, "mark": _mark(side)})
         await server.wait_open()
     else:
         client: Client = await module.connect(job)
         side, act = client, client.consume
-        _say({"mark": _mark(side)})
+        send({"mark": _mark(side)})
         await client.open()
-    _say({})
+    send({})
     while line := await commands.readline():
         command = msgspec.json.decode(line, type=Command)
         if command.work is None:
-            _say({"mark": _mark(side)})
+            send({"mark": _mark(side)})
         else:
-            _say(await _perform(act, command.work, job.profile))
+            send(await _perform(act, command.work, job.profile))
     await side.close()
 
 

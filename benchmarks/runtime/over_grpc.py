@@ -14,7 +14,7 @@ import msgspec
 from benchmarks.runtime.workload import Arrivals, Job, StepClock, Tally, Work, sample_deltas
 
 from kvolt.core.delta import Delta
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 _SERVICE, _METHOD = "bench.Worker", "Generate"
 
@@ -68,7 +68,7 @@ class GrpcClient:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tally = Tally()
-        self._crew = Crew("readers")
+        self._task_group = TaskGroup("readers")
         self._channel = grpc.aio.insecure_channel(job.address)
 
     async def open(self) -> None:
@@ -76,7 +76,7 @@ class GrpcClient:
             f"/{_SERVICE}/{_METHOD}", request_serializer=_encode, response_deserializer=_decode_delta
         )
         for number in range(self._job.streams):
-            self._crew.start(self._read(generate(number)), "reader")
+            self._task_group.start(self._read(generate(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
@@ -97,7 +97,7 @@ class GrpcClient:
         return {"tokens": self._tally.tokens}
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
         await self._channel.close()
 
 

@@ -35,11 +35,11 @@ from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
-from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.plane.streams import ServedStream, Sink
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 ENDPOINT = EndpointAddress.parse("bench.worker.generate")
 
@@ -152,8 +152,8 @@ class StreamServer(KvoltSide):
         for step in range(1, work.steps + 1):
             for stream, delta in zip(streams, deltas[step & mask], strict=True):
                 stream.send(delta)
-            # A reader takes the streams in order, so the last one tells of all; that is a habit, not a
-            # promise, hence the look at every one now and then (and the count of merges at the end).
+            # A reader takes the streams in order, so the last one stands for all; this is not guaranteed,
+            # hence the check of every one now and then (and the count of merges at the end).
             if not last.writable or (step % _CHECK_ALL_EVERY == 0 and not all(map(_writable, streams))):
                 await self._wait_writable()
             await asyncio.sleep(0)
@@ -341,13 +341,13 @@ class IteratorClient(KvoltSide):
         super().__init__("client", 2)
         self._job = job
         self._tally = Tally()
-        self._crew = Crew("readers")
+        self._task_group = TaskGroup("readers")
 
     async def open(self) -> None:
         await self.runtime.start()
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
         for number in range(self._job.streams):
-            self._crew.start(self._read(await client.stream(number)), "reader")
+            self._task_group.start(self._read(await client.stream(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
@@ -368,7 +368,7 @@ class IteratorClient(KvoltSide):
         return {**super().counters(), "tokens": self._tally.tokens}
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
         await super().close()
 
 

@@ -7,18 +7,16 @@ one after the other, each as two fresh processes; CPU is user and system time of
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
-import sys
-from pathlib import Path
-from typing import Any
+import importlib.util
 
 import msgspec
+from benchmarks.harness import BrokenRun, names, numbers, parser_for, run, say
+from benchmarks.harness import report as write_report
 from benchmarks.runtime import report
 from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK, STEP, WHOLE
 from benchmarks.runtime.over_socket import BARE
-from benchmarks.runtime.pair import BrokenRun, Done, Pair, open_pair
-from benchmarks.runtime.report import Row
+from benchmarks.runtime.pair import Done, Pair, open_pair
+from benchmarks.runtime.report import GRPC, Row
 from benchmarks.runtime.side_figures import BulkRow, MemoryRow, measure_bulk, measure_memory
 from benchmarks.runtime.workload import Work
 
@@ -29,79 +27,60 @@ _STEP_MULTIPLE = 16
 
 def main() -> None:
     options = _options()
-    try:
-        results = asyncio.run(_run(options))
-    except BrokenRun as error:
-        sys.exit(f"no figures: {error}")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    if any(row.merged for row in results.get("rows", [])):
-        sys.exit("items were merged: these are not figures for single items")
+    if options.profile:
+        _profile(options)
+        return
+    if options.memory:
+        memory = _memory(options)
+        write_report(options, report.memory_table(memory), {"memory": memory})
+        return
+    if options.bulk:
+        bulk = _bulk(options)
+        write_report(options, report.bulk_table(bulk), {"bulk": bulk})
+        return
+    rows = _plane(options)
+    lines = report.lines(rows)
+    text = "\n".join([report.plane_table(lines), *report.plane_goals(lines)])
+    settings = {"rounds": options.rounds, "seconds": options.seconds, "items": options.items}
+    write_report(options, text, {"options": settings, "rows": rows, "lines": lines})
+    if any(row.merged for row in rows):
+        raise BrokenRun("items were merged: the results are not those of single items")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.runtime.plane", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_for(__file__, __doc__, results=None)
     add = parser.add_argument
-    add("--streams", type=_numbers, default=(1, 64, 1024), help="concurrent streams (default 1,64,1024)")
-    add("--rounds", type=int, help="rounds of all systems (default 5)")
-    add("--seconds", type=float, help="length of a measured window, about (default 2)")
-    add("--items", type=int, help="items in a measured window, in place of --seconds")
+    add("--streams", type=numbers, default=(1, 64, 1024), help="concurrent streams (default 1,64,1024)")
+    add("--rounds", type=int, default=5, help="rounds of all systems (default %(default)s)")
+    add("--seconds", type=float, default=2.0, help="approximate measured window (default %(default)s)")
+    add("--items", type=int, help="items in a measured window, instead of --seconds")
     add(
-        "--systems",
-        type=lambda text: tuple(text.split(",")),
-        default=report.SYSTEMS,
-        help="some of them, by commas (default all): " + ", ".join(report.SYSTEMS),
+        "--systems", type=names, default=report.SYSTEMS, help=f"of {', '.join(report.SYSTEMS)} (default: all)"
     )
-    add("--quick", action="store_true", help="two rounds of half a second: for a look, not for a claim")
     add("--memory", action="store_true", help="instead: memory of 10,000 idle streams on one connection")
-    add("--memory-streams", type=int, default=10_000, help="how many (default %(default)s)")
+    add("--memory-streams", type=int, default=10_000, help="number of them (default %(default)s)")
     add(
         "--bulk", action="store_true", help="instead: delay of deltas beside 10 MB messages on one connection"
     )
     add("--bulk-bytes", type=int, default=10_000_000, help="size of those messages (default %(default)s)")
-    add("--profile", action="store_true", help="instead: where the time goes, kvolt step and sink")
-    add("--out", type=Path, help="write all figures as JSON to this file")
+    add("--profile", action="store_true", help="instead: profile of kvolt step and sink")
     options = parser.parse_args()
-    rounds, seconds = (2, 0.5) if options.quick else (5, 2.0)
-    options.rounds = rounds if options.rounds is None else options.rounds
-    options.seconds = seconds if options.seconds is None else options.seconds
+    if options.smoke:
+        options.streams, options.rounds, options.seconds = (4,), 1, 0.05
+        options.systems, options.memory_streams = (WHOLE, BARE, SINK), 10
+        if importlib.util.find_spec("grpc") is not None:
+            options.systems += (GRPC,)
     unknown = [name for name in options.systems if name not in report.SYSTEMS]
     if unknown:
         parser.error(f"unknown systems {unknown}; known: {', '.join(report.SYSTEMS)}")
     if BARE in options.systems and WHOLE not in options.systems:
-        parser.error(f"{BARE!r} repeats what {WHOLE!r} wrote: name both")
+        parser.error(f"{BARE!r} repeats the writes of {WHOLE!r}: name both")
     if min(options.streams) < 1 or options.rounds < 1 or options.seconds <= 0:
-        parser.error("streams, rounds and seconds are positive")
+        parser.error("streams, rounds and seconds must be positive")
     return options
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-async def _run(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "machine": report.machine(),
-        "options": {"rounds": options.rounds, "seconds": options.seconds, "items": options.items},
-    }
-    if options.profile:
-        await _profile(options)
-    elif options.memory:
-        results["memory"] = await _memory(options)
-    elif options.bulk:
-        results["bulk"] = await _bulk(options)
-    else:
-        results["rows"] = rows = await _plane(options)
-        results["lines"] = lines = report.lines(rows)
-        print(report.plane_table(lines), *report.plane_goals(lines), sep="\n")
-    results["load_1min_after"] = round(os.getloadavg()[0], 2)  # ours, and of others if it is above two
-    return results
-
-
-async def _plane(options: argparse.Namespace) -> list[Row]:
+def _plane(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for number in range(1, options.rounds + 1):
         for streams in options.streams:
@@ -109,23 +88,22 @@ async def _plane(options: argparse.Namespace) -> list[Row]:
             for system in (name for name in report.SYSTEMS if name in options.systems):
                 if system == BARE:
                     assert written is not None
-                    row = await _measure_limit(number, written, options.seconds)
+                    row = _measure_limit(number, written, options.seconds)
                 else:
-                    row = await _measure(number, system, streams, options)
+                    row = _measure(number, system, streams, options)
                 if system == WHOLE:
                     written = row
                 rows.append(row)
-                print(
+                say(
                     f"round {number}  {streams:>5} streams  {system:<17} {row.items_per_s:>11,.0f} items/s "
-                    f"{row.cpu_us:>8.2f} us/item",
-                    file=sys.stderr,
+                    f"{row.cpu_us:>8.2f} us/item"
                 )
     return rows
 
 
-async def _measure(number: int, system: str, streams: int, options: argparse.Namespace) -> Row:
-    async with open_pair(system, streams) as pair:
-        done, steps = await _timed(pair, streams, options)
+def _measure(number: int, system: str, streams: int, options: argparse.Namespace) -> Row:
+    with open_pair(system, streams) as pair:
+        done, steps = _timed(pair, streams, options)
     items = steps * streams
     arrived = done.client.get("tokens", 0)
     if arrived != items:
@@ -133,15 +111,15 @@ async def _measure(number: int, system: str, streams: int, options: argparse.Nam
     return _row(number, system, streams, items, done)
 
 
-async def _timed(pair: Pair, streams: int, options: argparse.Namespace) -> tuple[Done, int]:
+def _timed(pair: Pair, streams: int, options: argparse.Namespace) -> tuple[Done, int]:
     """Warm up twice, the second time for long enough to know how many steps fill the window."""
     steps = _whole_steps(_FIRST_ITEMS, streams)
-    first = await pair.work(Work(steps))
+    first = pair.work(Work(steps))
     steps = _whole_steps(_WARM_UP_S * steps * streams / first.wall_s, streams)
-    second = await pair.work(Work(steps))
+    second = pair.work(Work(steps))
     items = options.items or options.seconds * steps * streams / second.wall_s
     steps = _whole_steps(items, streams)
-    return await pair.work(Work(steps, measured=True)), steps
+    return pair.work(Work(steps, measured=True)), steps
 
 
 def _whole_steps(items: float, streams: int) -> int:
@@ -149,11 +127,11 @@ def _whole_steps(items: float, streams: int) -> int:
     return max(round(items / streams / _STEP_MULTIPLE), 1) * _STEP_MULTIPLE
 
 
-async def _measure_limit(number: int, written: Row, seconds: float) -> Row:
+def _measure_limit(number: int, written: Row, seconds: float) -> Row:
     """As many writes and bytes in each direction as kvolt made in this round, repeated to fill the window."""
     size = written.num_bytes // written.writes
-    async with open_pair(BARE, written.streams) as pair:
-        first = await pair.work(Work(_FIRST_ITEMS, num_bytes=_FIRST_ITEMS * size))
+    with open_pair(BARE, written.streams) as pair:
+        first = pair.work(Work(_FIRST_ITEMS, num_bytes=_FIRST_ITEMS * size))
         expected_s = first.wall_s / _FIRST_ITEMS * written.writes
         times = max(round(seconds / expected_s), 1)
         work = Work(
@@ -163,7 +141,7 @@ async def _measure_limit(number: int, written: Row, seconds: float) -> Row:
             replies=written.replies * times,
             reply_bytes=written.reply_bytes * times,
         )
-        done = await pair.work(work)
+        done = pair.work(work)
     row = _row(number, BARE, written.streams, written.items * times, done)
     return msgspec.structs.replace(
         row,
@@ -191,33 +169,26 @@ def _row(number: int, system: str, streams: int, items: int, done: Done) -> Row:
     )
 
 
-async def _memory(options: argparse.Namespace) -> list[MemoryRow]:
-    rows = [
-        await measure_memory(system, options.memory_streams)
-        for system in (SINK, ITERATOR, GENERATORS)
-        if system in options.systems
-    ]
-    print(report.memory_table(rows))
-    return rows
+def _memory(options: argparse.Namespace) -> list[MemoryRow]:
+    systems = (system for system in (SINK, ITERATOR, GENERATORS) if system in options.systems)
+    return [measure_memory(system, options.memory_streams) for system in systems]
 
 
-async def _bulk(options: argparse.Namespace) -> list[BulkRow]:
-    rows = [
-        await measure_bulk(number, report.GOAL_STREAMS, options.seconds, options.bulk_bytes)
+def _bulk(options: argparse.Namespace) -> list[BulkRow]:
+    return [
+        measure_bulk(number, report.GOAL_STREAMS, options.seconds, options.bulk_bytes)
         for number in range(1, options.rounds + 1)
     ]
-    print(report.bulk_table(rows))
-    return rows
 
 
-async def _profile(options: argparse.Namespace) -> None:
+def _profile(options: argparse.Namespace) -> None:
     for streams in options.streams:
         for system in (name for name in (WHOLE, STEP, SINK) if name in options.systems):
-            async with open_pair(system, streams, profile=True) as pair:
-                done, _ = await _timed(pair, streams, options)
+            with open_pair(system, streams, profile=True) as pair:
+                done, _ = _timed(pair, streams, options)
             for side, text in zip(("server", "client"), done.profiles, strict=True):
                 print(f"=== {system}, {streams} streams, {side}", text, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 import msgspec
 from benchmarks.runtime.over_kvolt_bulk import BULK
@@ -32,13 +32,13 @@ class MemoryRow(msgspec.Struct, frozen=True):
         return (self.total_bytes - self.server_idle_bytes - self.client_idle_bytes) / self.streams
 
 
-async def measure_memory(system: str, streams: int) -> MemoryRow:
+def measure_memory(system: str, streams: int) -> MemoryRow:
     """All streams on one connection; each gets an item now and then, so that none is a mere promise."""
-    async with open_pair(system, streams) as pair:
-        done = await pair.work(Work(steps=1))
+    with open_pair(system, streams) as pair:
+        done = pair.work(Work(steps=1))
         for _ in range(_MEMORY_STEPS):
-            await asyncio.sleep(_MEMORY_PAUSE_S)
-            done = await pair.work(Work(steps=1))
+            time.sleep(_MEMORY_PAUSE_S)
+            done = pair.work(Work(steps=1))
         return MemoryRow(system, streams, *pair.idle_rss_bytes, done.server_rss_bytes, done.client_rss_bytes)
 
 
@@ -68,13 +68,13 @@ class BulkRow(msgspec.Struct, frozen=True):
         return self.beside.p50_ms - base, self.beside.p99_ms - base, self.beside.max_ms - base
 
 
-async def measure_bulk(number: int, streams: int, seconds: float, payload_bytes: int) -> BulkRow:
+def measure_bulk(number: int, streams: int, seconds: float, payload_bytes: int) -> BulkRow:
     interval_s = 0.002
     steps = max(int(seconds / interval_s), 50)
-    async with open_pair(BULK, streams) as pair:
-        await pair.work(Work(steps=50, interval_s=interval_s))
-        alone = await pair.work(Work(steps=steps, interval_s=interval_s))
-        beside = await pair.work(Work(steps=steps, interval_s=interval_s, payload_bytes=payload_bytes))
+    with open_pair(BULK, streams) as pair:
+        pair.work(Work(steps=50, interval_s=interval_s))
+        alone = pair.work(Work(steps=steps, interval_s=interval_s))
+        beside = pair.work(Work(steps=steps, interval_s=interval_s, payload_bytes=payload_bytes))
         return BulkRow(
             number,
             streams,

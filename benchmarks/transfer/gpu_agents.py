@@ -2,7 +2,7 @@
 
 Needs a CUDA device with 12 GiB, torch and Triton. From the repository's root, about a minute:
 
-    PYTHONPATH=src python3 -u -m benchmarks.transfer.gpu_agents --out gpu_agents.json
+    PYTHONPATH=src python3 -u -m benchmarks.transfer.gpu_agents
 
 A second process owns a slab on the same GPU and offers scattered blocks; this one reads them into scattered places of
 its own, with checksums on both sides, and waits for the answer: what is measured is a whole read, from the call to the
@@ -22,12 +22,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from benchmarks.harness import Missing, parser_for, report, run
 
 from kvolt.core.errors import KvoltError
 from kvolt.transfer.agent import TransferAgent, TransferOptions
@@ -65,9 +65,9 @@ def own(num_bytes: int) -> None:
     print(msgspec.json.encode(memories[True].handle).decode(), flush=True)
     offers = []
     for line in sys.stdin:
-        asked = json.loads(line)
-        slab = Slab.on_device(memories[asked["near"]], asked["block_bytes"])
-        offer = agents[asked["near"]].offer(slab, places(asked["count"], 1), DEADLINE_S)
+        job = json.loads(line)
+        slab = Slab.on_device(memories[job["near"]], job["block_bytes"])
+        offer = agents[job["near"]].offer(slab, places(job["count"], 1), DEADLINE_S)
         offers.append((slab, offer))
         print(offer.ticket.hex(), flush=True)
 
@@ -87,8 +87,8 @@ def owner(num_bytes: int) -> Iterator[tuple[subprocess.Popen[str], DeviceHandle]
 def ticket_of(process: subprocess.Popen[str], block_bytes: int, count: int, near: bool) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
-    asked = {"block_bytes": block_bytes, "count": count, "near": near}
-    process.stdin.write(json.dumps(asked) + "\n")
+    job = {"block_bytes": block_bytes, "count": count, "near": near}
+    process.stdin.write(json.dumps(job) + "\n")
     process.stdin.flush()
     return bytes.fromhex(process.stdout.readline())
 
@@ -167,23 +167,26 @@ async def killed(process: subprocess.Popen[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer.gpu_agents", description=__doc__)
-    parser.add_argument("--out", type=Path, help="results as JSON")
+    parser = parser_for(__file__, __doc__)
     parser.add_argument("--own", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise Missing("a CUDA device")
     if options.own is not None:
         own(options.own)
         return
     results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    shift = 6 if options.smoke else 0
     with owner(2 * TOTAL) as (process, handle):
-        for name, near, total in (("cuda-ipc", True, TOTAL), ("staged", False, STAGED_TOTAL)):
+        for name, near, total in (
+            ("cuda-ipc", True, TOTAL >> shift),
+            ("staged", False, STAGED_TOTAL >> shift),
+        ):
             print(name, flush=True)
             results[name] = asyncio.run(rates(process, handle, near, total))
         results["killed"] = asyncio.run(killed(process))
-        print(f"owner killed under reads: {results['killed']}", flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    report(options, f"owner killed under reads: {results['killed']}", results)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,17 +2,15 @@
 
 Needs a CUDA device with 20 GiB, torch, Triton and numpy. From the repository's root, about a minute:
 
-    PYTHONPATH=src python3 -u -m benchmarks.transfer.gpu_blocks --out gpu_blocks.json
+    PYTHONPATH=src python3 -u -m benchmarks.transfer.gpu_blocks
 
-`--checks` leaves the rates out; `--tiny` tries the script itself (with TRITON_INTERPRET=1 where there is no GPU). Rates
-are of bytes that were moved, median of the rounds, beside what the device's own copy of as many bytes takes in the same
-round. The exit status is 1 when anything was wrong.
+`--checks` leaves the rates out; `--smoke` runs the checks on the CPU, interpreted, where there is no GPU. Rates are of
+bytes moved, median of the rounds, beside the device's own copy of as many bytes in the same round. The exit status is 1
+if a check fails.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import statistics
@@ -20,12 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.harness import Missing, parser_for, report, run
 from torch import Tensor
+
+if "--smoke" in sys.argv and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported
 
 from kvolt.transfer.cuda.triton_blocks import DeviceBlocks
 from kvolt.transfer.memory.checksum import checksums
@@ -207,11 +208,10 @@ def _measured_over_ipc(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
         def plain() -> object:
             return own.copy_(slab[:total])
 
-        seconds(ours), seconds(plain)
-        pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+        rate, ratio, pairs = beside(ours, plain, total, rounds)
         found[f"CUDA IPC, {size >> 10} KiB"] = {
-            "gbps": total / statistics.median(pair[0] for pair in pairs) / 1e9,
-            "times a plain copy": statistics.median(pair[1] / pair[0] for pair in pairs),
+            "gbps": rate,
+            "times a plain copy": ratio,
             "plain gbps": total / statistics.median(pair[1] for pair in pairs) / 1e9,
         }
     return found
@@ -224,6 +224,16 @@ def seconds(work: Callable[[], object]) -> float:
     work()
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def beside(
+    ours: Callable[[], object], plain: Callable[[], object], total: int, rounds: int
+) -> tuple[float, float, list[tuple[float, float]]]:
+    """GB/s of `ours`, its ratio to a plain copy in the same round, and the seconds of both; medians."""
+    seconds(ours), seconds(plain)  # compiles, and pages memory in
+    pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+    rate = total / statistics.median(pair[0] for pair in pairs) / 1e9
+    return rate, statistics.median(pair[1] / pair[0] for pair in pairs), pairs
 
 
 def rates(total: int, rounds: int) -> dict[str, Any]:
@@ -247,19 +257,16 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
                 "scatter from the host": lambda: blocks.scatter(slab, offsets, pinned, size).checksums(),
             }[name]
 
-        beside: dict[str, Callable[[], object]] = {
+        plain_copies: dict[str, Callable[[], object]] = {
             "gather on the device": lambda: own.copy_(slab[:total]),
             "scatter on the device": lambda: slab[:total].copy_(own),
             "checksums": gather_by_torch,
             "gather to the host": lambda: pinned.copy_(slab[:total], non_blocking=True),
             "scatter from the host": lambda: slab[:total].copy_(pinned, non_blocking=True),
         }
-        for name, plain in beside.items():
+        for name, plain in plain_copies.items():
             ours = work(name)
-            seconds(ours), seconds(plain)  # compiled, and paged in
-            pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
-            rate = total / statistics.median(pair[0] for pair in pairs) / 1e9
-            ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+            rate, ratio, _ = beside(ours, plain, total, rounds)
             other = "index_select" if name == "checksums" else "a plain copy"
             found[f"{name}, {size >> 10} KiB"] = {"gbps": rate, f"times {other}": ratio}
             print(f"  {name}, {size >> 10} KiB: {rate:.1f} GB/s, {ratio:.2f} times {other}", flush=True)
@@ -272,42 +279,35 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--checks", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
+def main() -> int:
+    parser = parser_for(__file__, __doc__)
+    parser.add_argument("--checks", action="store_true", help="only check; measure no rates")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if KIND == "cpu" and not options.tiny:
-        sys.exit("no CUDA device; --tiny tries the script without one")
-    if options.tiny:
+    if KIND == "cpu" and not options.smoke:
+        raise Missing("a CUDA device")
+    if options.smoke:
         SHAPES[:] = [(8, 1), (24, 3), (16392, 2)]
     blocks = DeviceBlocks(
         torch.device(KIND, torch.cuda.current_device()) if KIND == "cuda" else torch.device(KIND)
     )
     on_device = [check_pinned, check_registered, check_changing_source, check_ipc] if KIND == "cuda" else []
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if KIND == "cuda" else KIND,
-        "wrong": {},
-    }
+    wrong: dict[str, str] = {}
     for check in (check_own, *on_device):
         try:
             check(blocks)
             print(f"{check.__name__}: right", flush=True)
-        except Exception as error:  # the others are worth knowing
-            results["wrong"][check.__name__] = repr(error)
+        except Exception as error:  # the other checks still run
+            wrong[check.__name__] = repr(error)
             print(f"{check.__name__}: WRONG: {error!r}", flush=True)
+    device = torch.cuda.get_device_name() if KIND == "cuda" else KIND
+    results: dict[str, Any] = {"device": device, "wrong": wrong}
     if KIND == "cuda" and not options.checks:
-        total = (64 << 20) if options.tiny else (4 << 30)
+        total = (64 << 20) if options.smoke else (4 << 30)
         results["rates"] = rates(total, options.rounds) | ipc_rates(total, options.rounds)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
-    print("something is wrong" if results["wrong"] else "all right")
-    sys.exit(1 if results["wrong"] else 0)
+    report(options, "some checks failed" if wrong else "all checks passed", results)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,7 @@
 """The memory that blocks travel from and the one that they travel to: two memfds, which every process here maps.
 
-So all systems read the very same pages and write the very same pages, and whoever started them can look whether what
-came is what left. Which blocks go where is one random order for all.
+All systems read the same pages and write the same pages, and the parent process can compare source and target. Which
+blocks go where is one random order for all.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _memory(name: str, num_bytes: int) -> int:
 
 
 def _mapped(descriptor: int, num_bytes: int, protection: int) -> Bytes:
-    """With its pages there: nobody's figure has page faults in it."""
+    """Mapped with all pages present: no result includes page faults."""
     found: Bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes, prot=protection), dtype=np.uint8)
     if protection & mmap.PROT_WRITE:
         found[::PAGE_BYTES] |= 0

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from benchmarks.transfer.memories import Bytes, Memories, order
 
-from kvolt.transfer.agent import Offering, TransferAgent, TransferOptions
+from kvolt.transfer.agent import OfferHandle, TransferAgent, TransferOptions
 from kvolt.transfer.memory.slabs import Slab
 
 FEW_BYTES = 64
@@ -52,7 +52,7 @@ class Source:
         self._agents = _agents()
         self._slabs = _Slabs(memories.source, memories.num_bytes)
         self._slabs.of(FEW_BYTES).memory[:] = _few_bytes()
-        self._offers: list[Offering] = []
+        self._offers: list[OfferHandle] = []
         self._memory = memories.map_source()
         self._listening = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, daemon=True).start()

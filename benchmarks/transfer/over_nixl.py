@@ -1,8 +1,9 @@
 """NIXL over UCX, used directly and as its users do: memory registered and blocks described once, then only numbers.
 
-A transfer is made from the numbers of its blocks, posted and asked for until it is done: all of that is in its figure.
-There is no progress thread, which would spin on a core: who moves asks, and the other one polls meanwhile, as UCX needs
-where the kernel does not copy for it. Runs in the peer's interpreter, which has numpy and nixl alone.
+A transfer is made from the numbers of its blocks, posted and asked for until it is done: all of that is in its
+figure. There is no progress thread, which would spin on a core: the mover asks for the state, and the other side
+polls at the same time, as UCX needs where the kernel does not copy for it. Runs in the peer's interpreter, which has
+numpy and nixl alone.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Target(_Agent):
 
 
 class PrivateSource(_Agent):
-    """Of memory that it shares with nobody, as most have: numpy asks for huge pages for it, of which UCX gains."""
+    """Private memory: numpy requests huge pages for it, which makes UCX faster."""
 
     def __init__(self, memories: Memories) -> None:
         super().__init__("source", memories.map_source().copy())

@@ -1,12 +1,11 @@
 """Blocks from one process to another: kvolt over shared memory and over TCP, beside its limits and NIXL.
 
     python -m benchmarks.transfer.paths              about three minutes; kept in results/paths.{json,txt}
-    python -m benchmarks.transfer.paths --quick      small and once, not kept
 
 Run from the repository's root, on a machine that does nothing else; two cores are enough. 64 MiB in blocks of 64 KiB,
 256 KiB and 1 MiB. All systems read the same memory and write the same memory (`memories`: two memfds, touched before),
-the blocks in one random order. Every source has one core and every target another; whoever is started once stays and
-sleeps while others are measured. In every round all systems take their turn with every size, and the next round goes
+the blocks in one random order. Every source has one core and every target another; processes are started once and
+sleep while others are measured. In every round all systems take their turn with every size, and the next round goes
 the other way round. A figure is the median of a system's transfers in a round, after one that is not counted; ratios
 are taken within a round. After each turn the target is compared with the source, and cleared before it.
 
@@ -27,7 +26,6 @@ The peer is installed at the first run (--peer-dir, KVOLT_PEER; 0.4 GB, no torch
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -35,22 +33,19 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.peer import default_folder
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import keep_results, machine
-from benchmarks.transfer import nixl_peer, report
+from benchmarks.harness import BrokenRun, Missing, in_turn, parser_for, report, run, say
+from benchmarks.processes import installed_python
+from benchmarks.transfer import paths_report
 from benchmarks.transfer.memories import Memories, arrived
 from benchmarks.transfer.over_kvolt import FEW_BLOCKS, FEW_BYTES
 from benchmarks.transfer.pair import Pair, open_pair
-from benchmarks.transfer.report import CpuRow, Row
+from benchmarks.transfer.paths_report import CpuRow, Row
 from msgspec.structs import replace
 
 from kvolt.transfer.memory import block_bytes
 
-_RESULTS = Path(__file__).parent / "results" / "paths"
-
 Transfers = Callable[[int, int], Sequence[float]]
-"""Bytes of a block and a count in, what each took out."""
+"""Seconds of each transfer, given bytes of a block and a count."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -65,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20)
 _FULL = Plan(rounds=15, num_bytes=64 << 20, block_sizes=_SIZES, transfers=5, small_reads=200)
-_QUICK = Plan(rounds=1, num_bytes=16 << 20, block_sizes=_SIZES, transfers=1, small_reads=20)
+_SMOKE = Plan(rounds=1, num_bytes=4 << 20, block_sizes=_SIZES[:2], transfers=1, small_reads=2)
 
 
 class Systems:
@@ -81,31 +76,25 @@ class Systems:
 
 
 def main() -> None:
-    options = _options()
+    options = parser_for(__file__, __doc__, peer=paths_report.NIXL).parse_args()
     if not block_bytes.IS_NATIVE:
-        sys.exit("kvolt's native bytes are not built: install a C compiler, then `pip install -e .`")
-    plan = _QUICK if options.quick else _FULL
-    found = machine()
-    try:
-        rows, cpu_rows, missing = _measured(plan, options.peer_dir)
-    except BrokenRun as error:
-        sys.exit(f"no figures: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    text = "\n\n".join([_about(plan), report.text(rows, cpu_rows, missing)])
-    print(text)
-    if not options.quick:
-        results = {
-            "peer": nixl_peer.NAME,
-            "plan": plan,
-            "missing": missing,
-            "rows": rows,
-            "cpu_rows": cpu_rows,
-        }
-        keep_results(_RESULTS, "benchmarks.transfer.paths", found, text, results)
+        raise Missing("kvolt's native bytes: install a C compiler, then `pip install -e .`")
+    plan = _SMOKE if options.smoke else _FULL
+    rows, cpu_rows, missing = _measured(plan, options.peer_dir, not options.smoke)
+    text = "\n\n".join([_about(plan), paths_report.text(rows, cpu_rows, missing)])
+    results = {
+        "peer": paths_report.NIXL,
+        "plan": plan,
+        "missing": missing,
+        "rows": rows,
+        "cpu_rows": cpu_rows,
+    }
+    report(options, text, results)
 
 
-def _measured(plan: Plan, peer_dir: Path) -> tuple[list[Row], list[CpuRow], dict[str, str]]:
+def _measured(
+    plan: Plan, peer_dir: Path, may_install: bool
+) -> tuple[list[Row], list[CpuRow], dict[str, str]]:
     rows: list[Row] = []
     cpu_rows: list[CpuRow] = []
     with ExitStack() as stack:
@@ -114,7 +103,7 @@ def _measured(plan: Plan, peer_dir: Path) -> tuple[list[Row], list[CpuRow], dict
         kvolt = stack.enter_context(open_pair(sys.executable, "over_kvolt", memories))
         systems = Systems()
         systems.transfers |= _of_kvolt(kvolt)
-        _add_nixl(systems, stack, memories, peer_dir)
+        _add_nixl(systems, stack, memories, peer_dir, may_install)
         for number in range(plan.rounds):
             rows += _round(plan, number, systems, memories)
             cpu_rows += _cpu_round(plan, number, kvolt)
@@ -126,7 +115,7 @@ def _round(plan: Plan, number: int, systems: Systems, memories: Memories) -> lis
     source, target = memories.map_source_to_read(), memories.map_target()
     for size in plan.block_sizes:
         names = list(systems.transfers)
-        for name in names if number % 2 == 0 else names[::-1]:
+        for name in in_turn(names, number):
             target[:] = 0
             try:
                 took_s = systems.transfers[name](size, 1 + plan.transfers)[1:]
@@ -135,12 +124,12 @@ def _round(plan: Plan, number: int, systems: Systems, memories: Memories) -> lis
                     raise
                 systems.drop(name, error)
                 continue
-            is_in_order = name in (report.MEMCPY, report.SOCKET)
+            is_in_order = name in (paths_report.MEMCPY, paths_report.SOCKET)
             if not arrived(source, target, plan.num_bytes if is_in_order else size):
                 raise BrokenRun(f"{name} left other bytes at the target than were at the source")
             row = Row(number, name, size, plan.num_bytes, tuple(took_s))
             rows.append(row)
-            _tell(f"round {number + 1}  {size >> 10:5} KiB  {name:24} {row.gb_per_s:.2f} GB/s")
+            say(f"round {number + 1}  {size >> 10:5} KiB  {name:24} {row.gb_per_s:.2f} GB/s")
     return rows
 
 
@@ -157,22 +146,22 @@ def _of_kvolt(pair: Pair) -> dict[str, Transfers]:
         return took_s
 
     return {
-        report.MEMCPY: partial(limit, "memcpy"),
-        report.SHM: partial(read, "shm", False),
-        report.SHM_CHECKED: partial(read, "shm", True),
-        report.SOCKET: partial(limit, "socket"),
-        report.TCP: partial(read, "tcp", False),
-        report.TCP_CHECKED: partial(read, "tcp", True),
+        paths_report.MEMCPY: partial(limit, "memcpy"),
+        paths_report.SHM: partial(read, "shm", False),
+        paths_report.SHM_CHECKED: partial(read, "shm", True),
+        paths_report.SOCKET: partial(limit, "socket"),
+        paths_report.TCP: partial(read, "tcp", False),
+        paths_report.TCP_CHECKED: partial(read, "tcp", True),
     }
 
 
 def _cpu_round(plan: Plan, number: int, pair: Pair) -> list[CpuRow]:
     rows = []
     for name, path, is_checked in (
-        (report.SHM, "shm", False),
-        (report.SHM_CHECKED, "shm", True),
-        (report.TCP, "tcp", False),
-        (report.TCP_CHECKED, "tcp", True),
+        (paths_report.SHM, "shm", False),
+        (paths_report.SHM_CHECKED, "shm", True),
+        (paths_report.TCP, "tcp", False),
+        (paths_report.TCP_CHECKED, "tcp", True),
     ):
         before = pair.source.ask("mark")["cpu_s"], pair.target.ask("mark")["cpu_s"]
         of_blocks = {"path": path, "block_bytes": FEW_BYTES}
@@ -182,7 +171,7 @@ def _cpu_round(plan: Plan, number: int, pair: Pair) -> list[CpuRow]:
         num_blocks = plan.small_reads * FEW_BLOCKS
         used_us = [(then - now) / num_blocks * 1e6 for now, then in zip(before, after, strict=True)]
         rows.append(CpuRow(number, name, FEW_BLOCKS, *used_us))
-        _tell(f"round {number + 1}  {name:24} {rows[-1].both_us:.2f} us of CPU per small block")
+        say(f"round {number + 1}  {name:24} {rows[-1].both_us:.2f} us of CPU per small block")
     return rows
 
 
@@ -214,19 +203,28 @@ class NixlWay(msgspec.Struct, frozen=True):
 
 
 _NIXL = {
-    report.NIXL_READ: NixlWay("READ"),
-    report.NIXL_WRITE: NixlWay("WRITE"),
-    report.NIXL_PRIVATE_READ: NixlWay("READ", is_private=True),
-    report.NIXL_PRIVATE_WRITE: NixlWay("WRITE", is_private=True),
-    report.NIXL_TCP_READ: NixlWay("READ", is_tcp=True),
-    report.NIXL_TCP_WRITE: NixlWay("WRITE", is_tcp=True),
+    paths_report.NIXL_READ: NixlWay("READ"),
+    paths_report.NIXL_WRITE: NixlWay("WRITE"),
+    paths_report.NIXL_PRIVATE_READ: NixlWay("READ", is_private=True),
+    paths_report.NIXL_PRIVATE_WRITE: NixlWay("WRITE", is_private=True),
+    paths_report.NIXL_TCP_READ: NixlWay("READ", is_tcp=True),
+    paths_report.NIXL_TCP_WRITE: NixlWay("WRITE", is_tcp=True),
 }
 
 
-def _add_nixl(systems: Systems, stack: ExitStack, memories: Memories, peer_dir: Path) -> None:
+def _add_nixl(
+    systems: Systems, stack: ExitStack, memories: Memories, peer_dir: Path, may_install: bool
+) -> None:
     try:
-        python = nixl_peer.installed(peer_dir)
-    except (BrokenRun, OSError) as error:
+        python = installed_python(
+            peer_dir / "nixl",
+            "import nixl_cu12._api",
+            f"{paths_report.NIXL} (0.4 GB)",
+            # It names torch as a dependency, and works without.
+            (["numpy"], ["--no-deps", f"nixl-cu12=={paths_report.NIXL_VERSION}"]),
+            may_install=may_install,
+        )
+    except BrokenRun as error:
         for name in _NIXL:
             systems.drop(name, error)
         return
@@ -249,18 +247,5 @@ def _about(plan: Plan) -> str:
     )
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small and once; nothing is kept")
-    parser.add_argument("--peer-dir", type=Path, default=default_folder(), help="where NIXL is or will be")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,7 +22,7 @@ POLL = "poll"
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
-    link = socket.socket(fileno=job["socket"])
+    link = socket.socket(fileno=int(sys.argv[2]))
     if job["core"] is not None:
         os.sched_setaffinity(0, {job["core"]})
     lines = link.makefile("rb")
@@ -30,9 +30,9 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.transfer.{job['module']}")
         side = getattr(module, job["side"])(Memories(*job["memories"]))
     except Exception as error:
-        _say(link, {"error": f"{type(error).__name__}: {error}"})
+        _send(link, {"error": f"{type(error).__name__}: {error}"})
         return
-    _say(link, side.hello())
+    _send(link, side.hello())
     for line in lines:
         command = json.loads(line)
         if command["do"] == POLL:
@@ -40,12 +40,12 @@ def main() -> None:
                 side.progress()
             continue
         try:
-            _say(link, getattr(side, command.pop("do"))(**command))
+            _send(link, getattr(side, command.pop("do"))(**command))
         except Exception as error:
-            _say(link, {"error": f"{type(error).__name__}: {error}"})
+            _send(link, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _say(link: socket.socket, answer: Any) -> None:
+def _send(link: socket.socket, answer: Any) -> None:
     link.sendall(json.dumps(answer).encode() + b"\n")
 
 

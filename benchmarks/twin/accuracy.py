@@ -2,7 +2,6 @@
 
     python -m benchmarks.twin.accuracy                       all of it, kept in benchmarks/twin/results
     python -m benchmarks.twin.accuracy --stop-after 5        as many runs as five minutes hold; again to go on
-    python -m benchmarks.twin.accuracy --quick               a look at the wiring: few requests, one run, nothing kept
 
 Run from the repository's root, on a machine that does nothing else. Five rounds: two servers with the native engine
 (SmolLM2-135M on the CPU) are there at once. One serves the fit workload and writes its step log, the other the judged
@@ -19,8 +18,6 @@ import argparse
 import hashlib
 import shlex
 import shutil
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,9 +25,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-from benchmarks.frontend.report import table
-from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import machine
+from benchmarks.harness import ROOT, BrokenRun, parser_for, report, run, say, table
+from benchmarks.processes import System, small_model
 from benchmarks.twin.accuracy_judge import HEAD, Line, Verdict, judge, row_of
 from benchmarks.twin.accuracy_runs import (
     PRESET,
@@ -38,7 +34,6 @@ from benchmarks.twin.accuracy_runs import (
     Job,
     Load,
     Run,
-    System,
     find_run,
     fit,
     merge_logs,
@@ -64,7 +59,7 @@ ENGINE: dict[str, str | int] = {
 few blocks do not hold the judged trace: what is found in the cache then depends on what was thrown out of it."""
 NATIVE: dict[str, str | int] = {"device": "cpu", "threads": 1, "step_log": STEPS}
 """Besides. One thread: frontend and generator run on the same cores, and threads that wait for each other there cost
-more than they bring, and not evenly."""
+more than they save, and not evenly."""
 ANSWERS = (260, 284, 327, 338, 346, 351, 359, 416, 429, 436, 441, 451, 457, 469, 480, 502, 511, 523, 527)
 """Words of SmolLM2's vocabulary, of which its answers are made here: " the", " and", " for" ... Of a token that is part
 of a character nothing can be sent until the next one comes: the gaps would be between every other token, and those of
@@ -74,7 +69,6 @@ _NAME = "accuracy-cpu-smollm2-135m"
 _NOISE_CORES = 0.15
 _START_S, _BURST_S = 20.0, 5.0
 """Of a run beside its trace: start, warm-up, stopping; and of each burst: another generator, the last answers."""
-_QUICK_REQUESTS = 12
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     rounds: int = 5
     limit: int | None = None
+    model: str = "smollm2-135m"
     traces: Mapping[str, str]
     """sha256 by name."""
     engine: Mapping[str, str | int] = msgspec.field(default_factory=lambda: {**ENGINE, **NATIVE})
@@ -103,7 +98,7 @@ class Study:
     """The runs of a plan in a work folder."""
 
     def __init__(self, plan: Plan, work: Path, stop_at: float | None, drop_noisy: bool) -> None:
-        self._plan = plan
+        self.plan = plan
         self._work = work
         self._stop_at = stop_at
         self._drop_noisy = drop_noisy
@@ -111,9 +106,9 @@ class Study:
 
     def native_runs(self) -> list[Run] | None:
         """Of the judged trace, in turns with fit runs; None when time is up before all are there."""
-        system = System(model="smollm2-135m", arguments={**ENGINE, **NATIVE}, answers=ANSWERS)
+        system = System(model=self.plan.model, arguments={**ENGINE, **NATIVE}, answers=self.plan.answers)
         found: list[Run] = []
-        for number in range(1, self._plan.rounds + 1):
+        for number in range(1, self.plan.rounds + 1):
             jobs = [
                 Job(folder=self._work / f"{kind}-{number}", system=system, load=self._load(trace))
                 for kind, trace in (("fit", FIT_TRACE), ("native", JUDGED_TRACE))
@@ -126,13 +121,13 @@ class Study:
         return found
 
     def logs(self, kind: str) -> list[Path]:
-        return [self._work / f"{kind}-{number}" / STEPS for number in range(1, self._plan.rounds + 1)]
+        return [self._work / f"{kind}-{number}" / STEPS for number in range(1, self.plan.rounds + 1)]
 
     def sim_runs(self, preset: Path) -> list[Run] | None:
         system = self.sim({"preset": PRESET})
         content = preset.read_bytes()
         found: list[Run] = []
-        for number in range(1, self._plan.rounds + 1):
+        for number in range(1, self.plan.rounds + 1):
             folder = self._work / f"sim-{number}"
             if folder.exists() and (folder / PRESET).read_bytes() != content:
                 shutil.rmtree(folder)  # of a fit that is no more
@@ -154,7 +149,7 @@ class Study:
         return self._load(JUDGED_TRACE, speed=float(SIM_WORKERS))
 
     def _load(self, trace: str, speed: float = 1.0) -> Load:
-        return Load(trace=str(Path(trace).resolve()), speed=speed, limit=self._plan.limit)
+        return Load(trace=str(ROOT / trace), speed=speed, limit=self.plan.limit)
 
     def _done(self, jobs: Sequence[Job]) -> list[Run] | None:
         """Runs that take turns: all of them anew if one is missing. None when time is up."""
@@ -165,59 +160,60 @@ class Study:
             noise = max(run.notes.other_cores for run in runs)
             if not self._drop_noisy or noise <= _NOISE_CORES:
                 return runs
-            _tell(f"{names} are done again: others kept {noise:.2f} cores busy")
+            say(f"{names} are done again: others kept {noise:.2f} cores busy")
         for job in jobs:
             shutil.rmtree(job.folder, ignore_errors=True)
         needs_s = sum(_needs_s(job) for job in jobs)
         if self._stop_at is not None and time.monotonic() + needs_s > self._stop_at:
-            _tell(f"{names} would take {needs_s:.0f} s more: time is up")
+            say(f"{names} would take {needs_s:.0f} s more: time is up")
             return None
-        _tell(f"{names}: about {needs_s:.0f} s")
+        say(f"{names}: about {needs_s:.0f} s")
         runs = real_runs(jobs)
-        for job, run in zip(jobs, runs, strict=True):
-            ttft, itl, notes = run.report.latencies["ttft"], run.report.latencies["itl"], run.notes
-            _tell(
+        for job, each in zip(jobs, runs, strict=True):
+            ttft, itl, notes = each.report.latencies["ttft"], each.report.latencies["itl"], each.notes
+            say(
                 f"{job.folder.name}: ttft {1e3 * ttft.p50:.0f} / {1e3 * ttft.p90:.0f} ms, itl {1e3 * itl.p50:.1f} / "
                 f"{1e3 * itl.p90:.1f} ms, {notes.own_cores:.2f} cores, others {notes.other_cores:.2f}"
             )
         return runs
 
 
-def study(runs: Study, plan: Plan, out: Path, command: str) -> int:
-    """All runs that are missing, then the report; 3 when time is up before that."""
+def study(runs: Study, out: Path, options: argparse.Namespace) -> int:
+    """Make all runs that are missing, then report; 3 if time is up before that."""
     native = runs.native_runs()
     if native is None:
         return 3
     merged, preset = out.with_name(f"{out.name}_steps.jsonl"), out.with_name(f"{out.name}_preset.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     merge_logs(runs.logs("fit"), merged)
-    told = fit(merged, _NAME, preset)
+    fitted = fit(merged, _NAME, preset)
     sim = runs.sim_runs(preset)
     if sim is None:
         return 3
     one = System(model="", arguments=ENGINE)
+    title = f"sim engine in real time, {SIM_WORKERS} workers, {SIM_WORKERS} x as fast"
     cases = [
-        _case("native engine on the CPU, 1 worker", preset, one, runs.judged_load(), native),
-        _case(
-            f"sim engine in real time, {SIM_WORKERS} workers, {SIM_WORKERS} x as fast",
-            preset,
-            runs.sim({}),
-            runs.sim_load(),
-            sim,
-        ),
+        _case("native engine on the CPU, 1 worker", preset, one, runs.judged_load(), native, options.smoke),
+        _case(title, preset, runs.sim({}), runs.sim_load(), sim, options.smoke),
     ]
     steps = _judged_steps(runs.logs("native"), preset)
-    text = "\n\n".join(
-        [f"$ {command}", *map(_case_text, cases), steps, _noise(runs.fit_runs, cases), told.rstrip()]
-    )
-    print(text)
-    out.with_suffix(".txt").write_text(text + "\n")
-    _save(out.with_suffix(".json"), plan, command, cases)
-    _tell(f"kept as {out.with_suffix('.txt')}, .json, {merged.name} and {preset.name}")
-    return 0 if all(line.verdict is not Verdict.MISSED for case in cases for line in case.lines) else 1
+    text = "\n\n".join([*map(_case_text, cases), steps, _noise(runs.fit_runs, cases), fitted.rstrip()])
+    rows = [
+        {
+            "title": case.title,
+            "command": case.command,
+            "lines": case.lines,
+            "notes": [run.notes for run in case.runs],
+            "started_at": [run.report.started_at for run in case.runs],
+        }
+        for case in cases
+    ]
+    report(options, text, {"plan": runs.plan, "cases": rows})
+    is_met = all(line.verdict is not Verdict.MISSED for case in cases for line in case.lines)
+    return 0 if is_met or options.smoke else 1
 
 
-def _case(title: str, preset: Path, system: System, load: Load, runs: list[Run]) -> Case:
+def _case(title: str, preset: Path, system: System, load: Load, runs: list[Run], may_merge: bool) -> Case:
     here = Path.cwd()
     trace = Path(load.trace)
     shown = msgspec.structs.replace(
@@ -226,13 +222,13 @@ def _case(title: str, preset: Path, system: System, load: Load, runs: list[Run])
     command = twin_command(str(preset), system, shown)
     twin = twin_run(command)
     try:
-        lines = judge(twin, [run.report for run in runs])
+        lines = judge(twin, [run.report for run in runs], may_merge=may_merge)
     except ValueError as error:
         raise BrokenRun(f"{title}: {error}") from error
     return Case(title=title, command=shlex.join(command), lines=lines, twin=twin, runs=runs)
 
 
-# --- telling
+# --- report
 
 
 def _case_text(case: Case) -> str:
@@ -268,29 +264,6 @@ def _noise(fits: Sequence[Run], cases: Sequence[Case]) -> str:
     return f"other processes kept at most {worst:.2f} cores busy in a run, the host took {stolen:.2f}{quiet}"
 
 
-def _save(path: Path, plan: Plan, command: str, cases: Sequence[Case]) -> None:
-    found = {
-        "command": command,
-        "machine": machine(),
-        "plan": plan,
-        "cases": [
-            {
-                "title": case.title,
-                "command": case.command,
-                "lines": case.lines,
-                "notes": [run.notes for run in case.runs],
-                "started_at": [run.report.started_at for run in case.runs],
-            }
-            for case in cases
-        ],
-    }
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-
-
-def _tell(line: str) -> None:
-    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
-
-
 # --- the command
 
 
@@ -299,11 +272,12 @@ def _needs_s(job: Job) -> float:
     return _START_S + sum(burst[-1].timestamp / 1e3 / job.load.speed + _BURST_S for burst in bursts)
 
 
-def _plan(quick: bool) -> Plan:
+def _plan(model: str | None = None) -> Plan:
+    """The whole study, or a smoke run with this model."""
     traces = {
-        trace: hashlib.sha256(Path(trace).read_bytes()).hexdigest() for trace in (FIT_TRACE, JUDGED_TRACE)
+        trace: hashlib.sha256((ROOT / trace).read_bytes()).hexdigest() for trace in (FIT_TRACE, JUDGED_TRACE)
     }
-    return Plan(traces=traces, rounds=1, limit=_QUICK_REQUESTS) if quick else Plan(traces=traces)
+    return Plan(traces=traces, rounds=1, limit=3, model=model, answers=()) if model else Plan(traces=traces)
 
 
 def _claim(work: Path, plan: Plan, fresh: bool) -> None:
@@ -317,44 +291,25 @@ def _claim(work: Path, plan: Plan, fresh: bool) -> None:
     path.write_bytes(content)
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.twin.accuracy", description=(__doc__ or "").partition("\n")[0]
-    )
+def main() -> int:
+    parser = parser_for(__file__, __doc__)
     add = parser.add_argument
-    add("--work", type=Path, default=Path.home() / ".cache" / "kvolt-accuracy", help="where runs are kept")
-    add("--out", type=Path, default=FOLDER / "results" / "accuracy", help="endings are added")
-    add("--stop-after", type=float, metavar="MINUTES", help="begin no run that would end later")
-    add("--drop-noisy", action="store_true", help="do those again beside which others used the machine")
-    add("--fresh", action="store_true", help="drop the runs that are in the work folder")
-    add("--quick", action="store_true", help=f"{_QUICK_REQUESTS} requests, one run each; not kept")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
-    signal.signal(signal.SIGTERM, _stop)
+    add(
+        "--work", type=Path, default=Path.home() / ".cache" / "kvolt-accuracy", help="folder of finished runs"
+    )
+    add("--stop-after", type=float, metavar="MINUTES", help="start no run that would end later")
+    add("--drop-noisy", action="store_true", help="repeat runs beside which other processes used the machine")
+    add("--fresh", action="store_true", help="drop the runs in the work folder")
+    options = parser.parse_args()
     stop_at = None if options.stop_after is None else time.monotonic() + 60 * options.stop_after
-    command = shlex.join(["python", "-m", "benchmarks.twin.accuracy"])
-    try:
-        with ExitStack() as stack:
-            work, out = options.work.expanduser().resolve(), options.out
-            if options.quick:
-                work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accuracy-")))
-                out, command = work / "accuracy", f"{command} --quick"
-            plan = _plan(options.quick)
-            _claim(work, plan, options.fresh)
-            return study(Study(plan, work, stop_at, options.drop_noisy), plan, out, command)
-    except BrokenRun as error:
-        print(f"no figures: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _stop(*_: object) -> None:
-    raise KeyboardInterrupt
+    with ExitStack() as stack:
+        work, out, plan = options.work.expanduser().resolve(), options.out or options.results, _plan()
+        if options.smoke:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-accuracy-")))
+            out, plan = work / "accuracy", _plan(small_model(work, smoke=True))
+        _claim(work, plan, options.fresh)
+        return study(Study(plan, work, stop_at, options.drop_noisy), out, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

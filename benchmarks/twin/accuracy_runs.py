@@ -7,31 +7,24 @@ folder appears under its name when the run is whole, so what is there need not b
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
-import psutil
-from benchmarks.frontend.system import Processes, clean_environ, free_port
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import BrokenRun
+from benchmarks.processes import NoiseMeter, Notes, System, arg_flags, output_of, served
 from benchmarks.twin.bursts import as_one, bursts_of
+from msgspec.structs import replace
 
 from kvolt.bench.load.report import Report, decode_report, encode_report
 from kvolt.bench.traces import limit, read_trace, write_trace
-from kvolt.cli.health import served_models
 from kvolt.core.trace import TraceRecord
 
 STEPS = "steps.jsonl"
 PRESET = "preset.json"
 _REPORT, _NOTES = "report.json", "notes.json"
-_READY_S = 180.0
-_POLL_S = 0.2
-_BENCH_S = 900.0
 _TWIN_S = 300.0
 _WARM_UP = ("--rate", "4", "--requests", "4", "--input", "40", "--output", "4", "--seed", "90")
 """Before the trace: what a first request loads is no part of any figure. Its prompts share nothing with the trace's."""
@@ -44,30 +37,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     speed: float = 1.0
     limit: int | None = None
-
-
-class System(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is asked: a model of `kvolt serve`, with arguments of its engine."""
-
-    model: str
-    workers: int = 1
-    prefill: int = 0
-    """Of these, the ones that compute prompts for the others; none: every worker does both."""
-    arguments: Mapping[str, str | int | float] = {}
-    answers: Sequence[int] = ()
-    """Tokens that answers are made of; any where there are none."""
-
-
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """How the machine was meanwhile."""
-
-    wall_s: float
-    own_cores: float
-    """Kept busy by the run's own processes, generator included."""
-    other_cores: float
-    """By all others."""
-    stolen_cores: float
-    """Taken by the host of a virtual machine."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,17 +81,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def real_runs(jobs: Sequence[Job]) -> list[Run]:
     """Serve, warm up, load; BrokenRun if anything of it fails. Several jobs, each with a server of its own, take turns
-    burst by burst: of the others' servers there is nothing to be seen meanwhile, since they have nothing to do."""
+    burst by burst; the other servers are idle during a burst."""
     for job in jobs:
         shutil.rmtree(job.part, ignore_errors=True)
         job.part.mkdir(parents=True)
         for name, content in job.kept.items():
             (job.part / name).write_bytes(content)
     with ExitStack() as stack:
-        urls = [stack.enter_context(served(job.system, job.part)) for job in jobs]
+        urls = [stack.enter_context(served(_in_folder(job))) for job in jobs]
         for job, url in zip(jobs, urls, strict=True):
             _bench(url, job.part / "warm-up", (*_WARM_UP, *_answers(job.system)))
-        meter = _Meter()
+        meter = NoiseMeter()
         told: list[list[Report]] = [[] for _ in jobs]
         for turn in zip_longest(*(job.bursts() for job in jobs)):
             for job, url, reports, burst in zip(jobs, urls, told, turn, strict=True):
@@ -130,6 +99,15 @@ def real_runs(jobs: Sequence[Job]) -> list[Run]:
                     reports.append(_bench_burst(url, job, burst))
         notes = meter.notes()
     return [_whole(job, as_one(reports), notes) for job, reports in zip(jobs, told, strict=True)]
+
+
+def _in_folder(job: Job) -> System:
+    """The job's system, with its files in the job's folder."""
+    arguments = {
+        name: str(job.part / str(value)) if value in (STEPS, PRESET) else value
+        for name, value in job.system.arguments.items()
+    }
+    return replace(job.system, arguments=arguments)
 
 
 def _bench_burst(url: str, job: Job, burst: Sequence[TraceRecord]) -> Report:
@@ -154,10 +132,20 @@ def _whole(job: Job, report: Report, notes: Notes) -> Run:
 
 def twin_command(preset: str, system: System, load: Load) -> list[str]:
     """As a user would type it, but for `python -m`."""
-    given = [part for name, value in system.arguments.items() for part in ("--arg", f"{name}={value}")]
     count = [] if load.limit is None else ["--limit", str(load.limit)]
     workers = ["--workers", str(system.workers), "--speed", f"{load.speed:g}"]
-    return ["kvolt", "twin", load.trace, "--preset", preset, *workers, *given, *count, "--json", "--quiet"]
+    return [
+        "kvolt",
+        "twin",
+        load.trace,
+        "--preset",
+        preset,
+        *workers,
+        *arg_flags(system.arguments),
+        *count,
+        "--json",
+        "--quiet",
+    ]
 
 
 def twin_run(command: Sequence[str]) -> Report:
@@ -179,106 +167,9 @@ def merge_logs(logs: Sequence[Path], merged: Path) -> None:
     merged.write_bytes(headers[0] + b"\n" + b"".join(steps))
 
 
-# ---
-
-
-class _Meter:
-    """CPU of the machine, of our own family of processes and of others, from its making on."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._own_s, (self._busy_s, self._stolen_s) = _family_s(), _machine_s()
-
-    def notes(self) -> Notes:
-        wall_s = time.perf_counter() - self._start
-        own_s, (busy_s, stolen_s) = _family_s(), _machine_s()
-        own = (own_s - self._own_s) / wall_s
-        return Notes(
-            wall_s=round(wall_s, 1),
-            own_cores=round(own, 3),
-            other_cores=round(max(0.0, (busy_s - self._busy_s) / wall_s - own), 3),
-            stolen_cores=round((stolen_s - self._stolen_s) / wall_s, 3),
-        )
-
-
-def _family_s() -> float:
-    """Of us and what we started, with those that ended."""
-    me = psutil.Process()
-    family = (me, *me.children(recursive=True))
-    return float(sum(sum(each.cpu_times()[:4]) for each in family))
-
-
-def _machine_s() -> tuple[float, float]:
-    times = psutil.cpu_times()
-    stolen = float(getattr(times, "steal", 0.0))
-    # What guests use is counted as user time as well.
-    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return float(sum(times) - idle - guests) - stolen, stolen
-
-
-@contextmanager
-def served(system: System, folder: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """`kvolt serve` until it is left; yields its URL when every worker is there. `flags` are more of the command's."""
-    with Processes("accuracy") as processes:
-        port = free_port()
-        environ = clean_environ(
-            KVOLT_DISCOVERY_PATH=str(processes.folder / "discovery"),
-            KVOLT_SUPERVISOR_LOG_DIR=str(processes.folder / "logs"),
-            KVOLT_LOG_LEVEL="warning",
-        )
-        given = {
-            name: (folder / str(value)) if value in (STEPS, PRESET) else value
-            for name, value in system.arguments.items()
-        }
-        arguments = [part for name, value in given.items() for part in ("--arg", f"{name}={value}")]
-        command = [sys.executable, "-m", "kvolt", "serve", system.model, "--port", str(port)]
-        decode = str(system.workers - system.prefill)
-        roles = (
-            ["--prefill", str(system.prefill), "--decode", decode]
-            if system.prefill
-            else ["--workers", decode]
-        )
-        command += [*roles, *flags, *arguments]
-        serving = processes.start("serve", command, environ)
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + _READY_S
-        while num_served(url) < system.workers:
-            if serving.poll() is not None or time.monotonic() > deadline:
-                said = (processes.folder / "serve.log").read_text(errors="replace")[-2000:]
-                raise BrokenRun(f"kvolt serve {system.model} is not ready:\n{said}")
-            time.sleep(_POLL_S)
-        yield url
-
-
-def num_served(url: str) -> int:
-    """Workers that are ready there, in any role."""
-    return sum(sum(roles.values()) for roles in (served_models(url, 2.0) or {}).values())
-
-
 def _answers(system: System) -> Sequence[str]:
     return ("--set", f"allowed_token_ids={list(system.answers)}") if system.answers else ()
 
 
 def _bench(url: str, out: Path, arguments: Sequence[str]) -> None:
-    output_of(["kvolt", "bench", "--url", url, *_ASKED, "--out", str(out), *arguments], _BENCH_S)
-
-
-def output_of(command: Sequence[str], timeout_s: float) -> bytes:
-    """Of a command of ours, which must end well."""
-    assert command[0] == "kvolt"
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", *command],
-            env=clean_environ(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise BrokenRun(f"{' '.join(command)} took more than {timeout_s:g} s") from None
-    if ended.returncode:
-        said = (ended.stderr or ended.stdout).decode(errors="replace")[-2000:]
-        raise BrokenRun(f"{' '.join(command)} ended with {ended.returncode}:\n{said}")
-    return ended.stdout
+    output_of(["kvolt", "bench", "--url", url, *_ASKED, "--out", str(out), *arguments])

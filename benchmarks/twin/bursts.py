@@ -17,7 +17,7 @@ from kvolt.core.trace import TraceRecord
 
 BURST_S = 10.0
 PAUSE_S = 120.0
-"""Longer than any burst takes to be answered: each begins with nobody there."""
+"""Longer than any burst takes to be answered: each burst starts on an idle server."""
 
 
 def with_pauses(records: Iterable[TraceRecord], burst_s: float = BURST_S) -> list[TraceRecord]:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks.frontend.system import clean_environ
-from benchmarks.load.metered import Usage
-from benchmarks.runtime.pair import BrokenRun
+from benchmarks.harness import Missing, say
+from benchmarks.load.metered import Usage, run_metered
 from msgspec.structs import replace
 
 KVOLT, PEER = "kvolt twin", "Dynamo 1.4.2 replay"
@@ -27,10 +26,6 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 BLOCK_SIZE, NUM_BLOCKS = 64, 16_384
 LONGEST_CONTEXT = 262_144
 """Dynamo's replay has no limit; the twin's default would refuse a trace's longest prompts."""
-
-_ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_S = 300.0
-_TAIL_CHARACTERS = 2000
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -48,15 +43,17 @@ class Replayed(msgspec.Struct, frozen=True):
     """Dynamo's own figure, without start and reading."""
 
 
-def peer_python(folder: Path) -> Path:
-    """Of the peer in this folder; installs it if it is not there."""
+def peer_python(folder: Path, *, may_install: bool = True) -> Path:
+    """Interpreter of the peer in this folder, installed at the first use."""
     environment = folder / "replay"
     if not (environment / "complete").exists():
-        print(f"installing ai-dynamo 1.4.2 into {environment} (once, 0.6 GB)", file=sys.stderr)
+        if not may_install:
+            raise Missing(f"{PEER} in {environment}")
+        say(f"installing ai-dynamo 1.4.2 into {environment} (once, 0.6 GB)")
         script = Path(__file__).parent / "peers" / "install"
         done = subprocess.run([str(script)], env={**os.environ, "KVOLT_PEER": str(folder)}, check=False)
         if done.returncode:
-            raise BrokenRun("benchmarks/twin/peers/install failed: see what pip says above")
+            raise Missing(f"{PEER}: benchmarks/twin/peers/install failed, see the output of pip above")
     return environment / "bin" / "python"
 
 
@@ -137,19 +134,6 @@ def replay_kvolt(trace: Path, num_workers: int, core: int) -> Replayed:
 
 
 def on_one_core(name: str, command: Sequence[str], folder: Path, core: int) -> tuple[Usage, bytes]:
-    """What it used, and its stdout. BrokenRun with its last words if it fails."""
-    usage = folder / "usage.json"
-    meter = (sys.executable, "-m", "benchmarks.load.metered", str(usage), "taskset", "-c", str(core))
-    done = subprocess.run(
-        [*meter, *command],
-        cwd=_ROOT,
-        env=clean_environ(PYTHONPATH=str(_ROOT)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    used = msgspec.json.decode(usage.read_bytes(), type=Usage) if usage.exists() else None
-    if used is None or used.status:
-        raise BrokenRun(f"{name} failed:\n{done.stderr.decode(errors='replace')[-_TAIL_CHARACTERS:]}")
-    return replace(used, looks=[]), done.stdout
+    """Usage and standard output; BrokenRun with its last output if it fails."""
+    used, stdout = run_metered(name, command, folder, str(core))
+    return replace(used, looks=[]), stdout

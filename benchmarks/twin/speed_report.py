@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from benchmarks.frontend.report import goal, table
-from benchmarks.runtime.report import spread
+from benchmarks.harness import goal, spread, table
 from benchmarks.twin.replays import KVOLT, LATENCIES, PEER, STATISTICS, Replayed
 from benchmarks.twin.scaling import Scaled
 
@@ -25,6 +24,8 @@ _COSTS: tuple[tuple[str, Callable[[Replayed], float], str], ...] = (
 
 
 def text(trace: str, replays: Sequence[Replayed], scaled: Sequence[Scaled]) -> str:
+    if not any(row.system == PEER for row in replays):
+        return "\n\n".join([f"trace: {trace}", f"missing: {PEER}", _growth(scaled)])
     return "\n\n".join([f"trace: {trace}", _costs(replays), _answers(replays), _growth(scaled)])
 
 
@@ -105,7 +106,7 @@ def _growth(scaled: Sequence[Scaled]) -> str:
     apart = max(
         abs(small[0].mean_ttft_ms - large[0].mean_ttft_ms), abs(small[0].mean_e2e_ms - large[0].mean_e2e_ms)
     )
-    head = ("workers", "requests", "CPU us per request", "peak RSS MiB", "ttft mean ms", "e2e mean ms")
+    head = "workers | requests | CPU us per request | peak RSS MiB | ttft mean ms | e2e mean ms"
     return "\n".join(
         [
             table(head, body),

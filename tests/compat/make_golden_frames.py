@@ -152,7 +152,7 @@ class _Side:
 
     def on_hello(self, hello: Hello) -> None: ...
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         raise fault
 
     def on_open(self, stream: ServedStream) -> None:
@@ -169,8 +169,8 @@ def conversation() -> list[tuple[str, bytes]]:
     said: list[tuple[str, bytes]] = []
 
     def flush(name: str, sender: _Side, receiver: _Side) -> None:
-        data = b"".join(sender.session.take_urgent())
-        while (chunk := sender.session.take_chunk()) is not None:
+        data = b"".join(sender.session.drain_urgent())
+        while (chunk := sender.session.next_chunk()) is not None:
             data += chunk
         if data:
             said.append((name, data))
@@ -197,7 +197,7 @@ def conversation() -> list[tuple[str, bytes]]:
         second.send({"answer": token})
     third.end(NotFound("no such thing", kind="endpoint", name="ns.c.long"))
     exchange()
-    calls[0].consumed(3)
+    calls[0].mark_consumed(3)
     calls[1].cancel()
     dialer.session.ping()
     exchange()

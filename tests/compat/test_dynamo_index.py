@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.frontend import peer
+from benchmarks.harness import peer_folder
 from benchmarks.router.index import run_side
 from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Change, Prompt, Shape, history, prompts
 
-from kvolt.core.kv_digest import mix
+from kvolt.core.kv_digest import mix_hash
 from kvolt.router.index import prefix_index as index
 from kvolt.router.index import prefix_index_python as index_python
 
-PYTHON = peer.default_folder() / "dyn" / "bin" / "python"
+PYTHON = peer_folder() / "dyn" / "bin" / "python"
 IMPLEMENTATIONS = [index_python.BlockIndex, *([index.BlockIndex] if index.IS_NATIVE else [])]
 
 ANSWERS = Path(__file__).parent / "data" / "dynamo_index.json"
@@ -83,7 +83,7 @@ def random_history(seed: int, num_workers: int) -> tuple[list[Change], list[Prom
 
 
 def _prompt(branch: list[int]) -> Prompt:
-    mixed = list(accumulate(branch, lambda chain, name: mix(chain ^ name), initial=0))[1:]
+    mixed = list(accumulate(branch, lambda chain, name: mix_hash(chain ^ name), initial=0))[1:]
     return Prompt(mixed, [name + 1 for name in branch])
 
 

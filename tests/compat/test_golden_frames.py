@@ -18,8 +18,8 @@ from kvolt.core.errors import KvoltError, VersionMismatch
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.plane.wire import FrameDecoder, FrameKind
 from kvolt.testing.virtual.loop import run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
@@ -133,8 +133,8 @@ class _Stranger:
         )
 
 
-def _ours(network: VirtualNetwork) -> Connections:
-    return Connections(network.host("us"), ConnectionOptions(), "us", on_open=lambda stream: stream.end())
+def _ours(network: VirtualNetwork) -> TcpPlane:
+    return TcpPlane(network.host("us"), ConnectionOptions(), "us", on_open=lambda stream: stream.end())
 
 
 def test_a_stranger_who_dials_us_is_refused() -> None:

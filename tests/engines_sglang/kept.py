@@ -62,7 +62,7 @@ class KeptHost:
         self._ready = asyncio.get_running_loop().create_future()
         self._process = await HostProcess.start(self._on_answer)
         self._process.link.send(start)
-        self._watch = asyncio.ensure_future(self._process.ended())
+        self._watch = asyncio.ensure_future(self._process.wait_exit())
         self._watch.add_done_callback(self._on_end)
         await self._ready
 
@@ -136,7 +136,7 @@ class Lease:
             case _:
                 self._process.link.send(command)
 
-    async def ended(self) -> str:
+    async def wait_exit(self) -> str:
         await self._is_over.wait()
         return "ended"
 

@@ -75,7 +75,7 @@ def main(model: str) -> None:
 
     def ask(rid: str, tokens: list[int], sampling: dict[str, Any], **fields: Any) -> None:
         given = {"stream": True, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
-        host._obey(Generate(rid, tokens, sampling, given | fields))
+        host._handle(Generate(rid, tokens, sampling, given | fields))
         while not any(
             row.rid == rid and row.finish
             for each in recorder.messages

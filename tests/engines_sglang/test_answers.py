@@ -121,8 +121,8 @@ async def test_what_it_cannot_do_is_refused(harness: SglangHarness) -> None:
         for refused in (
             replace(request, sampling=replace(sampling, allowed_token_ids=(3, 4))),
             replace(request, sampling=replace(sampling, min_p=0.1)),
-            replace(request, sampling=replace(sampling, presence_penalty=1.0), resume=(5,)),
-            replace(request, grammar=Grammar(GrammarKind.REGEX, "a"), resume=(5,)),
+            replace(request, sampling=replace(sampling, presence_penalty=1.0), prior_tokens=(5,)),
+            replace(request, grammar=Grammar(GrammarKind.REGEX, "a"), prior_tokens=(5,)),
         ):
             with pytest.raises(Unsupported):
                 run.engine.submit(refused)
@@ -138,7 +138,7 @@ async def test_metrics_are_there(harness: SglangHarness) -> None:
     async with engine_run(harness) as run:
         await run.answer(run.request("r"))
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=run.engine._known.facts.metrics_folder)  # type: ignore[attr-defined]
+        MultiProcessCollector(registry, path=run.engine._launched.facts.metrics_folder)  # type: ignore[attr-defined]
         text = await _until_there(registry, generate_latest)
         assert "sglang:num_running_reqs" in text
         assert "sglang:token_usage" in text

@@ -53,7 +53,7 @@ async def test_a_killed_process_is_the_engine_s_death(
     before, shared = _processes(), _shared()
     engine = SglangEngine(spec_of(tiny), arguments)
     await engine.start()
-    folder = Path(engine._known.facts.metrics_folder or "")
+    folder = Path(engine._launched.facts.metrics_folder or "")
     started = _processes() - before
     engine.submit(_request())
     steps = engine.steps()
@@ -84,7 +84,7 @@ async def test_a_killed_process_is_the_engine_s_death(
         ("model_path", "/elsewhere", "model"),
     ],
 )
-async def test_what_is_wrong_is_told_before_anything_is_loaded(
+async def test_wrong_arguments_are_reported_before_loading(
     tiny: Path, name: str, value: object, hint: str
 ) -> None:
     before = _processes()

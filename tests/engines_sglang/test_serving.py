@@ -46,7 +46,7 @@ def test_an_answer_is_known_to_routers_as_well(pair: Served) -> None:
     assert (worker_of(again), cached_of(again)) == (worker_of(before), num_pages * PAGE)
 
 
-def test_sglang_s_own_metrics_are_told_by_each_worker(pair: Served) -> None:
+def test_sglang_metrics_are_exported_per_worker(pair: Served) -> None:
     told = pair.worker_metrics()
     assert len(told) == 2
     for each in told:
@@ -54,5 +54,5 @@ def test_sglang_s_own_metrics_are_told_by_each_worker(pair: Served) -> None:
         assert found is not None, [line for line in each.splitlines() if line.startswith("sglang:")]
 
 
-def test_streams_of_a_killed_worker_go_on_as_if_nothing_had_happened(pair: Served) -> None:
+def test_streams_of_a_killed_worker_continue(pair: Served) -> None:
     check_streams_of_a_killed_worker_go_on(pair, 300)

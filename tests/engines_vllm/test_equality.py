@@ -62,7 +62,7 @@ async def test_as_vllm_itself(kept: Kept) -> None:
     assert FinishReason.STOP in {finish for _, finish in ours}, "none of them ended by itself"
 
 
-async def test_its_own_figures_are_told(kept: Kept) -> None:
+async def test_own_metrics_are_exported(kept: Kept) -> None:
     await kept.make_ready()
     async with engine_run(VllmHarness(kept)) as run:
         before = {each.name: each for each in kept.engine().metrics({"worker_id": "w"})}

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import NIXL
-from kvolt.testing.engines.handoff_cases import hand_over, prefill_of, prefilled, whole_answer
+from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, prefilled, whole_answer
 from kvolt.testing.engines.harness import Run, engine_run
 
 HOLD_S = 3.0
@@ -105,7 +105,7 @@ async def test_a_reader_that_stands_still_keeps_its_hold(pair: Pair) -> None:
     owner, reader, folder = pair
     request = owner.request("slow", prompt=200, tokens=24)
     expected = await owner.answer(request)
-    moved = await hand_over(owner, reader, request)
+    moved = await prefill_and_move(owner, reader, request)
     close_gate(folder, READ)
     answer = reader.submit(moved)
     await until(lambda: is_reached(folder))
@@ -125,7 +125,7 @@ async def test_a_released_hold_is_gone_at_once(pair: Pair) -> None:
     owner, reader, folder = pair
     request = owner.request("released", prompt=200, tokens=24)
     expected = await owner.answer(request)
-    moved = await hand_over(owner, reader, request)
+    moved = await prefill_and_move(owner, reader, request)
     close_gate(folder, READ)
     answer = reader.submit(moved)
     await until(lambda: is_reached(folder))
@@ -146,7 +146,7 @@ async def test_an_owner_that_waits_for_its_reader_leaves_the_cores_to_others(pai
         for thread in process.threads():
             assert os.sched_getaffinity(thread.id) == os.sched_getaffinity(0), "pinned to a core"
     request = owner.request("waits", prompt=200, tokens=24)
-    moved = await hand_over(owner, reader, request)
+    moved = await prefill_and_move(owner, reader, request)
     close_gate(folder, READ)
     answer = reader.submit(moved)
     await until(lambda: is_reached(folder))

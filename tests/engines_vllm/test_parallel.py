@@ -114,14 +114,14 @@ async def test_answers_are_those_of_one_process(several: Kept, kept: Kept) -> No
     assert answers[0] == answers[1]
 
 
-async def test_a_seeded_answer_goes_on_where_it_stopped(run: Run) -> None:
+async def test_seeded_answer_resumes(run: Run) -> None:
     whole = asked("whole", seed=3, temperature=0.9)
     tokens = (await run.answer(whole)).tokens[0]
-    rest = await run.answer(replace(whole, request_id=RequestId("rest"), resume=tuple(tokens[:4])))
+    rest = await run.answer(replace(whole, request_id=RequestId("rest"), prior_tokens=tuple(tokens[:4])))
     assert rest.tokens[0] == tokens[4:]
 
 
-async def test_blocks_and_load_are_told_of_the_rank_that_has_them(several: Kept, run: Run) -> None:
+async def test_blocks_and_load_are_reported_per_rank(several: Kept, run: Run) -> None:
     engine, names = engine_of(run), block_hashes(asked("any"), BLOCK)
     ranks = run.info.dp_ranks
     for rank in reversed(ranks):

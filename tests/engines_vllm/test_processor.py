@@ -25,8 +25,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.frontend.openai_api.requests import parse_chat
-from kvolt.frontend.openai_api.templating import TemplateInput, template_input
+from kvolt.frontend.openai_api.parse import parse_chat
+from kvolt.frontend.openai_api.templating import TemplateInput, build_template_input
 from kvolt.frontend.parsers.port import (
     Content,
     Piece,
@@ -38,7 +38,13 @@ from kvolt.frontend.parsers.port import (
 )
 from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.processors.vllm_symbols import REQUIREMENT, check_vllm
-from kvolt.frontend.tokenization.preprocess import AskedChat, ParserNames, Processor, ProcessorSpec, Reading
+from kvolt.frontend.tokenization.preprocess import (
+    ParserNames,
+    ParserSpec,
+    Processor,
+    ProcessorSpec,
+    RenderedChat,
+)
 from kvolt.models.card import model_card
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.models.fetch_progress import ProgressLog
@@ -175,13 +181,13 @@ def processor(card: ModelCard, tools: str | None = None, reasoning: str | None =
 
 def given(**fields: Any) -> TemplateInput:
     body = {"model": "m", "messages": HISTORY, **fields}
-    return template_input(parse_chat(json.dumps(body).encode()).request)
+    return build_template_input(parse_chat(json.dumps(body).encode()).request)
 
 
-def reading(made: Processor, prompt: str = "", **fields: Any) -> Reading:
+def reading(made: Processor, prompt: str = "", **fields: Any) -> ParserSpec:
     ids = made.vocabulary.tokenizer.encode(prompt, add_special_tokens=False).ids
     wanted = given(**fields)
-    return made.reading(AskedChat(wanted, prompt, ids, bool(wanted.tools)))
+    return made.parser_spec(RenderedChat(wanted, prompt, ids, bool(wanted.tools)))
 
 
 def new_parser(made: Processor, prompt: str = "", **fields: Any) -> TextParser:
@@ -374,19 +380,19 @@ def test_an_answer_is_read_as_vllm_reads_its_tokens(
 
 def test_special_tokens_are_shown_to_parsers_that_look_for_them(marked: ModelCard) -> None:
     made = processor(marked, tools="hermes")
-    assert reading(made, tools=[TOOL]).shows_special
-    assert not reading(made).shows_special
+    assert reading(made, tools=[TOOL]).keep_special_tokens
+    assert not reading(made).keep_special_tokens
     assert read(new_parser(made), [CALLS]) == Read("", CALLS, [])  # a model without tools
 
 
-def test_no_parser_where_nobody_is_named(marked: ModelCard) -> None:
+def test_no_parser_without_a_name(marked: ModelCard) -> None:
     assert reading(processor(marked), tools=[TOOL]).new_parser() is None
 
 
 def test_at_most_so_many_calls(marked: ModelCard) -> None:
     made = processor(marked, tools="hermes")
-    asked = AskedChat(given(tools=[TOOL]), "", (), may_call=True, max_calls=1)
-    parser = made.reading(asked).new_parser()
+    asked = RenderedChat(given(tools=[TOOL]), "", (), may_call=True, max_calls=1)
+    parser = made.parser_spec(asked).new_parser()
     assert parser is not None
     assert len(read(parser, [CALLS]).calls) == 1
 

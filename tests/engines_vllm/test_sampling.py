@@ -140,9 +140,9 @@ async def test_salts_keep_caches_apart(run: Run) -> None:
 
 async def test_what_vllm_refuses_is_the_callers_fault(run: Run) -> None:
     for sampling in ({"temperature": -1.0}, {"top_p": 0.0}, {"presence_penalty": 9.0}, {"logprobs": 50}):
-        with pytest.raises(InvalidRequest, match="vLLM refuses it"):
+        with pytest.raises(InvalidRequest, match="vLLM refuses the request"):
             run.engine.submit(asked("refused", sampling))
-    with pytest.raises(InvalidRequest, match="vLLM refuses it"):
+    with pytest.raises(InvalidRequest, match="vLLM refuses the request"):
         run.engine.submit(asked("refused", GREEDY, grammar=Grammar(GrammarKind.REGEX, "(")))
     await run.assert_empty()
 
@@ -171,9 +171,9 @@ async def test_a_logits_processor_is_heard(run: Run, extra: dict[str, Any]) -> N
 async def test_a_logits_processor_that_is_not_there_is_refused(run: Run) -> None:
     for extra, words in (
         ({"logits_processors": [{"name": "Unknown", "args": {"a": 1}}]}, "ForcedToken"),
-        ({"logits_processors": ["ForcedToken"]}, "give it args"),
+        ({"logits_processors": ["ForcedToken"]}, "needs args"),
         ({"vllm_xargs": {ARGUMENT: "many"}}, "token's number"),
-        ({"vllm_xargs": {"kv_transfer_params": {}}}, "not a request's to set"),
+        ({"vllm_xargs": {"kv_transfer_params": {}}}, "is reserved"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             run.engine.submit(asked("refused", GREEDY, extra=extra))
@@ -200,7 +200,7 @@ async def test_a_prompt_may_come_as_vectors(run: Run, tiny: Path) -> None:
     assert other.tokens != told.tokens
     assert other.cached == 0, "they are told apart by what they are"
     said = told.tokens[0][:5]
-    rest = await run.answer(asked("rest", DRAWN, token_ids=nothing, extra=vectors, resume=tuple(said)))
+    rest = await run.answer(asked("rest", DRAWN, token_ids=nothing, extra=vectors, prior_tokens=tuple(said)))
     assert rest.tokens[0] == told.tokens[0][5:]
     await run.settle()
     assert run.replica.blocks == blocks, "what has no name in our words is not told"

@@ -15,7 +15,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
-from kvolt.testing.engines.handoff_cases import hand_over, prefill_of, whole_answer
+from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, whole_answer
 from kvolt.testing.engines.harness import Answer, Run, engine_run
 from kvolt.testing.engines.replica import block_hashes
 
@@ -149,7 +149,7 @@ async def test_prefill_and_decode_workers_have_tiers_too(tiny: Path, monkeypatch
         assert again.cached == 7 * 32, "a decode worker brings nothing"
         for number, variant in enumerate((1, 30, 31, 32, 33, 34, 1)):
             request = request_of(source, f"handed{number}", variant)
-            moved = await hand_over(source, target, request)
+            moved = await prefill_and_move(source, target, request)
             assert moved.handoff is not None
             cached = moved.handoff.cached_tokens
             assert cached == (7 * 32 if number == 6 else 0), "a prefill worker brings nothing"

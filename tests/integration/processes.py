@@ -251,7 +251,7 @@ class Bench:
     async def look(self, **more: str) -> dict[str, ProcessView]:
         """What `kvolt status` sees, by name of process."""
         async with visit(self.settings(**more)) as cluster:
-            return {view.name: view for view in await cluster.look()}
+            return {view.name: view for view in await cluster.list_processes()}
 
     async def until_seen(
         self, *names: str, timeout_s: float = PATIENCE_S, **more: str
@@ -260,7 +260,7 @@ class Bench:
         async with asyncio.timeout(timeout_s), visit(self.settings(**more)) as cluster:
             while True:
                 with contextlib.suppress(DiscoveryLost):
-                    views = {view.name: view for view in await cluster.look()}
+                    views = {view.name: view for view in await cluster.list_processes()}
                     if sorted(views) == sorted(names) and all(view.status for view in views.values()):
                         await asyncio.sleep(5 * POLL_S)
                         return views
@@ -270,7 +270,7 @@ class Bench:
         """Wait until the workers together have this many requests open."""
         async with asyncio.timeout(timeout_s), visit(self.settings(**more)) as cluster:
             while True:
-                statuses = [view.status for view in await cluster.look() if view.status is not None]
+                statuses = [view.status for view in await cluster.list_processes() if view.status is not None]
                 engines = [status.details.get("engine", {}) for status in statuses]
                 if sum(engine.get("open", 0) for engine in engines) == num_requests:
                     return

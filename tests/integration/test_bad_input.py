@@ -184,7 +184,7 @@ class Edge:
 
     async def is_idle(self) -> bool:
         samples = await self.samples()
-        active = samples["dynamo_frontend_active_requests"] + samples["dynamo_frontend_inflight_requests"]
+        active = samples["kvolt_frontend_active_requests"] + samples["kvolt_frontend_active_requests"]
         return active == 0 and await self.bench.open_requests("worker") == [0]
 
     async def until_idle(self) -> None:
@@ -353,7 +353,7 @@ async def test_a_client_that_never_reads_its_stream(edge: Edge) -> None:
     """The worker's deltas merge while it does not read; after a while it is cut off."""
     views = await edge.bench.look()
     admin = f"http://{views['worker'].admin}/metrics"
-    name = "dynamo_frontend_model_cancellation_total"
+    name = "kvolt_frontend_model_cancellation_total"
     num_cancelled = (await edge.samples()).get(name, 0)
     rss = edge.process.memory_info().rss
     wanted = chat(stream=True, max_tokens=30_000, ignore_eos=True, logprobs=True, top_logprobs=2)

@@ -77,4 +77,4 @@ async def test_ctrl_c_still_reports(served: tuple[Bench, str]) -> None:
     assert report.was_cut
     assert report.counts.whole > 0
     assert report.counts.failed == 0
-    assert "(cut)" in process.out
+    assert "(interrupted)" in process.out

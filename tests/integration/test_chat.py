@@ -36,7 +36,9 @@ def terminal(bench: Bench) -> Iterator[Terminal]:
     """`kvolt serve --interactive` at its first prompt."""
     command = [sys.executable, "-m", "kvolt", "serve", "--interactive", "--port", "0"]
     with Terminal(command, bench.env, bench.folder) as terminal:
-        terminal.sees(r"kvolt: ready at http://[\d.:]+ with sim-tiny \(2 workers\); leaving stops everything")
+        terminal.sees(
+            r"kvolt: ready at http://[\d.:]+ with sim-tiny \(2 workers\); leaving the chat stops everything"
+        )
         terminal.sees(rf"{MODEL} at http://[\d.:]+/v1; /help lists the commands")
         yield terminal
 
@@ -51,7 +53,7 @@ async def test_a_question(bench: Bench) -> None:
     assert (by_settings.returncode, len(by_settings.stdout.split())) == (0, 5)
     wrong = bench.run("chat", "--url", url, "Hello", "--model", "nobody")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "the server answers 404: " in wrong.stderr
+    assert "the server responded 404: " in wrong.stderr
     wrong = bench.run("chat", "--url", url, "Hello", "--set", "temperature=9")
     assert (wrong.returncode, "temperature" in wrong.stderr) == (2, True)
 
@@ -59,7 +61,7 @@ async def test_a_question(bench: Bench) -> None:
 async def test_no_server(bench: Bench) -> None:
     done = bench.run("chat", "Hello", "--url", f"127.0.0.1:{free_port()}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "connection refused (start one with `kvolt serve`" in done.stderr
+    assert "connection refused (start a server with `kvolt serve`" in done.stderr
 
 
 async def test_serve_and_chat_in_one_terminal(bench: Bench, terminal: Terminal) -> None:
@@ -72,7 +74,7 @@ async def test_serve_and_chat_in_one_terminal(bench: Bench, terminal: Terminal) 
     terminal.at_prompt("And then?\r")
     await bench.until_computing(1)
     terminal.type("\x03")
-    terminal.sees("stopped, .*Ctrl-C again leaves")
+    terminal.sees("stopped, .*Ctrl-C again exits")
     await bench.until_computing(0)
 
     first = bench.child_pid("worker-0")
@@ -109,7 +111,7 @@ async def test_a_signal_stops_the_chat_too(bench: Bench, terminal: Terminal) -> 
 
 async def test_two_interrupts_at_the_prompt_leave(bench: Bench, terminal: Terminal) -> None:
     terminal.at_prompt("\x03")
-    terminal.sees("Ctrl-C again or Ctrl-D leaves")
+    terminal.sees("Ctrl-C again or Ctrl-D to exit")
     terminal.at_prompt("\x03")
     terminal.sees("kvolt: stopped")
     assert terminal.ended() == 0

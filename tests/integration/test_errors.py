@@ -56,17 +56,17 @@ WRONG = {
     "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
     "a port for three processes": (
         "serve",
-        "--admin-port",
-        "9000",
-        "admin.port is 9000, but 3 processes of one machine cannot share a port (leave it 0",
+        "--set",
+        "admin.port=9000",
+        "admin.port is 9000, but 3 processes cannot share a port (set it to 0",
     ),
     "nowhere to reach it": (
         "frontend",
         "--discovery-join-listen",
         "0.0.0.0:0",
-        "other machines are not told where this one is (give this machine's address by --runtime-host or",
+        "but the address of this machine is not set (set --runtime-host or",
     ),
-    "no workers": ("serve", "--workers", "0", "serve needs at least one worker (give --workers 1 or more)"),
+    "no workers": ("serve", "--workers", "0", "serve needs at least one worker (set --workers to 1 or more)"),
 }
 
 
@@ -98,21 +98,23 @@ def test_wrong_environment(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "flag"),
-    [("serve", "--port"), ("frontend", "--port"), ("worker", "--runtime-port")],
+    ("verb", "key"),
+    [("serve", "frontend.port"), ("frontend", "frontend.port"), ("worker", "runtime.port")],
 )
-def test_taken_port(bench: Bench, taken: str, verb: str, flag: str) -> None:
-    result = bench.run(verb, flag, taken, timeout_s=SECONDS)
+def test_taken_port(bench: Bench, taken: str, verb: str, key: str) -> None:
+    result = bench.run(verb, "--set", f"{key}={taken}", timeout_s=SECONDS)
     said = complaint(result)
-    assert f"127.0.0.1:{taken} is taken by another process" in said
+    assert f"127.0.0.1:{taken} is already in use" in said
     assert "choose another port, or 0 for any free one" in said
     assert not list(bench.discovery.glob("keys/*")), "it registered before it failed"
 
 
 def test_nobody_to_join(bench: Bench) -> None:
-    result = bench.run("worker", "--join", "127.0.0.1:1", "--runtime-start-timeout-s", "1", timeout_s=SECONDS)
+    result = bench.run(
+        "worker", "--join", "127.0.0.1:1", "--set", "runtime.start_timeout_s=1", timeout_s=SECONDS
+    )
     said = complaint(result)
-    assert "discovery cannot be reached" in said
+    assert "discovery unreachable" in said
     assert "127.0.0.1:1" in said
     assert "start the process that serves it" in said
 

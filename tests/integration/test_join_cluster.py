@@ -64,7 +64,7 @@ class Reading:
 
 async def test_the_frontend_that_serves_discovery_is_killed(bench: Bench) -> None:
     join = f"127.0.0.1:{free_port()}"
-    hosting = ("--discovery-kind", "file", "--discovery-join-listen", join)
+    hosting = ("--set", "discovery.kind=file", "--discovery-join-listen", join)
     host, url = await bench.frontend(*hosting)
     workers = [
         bench.worker("worker", "--join", join, speed=0.5),
@@ -100,9 +100,9 @@ async def test_the_frontend_that_serves_discovery_is_killed(bench: Bench) -> Non
 
 async def test_the_worker_that_serves_discovery_is_killed(bench: Bench) -> None:
     join = f"127.0.0.1:{free_port()}"
-    hosting = ("--discovery-kind", "mem", "--discovery-join-listen", join)
+    hosting = ("--set", "discovery.kind=mem", "--discovery-join-listen", join)
     host = bench.worker("host", *hosting, speed=0.5)
-    await host.says("serving sim-tiny")
+    await host.says("worker serving: model=sim-tiny")
     other = bench.worker("other", "--join", join, speed=0.5)
     frontend, url = await bench.frontend("--join", join)
     joined = {"KVOLT_DISCOVERY_JOIN": join, "KVOLT_DISCOVERY_KIND": "join"}

@@ -157,7 +157,7 @@ async def test_streams_of_a_killed_worker_go_on_at_the_other(bench: Bench) -> No
         metrics = (await client.get("/metrics")).text
     assert [text for text, _ in struck] == [text for text, _ in undisturbed]
     assert {usage["completion_tokens"] for _, usage in struck} == {num_tokens}
-    pattern = r'dynamo_frontend_model_migration_total{.*migration_type="ongoing_request".*} ([0-9.]+)'
+    pattern = r'kvolt_frontend_model_migration_total{.*migration_type="ongoing_request".*} ([0-9.]+)'
     found = re.search(pattern, metrics)
     assert found is not None
     assert float(found[1]) == lost
@@ -168,7 +168,8 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
         '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 0.5}\n'
     )
     _, url = await bench.serve(
-        *("--supervisor-restart-backoff-s", "0.2", "--discovery-ttl-s", "1.5", "--router", "least-loaded")
+        *("--set", "supervisor.restart_backoff_s=0.2", "--set", "discovery.ttl_s=1.5"),
+        *("--router", "least-loaded"),
     )
     before = await bench.until_seen("frontend", "worker-0", "worker-1")
     body = {"model": MODEL, "prompt": "Hi", "max_tokens": 150, "ignore_eos": True, "stream": True}

@@ -52,4 +52,4 @@ async def test_a_decode_worker_whose_kv_does_not_fit_computes_its_prompts(
         async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
             body = {"model": MODEL, "prompt": [5] * 40, "max_tokens": 4}
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-        assert "second cannot exchange KV with first (" in second.out + second.err
+        assert "worker=second peer=first (" in second.out + second.err

@@ -56,7 +56,7 @@ class Hosts:
         disk = ("--disk", "400blocks", "--disk-dir", str(self.bench.folder / f"kv-{host}"))
         where = ("--socket", str(self.socket(host)), "--name", f"pool-{host}")
         pool = self.bench.start("cache", "serve", *where, "--host", "400blocks", *disk, name=f"pool-{host}")
-        await pool.says("a pool of KV")
+        await pool.says("serving a KV pool")
         return pool
 
     def worker(self, name: str, host: str) -> Kvolt:
@@ -78,7 +78,7 @@ class Hosts:
     async def num_in(self, host: str, tier: Tier) -> int:
         link = PoolLink(self.socket(host), None, SystemClock().monotonic)
         try:
-            status = await link.ask(Status(), PoolStatus, PATIENCE_S)
+            status = await link.request(Status(), PoolStatus, PATIENCE_S)
         finally:
             await link.close()
         return next((each.num_blocks for each in status.tiers if each.tier == tier), 0)

@@ -129,6 +129,6 @@ async def test_whichever_way_each_of_them_goes(bench: Bench) -> None:
     counts = [
         float(line.rsplit(" ", 1)[1])
         for line in told.splitlines()
-        if line.startswith("kvolt_journey_ways_total{")
+        if line.startswith("kvolt_journey_prefill_modes_total{")
     ]
     assert len([count for count in counts if count]) > 1, counts

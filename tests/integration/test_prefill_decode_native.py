@@ -138,7 +138,7 @@ async def test_two_hundred_prompts(
 
 
 async def test_some_prompts_are_computed_apart_and_some_are_not(bench: Bench, expected: list[str]) -> None:
-    url = await served(bench, "chosen", "prefill", "decode", flow=("--prefill-min-tokens", "40"))
+    url = await served(bench, "chosen", "prefill", "decode", flow=("--set", "frontend.prefill_min_tokens=40"))
     assert await texts(url) == expected
     views = await bench.look(KVOLT_NAMESPACE="chosen")
     async with httpx.AsyncClient() as client:
@@ -153,7 +153,7 @@ async def test_each_goes_the_way_that_costs_least(bench: Bench, expected: list[s
     assert await texts(url) == expected
     async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
         told = (await client.get("/metrics")).text
-    ways = re.findall(r'^kvolt_journey_ways_total\{.*way="(\w+)".*\} (\S+)$', told, re.MULTILINE)
+    ways = re.findall(r'^kvolt_journey_prefill_modes_total\{.*mode="(\w+)".*\} (\S+)$', told, re.MULTILINE)
     counts = {way: float(count) for way, count in ways}
-    assert counts["there"] > 0, counts
-    assert counts["here"] > 0, counts
+    assert counts["prefill_worker"] > 0, counts
+    assert counts["local"] > 0, counts

@@ -117,7 +117,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, Kv
         (bench.folder / "kvolt.toml").write_text(FAST)
         serve, url = asyncio.run(
             bench.serve(
-                *("--processes", "2", "--router", "round-robin", "--supervisor-restart-backoff-s", "0.2")
+                *("--processes", "2", "--router", "round-robin", "--set", "supervisor.restart_backoff_s=0.2")
             )
         )
         yield bench, serve, url
@@ -136,13 +136,12 @@ async def test_one_rotation_and_one_set_of_metrics(served: tuple[Bench, Kvolt, s
         assert sorted(workers.values()) == [20, 20]
 
         labels = f'endpoint="completions",error_type="",model="{MODEL}",request_type="unary",status="success"'
-        series = f"dynamo_frontend_requests_total{{{labels}}}"
+        series = f"kvolt_frontend_requests_total{{{labels}}}"
         seen = [await connection.metrics() for connection in (first, second)]
         assert seen[0][series] - before.get(series, 0) == 40
         assert seen[0]["kvolt_router_answers_total"] - before["kvolt_router_answers_total"] == 40
         own = [
-            {name: value for name, value in one.items() if name.startswith("dynamo_frontend_")}
-            for one in seen
+            {name: value for name, value in one.items() if name.startswith("kvolt_frontend_")} for one in seen
         ]
         assert own[0] == own[1]
         assert len(own[0]) > 100
@@ -201,12 +200,12 @@ async def test_a_killed_router_costs_no_request(served: tuple[Bench, Kvolt, str]
         await groups[1][0].complete()
         after = await groups[1][0].metrics()
         assert after["kvolt_router_answers_total"] == figures["kvolt_router_answers_total"] + 2
-    assert serve.out.count("choosing workers by ourselves") == 2  # once by each process
+    assert serve.out.count("router process unavailable, routing locally") == 2  # once by each process
 
 
 async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_along(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(SLOW)
-    _, url = await bench.serve("--processes", "2", "--discovery-ttl-s", "1.5")
+    _, url = await bench.serve("--processes", "2", "--set", "discovery.ttl_s=1.5")
     await bench.until_seen(*ALL)
     async with both(bench, url, each=4) as (first, second):
 
@@ -221,7 +220,7 @@ async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_alon
             assert refused.status_code == 429
             assert refused.headers["retry-after"]
             figures = await connection.metrics()
-            assert figures[f'dynamo_frontend_active_requests{{model="{MODEL}"}}'] == 6
+            assert figures[f'kvolt_frontend_active_requests{{model="{MODEL}"}}'] == 6
 
         os.kill(bench.child_pid(mine[0].process), signal.SIGKILL)
         answers = await asyncio.gather(*running, return_exceptions=True)

@@ -44,9 +44,9 @@ async def test_a_frontend_explains_what_it_then_does(tmp_path: Path) -> None:
         assert first["terms"]["overlap_blocks"] > second["terms"]["overlap_blocks"] == 0
         assert told["policy"] == "latency"
         text = bench.run("router", "explain", PROMPT)
-        assert f"{first['process']} costs least" in text.stdout
+        assert f"{first['process']} has the lowest cost" in text.stdout
         await ask(url, PROMPT + "and more")
-        assert await metric(url, "dynamo_component_router_requests_total{") == 2
+        assert await metric(url, "kvolt_router_requests_total{") == 2
         assert await metric(url, "kvolt_router_reported_hit_rate_sum{") > 0.5
         nobody = bench.run("router", "explain", "x", "--model", "nope")
         assert nobody.returncode != 0
@@ -67,4 +67,4 @@ async def test_a_router_process_explains_for_its_frontends(tmp_path: Path) -> No
                 break
         assert told["decided_by"] == "router"
         assert told["candidates"][0]["terms"]["overlap_blocks"] > 0
-        assert told["candidates"][0]["held_by"] == "events, exact"
+        assert told["candidates"][0]["index_source"] == "events, exact"

@@ -12,7 +12,7 @@ import msgspec
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, until_ready
 
 PROMPT = "the water is cold " * 12
-SHARED = ("--router", "latency", "--router-process")
+SHARED = ("--router", "latency", "--set", "router.process=true")
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ async def router_of(bench: Bench) -> dict[str, int]:
 
 async def until_booked(bench: Bench, number: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while (await router_of(bench))["bookings"] != number:
+        while (await router_of(bench))["reservations"] != number:
             await asyncio.sleep(0.05)
 
 
@@ -100,7 +100,7 @@ async def test_over_http_for_other_stacks(tmp_path: Path) -> None:
             }
             batch = msgspec.msgpack.encode([1.0, [stored], 0])
             answer = await client.post("/v1/workers/b/engine_events?format=vllm", content=batch)
-            assert answer.json() == {"taken": 1, "of_unknown_ranks": 0}
+            assert answer.json() == {"applied": 1, "unknown_ranks": 0}
             routed = (await client.post("/v1/route", json={"token_ids": list(range(1, 10))})).json()
             assert (routed["worker"], routed["cached_tokens"]) == ("b", 8)
             metrics = (await client.get("/metrics")).text
@@ -113,4 +113,4 @@ def test_a_policy_that_there_is_not_is_told_at_once(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         done = bench.run("router", "--router", "fastest", "--http-port", "0")
         assert done.returncode == 2
-        assert "there is no router 'fastest'" in done.stderr
+        assert 'got "fastest"' in done.stderr

@@ -104,7 +104,7 @@ async def test_messages_that_never_end_do_not_fill_a_worker(bench: Bench) -> Non
         with contextlib.suppress(OSError):
             await asyncio.gather(*attacks)
     assert most - before < 320 * MB, f"grew by {(most - before) / MB:.0f} MB of 640 that were sent"
-    await worker.says("unfinished messages over their budget")
+    await worker.says("incomplete messages shed")
     assert await is_answered(url)
 
 
@@ -156,7 +156,7 @@ async def test_a_burst_of_opens_leaves_a_worker_reachable(bench: Bench) -> None:
 
 async def test_a_stranger_cannot_take_the_key_of_a_joined_worker(bench: Bench) -> None:
     join = f"127.0.0.1:{free_port()}"
-    _, url = await bench.frontend("--discovery-kind", "file", "--discovery-join-listen", join)
+    _, url = await bench.frontend("--set", "discovery.kind=file", "--discovery-join-listen", join)
     worker = bench.worker("w0", "--join", join)
     await until_ready(url)
     joined = {"KVOLT_DISCOVERY_JOIN": join, "KVOLT_DISCOVERY_KIND": "join"}
@@ -184,7 +184,7 @@ async def test_a_worker_that_lost_its_key_says_so_and_comes_back(tmp_path: Path)
     """Its machine stands still until its lease has expired, and another process takes its key."""
     with Bench(tmp_path, KVOLT_DISCOVERY_TTL_S="1.0") as bench:
         join = f"127.0.0.1:{free_port()}"
-        _, url = await bench.frontend("--discovery-kind", "file", "--discovery-join-listen", join)
+        _, url = await bench.frontend("--set", "discovery.kind=file", "--discovery-join-listen", join)
         worker = bench.worker("w0", "--join", join)
         await until_ready(url)
         joined = {"KVOLT_DISCOVERY_JOIN": join, "KVOLT_DISCOVERY_KIND": "join"}
@@ -213,7 +213,7 @@ async def test_a_worker_that_lost_its_key_says_so_and_comes_back(tmp_path: Path)
                 assert answer.status_code == 503
                 assert "registration" in answer.text
                 await discovery.revoke(lease)
-                await worker.says("registration is back")
+                await worker.says("registration restored")
                 async with asyncio.timeout(PATIENCE_S):
                     while (await admin.get("/ready")).status_code != 200:
                         await asyncio.sleep(0.1)

@@ -105,9 +105,9 @@ async def test_crash_is_restarted_with_backoff(tmp_path: Path) -> None:
     async with bench.running():
         await until(lambda: len(bench.pids()) >= 3)
     out = bench.out.getvalue()
-    assert "a ended with exit code 1" in out
-    assert "boom; starting it again in 0.05 s" in out
-    assert "starting it again in 0.1 s" in out
+    assert "a exited with code 1" in out
+    assert "boom; restarting in 0.05 s" in out
+    assert "restarting in 0.1 s" in out
     states = [event.state for event in bench.events]
     assert states[:5] == ["pending", "starting", "running", "backoff", "pending"]
     assert states[-1] == ChildState.STOPPED
@@ -169,15 +169,15 @@ async def test_exit_code_2_ends_the_whole_supervisor(tmp_path: Path) -> None:
     bench = Bench([child("good", SLEEP), child("bad", program)], tmp_path)
     async with bench.running() as run:
         assert await asyncio.wait_for(asyncio.shield(run), PATIENCE_S) == 2
-    assert "bad ended with exit code 2" in bench.out.getvalue()
-    assert ": kvolt: no such model: x; a restart would not help" in bench.out.getvalue()
+    assert "bad exited with code 2" in bench.out.getvalue()
+    assert ": kvolt: no such model: x; stopping, since a restart cannot help" in bench.out.getvalue()
 
 
 async def test_missing_program_ends_the_whole_supervisor(tmp_path: Path) -> None:
     bench = Bench([ChildSpec("a", ("no-such-program-at-all",))], tmp_path)
     async with bench.running() as run:
         assert await asyncio.wait_for(asyncio.shield(run), PATIENCE_S) == 2
-    assert "there is no program no-such-program-at-all" in bench.out.getvalue()
+    assert "program not found: no-such-program-at-all" in bench.out.getvalue()
 
 
 async def test_two_children_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ async def test_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         await until(lambda: "deaf" in bench.out.getvalue())
         bench.stop.request_stop("test")
         assert await asyncio.wait_for(asyncio.shield(run), PATIENCE_S) == 0
-    assert "a did not end within 0.2 s of SIGTERM and is killed" in bench.out.getvalue()
+    assert "a did not end within 0.2 s of SIGTERM; killing it" in bench.out.getvalue()
 
 
 async def test_cancelling_run_kills_at_once(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_lines_are_cut_alike_however_they_arrive(step: int) -> None:
     data = b"one\n\ntoolong\nfives\nrest"
     lines = [line for at in range(0, len(data), step) for line in cutter.feed(data[at : at + step])]
     assert lines == [b"one", b"", b"toolo ... [cut]", b"fives"]
-    assert cutter.take() == b"rest"
+    assert cutter.end_line() == b"rest"
 
 
 def test_file_appends_and_rotates(tmp_path: Path) -> None:
@@ -464,8 +464,8 @@ async def test_quiet_shows_warnings_and_what_has_no_level() -> None:
     view = TerminalView(out, ["a", "longer"], quiet=True)
     for line in (b'{"level":"info","message":"hidden"}', b'{"level":"error","message":"seen"}', b"Traceback"):
         view.show("a", line)
-    view.say(Level.INFO, "hidden too")
-    view.say(Level.ERROR, "seen too")
+    view.show_own(Level.INFO, "hidden too")
+    view.show_own(Level.ERROR, "seen too")
     assert out.getvalue() == "a      | ERROR   seen\na      | Traceback\nkvolt  | seen too\n"
 
 

@@ -77,9 +77,9 @@ async def test_what_was_measured_is_registered_and_told(bench: Bench) -> None:
 
 
 async def test_a_slow_path_is_logged_and_counted_with_its_cause(bench: Bench) -> None:
-    await hand_over(bench, "--no-transfer-shared-memory", "--no-transfer-self-test")
+    await hand_over(bench, "--set", "transfer.shared_memory=false", "--set", "transfer.self_test=false")
     told = await metrics(bench, "d0")
     assert told['kvolt_transfer_slow_path_total{lack="shm",path="tcp"}'] == 1
     said = (bench.folder / "d0.err").read_text() + (bench.folder / "d0.out").read_text()
-    assert said.count("take a slow path: tcp") == 1
+    assert said.count("slow transfer path: host=127.0.0.1 path=tcp") == 1
     assert "shared memory is turned off; turn it on (transfer.shared_memory)" in said

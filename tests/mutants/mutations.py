@@ -53,8 +53,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="wrong tier slots are read",
         path="kv/tiers/cache.py",
-        old="        slots, due = numbers_of(map(books.slot, keys)), [books.checksum(key) for key in keys]\n",
-        new="        slots, due = numbers_of(map(books.slot, keys[::-1])), [books.checksum(key) for key in keys]\n",
+        old="        slots = int64_array(map(slot_table.slot, keys))\n        expected",
+        new="        slots = int64_array(map(slot_table.slot, keys[::-1]))\n        expected",
         why="blocks come back from the host in another order",
     ),
     Mutation(
@@ -68,31 +68,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="handed-over KV that did not arrive is sealed",
         path="worker/handoffs.py",
-        old="            await self._settling.settle(room, pulled.num_blocks, kept_for)\n",
-        new="            await self._settling.settle(room, len(room.blocks), kept_for)\n",
+        old="            await self._settling.settle(allocation, pulled.num_blocks, kept_for)\n",
+        new="            await self._settling.settle(allocation, len(allocation.blocks), kept_for)\n",
         why="a failed transfer leaves blocks with another prompt's KV, and later requests find them",
         seed=1,
     ),
     Mutation(
         name="checksums of host blocks are not compared",
         path="kv/tiers/cache.py",
-        old="if found[index] != due[index]), len(keys))\n",
-        new="if found[index] < 0), len(keys))\n",
+        old="if actual[index] != expected[index]), len(keys))\n",
+        new="if actual[index] < 0), len(keys))\n",
         why="a flipped bit in host memory becomes KV of a request",
         seed=22,
     ),
     Mutation(
         name="blocks read from a tier stay held",
         path="kv/tiers/host_tier.py",
-        old="        self.books.release(keys)\n\n    def spoiled",
-        new="        pass\n\n    def spoiled",
+        old="        self.slot_table.release(keys)\n\n    def mark_corrupt",
+        new="        pass\n\n    def mark_corrupt",
         why="the host tier has fewer and fewer blocks that it can evict",
     ),
     # --- KV events
     Mutation(
         name="gaps in KV events are not noticed",
         path="router/ingest/feed.py",
-        old="            self._keep_for_later(told)\n            return []\n",
+        old="            self._buffer_batch(received)\n            return []\n",
         new="            pass\n",
         why="a router counts on blocks that are gone, until the next digest",
         seed=2,
@@ -100,7 +100,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="snapshots of KV are ignored",
         path="router/ingest/ingest.py",
-        old="                followed.slots.replace(blocks)\n",
+        old="                source.slots.replace(blocks)\n",
         new="                pass\n",
         why="a router that restarts does not know what workers hold",
     ),
@@ -144,45 +144,45 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a stop token is not honoured after a migration",
         path="scheduler/sequence.py",
-        old="        self.enders = self.eos.union(request.stop.stop_token_ids)\n",
-        new="        self.enders = self.eos.union(() if request.resume else request.stop.stop_token_ids)\n",
+        old="        self.ending_ids = self.eos.union(request.stop.stop_token_ids)\n",
+        new="        self.ending_ids = self.eos.union(() if request.prior_tokens else request.stop.stop_token_ids)\n",
         why="a migrated answer goes on beyond its end",
     ),
     Mutation(
         name="a migrated answer has all its tokens anew",
         path="scheduler/sequence.py",
         old="        self.max_length = self.num_prompt + request.stop.max_tokens\n",
-        new="        self.max_length = self.num_prompt + len(request.resume) + request.stop.max_tokens\n",
+        new="        self.max_length = self.num_prompt + len(request.prior_tokens) + request.stop.max_tokens\n",
         why="max_tokens is counted from the migration on",
     ),
     Mutation(
         name="usage is counted twice after a migration",
         path="scheduler/step_output.py",
         old="        usage=Usage(sequence.num_prompt, sequence.num_output, num_cached) if end else None,\n        stop",
-        new="        usage=Usage(sequence.num_prompt, sequence.num_output + len(sequence.request.resume), num_cached)"
-        " if end else None,\n        stop",
+        new="        usage=Usage(sequence.num_prompt, sequence.num_output + len(sequence.request.prior_tokens), "
+        "num_cached) if end else None,\n        stop",
         why="clients pay twice for the tokens before a migration",
     ),
     # --- migration and retries
     Mutation(
         name="tokens are resumed in reverse",
         path="journey/migration.py",
-        old="resume=(*request.resume, *(heard[0] or ())))",
-        new="resume=(*request.resume, *(heard[0] or ())[::-1]))",
+        old="prior_tokens=(*request.prior_tokens, *(received[0] or ())))",
+        new="prior_tokens=(*request.prior_tokens, *(received[0] or ())[::-1]))",
         why="the model continues another text than the client has",
     ),
     Mutation(
         name="the last token is dropped at a migration",
         path="journey/migration.py",
-        old="resume=(*request.resume, *(heard[0] or ())))",
-        new="resume=(*request.resume, *(heard[0] or ())[:-1]))",
+        old="prior_tokens=(*request.prior_tokens, *(received[0] or ())))",
+        new="prior_tokens=(*request.prior_tokens, *(received[0] or ())[:-1]))",
         why="the client gets a token twice",
     ),
     Mutation(
         name="a migration is one position off",
         path="scheduler/sequence.py",
-        old="        self.tokens += request.resumed(self.index) or self._handed_over()\n",
-        new="        self.tokens += request.resumed(self.index)[1:] or self._handed_over()\n",
+        old="        self.tokens += request.prior_tokens_of(self.index) or self._handoff_tokens()\n",
+        new="        self.tokens += request.prior_tokens_of(self.index)[1:] or self._handoff_tokens()\n",
         why="the answer goes on one token too early",
     ),
     Mutation(
@@ -195,15 +195,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="the router ignores who is excluded",
         path="router/filters.py",
-        old="        left = [instance for instance in able if instance.id not in excluded]\n",
-        new="        left = list(able)\n",
+        old="        candidates = [instance for instance in capable if instance.id not in excluded]\n",
+        new="        candidates = list(capable)\n",
         why="a retry goes to the worker that has just failed, as long as that can be reached",
         seed=10,
     ),
     Mutation(
         name="a stalled worker whose lease ended is forgotten",
         path="runtime/endpoint/client.py",
-        old="                        self._expect_registration(gone)\n",
+        old="                        self._expect_registration(removed)\n",
         new="                        pass\n",
         why="requests fail after stalls of a frontend and the last worker that overlap",
         seed=31,
@@ -211,7 +211,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a worker that was stalled counts as one that failed",
         path="journey/machine.py",
-        old="            self._out_of_reach |= failed\n",
+        old="            self._unreachable |= failed\n",
         new="            pass\n",
         why="requests fail after stalls of two workers that overlap",
         seed=415,
@@ -219,7 +219,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a request that is at fault itself is retried",
         path="journey/machine.py",
-        old="        return error.fault in _NOT_THE_WORKER or self._num_deaths > 1\n",
+        old="        return error.fault in _NOT_WORKER_FAULTS or self._num_deaths > 1\n",
         new="        return self._num_deaths > 1\n",
         why="an invalid request is computed by one worker after the other",
         seed=2,
@@ -235,8 +235,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a reservation outlives its request",
         path="journey/reservations.py",
-        old="            self._router.free(decision, usage, outcome)\n",
-        new="            if usage is None:\n                self._router.free(decision, usage, outcome)\n",
+        old="            self._router.release(decision, usage, outcome)\n",
+        new="            if usage is None:\n                self._router.release(decision, usage, outcome)\n",
         why="a router believes in load that is gone",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest, KvoltError, NetworkFault, ProtocolError
-from kvolt.engines.child_messages import FrameCutter
+from kvolt.engines.framing import FrameSplitter
 from kvolt.engines.kv_formats.schema import decode_batch
 from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest
@@ -30,7 +30,7 @@ from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.streams import ServedStream
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.peer import wire as transfer_wire
-from kvolt.transfer.peer.wire import FrameReader, read_ticket
+from kvolt.transfer.peer.wire import FrameReader, decode_ticket
 from kvolt.worker import handoffs
 from kvolt.worker import rendezvous as meetings
 from kvolt.worker.kv_moving import _read_tickets
@@ -89,10 +89,10 @@ def only(*allowed: type[BaseException]) -> Callable[[Callable[[], object]], None
 _ADDRESS = transfer_wire.Address("agent", "127.0.0.1", 1, "name")
 TRANSFER = packed(
     transfer_wire.Hello("agent", "frames"),
-    transfer_wire.Welcome("agent", can=Capabilities(paths=frozenset(("shm",)))),
+    transfer_wire.Welcome("agent", capabilities=Capabilities(paths=frozenset(("shm",)))),
     transfer_wire.Fetch(1, 2, "tcp", b"12345678"),
     transfer_wire.Ready(1, 2, b"12345678"),
-    transfer_wire.Meet(1, 2, 3.0),
+    transfer_wire.Receive(1, 2, 3.0),
 )
 
 
@@ -104,9 +104,9 @@ def test_transfer_frames(body: bytes, more: int) -> None:
 
 @given(damaged([]))
 def test_tickets(data: bytes) -> None:
-    only(ProtocolError)(lambda: read_ticket(data))
+    only(ProtocolError)(lambda: decode_ticket(data))
     only(ProtocolError)(lambda: _read_tickets(data))
-    only(ProtocolError)(lambda: meetings._read(data))
+    only(ProtocolError)(lambda: meetings._decode_part(data))
     only(*wire.MALFORMED)(lambda: handoffs._decode(data))
 
 
@@ -124,7 +124,7 @@ class _Host:
         except InvalidRequest as error:
             stream.end(error)
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         raise fault
 
 
@@ -148,7 +148,7 @@ def test_sessions(frames: list[tuple[wire.FrameKind, int, bytes]]) -> None:
             session.receive(wire.frame(wire.FrameKind.HELLO, 0, wire.encode(HELLO)))
         data = b"".join(wire.frame(kind, stream_id, payload) for kind, stream_id, payload in frames)
         only(ProtocolError)(lambda session=session, data=data: session.receive(data))  # type: ignore[misc]
-        session.take_urgent()
+        session.drain_urgent()
 
 
 # --- everything else that is decoded from what a peer, a client or a file says
@@ -163,7 +163,7 @@ _BODIES = [
 def test_http_bodies(body: bytes) -> None:
     for kind in (ChatRequest, CompletionRequest):
         only(InvalidRequest)(lambda kind=kind: RequestDecoder(kind).decode(body))  # type: ignore[misc]
-    only(InvalidRequest)(lambda: http_messages.read(body, http_messages.Question))
+    only(InvalidRequest)(lambda: http_messages.read(body, http_messages.PlacementQuery))
 
 
 @given(damaged(packed([1.0, [["BlockStored", [1], None, [1], 4]], 0])))
@@ -182,15 +182,20 @@ def test_discovery(data: bytes) -> None:
 
 @given(damaged([b"\x05\0\0\0hello"]))
 def test_frames_of_children(data: bytes) -> None:
-    only(ProtocolError)(lambda: FrameCutter().feed(data))
+    only(ProtocolError)(lambda: FrameSplitter().feed(data))
 
 
 @given(
-    damaged(packed(pool_wire.Asked(1, pool_wire.Status()), pool_wire.Asked(2, pool_wire.Look((b"x" * 16,)))))
+    damaged(
+        packed(
+            pool_wire.RequestFrame(1, pool_wire.Status()),
+            pool_wire.RequestFrame(2, pool_wire.Lookup((b"x" * 16,))),
+        )
+    )
 )
 def test_pool_messages(data: bytes) -> None:
-    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.Asked))
-    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.Answered))
+    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.RequestFrame))
+    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.ResponseFrame))
 
     async def read() -> None:
         reader = asyncio.StreamReader()
@@ -207,8 +212,8 @@ def test_pool_messages(data: bytes) -> None:
         join_server.HoldRequest,
         join_server.PutRequest,
         join_server.KeyRequest,
-        service_messages.RouteQuestion,
-        service_messages.Attach,
+        service_messages.RouteRequest,
+        service_messages.OpenSession,
     ],
 )
 @settings(max_examples=60)

@@ -27,7 +27,7 @@ NO_TOKENS = (-1, 2**31, 2**32, 2**40)
 
 
 EDGES = (0x41, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xC1, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF1, 0xF4, 0xF5)
-"""A byte of each kind that a UTF-8 decoder tells apart."""
+"""A byte of each kind that a UTF-8 decoder distinguishes."""
 
 
 def byte_level() -> Tokenizer:

@@ -127,7 +127,7 @@ prompts = st.tuples(
 def test_prompts_share_a_key_only_when_tokens_and_media_are_equal(
     drawn: list[tuple[list[int], list[MediaExtent]]],
 ) -> None:
-    """Digests of zeros in lengths that could pass for other frames: only framing tells them apart."""
+    """Digests of zeros in lengths that could pass for other frames: only framing distinguishes them."""
     context = BlockKeyContext(weights_hash="w", dtype="d", block_size=2, layout="l")
     keys, inputs = set(), set()
     for ids, media in drawn:

@@ -1,4 +1,4 @@
-"""A router's index and a worker's blocks, whatever is lost, told twice, late or anew: once all is quiet they agree."""
+"""A router's index and a worker's blocks agree at the end, whatever events are lost, repeated or late."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kvolt.core.kv_events import (
 from kvolt.core.kv_recovery import KvReplay, KvSnapshot, KvSnapshotPart
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.feed import (
-    Apply,
-    Check,
-    Clear,
-    Compared,
-    Feed,
+    ApplyEvents,
+    BatchReceived,
+    ClearContents,
+    CompareDigests,
+    DigestsCompared,
+    EventFeed,
     FeedState,
     IngestStats,
     Input,
-    Quiet,
-    Replace,
-    Replayed,
-    Snapshotted,
-    Told,
+    QuietPeriod,
+    ReplaceContents,
+    ReplayReceived,
+    SnapshotReceived,
 )
 from kvolt.router.ingest.slots import InstanceSlots
-from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.held_blocks import HeldBlocks
 from kvolt.worker.kv_event_publisher import KvJournal
 
 RANKS = (0, 1)
@@ -47,8 +47,8 @@ hashes = st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True).map(
 )
 changes = st.lists(
     st.one_of(
-        st.builds(lambda found, tier: Stored.of(found, tier=tier), hashes, tiers),
-        st.builds(Removed.of, hashes, tiers),
+        st.builds(lambda found, tier: Stored.from_hashes(found, tier=tier), hashes, tiers),
+        st.builds(Removed.from_hashes, hashes, tiers),
         st.builds(Cleared, st.sampled_from((None, Tier.DEVICE, Tier.HOST))),
     ),
     min_size=1,
@@ -68,7 +68,7 @@ class Ingesting(RuleBasedStateMachine):
         self.stats = IngestStats()
         self.index = BlockIndex()
         self.slots = InstanceSlots(self.index, RANKS, self.stats)
-        self.feed = Feed(self.stats, BUFFER_BYTES)
+        self.feed = EventFeed(self.stats, BUFFER_BYTES)
         self.restart()
 
     # --- the worker
@@ -77,7 +77,7 @@ class Ingesting(RuleBasedStateMachine):
     def restart(self) -> None:
         """With nothing in it, under the same name."""
         self.epoch += 1
-        self.holdings = Holdings()
+        self.holdings = HeldBlocks()
         self.journal = KvJournal(
             self.epoch, InstanceId("w"), self.way.append, self.history_bytes, self.holdings
         )
@@ -108,23 +108,23 @@ class Ingesting(RuleBasedStateMachine):
     def lose(self) -> None:
         self.way.pop(0)
 
-    @precondition(lambda self: self.answer is None and self.feed.question is not None)
+    @precondition(lambda self: self.answer is None and self.feed.recovery_request is not None)
     @rule()
     def ask(self) -> None:
-        question = self.feed.question
+        question = self.feed.recovery_request
         assert question is not None
-        parts = list(self.journal.answer(question))
+        parts = list(self.journal.recover(question))
         head = parts[0]
         if isinstance(head, KvReplay):
             batches = [decode(each) for part in parts if isinstance(part, KvReplay) for each in part.batches]
-            self.answer = Replayed(head.epoch, head.next_id, batches, head.is_gone, head.digests)
+            self.answer = ReplayReceived(head.epoch, head.next_id, batches, head.is_unavailable, head.digests)
             return
         assert isinstance(head, KvSnapshot)
         blocks: dict[tuple[int, Tier], bytes] = {}
         for part in parts[1:]:
             assert isinstance(part, KvSnapshotPart)
             blocks[part.dp_rank, part.tier] = part.hashes
-        self.answer = Snapshotted(head.epoch, head.next_id, blocks, head.digests)
+        self.answer = SnapshotReceived(head.epoch, head.next_id, blocks, head.digests)
 
     @precondition(lambda self: self.answer is not None)
     @rule()
@@ -140,29 +140,29 @@ class Ingesting(RuleBasedStateMachine):
 
     @rule()
     def be_quiet(self) -> None:
-        self.hand(Quiet())
+        self.hand(QuietPeriod())
 
     # --- the router
 
     def hear(self, payload: bytes) -> None:
-        self.hand(Told(decode(payload), len(payload)))
+        self.hand(BatchReceived(decode(payload), len(payload)))
 
     def hand(self, event: Input) -> None:
         for action in self.feed.handle(event):
             match action:
-                case Apply(events):
+                case ApplyEvents(events):
                     self.slots.apply(events)
-                case Replace(blocks):
+                case ReplaceContents(blocks):
                     self.slots.replace(blocks)
-                case Clear():
+                case ClearContents():
                     self.slots.clear()
-                case Check(digests):
-                    self.feed.handle(Compared(self.slots.compare(digests)))
+                case CompareDigests(digests):
+                    self.feed.handle(DigestsCompared(self.slots.compare(digests)))
 
     @invariant()
     def what_is_kept_is_bounded(self) -> None:
-        assert self.feed._kept.num_bytes <= BUFFER_BYTES
-        assert (self.feed.state is FeedState.RECOVERING) <= (self.feed.question is not None)
+        assert self.feed._buffer.num_bytes <= BUFFER_BYTES
+        assert (self.feed.state is FeedState.RECOVERING) <= (self.feed.recovery_request is not None)
 
     def teardown(self) -> None:
         if not hasattr(self, "feed"):
@@ -170,16 +170,16 @@ class Ingesting(RuleBasedStateMachine):
         while self.way:
             self.deliver()
         for _ in range(10):
-            self.hand(Quiet())
-            while self.feed.question is not None:
+            self.hand(QuietPeriod())
+            while self.feed.recovery_request is not None:
                 self.answer = None
                 self.ask()
                 self.be_answered()
         assert self.feed.state is FeedState.EXACT
-        assert self.feed.num_behind == 0
+        assert self.feed.num_unapplied == 0
         held = {(rank, tier): set(blocks) for rank, tier, blocks in self.holdings.contents()}
         for rank in RANKS:
-            slot = self.slots.of(rank)
+            slot = self.slots.slot_of(rank)
             assert slot is not None
             for tier, level in TIER_LEVEL.items():
                 assert set(self.index.contents(slot, level)) == held.get((rank, tier), set())

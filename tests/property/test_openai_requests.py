@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Unsupported
 from kvolt.frontend.openai_api.checks import check_vocabulary
-from kvolt.frontend.openai_api.generation import chat_options, completion_options, prompts_of
-from kvolt.frontend.openai_api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
+from kvolt.frontend.openai_api.generation import chat_options, completion_options, list_prompts
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from kvolt.frontend.openai_api.schemas import check_schema, schema_text
-from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.templating import build_template_input
 
 NUMBERS = st.one_of(
     st.integers(-3, 3),
@@ -189,7 +182,7 @@ def serve_chat(body: bytes) -> None:
     request = parse_chat(body).request
     options = chat_options(request)
     check_vocabulary(request, 100)
-    given = template_input(request, options.tools)
+    given = build_template_input(request, options.tools)
     json.dumps(given)
     json.dumps(given).encode()
     msgspec.msgpack.encode((options.sampling, options.grammar))
@@ -199,13 +192,13 @@ def serve_completion(body: bytes) -> None:
     request = parse_completion(body).request
     options = completion_options(request)
     check_vocabulary(request, 100)
-    for prompt in prompts_of(request):
+    for prompt in list_prompts(request):
         assert isinstance(prompt, str) or all(isinstance(token_id, int) for token_id in prompt)
     msgspec.msgpack.encode((options.sampling, options.grammar))
 
 
 def serve_tokenize(body: bytes) -> None:
-    template_input(parse_tokenize(body).request)
+    build_template_input(parse_tokenize(body).request)
 
 
 def serve_detokenize(body: bytes) -> None:
@@ -244,7 +237,7 @@ def test_texts_are_whole_characters(text: str) -> None:
     try:
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
-        with pytest.raises(InvalidRequest, match="surrogate pair"):
+        with pytest.raises(InvalidRequest, match="surrogate"):
             parse_completion(json.dumps({"model": "m", "prompt": text}).encode())
     else:
         assert parse_completion(json.dumps({"model": "m", "prompt": text}).encode()).request.prompt == whole
@@ -293,7 +286,7 @@ def test_a_schema_is_refused_or_stays_what_it_is(schema: dict[str, Any]) -> None
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4))
-def test_unknown_names_are_all_told(extra: dict[str, Any]) -> None:
+def test_all_unknown_names_are_reported(extra: dict[str, Any]) -> None:
     known = set(ChatRequest.__struct_encode_fields__)
     extra = {name: value for name, value in extra.items() if name not in known}
     body = {**extra, "model": "m", "messages": [{"role": "user", "content": "x"}]}

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.kv.names import Mirror, names_of, seen
 
 from kvolt.kv import BlockId, BlockPool
-from kvolt.kv.pool_check import blocks_of
+from kvolt.kv.pool_check import blocks_of, check_pool
 
 Path = tuple[int, ...]
 
@@ -94,7 +94,7 @@ class Pools(RuleBasedStateMachine):
         if at_once:
             self.pool.register_run(holder.blocks, names, holder.num_sealed, end)
             assert all_of(self.pool) == all_of(one_by_one)
-            self.pool.check_integrity()
+            check_pool(self.pool)
         holder.num_sealed = end
 
     @precondition(lambda self: self.pool.num_used > self.pool.num_blocks // 2)
@@ -129,7 +129,7 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        self.pool.check_integrity()
+        check_pool(self.pool)
         holders = Counter(block for holder in self.holders for block in holder.blocks)
         assert self.pool.num_used == len(holders)
         assert all(

@@ -31,8 +31,8 @@ KINDS: list[dict[str, Any]] = [
     {"priority": 1, "n": 2},
     {"salt": "other"},
     {"prompt_logprobs": 1},
-    {"resume": (1, 2)},
-    {"prompt_logprobs": 1, "n": 2, "resume": (1,)},
+    {"prior_tokens": (1, 2)},
+    {"prompt_logprobs": 1, "n": 2, "prior_tokens": (1,)},
 ]
 STOPS: list[dict[str, Any]] = [
     {},
@@ -99,7 +99,7 @@ class Schedulers(RuleBasedStateMachine):
     def submit(self, request: Request, keep_blocks: bool) -> None:
         is_full = self.scheduler.num_waiting >= self.scheduler.limits.max_waiting
         try:
-            self.scheduler.add(request, keep_blocks=keep_blocks)
+            self.scheduler.add_request(request, keep_blocks=keep_blocks)
         except InvalidRequest:
             assert not self.can_end(request)
             return
@@ -116,7 +116,7 @@ class Schedulers(RuleBasedStateMachine):
         stop = request.stop
         num_computed = len(request.token_ids) + stop.max_tokens - 1
         room = self.scheduler.pool.num_blocks * self.scheduler.limits.block_size
-        return num_computed <= room and len(request.resume) < stop.max_tokens >= stop.min_tokens
+        return num_computed <= room and len(request.prior_tokens) < stop.max_tokens >= stop.min_tokens
 
     @precondition(lambda self: self.open)
     @rule(number=picks, only_if_not_started=st.booleans())
@@ -134,7 +134,9 @@ class Schedulers(RuleBasedStateMachine):
 
     def gone(self, request_id: RequestId) -> None:
         del self.open[request_id]
-        if self.scheduler.kept(request_id) is None:  # its first choice may have ended before the others
+        if (
+            self.scheduler.kept_blocks(request_id) is None
+        ):  # its first choice may have ended before the others
             self.keeping.pop(request_id, None)
 
     # --- steps
@@ -184,7 +186,7 @@ class Schedulers(RuleBasedStateMachine):
     def fetch(self) -> None:
         """A peer reads what is kept longest, and lets it go."""
         request_id, request = next(iter(self.keeping.items()))
-        kept = self.scheduler.kept(request_id)
+        kept = self.scheduler.kept_blocks(request_id)
         if kept is None:
             assert request_id in self.open
             assert not self.scheduler.release_kept(request_id)
@@ -198,13 +200,13 @@ class Schedulers(RuleBasedStateMachine):
         assert states == states_of(request, tokens)
         self.lent.pop(request_id, None)
         assert self.scheduler.release_kept(request_id)
-        assert self.scheduler.kept(request_id) is None
+        assert self.scheduler.kept_blocks(request_id) is None
         del self.keeping[request_id]
 
     @rule(template=requests, length=st.integers(7, 14), num_steps=st.integers(1, 3), fails=st.booleans())
     def prefill(self, template: Request, length: int, num_steps: int, fails: bool) -> None:
         """A prompt for others, as `Prefills` asks for it, and a peer that is told of its start; it may fail."""
-        stop = StopConditions(max_tokens=len(template.resume) + 1)
+        stop = StopConditions(max_tokens=len(template.prior_tokens) + 1)
         prompt = (*LONGEST, *LONGEST)[:length]
         self.add(msgspec.structs.replace(template, token_ids=prompt, stop=stop), True)
         for _ in range(num_steps):
@@ -224,13 +226,13 @@ class Schedulers(RuleBasedStateMachine):
     def lend(self, number: int, after: int) -> None:
         """A peer is told of the blocks of a prompt that is computed for it."""
         request_id, request = list(self.keeping.items())[number % len(self.keeping)]
-        if request.stop.max_tokens > len(request.resume) + 1:
+        if request.stop.max_tokens > len(request.prior_tokens) + 1:
             return
-        lent = self.scheduler.lend(request_id, after)
+        lent = self.scheduler.lend_blocks(request_id, after)
         if lent is None:
             return
         blocks, names = lent
-        assert len(names) > after or self.scheduler.kept(request_id) is not None
+        assert len(names) > after or self.scheduler.kept_blocks(request_id) is not None
         _, known = self.lent.get(request_id, (request, []))
         assert blocks[: len(known)] == known, "what was lent has moved"
         self.lent[request_id] = (request, blocks[: len(names)])
@@ -238,7 +240,7 @@ class Schedulers(RuleBasedStateMachine):
     @precondition(lambda self: self.lent.keys() - self.open.keys() - self.keeping.keys())
     @rule()
     def let_go(self) -> None:
-        """Whoever read the blocks of a prompt that failed has heard of that."""
+        """A reader of a failed prompt's blocks has received the failure."""
         request_id = next(each for each in self.lent if each not in self.open and each not in self.keeping)
         _, blocks = self.lent.pop(request_id)
         assert self.scheduler.release_kept(request_id) == bool(blocks)
@@ -247,7 +249,7 @@ class Schedulers(RuleBasedStateMachine):
     @rule(template=requests)
     def adopt(self, template: Request) -> None:
         names = names_of(template, list(template.token_ids), self.scheduler.limits.block_size)
-        adopted = self.scheduler.adopt(names)
+        adopted = self.scheduler.allocate_incoming(names)
         assert len(adopted) <= len(names)
         if adopted:
             self.adopted.append((template, adopted))
@@ -265,10 +267,10 @@ class Schedulers(RuleBasedStateMachine):
         if kept_for is not None and kept_for not in self.open:
             self.expected[kept_for] = request
         expires_at = self.now + 1 + number % 3
-        self.scheduler.seal_adopted(adopted, num_filled if num_missing else None, kept_for, expires_at)
+        self.scheduler.commit_incoming(adopted, num_filled if num_missing else None, kept_for, expires_at)
 
     def pick(self, keep_for: str, number: int) -> RequestId | None:
-        """Whom blocks are kept for: nobody, one that is to come, or one that runs or waits."""
+        """The request that blocks are kept for: none, one that has not arrived, or a known one."""
         if keep_for == "new":
             self.num_added += 1
             return RequestId(f"r{self.num_added}")
@@ -299,12 +301,12 @@ class Schedulers(RuleBasedStateMachine):
         if is_aborted:
             assert not self.scheduler.abort(request_id)
         else:
-            self.scheduler.cancel_arrivals(request_id)
+            self.scheduler.release_prefetched(request_id)
 
     @rule()
     def expire(self) -> None:
         self.now += 1
-        self.scheduler.expire_arrivals(self.now)
+        self.scheduler.expire_prefetched(self.now)
         next_expiry = self.scheduler.next_expiry
         assert next_expiry is None or next_expiry > self.now
 
@@ -320,7 +322,7 @@ class Schedulers(RuleBasedStateMachine):
     def what_is_lent_is_what_it_should_be(self) -> None:
         block_size = self.scheduler.limits.block_size
         for asked, blocks in self.lent.values():
-            tokens = [*asked.token_ids, *asked.resume][: len(blocks) * block_size]
+            tokens = [*asked.token_ids, *asked.prior_tokens][: len(blocks) * block_size]
             states = [self.lab.memory[blocks[at // block_size], at % block_size] for at in range(len(tokens))]
             assert states == states_of(asked, tokens)
             assert all(self.scheduler.pool.num_holders(block) for block in blocks)
@@ -357,8 +359,8 @@ class Schedulers(RuleBasedStateMachine):
             num_steps += 1
             assert num_steps < 3000
         assert not self.open
-        # Only now: what was kept for those who did not come must not have kept anybody waiting.
-        self.scheduler.expire_arrivals(inf)
+        # Only now: blocks kept for requests that did not arrive must not have delayed others.
+        self.scheduler.expire_prefetched(inf)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.scheduler.num_used_blocks == 0
         self.everything_agrees()
@@ -372,7 +374,7 @@ def replaced(template: Request, request_id: RequestId) -> Request:
         stop=template.stop,
         sampling=template.sampling,
         routing=template.routing,
-        resume=template.resume,
+        prior_tokens=template.prior_tokens,
         salt=template.salt,
     )
 

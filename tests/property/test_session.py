@@ -57,7 +57,7 @@ class Peer:
     def on_open(self, stream: ServedStream) -> None:
         self._serve(stream)
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         raise fault
 
 
@@ -87,7 +87,7 @@ class Reader:
         num_items = min(num_items, len(self.items) - self.num_read)
         if num_items and not self.cancelled and not self.automatic:
             self.num_read += num_items
-            self.stream.consumed(num_items)
+            self.stream.mark_consumed(num_items)
 
     def cancel(self) -> None:
         assert self.stream is not None
@@ -167,14 +167,14 @@ class World:
     # --- the wire
 
     def flush(self, who: int) -> None:
-        for frame in self.peers[who].session.take_urgent():
+        for frame in self.peers[who].session.drain_urgent():
             self.pipes[who].extend(frame)
 
     def chunk(self, who: int) -> None:
         """As the connection does: chunks only after all that is urgent, and only into a free transport."""
         self.flush(who)
         if not self.peers[who].session.paused:
-            chunk = self.peers[who].session.take_chunk()
+            chunk = self.peers[who].session.next_chunk()
             if chunk is not None:
                 assert len(chunk) <= CHUNK_BYTES + 10
                 self.pipes[who].extend(chunk)
@@ -410,14 +410,14 @@ def check(reader: Reader, producer: Producer | None) -> None:
 
 def check_empty(session: Session) -> None:
     assert (session.num_calls, session.num_served, session.has_bulk) == (0, 0, False)
-    assert not session._opening
-    assert not session._held
+    assert not session._pending_opens
+    assert not session._backlogged
     assert not session._credits
     assert not session._outbox
     assert not session._ends
-    assert not session._refused
+    assert not session._refusals
     assert not session._control
-    assert session._arriving.buffered_bytes == 0
+    assert session._bulk_receiver.buffered_bytes == 0
     assert session._decoder.buffered_bytes == 0
-    assert session.take_urgent() == []
-    assert session.take_chunk() is None
+    assert session.drain_urgent() == []
+    assert session.next_chunk() is None

@@ -1,4 +1,5 @@
-"""Shared links, whatever starts and ends on them: nothing is lost, nobody gains, nothing idles, equals are equal."""
+"""Shared links under random starts and ends: no bytes are lost, links with transfers are never idle, equal
+transfers are equal."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Run:
             self.check_rates()
 
     def check_rates(self) -> None:
-        """Max-min fair: within what links have, and each transfer has a full link on which nobody is faster."""
+        """Max-min fair: rates are within the links' bandwidth, and each transfer has a full link on which
+        none is faster."""
         rates = {transfer: self.shared.rate(transfer) for transfer in self.paths}
         moving = {transfer: rate for transfer, rate in rates.items() if rate > 0}
         room = {link.name: link.bytes_per_s for link in self.made}
@@ -85,7 +87,7 @@ class Run:
                     rate >= other * (1 - 1e-9) for one, other in moving.items() if name in self.paths[one]
                 )
                 for name in self.paths[transfer]
-            ), "it could be faster without hurting anybody slower"
+            ), "it could be faster without slowing a slower transfer"
 
 
 @given(workloads())

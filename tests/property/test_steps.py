@@ -52,7 +52,7 @@ class Peer:
 
     def on_hello(self, hello: Hello) -> None: ...
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         raise fault
 
 
@@ -105,7 +105,7 @@ class World:
     def exchange(self) -> None:
         for _ in range(3):
             for source, target in ((self.caller, self.server), (self.server, self.caller)):
-                data = b"".join(source.session.take_urgent())
+                data = b"".join(source.session.drain_urgent())
                 if data:
                     target.session.receive(data)
 
@@ -153,7 +153,7 @@ class World:
                 count = min(reader.num_unread, most)
                 reader.num_unread -= count
                 if count and reader.stream is not None:
-                    reader.stream.consumed(count)
+                    reader.stream.mark_consumed(count)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""The waiting queue under whatever comes and goes: bounded, fair, nothing lost, nobody given twice."""
+"""The waiting queue under random operations: bounded, fair, no entry lost or returned twice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvolt.router.queue.waiting_queue import (
     KEPT_ONE_IN,
     PROMOTED_ONE_IN,
     Order,
+    QueueEntry,
     QueueLimits,
-    Waiting,
     WaitingQueue,
 )
 
@@ -35,29 +35,29 @@ class Queues(RuleBasedStateMachine):
         )
         self.order = order
         self.queue = WaitingQueue(self.limits, order)
-        self.waiting: list[Waiting] = []
+        self.waiting: list[QueueEntry] = []
         self.now = 0.0
 
     @rule(
         tokens=st.integers(0, 400),
         tenant=st.sampled_from(TENANTS),
         priority=st.integers(-1, 1),
-        kind=st.sampled_from(KINDS),
+        constraints=st.sampled_from(KINDS),
         patience=st.none() | st.integers(0, 20),
     )
     def push(
-        self, tokens: int, tenant: str | None, priority: int, kind: str | None, patience: int | None
+        self, tokens: int, tenant: str | None, priority: int, constraints: str | None, patience: int | None
     ) -> None:
         deadline = float("inf") if patience is None else self.now + patience
-        entry = Waiting(tokens, self.now, tenant, priority, kind, deadline)
+        entry = QueueEntry(tokens, self.now, tenant, priority, constraints, deadline)
         before = [*self.waiting, entry]
         refused = self.queue.push(entry)
-        lowest = self._lowest_to_go(before)
+        lowest = self._priority_to_evict(before)
         self.waiting = [each for each in before if each not in refused]
         assert len(set(map(id, refused))) == len(refused)
         for victim in refused:
             assert victim in before
-            assert not victim.is_here
+            assert not victim.is_queued
         if refused:
             assert refused[0].priority == lowest
             first_out = [
@@ -65,7 +65,7 @@ class Queues(RuleBasedStateMachine):
             ]
             assert refused[0] is first_out[-1], "the newest"
 
-    def _lowest_to_go(self, before: list[Waiting]) -> int:
+    def _priority_to_evict(self, before: list[QueueEntry]) -> int:
         """The lowest priority of which more is here than is kept for it and those below."""
         most = self.limits.max_requests // KEPT_ONE_IN, self.limits.max_tokens // KEPT_ONE_IN
         for priority in sorted({each.priority for each in before}):
@@ -83,8 +83,8 @@ class Queues(RuleBasedStateMachine):
 
     @rule(blocked=blockings, is_timed=st.booleans())
     def take(self, blocked: set[str | None], is_timed: bool) -> None:
-        able = [each for each in self.waiting if each.kind not in blocked]
-        entry = self.queue.next(blocked, self.now) if is_timed else self.queue.next(blocked)
+        able = [each for each in self.waiting if each.constraints not in blocked]
+        entry = self.queue.next_entry(blocked, self.now) if is_timed else self.queue.next_entry(blocked)
         if entry is None:
             assert not able, "work conserving"
             return
@@ -96,13 +96,13 @@ class Queues(RuleBasedStateMachine):
             assert max(self.now - each.arrived_at for each in own) >= self.limits.promote_s
         peers = [each for each in able if (each.priority, each.tenant) == (entry.priority, entry.tenant)]
         assert entry is min(peers, key=self._rank)
-        self.queue.take(entry)
+        self.queue.admit(entry)
         self.waiting.remove(entry)
 
-    def _rank(self, entry: Waiting) -> tuple[float, int]:
+    def _rank(self, entry: QueueEntry) -> tuple[float, int]:
         if self.order is Order.FCFS:
-            return 0.0, entry.number
-        return entry.tokens - self.limits.aging_tokens_per_s * (self.now - entry.arrived_at), entry.number
+            return 0.0, entry.sequence
+        return entry.tokens - self.limits.aging_tokens_per_s * (self.now - entry.arrived_at), entry.sequence
 
     @rule(seconds=st.integers(0, 10))
     def wait(self, seconds: int) -> None:
@@ -116,10 +116,10 @@ class Queues(RuleBasedStateMachine):
     def counts_hold(self) -> None:
         queue, waiting = self.queue, self.waiting
         assert (queue.num_waiting, queue.num_tokens) == (len(waiting), sum(each.tokens for each in waiting))
-        assert all(each.is_here for each in waiting)
+        assert all(each.is_queued for each in waiting)
         assert queue.num_waiting <= self.limits.max_requests
         assert queue.num_tokens <= self.limits.max_tokens or queue.num_waiting == 1
-        assert queue.num_kinds == len({each.kind for each in waiting})
+        assert queue.num_constraints == len({each.constraints for each in waiting})
         assert queue.next_deadline == min(
             (each.deadline for each in waiting if each.deadline < float("inf")), default=None
         )
@@ -141,15 +141,15 @@ def test_tenants_that_wait_all_the_time_get_the_same_within_a_quantum(
     queue = WaitingQueue(QueueLimits(quantum_tokens=quantum))
     for tenant, tokens in enumerate(sizes):
         for each in tokens:
-            queue.push(Waiting(each, 0.0, str(tenant)))
+            queue.push(QueueEntry(each, 0.0, str(tenant)))
     left = Counter({str(tenant): len(tokens) for tenant, tokens in enumerate(sizes)})
     served: Counter[str] = Counter({str(tenant): 0 for tenant in range(len(sizes))})
     largest = max(map(max, sizes))
     while min(left.values()) > 0:
-        entry = queue.next()
+        entry = queue.next_entry()
         assert entry is not None
         assert entry.tenant is not None
-        queue.take(entry)
+        queue.admit(entry)
         served[entry.tenant] += entry.tokens
         left[entry.tenant] -= 1
         # A request cannot be divided: beside the quantum it is the largest that makes the difference.
@@ -171,39 +171,39 @@ def test_no_priority_waits_longer_than_the_bound_under_a_flood_of_the_highest(
     """One request leaves every 0.1 s, and at least as many of the highest priority arrive."""
     limits = QueueLimits(max_requests=64, promote_s=5.0)
     queue = WaitingQueue(limits, order)
-    low: list[Waiting] = []
+    low: list[QueueEntry] = []
     served: dict[int, float] = {}
     for tick in range(400):
         now = tick / 10.0
         for at, priority, tenant in arrivals:
             if at == tick:
-                low.append(Waiting(10, now, tenant, priority))
+                low.append(QueueEntry(10, now, tenant, priority))
                 assert low[-1] not in queue.push(low[-1]), "an eighth of the room is theirs"
         for _ in range(flood):
-            assert not set(map(id, queue.push(Waiting(10, now, priority=2**31 - 1)))) & set(map(id, low))
-        entry = queue.next((), now)
+            assert not set(map(id, queue.push(QueueEntry(10, now, priority=2**31 - 1)))) & set(map(id, low))
+        entry = queue.next_entry((), now)
         assert entry is not None
-        queue.take(entry)
-        served[entry.number] = now
+        queue.admit(entry)
+        served[entry.sequence] = now
     for each in low:
         ahead = sum(other.arrived_at <= each.arrived_at for other in low)
         bound_s = limits.promote_s + 0.1 * PROMOTED_ONE_IN * ahead
-        assert served[each.number] - each.arrived_at <= bound_s + 0.1
+        assert served[each.sequence] - each.arrived_at <= bound_s + 0.1
 
 
 @given(st.integers(0, 200))
 def test_a_backlog_of_low_priority_costs_the_high_one_its_share_only(num_low: int) -> None:
     queue = WaitingQueue(QueueLimits(promote_s=0.0))
     for _ in range(num_low):
-        queue.push(Waiting(10, 0.0))
-    high = [Waiting(10, 1.0, priority=1) for _ in range(70)]
+        queue.push(QueueEntry(10, 0.0))
+    high = [QueueEntry(10, 1.0, priority=1) for _ in range(70)]
     for each in high:
         queue.push(each)
     num_taken = num_high = 0
     while num_high < len(high):
-        entry = queue.next((), 2.0)
+        entry = queue.next_entry((), 2.0)
         assert entry is not None
-        queue.take(entry)
+        queue.admit(entry)
         num_taken += 1
         num_high += entry.priority
     assert num_taken == 70 + min(num_low, 69 // (PROMOTED_ONE_IN - 1))

@@ -56,13 +56,13 @@ class Victim:
         for number in range(3):
             self.num_calls += 1
             self.session.open("ns.c.e", encode(None), _Sink(self, number), decode)
-        self.session.take_urgent()
+        self.session.drain_urgent()
 
     def wake(self) -> None: ...
 
     def on_hello(self, hello: Hello) -> None: ...
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         raise fault
 
     def on_open(self, stream: ServedStream) -> None:
@@ -79,8 +79,8 @@ class Victim:
             for piece in pieces:
                 self.session.receive(piece)
                 self.check_bounds()
-                self.session.take_urgent()
-                self.session.take_chunk()
+                self.session.drain_urgent()
+                self.session.next_chunk()
         except ProtocolError as error:
             self.close(error)
             return error
@@ -89,10 +89,10 @@ class Victim:
     def check_bounds(self) -> None:
         session = self.session
         assert session._decoder.buffered_bytes <= MAX_FRAME_BYTES + HEADER.size
-        assert session._arriving.buffered_bytes <= BULK_STREAMS * MAX_MESSAGE_BYTES
-        assert len(session._arriving._messages) <= BULK_STREAMS
-        assert session.num_served + len(session._opening) <= LIMITS.max_streams
-        assert not any(session._held.get(stream.id) for stream in self.served if stream.closed)
+        assert session._bulk_receiver.buffered_bytes <= BULK_STREAMS * MAX_MESSAGE_BYTES
+        assert len(session._bulk_receiver._messages) <= BULK_STREAMS
+        assert session.num_served + len(session._pending_opens) <= LIMITS.max_streams
+        assert not any(session._backlogged.get(stream.id) for stream in self.served if stream.closed)
 
     def close(self, error: ProtocolError) -> None:
         refusal = self.session.refusal(error)
@@ -102,7 +102,7 @@ class Victim:
         assert sorted(self.ends) == list(range(self.num_calls)), "each call ends exactly once"
         assert all(stream.closed for stream in self.served)
         assert (self.session.num_calls, self.session.num_served, self.session.has_bulk) == (0, 0, False)
-        assert self.session._arriving.buffered_bytes == 0
+        assert self.session._bulk_receiver.buffered_bytes == 0
 
 
 class _Sink:
@@ -373,7 +373,7 @@ def test_chunks_of_unknown_streams_are_let_pass() -> None:
     victim = Victim()
     flood = [chunk(stream_id, b"x" * 4000, 0) for stream_id in range(100, 200)]
     assert victim.feed(flood) is None
-    assert victim.session._arriving.buffered_bytes == 0
+    assert victim.session._bulk_receiver.buffered_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def trained(kind: str, normalizer: str | None = None) -> Tokenizer:
 
 
 def word_encoder(tokenizer: Tokenizer) -> WordEncoder | None:
-    return WordEncoder.of(tokenizer, json.loads(tokenizer.to_str()))
+    return WordEncoder.from_tokenizer(tokenizer, json.loads(tokenizer.to_str()))
 
 
 @cache

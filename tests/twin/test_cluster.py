@@ -92,14 +92,14 @@ def keep_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_counting_cancelled_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up = ServedStream.give_up
+    abort = ServedStream.abort
 
     def keep(self: ServedStream, error: Any) -> None:
         if not self.target.startswith(OWN_ENDPOINTS):
             self.on_closed = None
-        give_up(self, error)
+        abort(self, error)
 
-    monkeypatch.setattr(ServedStream, "give_up", keep)
+    monkeypatch.setattr(ServedStream, "abort", keep)
 
 
 def keep_requests_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Minutes of the router's soak (`benchmarks.router.soak` runs hours): trouble must cost next to no hits."""
+"""Minutes of the router's soak (`benchmarks.router.soak` runs hours): faults must cost next to no hits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from benchmarks.router.soak import GOAL_POINTS, growth, plans, solve
 
-from kvolt.twin.faults import Trouble
+from kvolt.twin.faults import Faults
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def _quiet() -> Iterator[None]:
 
 
 def test_lost_events_churn_and_restarts_cost_no_hits_and_no_answers() -> None:
-    trouble = Trouble(event_loss=0.01, churn_s=60.0, router_restart_s=70.0)
-    calm, troubled = (solve(plan) for plan in plans(5.0, 10.0, 16, trouble))
+    faults = Faults(event_loss=0.01, churn_s=60.0, router_restart_s=70.0)
+    calm, troubled = (solve(plan) for plan in plans(5.0, 10.0, 16, faults))
     assert not calm.errors
     assert not troubled.errors
     assert sum(minute.num_whole for minute in troubled.minutes) == 3000

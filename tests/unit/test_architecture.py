@@ -52,13 +52,13 @@ PURE_MODULES = {
     "kv": "*",
     "kv/tiers": "eviction hit_window sizes slot_table",
     "latency": "fit least_squares",
-    "router": "breaker place stats",
+    "router": "breaker stats worker_rank",
     "router/index": "approximate health lookup pending_blocks prefix_index prefix_index_python",
     "router/ingest": "feed slots",
     "router/policy": "affinity cost_model learning load output_lengths roster shadow step_fit",
     "router/queue": "priority_level stats waiting_queue",
     "router/service": "builders gossip standalone_state",
-    "runtime": "histogram",
+    "runtime": "histogram metric_aliases",
     "runtime/config": "router_settings settings",
     "runtime/discovery": "view",
     "runtime/endpoint": "address",
@@ -79,6 +79,69 @@ PURE = sorted(
     for name in names.split()
     for path in (SOURCE / folder).glob(f"{name}.py")
 )
+
+
+def test_every_pure_module_exists() -> None:
+    listed = {
+        (folder, name) for folder, names in PURE_MODULES.items() for name in names.split() if name != "*"
+    }
+    missing = {(folder, name) for folder, name in listed if not (SOURCE / folder / f"{name}.py").exists()}
+    assert not missing
+
+
+def imports_between(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Modules of `sources` (source text by module name) that each module imports, in functions and under
+    TYPE_CHECKING too."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    names.add(name if name in sources else node.module)
+        graph[module] = (names & sources.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reachable: dict[str, set[str]] = {}
+    for module, imports in graph.items():
+        found: set[str] = set()
+        stack = list(imports)
+        while stack:
+            name = stack.pop()
+            if name not in found:
+                found.add(name)
+                stack.extend(graph[name])
+        reachable[module] = found
+    groups = {
+        tuple(sorted(other for other in reachable[module] if module in reachable[other]))
+        for module in graph
+        if module in reachable[module]
+    }
+    return sorted(map(list, groups))
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    assert circles(imports_between(sources)) == []
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "a": "def f():\n    import b\n",
+        "b": "from c import x\n",
+        "c": "import a\n",
+        "d": "import a\n",
+    }
+    assert circles(imports_between(sources)) == [["a", "b", "c"]]
 
 
 def imported(path: Path) -> set[str]:

@@ -14,7 +14,7 @@ import transformers
 
 
 class Watch(transformers.StoppingCriteria):  # type: ignore[misc]
-    """Called after every step with all tokens so far: tells when, and never to stop."""
+    """Stopping criterion that never stops: records the time of every step."""
 
     def __init__(self, answers: seat.Answers) -> None:
         self._answers = answers

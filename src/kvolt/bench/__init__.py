@@ -1,1 +1,1 @@
-"""Load and traces: what asks a server as people would, and what such asking looked like."""
+"""Load generation (`load`) and request traces (`traces`)."""

@@ -1,4 +1,4 @@
-"""What `kvolt status` and `kvolt top` know of a running cluster: discovery, then each process itself."""
+"""Client of a running cluster: lists registered processes and calls their endpoints; registers nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
 from kvolt.runtime.tasks import Scope
 
-_MAX_ASKED_AT_ONCE = 32
+_MAX_CONCURRENT_CALLS = 32
 _LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
 _decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
 
 
 class ProcessView(msgspec.Struct, frozen=True):
-    """One process as seen from outside."""
+    """A registered process and its reported status."""
 
     name: str
     address: str
@@ -41,15 +41,15 @@ class ProcessView(msgspec.Struct, frozen=True):
 
 
 class Cluster:
-    """A visitor: looks, and registers nothing."""
+    """Discovery and request plane of a namespace, read-only."""
 
     def __init__(self, discovery: Discovery, plane: RequestPlane, namespace: str) -> None:
         self._discovery = discovery
         self._plane = plane
         self._namespace = namespace
 
-    async def look(self) -> list[ProcessView]:
-        """Every registered process with its own account of itself, by name. May raise DiscoveryLost."""
+    async def list_processes(self) -> list[ProcessView]:
+        """Query the status of every registered process, sorted by name. Raises DiscoveryLost."""
         content = await self._discovery.get_prefix(f"{INSTANCES}{self._namespace}/")
         processes: dict[str, Instance] = {}
         for value in content.values():
@@ -57,28 +57,30 @@ class Cluster:
             if instance is not None:
                 processes.setdefault(instance.address, instance)
         views: list[ProcessView] = []
-        unasked = iter(processes.values())
+        remaining = iter(processes.values())
 
-        async def ask_in_turn() -> None:
-            for instance in unasked:
-                views.append(await self._ask(instance))
+        async def query_remaining() -> None:
+            for instance in remaining:
+                views.append(await self._query_status(instance))
 
-        async with Scope("look") as scope:
-            for number in range(min(len(processes), _MAX_ASKED_AT_ONCE)):
-                scope.start(ask_in_turn(), f"asker-{number}")
+        async with Scope("status") as scope:
+            for number in range(min(len(processes), _MAX_CONCURRENT_CALLS)):
+                scope.start(query_remaining(), f"query-{number}")
         return sorted(views, key=lambda view: (view.name, view.address))
 
     async def instances(self, endpoint: EndpointAddress) -> list[Instance]:
-        """All that are registered for an endpoint, by process. May raise DiscoveryLost."""
+        """Registered instances of an endpoint, sorted by process. Raises DiscoveryLost."""
         content = await self._discovery.get_prefix(endpoint.prefix)
-        found = [decode_instance(value) for value in content.values()]
-        return sorted((each for each in found if each is not None), key=lambda each: (each.process, each.id))
+        decoded = [decode_instance(value) for value in content.values()]
+        return sorted(
+            (each for each in decoded if each is not None), key=lambda each: (each.process, each.id)
+        )
 
-    async def open(self, to: Destination, question: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
-        """Ask what a process serves for others. ConnectFailed: nothing was sent."""
-        return await open_stream(self._plane, to, question, limits, decode)
+    async def open(self, to: Destination, request: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
+        """Call an endpoint of a process. Raises ConnectFailed if nothing was sent."""
+        return await open_stream(self._plane, to, request, limits, decode)
 
-    async def _ask(self, instance: Instance) -> ProcessView:
+    async def _query_status(self, instance: Instance) -> ProcessView:
         try:
             to = Destination(instance.address, STATUS_ENDPOINT)
             async with await open_stream(self._plane, to, None, _LIMITS, _decode_status) as stream:
@@ -90,6 +92,7 @@ class Cluster:
 
 @asynccontextmanager
 async def visit(settings: Settings) -> AsyncIterator[Cluster]:
+    """Connect to the cluster of these settings without registering."""
     await check_directory(settings)
     blocking = ThreadBlocking()
     ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)

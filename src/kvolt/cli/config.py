@@ -1,52 +1,72 @@
-"""`kvolt config`: which settings are in force and why, and is a config file right."""
+"""`kvolt config`: show, describe and check settings."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvolt.cli.flags import add_settings
+from kvolt.cli.flags import GROUPS, add_settings, flag_name
 from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig, check_file, nearest
-from kvolt.runtime.config.settings import leaves, sections, worker_leaves
+from kvolt.runtime.config.settings import (
+    Leaf,
+    WorkerSettings,
+    leaves,
+    leaves_of,
+    sections,
+    worker_leaves,
+)
+from kvolt.runtime.config.tier_settings import TierSettings
 from kvolt.runtime.config.toml_writer import to_toml
 
 HELP = """
-Settings come from defaults, a TOML file, the environment and flags; the later wins.
+Show, describe and check settings. Precedence, lowest first: defaults, config file (kvolt.toml),
+environment (KVOLT_SECTION_KEY), command line (flags and --set SECTION.KEY=VALUE).
 
-  kvolt config show                     every value and where it came from
+Examples:
+  kvolt config describe                 all settings with type, default and documentation
+  kvolt config describe router          one section; `workers` and `workers.tiers` are sections too
+  kvolt config show                     effective values and their origins
   kvolt config show frontend            one section
   kvolt config show frontend.port       one value
-  kvolt config show --toml > my.toml    the settings in force, as a file to start from
-  kvolt config check my.toml            everything that is wrong with a file
-  kvolt config env                      every setting: key, environment name, default, meaning
+  kvolt config show --toml > my.toml    effective settings as a config file
+  kvolt config check my.toml            all errors of a config file
+  kvolt config env                      environment variables, keys and defaults as a table
 """
+
+_WIDTH = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(metavar="show|check|env", required=True, dest="config_verb")
-    show = verbs.add_parser("show", help="values and their origins")
-    show.add_argument("key", nargs="?", metavar="KEY", help="a key or a section; all if left out")
-    show.add_argument("--toml", action="store_true", help="print a config file instead of a table")
-    add_settings(show, None, tuple(sections()))
-    check = verbs.add_parser("check", help="everything that is wrong with a file")
+    verbs = parser.add_subparsers(metavar="show|describe|check|env", required=True, dest="config_verb")
+    show = verbs.add_parser("show", help="print effective values and their origins")
+    show.add_argument("key", nargs="?", metavar="KEY", help="Setting or section to show. Default: all.")
+    show.add_argument("--toml", action="store_true", help="Print a config file instead of a table.")
+    add_settings(show, tuple(GROUPS))
+    describe = verbs.add_parser("describe", help="print type, default and documentation of settings")
+    describe.add_argument(
+        "key", nargs="?", metavar="SECTION", help="Section or setting to describe. Default: all."
+    )
+    describe.set_defaults(without_config=_describe)
+    check = verbs.add_parser("check", help="print all errors of a config file")
     check.add_argument("file", metavar="FILE")
     check.set_defaults(without_config=_check)
-    env = verbs.add_parser("env", help="environment names")
+    env = verbs.add_parser("env", help="print environment variables, keys and defaults")
     env.set_defaults(without_config=_env)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     if args.toml:
         if args.key:
-            raise ConfigError("--toml prints the whole tree", key="flags", remedy=f"leave {args.key} out")
+            raise ConfigError("--toml prints all settings", key="flags", remedy=f"omit {args.key}")
         sys.stdout.write(to_toml(loaded.settings))
         return 0
     rows = [row for row in value_rows(loaded) if not args.key or (row[0] + ".").startswith(args.key + ".")]
@@ -54,7 +74,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         raise ConfigError(
             f"unknown key {args.key}" + nearest(args.key, loaded.origins),
             key=args.key,
-            remedy="`kvolt config show` lists all",
+            remedy="`kvolt config show` lists all keys",
         )
     _print_table(("key", "value", "origin"), rows)
     return 0
@@ -74,6 +94,48 @@ def value_rows(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
     if not tree["workers"]:
         rows.append(("workers", "[]", loaded.origins["workers"]))
     return rows
+
+
+def _describe(args: argparse.Namespace) -> int:
+    topic = args.key or ""
+    all_leaves = described_leaves()
+    selected = {
+        key: leaf for key, leaf in all_leaves.items() if (key + ".").startswith(f"{topic}." if topic else "")
+    }
+    if not selected:
+        names = {*all_leaves, *sections(), "workers", "workers.tiers"}
+        raise ConfigError(
+            f"unknown section {topic}" + nearest(topic, names),
+            key=topic,
+            remedy=f"sections: {', '.join([*sections(), 'workers', 'workers.tiers'])}",
+        )
+    section_types = {**sections(), "workers": WorkerSettings, "workers.tiers": TierSettings}
+    section = ""
+    for key, leaf in selected.items():
+        if leaf.section != section and leaf.section is not None:
+            section = leaf.section
+            doc = (section_types[section].__doc__ or "").partition("\n")[0]
+            print(f"[{section}]  {doc}\n")
+        print(key)
+        for line in textwrap.wrap(leaf.description, _WIDTH - 4):
+            print(f"    {line}")
+        facts = [leaf.expects, f"default: {_default_text(leaf)}"]
+        if key in leaves():
+            facts += [f"env: {leaf.env}", *([f"flag: {name}"] if (name := flag_name(key)) else [])]
+        print(
+            "\n".join(
+                textwrap.wrap("; ".join(facts), _WIDTH, initial_indent="    ", subsequent_indent="    ")
+            )
+        )
+        print()
+    return 0
+
+
+def described_leaves() -> dict[str, Leaf]:
+    """All settings by key, including those of a `[[workers]]` entry."""
+    workers = leaves_of(WorkerSettings, "workers")
+    nested = [*workers, *leaves_of(TierSettings, "workers.tiers")]
+    return {**leaves(), **{leaf.key: leaf for leaf in nested if leaf.name != "tiers"}}
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -96,6 +158,10 @@ def _env(_args: argparse.Namespace) -> int:
     return 0
 
 
+def _default_text(leaf: Leaf) -> str:
+    return "not set" if leaf.default is None else _shown(leaf.default) or "empty"
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
@@ -103,7 +169,7 @@ def _shown(value: Any) -> str:
 
 
 def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A coloured table for people, aligned plain columns for everything else."""
+    """Print a coloured table on a terminal, aligned plain columns elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

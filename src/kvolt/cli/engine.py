@@ -1,4 +1,4 @@
-"""`kvolt engine`: which engines there are and what they take; does one keep the contract."""
+"""`kvolt engine`: list engines and their arguments; run the conformance suite."""
 
 from __future__ import annotations
 
@@ -20,54 +20,60 @@ from kvolt.engines.registry import GROUP, engine_names, find_engine
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-Engines compute. kvolt brings some; a package adds its own under the entry point group `kvolt.engines`.
+List inference engines and run the engine conformance suite. Packages add engines by the entry point group
+`kvolt.engines`.
 
-  kvolt engine list                       engines, their arguments with defaults
-  kvolt engine list sim                   one of them
-  kvolt engine check sim                  run an engine through the conformance suite
+Examples:
+  kvolt engine list                       all engines, their arguments and defaults
+  kvolt engine list sim                   one engine
+  kvolt engine check sim                  run the conformance suite
   kvolt engine check mine --model M --arg dtype=float32 --only events
 """
 
 _CHECKER = "kvolt.testing.engines.check"
-_WIDEST = 20
-"""Of a column: what is wider moves the rest of its line."""
+_MAX_COLUMN = 20
+"""Maximum column width; longer cells shift the rest of their line."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="list|check", required=True, dest="engine_verb")
-    listing = verbs.add_parser("list", help="engines and their arguments")
-    listing.add_argument("engine", nargs="?", metavar="NAME", help="only this one")
+    listing = verbs.add_parser("list", help="list engines and their arguments")
+    listing.add_argument("engine", nargs="?", metavar="NAME", help="Engine to show. Default: all.")
     listing.set_defaults(without_config=_list)
-    check = verbs.add_parser("check", help="does an engine keep the contract: one line per case")
-    check.add_argument("engine", metavar="NAME", help="an engine of `kvolt engine list`")
-    check.add_argument("--model", help="model to serve (default: the engine's own)")
+    check = verbs.add_parser("check", help="run the conformance suite, one line per case")
+    check.add_argument("engine", metavar="NAME", help="Engine name (`kvolt engine list`).")
+    check.add_argument("--model", help="Model to serve. Default: the engine's default model.")
     check.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="engine argument; VALUE is JSON or a word",
+        help="Engine argument; may be repeated. VALUE is JSON or a string.",
     )
     check.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="only cases with TEXT in TIER/CASE"
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="Run only cases with TEXT in TIER/CASE; may be repeated.",
     )
     check.add_argument(
-        "--ending-prompt", metavar="TEXT", help="a prompt that is answered shortly (default: looked for)"
+        "--ending-prompt", metavar="TEXT", help="Prompt with a short answer. Default: found by the suite."
     )
-    check.add_argument("--timeout", type=float, metavar="SECONDS", help="longest wait within a case")
+    check.add_argument("--timeout", type=float, metavar="SECONDS", help="Timeout of each wait within a case.")
     check.set_defaults(without_config=_check)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    raise AssertionError("every verb of `kvolt engine` works without a config")
+    raise AssertionError("all sub-verbs run without a config")
 
 
 def _check(args: argparse.Namespace) -> int:
-    """In another process: the suite is no part of what serves, and an engine may do as it likes there."""
+    """Run the suite in another process, isolated from the engine's side effects."""
     find_engine(args.engine)
     command = [sys.executable, "-m", _CHECKER, args.engine]
-    given = {"--model": args.model, "--ending-prompt": args.ending_prompt, "--timeout": args.timeout}
-    command += [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    flags = {"--model": args.model, "--ending-prompt": args.ending_prompt, "--timeout": args.timeout}
+    command += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     command += [f"--arg={text}" for text in args.arg]
     command += [f"--only={text}" for text in args.only]
     return subprocess.run(command, check=False).returncode
@@ -95,15 +101,15 @@ def _show(name: str, package: str | None) -> None:
     about = (inspect.getdoc(kind.arguments) or "").partition("\n")[0]
     print(f"{name}" + (f" ({package})" if package else "") + (f": {about}" if about else ""))
     if kind.default_model is not None:
-        print(f"  model {kind.default_model} unless another is named")
+        print(f"  default model: {kind.default_model}")
     docs = field_docs(kind.arguments)
     fields = msgspec.structs.fields(kind.arguments)
     rows = [(field.name, _default(field), docs.get(field.name, "")) for field in fields]
-    widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in (0, 1)]
+    widths = [min(max((len(row[column]) for row in rows), default=0), _MAX_COLUMN) for column in (0, 1)]
     for field_name, default, doc in rows:
         print(f"  {field_name:<{widths[0]}}  {default:<{widths[1]}}  {doc}".rstrip())
     for argument, words in kind.choices.items():
-        print(f"  {argument} is one of")
+        print(f"  values of {argument}:")
         width = max(map(len, words))
         for word, line in words.items():
             print(f"    {word:<{width}}  {line}".rstrip())
@@ -117,7 +123,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The first line about each field: its Meta's description, or the string below it in the source."""
+    """First sentence about each field: its Meta description, or the string below it in the source."""
     docs = dict(_source_docs(kind))
     info = type_info(kind)
     assert isinstance(info, StructType)

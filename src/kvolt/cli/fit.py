@@ -1,4 +1,4 @@
-"""`kvolt fit`: a step model from a step log, or from what aiconfigurator predicts, and how far it is off."""
+"""`kvolt fit`: fit a step latency model to a step log or to aiconfigurator's predictions."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from kvolt.latency.presets import PresetFile
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-Fits a step model to what an engine measured, so that the sim engine takes as long as that engine did.
+Fit a step latency model to the step log of an engine, for use by the sim engine.
 
-  kvolt serve smollm2-135m --arg step_log=steps.jsonl    1. record: send it load of many sizes, then stop it
-  kvolt fit steps.jsonl                                  2. fit, and look at the errors
-  kvolt fit steps.jsonl --name cpu --out cpu.json        3. keep it
-  kvolt serve sim-tiny --arg preset=cpu.json             4. simulate it
+Examples:
+  kvolt serve smollm2-135m --arg step_log=steps.jsonl    1. record: send load of varied sizes, then stop
+  kvolt fit steps.jsonl                                  2. fit, and check the errors
+  kvolt fit steps.jsonl --name cpu --out cpu.json        3. save as a preset
+  kvolt serve sim-tiny --arg preset=cpu.json             4. simulate
 
-Without the engine or its GPU, from the kernels that NVIDIA has measured (pip install 'kvolt[aiconfigurator]'):
+Without the engine or its GPU, from NVIDIA's kernel measurements (pip install 'kvolt[aiconfigurator]'):
   kvolt fit --aiconfigurator meta-llama/Meta-Llama-3.1-8B h200_sxm vllm --out h200.json
   kvolt fit --aiconfigurator Qwen/Qwen3-32B h100_sxm sglang --tensor-parallel 2
 
-The model: a step takes the sum of
-  base_s             whatever is in it
-  prefill_token_s    for each prompt token that it computes
-  prefill_context_s  for each of these and each token before it or with it (attention)
-  batch_s            for each answer that it gives one more token
-  context_token_s    for each token of theirs that is read again
-  prefill_step_s     if it computes prompt tokens at all
-  shared_kv_read     is the share of context_token_s that a block costs for each answer that reads it after the first
-None of them is ever negative. Four fifths of the log make the model; the errors to look at are those on the fifth that
-was held out. A coefficient that the log cannot determine is 0, and named with what a better log needs.
+The time of a step is the sum of
+  base_s             per step
+  prefill_token_s    per prompt token computed
+  prefill_context_s  per pair of a computed prompt token and a token it attends to
+  batch_s            per sequence that decodes a token
+  context_token_s    per context token read by decoding sequences
+  prefill_step_s     per step that computes prompt tokens
+  shared_kv_read     fraction of context_token_s for reading a shared block once more in the same step
+All coefficients are non-negative. The model is fitted to four fifths of the log; the held-out errors are those of the
+rest. Coefficients that the log does not determine are 0 and listed with what a better log needs.
 """
 
 _MEANING = {
-    "base_s": "any step",
-    "prefill_token_s": "a prompt token",
-    "prefill_context_s": "a prompt token and one before it",
-    "batch_s": "an answer that goes on",
-    "context_token_s": "a token that it reads",
-    "prefill_step_s": "a step with prompt tokens",
-    "shared_kv_read": "cost of reading a shared block for one more answer, over the first read",
+    "base_s": "each step",
+    "prefill_token_s": "each prompt token",
+    "prefill_context_s": "each attended pair of prompt tokens",
+    "batch_s": "each decoding sequence",
+    "context_token_s": "each context token read",
+    "prefill_step_s": "each step with prompt tokens",
+    "shared_kv_read": "relative cost of reading a shared block again",
 }
 
 
 class FitReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints."""
+    """Output of `--json`."""
 
     name: str
     log: StepLogHeader
@@ -62,21 +63,29 @@ class FitReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "log", metavar="LOG", nargs="?", help="step log: JSON lines that an engine wrote (step_log=FILE)"
+        "log", metavar="LOG", nargs="?", help="Step log of an engine (engine argument step_log=FILE)."
     )
     parser.add_argument(
         "--aiconfigurator",
         nargs=3,
         metavar=("MODEL", "SYSTEM", "BACKEND"),
-        help="instead of a log: steps that NVIDIA's aiconfigurator predicts, as for h200_sxm with vllm or sglang",
+        help="Use steps predicted by NVIDIA's aiconfigurator instead of a log, for example for h200_sxm and vllm.",
     )
     parser.add_argument(
-        "--backend-version", metavar="V", help="of that backend (default: the newest with data)"
+        "--backend-version",
+        metavar="V",
+        help="Backend version for --aiconfigurator. Default: the newest with data.",
     )
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs of it (default: 1)")
-    parser.add_argument("--name", help="what the preset is called (default: by engine, model and device)")
-    parser.add_argument("--out", metavar="FILE", help="write the preset there, for --arg preset=FILE")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Tensor parallel size for --aiconfigurator. [default: 1]",
+    )
+    parser.add_argument("--name", help="Name of the preset. Default: from engine, model and device.")
+    parser.add_argument("--out", metavar="FILE", help="Write the preset to FILE, for --arg preset=FILE.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.set_defaults(without_config=_fit)
 
 
@@ -99,18 +108,18 @@ def _fit(args: argparse.Namespace) -> int:
 
 def _log_of(args: argparse.Namespace) -> str:
     if args.log is None:
-        raise ConfigError("no step log is named", key="log", remedy="see `kvolt fit --help`")
+        raise ConfigError("no step log specified", key="log", remedy="see `kvolt fit --help`")
     return str(args.log)
 
 
 def _predict_and_fit(args: argparse.Namespace) -> tuple[StepLogHeader, Fit]:
     if args.log is not None:
         raise ConfigError(
-            f"--aiconfigurator takes the place of {args.log}", key="log", remedy="give one of them"
+            "LOG and --aiconfigurator are mutually exclusive", key="log", remedy="use one of them"
         )
     if args.tensor_parallel < 1:
         raise ConfigError(
-            f"--tensor-parallel is {args.tensor_parallel}", key="tensor_parallel", remedy="give 1 or more"
+            f"--tensor-parallel is {args.tensor_parallel}", key="tensor_parallel", remedy="must be 1 or more"
         )
     model, system, backend = args.aiconfigurator
     target = AicTarget(
@@ -170,7 +179,7 @@ def _about(header: StepLogHeader, fit: Fit) -> str:
 def _page(name: str, header: StepLogHeader, fit: Fit, out: str | None) -> Iterator[str]:
     yield f"{name}: {_about(header, fit)}"
     if fit.num_left_out:
-        yield f"{fit.num_left_out:,} steps without work or without a time were left out"
+        yield f"{fit.num_left_out:,} steps without work or time were ignored"
     yield ""
     yield from _coefficients(fit)
     yield ""
@@ -187,15 +196,15 @@ def _page(name: str, header: StepLogHeader, fit: Fit, out: str | None) -> Iterat
 
 
 def _coefficients(fit: Fit) -> Iterator[str]:
-    doubts = {doubt.coefficient: doubt for doubt in fit.doubts}
+    undetermined = {doubt.coefficient: doubt for doubt in fit.undetermined}
     for name in fit.latency.__struct_fields__:
         value = getattr(fit.latency, name)
         meaning = _MEANING[name] if name == "shared_kv_read" else f"{_time(value)} for {_MEANING[name]}"
         line = f"  {name:<19}{value:<13g}{meaning if value else ''}"
-        if name in doubts:
-            line += f"not determined: {doubts[name].reason}; {doubts[name].remedy}"
+        if name in undetermined:
+            line += f"not determined: {undetermined[name].reason}; {undetermined[name].remedy}"
         elif not value:
-            line += "the log shows no cost of it, or less than none"
+            line += "no cost found in the log"
         yield line.rstrip()
 
 
@@ -230,9 +239,9 @@ def _time(seconds: float) -> str:
 
 def _compact(model: LatencyModel) -> str:
     defaults = LatencyModel()
-    known = {
+    changed = {
         name: value
         for name, value in msgspec.structs.asdict(model).items()
         if value != getattr(defaults, name)
     }
-    return msgspec.json.encode(known).decode()
+    return msgspec.json.encode(changed).decode()

@@ -1,76 +1,106 @@
-"""Command-line flags, derived from the config tree.
+"""Command-line parser and the flags for common settings, generated from the config tree.
 
-A verb's home section gives short flags (`--port`), the other sections it uses long ones (`--log-level`).
-A flag only records what was typed: checking a value, and every default, is `kvolt.runtime.config.loader`'s work.
+`GROUPS` lists the settings that have a flag of their own; `--set SECTION.KEY=VALUE` sets any other.
+A flag only records its text: `kvolt.runtime.config.loader` validates values and applies defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
+import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import msgspec
-
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import Override, nearest
-from kvolt.runtime.config.settings import Leaf, leaves, sections
+from kvolt.runtime.config.settings import Leaf, leaves
+
+GROUPS: dict[str, dict[str, str]] = {
+    "HTTP API": {
+        "frontend.host": "HOST",
+        "frontend.port": "PORT",
+        "frontend.processes": "N",
+        "frontend.tool_parser": "NAME",
+        "frontend.reasoning_parser": "NAME",
+        "frontend.processor": "NAME",
+    },
+    "routing": {"frontend.router": "POLICY"},
+    "disaggregated prefill": {
+        "frontend.prefill_choice": "MODE",
+        "frontend.decode_first": "MODELS",
+        "frontend.target_ttft_s": "SECONDS",
+        "frontend.target_itl_s": "SECONDS",
+    },
+    "discovery": {"namespace": "NAME", "discovery.join": "HOST:PORT", "discovery.path": "DIR"},
+    "network": {
+        "discovery.join_listen": "HOST:PORT",
+        "runtime.host": "HOST",
+        "runtime.advertise": "HOST",
+    },
+    "logging": {"log.level": "LEVEL", "log.format": "FORMAT"},
+    "metrics": {"metrics.aliases": "NAMES"},
+}
+"""Settings with a flag: key and placeholder of the value, by the title of their group in `--help`."""
+
+CLIENT_GROUPS = ("discovery", "logging")
+"""Groups for commands that query a running cluster."""
 
 _ALIASES = {"discovery.join": "--join"}
-"""Short names for settings that people type often."""
+_MAX_HELP_COLUMNS = 100
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keep the line breaks of descriptions; at most 100 columns."""
+
+    def __init__(self, prog: str) -> None:
+        columns = min(shutil.get_terminal_size().columns, _MAX_HELP_COLUMNS)
+        super().__init__(prog, max_help_position=27, width=columns)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse prints its usage and exits."""
+    """Argument parser that raises ConfigError instead of exiting."""
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        # An abbreviation that works today is ambiguous as soon as a setting is added.
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        # An unambiguous abbreviation becomes ambiguous when a setting is added.
         super().__init__(**{**kwargs, "allow_abbrev": False})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        # Checked here and not in parse_args, so that a nested parser offers its own flags.
+        # Checked here and not in parse_args, so that a nested parser suggests its own flags.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = next((item for item in unknown if item.startswith("-")), unknown[0]).partition("=")[0]
             if word.startswith("-"):
-                self.error(f"unknown flag {word}" + nearest(word, self._option_string_actions))
+                self.error(f"unknown flag {word}" + self._suggest_flag(word))
             self.error(f"unexpected argument {word}")
         return parsed, []
 
+    def _suggest_flag(self, word: str) -> str:
+        key = _keys_by_flag().get(word)
+        if key is not None and "--set" in self._option_string_actions:
+            return f"; use --set {key}={'false' if word.startswith('--no-') else 'VALUE'}"
+        return nearest(word, self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
-        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
-        if found:
-            known = re.findall(r"[\w-]+", found[2])
-            hint = nearest(found[1], known) or f"; known: {', '.join(known)}"
-            message = f"unknown choice {found[1]}{hint}"
+        match = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        if match:
+            choices = re.findall(r"[\w-]+", match[2])
+            hint = nearest(match[1], choices) or f"; known: {', '.join(choices)}"
+            message = f"unknown choice {match[1]}{hint}"
         verb = self.prog.partition(" ")[2] or self.prog
         raise ConfigError(f"{verb}: {message}", key="flags", remedy=f"see `{self.prog} --help`")
 
-    def format_help(self) -> str:
-        # Forty settings would drown the usage line; each has its own line in the groups below it.
-        own = [action for action in self._actions if not isinstance(action, _Record)]
-        if self.usage is not None or len(own) == len(self._actions):
-            return super().format_help()
-        formatter = self._get_formatter()
-        formatter.add_usage(None, own, self._mutually_exclusive_groups)
-        self.usage = formatter.format_help().removeprefix("usage:").strip() + " [SETTINGS]"
-        try:
-            return super().format_help()
-        finally:
-            self.usage = None
 
+class _RecordOverride(argparse.Action):
+    """Record the text of a setting; the last flag for a setting wins."""
 
-class _Record(argparse.Action):
-    """Notes a setting as given; the last flag for one setting wins."""
-
-    def __init__(self, *, key: str, text: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, key: str | None, **kwargs: Any) -> None:
         super().__init__(default=argparse.SUPPRESS, **kwargs)
         self._key = key
-        self._text = text
 
     def __call__(
         self,
@@ -79,57 +109,93 @@ class _Record(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        text = str(values) if self._text is None else self._text
-        given: dict[str, Override] = {**getattr(namespace, "overrides", {})}
-        given[self._key] = Override(self._key, text, option_string or self.option_strings[0])
-        namespace.overrides = given
+        flag = option_string or self.option_strings[0]
+        key, text = (self._key, str(values)) if self._key is not None else _parse_assignment(values)
+        if self._key is None:
+            flag = f"{flag} {key}"
+        overrides: dict[str, Override] = {**getattr(namespace, "overrides", {})}
+        overrides[key] = Override(key, text, flag)
+        namespace.overrides = overrides
 
 
-def add_settings(parser: argparse.ArgumentParser, home: str | None, used: Sequence[str]) -> None:
-    """Add `--config`, `--namespace` and a flag for every leaf of `home` and of the sections `used`."""
-    general = parser.add_argument_group("general")
-    # SUPPRESS: a nested parser must not put None over what its parent has read.
+def _parse_assignment(text: str) -> tuple[str, str]:
+    """Key and value of `--set KEY=VALUE`."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if key in leaves():
+        if not equals:
+            raise ConfigError(f"--set {key} has no value", key=key, remedy=f"write --set {key}=VALUE")
+        return key, value
+    if key.partition(".")[0] == "workers":
+        raise ConfigError(
+            f"--set cannot change {key}",
+            key="workers",
+            remedy="use --engine, --arg or --kv-... flags, or a [[workers]] entry of a config file",
+        )
+    similar = [known for known in leaves() if known.rpartition(".")[2] == key]
+    similar = similar or difflib.get_close_matches(key, leaves(), n=2, cutoff=0.8)
+    hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+    raise ConfigError(
+        f"--set: unknown setting {key}{hint}", key=key, remedy="`kvolt config describe` lists all settings"
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
+    """Add `--config`, `--set` and the flags of `groups`; the usage line shows only positional arguments."""
+    positionals = [action for action in parser._actions if not action.option_strings]
+    usage = HelpFormatter(parser.prog)
+    usage.add_usage(None, positionals, [])
+    parser.usage = usage.format_help().removeprefix("usage:").strip().replace("%", "%%") + " [OPTIONS]"
+    parser._actions[0].help = argparse.SUPPRESS  # -h
+    general = parser.add_argument_group("configuration")
+    # SUPPRESS keeps the value of the parent parser.
     general.add_argument(
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="TOML file with settings (default: ./kvolt.toml if there is one; env KVOLT_CONFIG)",
+        help="TOML config file. Default: $KVOLT_CONFIG, else ./kvolt.toml if it exists.",
     )
-    for name in (None, *([home] if home else []), *(name for name in used if name != home)):
-        group = general if name is None else parser.add_argument_group(name, _first_line(sections()[name]))
-        for leaf in leaves().values():
-            if leaf.section == name:
-                _add_leaf(group, leaf, home)
+    general.add_argument(
+        "--set",
+        action=_RecordOverride,
+        key=None,
+        metavar="SECTION.KEY=VALUE",
+        help="Set any setting, such as router.queue=false; may be repeated. `kvolt config describe` lists all.",
+    )
+    for title in groups:
+        group = parser.add_argument_group(title)
+        for key, metavar in GROUPS[title].items():
+            _add_flag(group, leaves()[key], metavar)
 
 
-def given_overrides(args: argparse.Namespace) -> list[Override]:
-    """What the user typed, and nothing else."""
+def recorded_overrides(args: argparse.Namespace) -> list[Override]:
+    """Settings given on the command line."""
     return list(getattr(args, "overrides", {}).values())
 
 
-def flag_name(leaf: Leaf, home: str | None) -> str:
-    name = leaf.name if leaf.section in (None, home) else f"{leaf.section}-{leaf.name}"
-    return "--" + name.replace("_", "-")
+def flag_name(key: str) -> str | None:
+    """Flag of a setting, if it has one."""
+    if not any(key in keys for keys in GROUPS.values()):
+        return None
+    return _ALIASES.get(key) or "--" + key.removeprefix("frontend.").replace(".", "-").replace("_", "-")
 
 
-def _add_leaf(group: argparse._ArgumentGroup, leaf: Leaf, home: str | None) -> None:
-    flag = flag_name(leaf, home)
-    names = [_ALIASES[leaf.key], flag] if leaf.key in _ALIASES else [flag]
-    default = "" if leaf.default is None else f"default: {_plain(leaf.default)}; "
-    text = f"{leaf.description} ({default}env {leaf.env})".replace("%", "%%")
-    if isinstance(leaf.info, msgspec.inspect.BoolType):
-        group.add_argument(*names, action=_Record, key=leaf.key, text="true", nargs=0, help=text)
-        off = "--no-" + flag.removeprefix("--")
-        group.add_argument(
-            off, action=_Record, key=leaf.key, text="false", nargs=0, help=f"The opposite of {flag}."
-        )
-    else:
-        group.add_argument(*names, action=_Record, key=leaf.key, metavar=leaf.metavar, help=text)
+def _keys_by_flag() -> dict[str, str]:
+    """Setting of each flag name that its key would give, for suggestions."""
+    names: dict[str, str] = {}
+    for key in leaves():
+        name = key.replace(".", "-").replace("_", "-")
+        for each in (name, name.removeprefix("frontend-")):
+            names[f"--{each}"] = names[f"--no-{each}"] = key
+    return names
 
 
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _first_line(struct: type[msgspec.Struct]) -> str:
-    return (struct.__doc__ or "").partition("\n")[0]
+def _add_flag(group: argparse._ArgumentGroup, leaf: Leaf, metavar: str) -> None:
+    name = flag_name(leaf.key)
+    assert name is not None
+    text, default = leaf.description, leaf.default
+    if default not in (None, "") and "Default:" not in text:
+        text += f" [default: {default}]"
+    group.add_argument(
+        name, action=_RecordOverride, key=leaf.key, metavar=metavar, help=text.replace("%", "%%")
+    )

@@ -1,4 +1,4 @@
-"""Asks a frontend of this machine, over HTTP like any client, what it serves. Blocking."""
+"""Blocking HTTP client for `/health` of a frontend on this machine."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from kvolt.runtime.network import join_address
 
 
 def base_url(host: str, port: int) -> str:
-    """Where a frontend that listens on this host is reached from its own machine."""
+    """URL of a frontend listening on `host`, from its own machine."""
     return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 
 
 Served = dict[str, dict[str, int]]
-"""Models, each with its number of workers that can be reached, by role."""
+"""Number of reachable workers by model and role."""
 
 
 def served_models(base: str, timeout_s: float) -> Served | None:
-    """The models ready there.
-
-    None when nobody answers, or somebody who is no kvolt frontend.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # what is here needs no proxy
+    """Ready models of the frontend; None if it is unreachable or not a kvolt frontend."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for local addresses
     try:
         with opener.open(f"{base}/health", timeout=timeout_s) as response:
             body = response.read(1 << 20)
     except urllib.error.HTTPError as answer:
-        with answer:  # 503: no model yet
+        with answer:  # 503: no ready model
             body = _read(answer)
     except (OSError, http.client.HTTPException):
         return None

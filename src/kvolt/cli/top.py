@@ -1,4 +1,4 @@
-"""`kvolt top`: the live cluster, again and again."""
+"""`kvolt top`: show running processes, refreshed periodically."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-Show the live cluster, refreshed until Ctrl-C.
+Show running processes like `kvolt status`, refreshed until Ctrl-C.
 
 Examples:
   kvolt top
   kvolt top --interval 0.5
-  kvolt top --once               one picture, for scripts
+  kvolt top --once               print once and exit
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks")
-    parser.add_argument("--once", action="store_true", help="look once and end")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="Refresh interval. [default: 1]"
+    )
+    parser.add_argument("--once", action="store_true", help="Print once and exit.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         screen = console()
         async with visit(loaded.settings) as cluster:
             if args.once:
-                screen.print(_draw(await cluster.look(), loaded.settings.namespace))
+                screen.print(_draw(await cluster.list_processes(), loaded.settings.namespace))
                 return 0
             first = await _picture(cluster, loaded.settings.namespace)
             with Live(first, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
@@ -48,14 +50,14 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 async def _picture(cluster: Cluster, namespace: str) -> Group:
     try:
-        return _draw(await cluster.look(), namespace)
+        return _draw(await cluster.list_processes(), namespace)
     except DiscoveryLost as error:
-        return Group(Text(f"discovery does not answer: {error.message}", style="red"))
+        return Group(Text(f"discovery is unreachable: {error.message}", style="red"))
 
 
 def _draw(views: list[ProcessView], namespace: str) -> Group:
     streams = sum(
         endpoint.active_streams for view in views if view.status for endpoint in view.status.endpoints
     )
-    title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams   (Ctrl-C ends)")
+    title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams   (Ctrl-C exits)")
     return Group(title, Text(), picture(views))

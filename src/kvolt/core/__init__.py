@@ -1,1 +1,1 @@
-"""Values and pure rules: tokens, hashes, wire types, errors. No I/O, no clock, no environment."""
+"""Data types and pure functions: requests, hashes, wire types, errors. No I/O, clock or environment."""

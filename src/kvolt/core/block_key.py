@@ -1,9 +1,8 @@
-"""BlockKey: a block's identity wherever its bytes are stored or shared.
+"""BlockKey: identity of a block wherever its bytes are stored or shared.
 
-Owns the derivation and its format version. A key that collides or is reused would serve another
-prompt's KV, so everything that changes the bytes of a block is in it, and every field is framed so
-that no two inputs have one encoding. Tensor-parallel degree and rank are left out on purpose: they
-name the stored piece of a block, not the block. It knows nothing of pools, tiers or routing.
+Defines the derivation and its format version. A collision would serve the KV of another prompt, so the key covers
+everything that affects the bytes of a block, and fields are framed so that no two inputs share an encoding.
+Tensor-parallel degree and rank are excluded: they identify the stored shard, not the block.
 
     context key = blake2b-256(person "kvolt.context", every context field as u64 length + bytes)
     BlockKey    = blake2b-128(key = context key, parent | tokens | media ...)
@@ -12,9 +11,8 @@ name the stored piece of a block, not the block. It knows nothing of pools, tier
                   media   per extent, by position: i64 start relative to the block, u64 length,
                           u64 digest length, digest
 
-All integers are little-endian. A change here is a new FORMAT_VERSION: stored blocks of the old one are
-then misses. Unlike the routing hash, media carries its position: two images that swap places share
-their placeholder tokens, but not their KV.
+All integers are little-endian. A change requires a new FORMAT_VERSION; stored blocks of the old version then miss.
+Unlike in the routing hash, media includes its position: swapped images share placeholder tokens, but not KV.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ _pack_extent = struct.Struct("<qQQ").pack
 
 
 class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the KV of one model's blocks depends on, besides the tokens and media before them.
+    """Everything besides tokens and media that the KV of a block depends on.
 
-    `lora` must identify the adapter's weights, not only its name, where adapters can be replaced under
-    one name. An empty `lora` or `salt` means none.
+    `lora` must identify the adapter's weights if an adapter can be replaced under its name. An empty `lora` or
+    `salt` means none.
     """
 
     weights_hash: str
@@ -64,7 +62,7 @@ class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def derive_key(self) -> bytes:
-        """The 32-byte key under which this context's blocks are hashed."""
+        """Derive the 32-byte hash key of this context's blocks."""
         fields = (
             _pack_u64(self.format_version),
             utf8(self.weights_hash, "weights_hash"),
@@ -80,12 +78,12 @@ class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _keyed(context: BlockKeyContext) -> blake2b:
-    """The hash under a context's key, of nothing: to be copied. Most requests have one of few contexts."""
+    """Empty hash state with the key of a context, to be copied. Cached: most requests share a few contexts."""
     return blake2b(digest_size=BLOCK_KEY_BYTES, key=context.derive_key())
 
 
 class BlockKeyChain:
-    """The keys of a growing sequence's full blocks, at a cost that follows the new tokens only."""
+    """Keys of the full blocks of a growing sequence. Extending costs only the new tokens."""
 
     def __init__(self, context: BlockKeyContext, media: Iterable[MediaExtent] = ()) -> None:
         self.context = context
@@ -98,17 +96,17 @@ class BlockKeyChain:
         return self._blocks.num_tokens
 
     def extend(self, tokens: TokenIds) -> list[BlockKey]:
-        """Append tokens; the keys of the blocks they complete. Changes nothing when it raises."""
+        """Append tokens and return the keys of the blocks they complete. Changes nothing if it raises."""
         block_size = self.context.block_size
         start = self._blocks.num_blocks * block_size
         data, media = self._blocks.push(tokens)
         if not data:
             return []
-        fresh = self._keyed.copy
+        new_state = self._keyed.copy
         parent: bytes = self.keys[-1] if self.keys else ROOT
         digests: list[bytes] = []
         for index, (block,) in enumerate(cut_blocks(data, block_size)):
-            state = fresh()
+            state = new_state()
             state.update(parent + block)
             if media is not None and media[index]:
                 state.update(_media_bytes(media[index], start + index * block_size))
@@ -119,9 +117,9 @@ class BlockKeyChain:
         return keys
 
     def append(self, block: bytes) -> BlockKey:
-        """As `extend` by the tokens of one full block, given as their bytes; a third of its time.
+        """Append one full block, given as token bytes; three times as fast as `extend`.
 
-        For sequences without media, and not while a block is open.
+        Only for sequences without media and without an open block.
         """
         state = self._keyed.copy()
         state.update((self.keys[-1] if self.keys else ROOT) + block)

@@ -1,4 +1,4 @@
-"""ModelCard (the same for all instances of a model) and EngineInfo (one instance's own)."""
+"""ModelCard, identical for all instances of a model, and EngineInfo, specific to one instance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.core.request import Role
 
 HASH_SCHEME = "xxh3-64/1337"
-"""How SequenceHash is computed; a router refuses a worker that says anything else."""
+"""Algorithm and seed of SequenceHash; a router rejects workers with another scheme."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a frontend must know of a served model. Content-addressed: see `card_hash`."""
+    """Model metadata for frontends. Content-addressed, see `card_hash`."""
 
     name: str
     tokenizer_json: bytes
@@ -30,10 +30,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     defaults: dict[str, Any] = {}
-    """Sampling defaults of the model, by the names of `Sampling`."""
+    """Default sampling parameters by the field names of `Sampling`."""
     aliases: tuple[str, ...] = ()
     default_max_tokens: int | None = None
-    """Longest answer to a chat that names no limit; None for what the context has room for."""
+    """Output limit of a chat request without `max_tokens`; None: the rest of the context."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A path from a peer's host as measured: by a self-test, then by all that goes over it."""
+    """Transfer path from a peer's host: bandwidth and latency measured by a self-test, then by real transfers."""
 
     path: str
     bytes_per_s: float
@@ -51,17 +51,17 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class KvSlabs(msgspec.Struct, frozen=True, kw_only=True):
-    """How an instance's blocks of KV lie: what must fit before another can take them."""
+    """KV memory layout of an instance; determines which peers can exchange blocks with it."""
 
     block: KvLayout
-    """Of one rank's blocks; the ranks are alike."""
+    """Layout of one rank's blocks, equal on all ranks."""
     total_kv_heads: int
-    """Of the model, which the ranks share."""
+    """KV heads of the model, before they are split over ranks."""
     tp_degree: int = 1
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one instance offers; published with its registration."""
+    """Per-instance metadata, published with the registration."""
 
     engine: str
     role: Role
@@ -69,47 +69,46 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: CardHash
     block_size: int
     capacity: Capacity
-    needs: tuple[Role, ...] = ()
-    """Roles that must exist elsewhere before this instance can serve a request."""
+    required_roles: tuple[Role, ...] = ()
+    """Roles of other workers that must exist before this instance can serve a request."""
     dp_ranks: tuple[int, ...] = (0,)
     hash_scheme: str = HASH_SCHEME
     kv_layout: str | None = None
     kv_slabs: KvSlabs | None = None
-    """Of an instance that gives blocks to others or takes theirs; None where that is nobody's affair."""
+    """Set if the instance exchanges KV blocks with peers."""
     transfer_addresses: dict[str, str] = {}
     links: dict[str, Link] = {}
     latency: LatencyModel | None = None
     occupancy_latency: OccupancyModel | None = None
-    """In the place of `latency`, for an engine whose steps have that shape. (A union of both would need a tag, which
-    registrations of other versions do not have.)"""
+    """Used instead of `latency` by engines with this cost shape. (A union of the two would need a tag that
+    registrations of other versions lack.)"""
     taints: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
-    """Capability protocols the engine implements, by name."""
+    """Names of the capability protocols that the engine implements."""
     extras: tuple[str, ...] = ()
-    """What it takes of `Request.extra` that others would refuse: prompt_embeds, vllm_xargs."""
+    """Supported optional keys of `Request.extra`: prompt_embeds, vllm_xargs."""
     kv_events: bool = True
-    """Whether an engine that can tell of its blocks does; where it does not, routers go by their own decisions."""
+    """Whether KV events are enabled. Without them, routers estimate the cache from their own decisions."""
     has_tiers: bool = False
-    """Whether it keeps KV below its device, and may bring more of a prompt than it tells of."""
+    """Whether the instance has KV tiers below the device, whose blocks may exceed those in its KV events."""
     shares_kv: bool = False
-    """Whether it gives blocks of its tiers to others of its kind, and takes theirs where a request names them."""
+    """Whether the instance serves blocks of its tiers to peers and fetches `Request.kv_sources` from them."""
     kv_pool: InstanceId | None = None
-    """The pool that it reaches now, where that tells of its blocks. The instance registers anew when it changes."""
+    """Shared KV pool of the instance, if the pool publishes events. A change updates the registration."""
     loras: tuple[str, ...] = ()
-    """Adapters that requests may choose here now. The instance registers anew when they change."""
+    """Loaded LoRA adapters. A change updates the registration."""
 
     @property
-    def tells_kv(self) -> bool:
-        """Which blocks come and go."""
+    def publishes_kv_events(self) -> bool:
         return self.kv_events and "KvEvents" in self.features
 
     @property
     def step_model(self) -> StepModel | None:
-        """How long its steps take, as far as it knows."""
+        """Step duration model, if one is known."""
         return self.latency if self.latency is not None else self.occupancy_latency
 
 
 def card_hash(card: ModelCard) -> CardHash:
-    """The card's content address: equal cards, equal hash, on any machine."""
+    """Content hash of a card; equal cards have equal hashes on every host."""
     encoded = msgspec.msgpack.encode(card, order="deterministic")
     return CardHash(hashlib.blake2b(encoded, digest_size=16).hexdigest())

@@ -1,7 +1,7 @@
-"""What comes out of an engine: deltas per choice, and one StepOutput per engine step.
+"""Engine output: deltas per choice, and one StepOutput per engine step.
 
-Wire names are one letter where a value is sent per token, and defaults are left out: a plain token
-is 6 bytes on the wire and newer fields stay invisible to older peers.
+Wire names of a Delta are one letter and defaults are omitted: a delta of one token takes 6 bytes, and older
+peers ignore newer fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probability of the chosen token and of the most likely ones at its position."""
+    """Log probability of the sampled token and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -38,7 +38,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Token counts of a request; reported with its last delta."""
+    """Token counts of a request, reported with its last delta."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -47,16 +47,16 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a request's time went, in milliseconds, as far as each stage is known."""
+    """Duration of each stage of a request in milliseconds; None: not measured."""
 
     queue_ms: float | None = None
     prefill_ms: float | None = None
     transfer_ms: float | None = None
-    """That KV was on its way from who computed the prompt."""
+    """KV transfer from the prefill worker."""
     transfer_bytes: int | None = None
     transfer_path: str | None = None
     onboard_ms: float | None = None
-    """That KV was on its way from a tier below the device."""
+    """Onboarding of KV from a lower tier."""
     onboard_blocks: int | None = None
     decode_ms: float | None = None
 
@@ -64,7 +64,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 class Delta(
     msgspec.Struct,
     frozen=True,
-    gc=False,  # holds only leaves: nothing for the collector to find, and one is made per token
+    gc=False,  # created per token, and cannot be part of a reference cycle
     omit_defaults=True,
     rename={
         "token_ids": "t",
@@ -79,7 +79,7 @@ class Delta(
         "handoff": "h",
     },
 ):
-    """New tokens of one choice: several only when a step made several, or a slow reader let them merge."""
+    """New tokens of one choice. More than one when a step produced several or deltas of a slow reader were merged."""
 
     token_ids: tuple[int, ...] = ()
     index: int = 0
@@ -91,11 +91,11 @@ class Delta(
     stages: StageTimes | None = None
     stop_reason: int | str | None = None
     handoff: Handoff | None = None
-    """All that a prefill worker says: the prompt is computed, and here is how to go on with it."""
+    """Result of a prefill worker: the handoff to decode."""
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one choice, in order, as one: token boundaries kept, the latest word on everything else."""
+    """Merge consecutive deltas of one choice: all tokens and log probabilities, the latest value of other fields."""
     if len(deltas) == 1:
         return deltas[0]
     first, last = deltas[0], deltas[-1]
@@ -120,7 +120,7 @@ def _joined(parts: list[tuple[TokenLogprobs, ...]]) -> tuple[TokenLogprobs, ...]
 
 
 _MAX_PLAIN = 1 << 18
-"""More than any vocabulary; a hostile peer cannot make the table grow beyond."""
+"""Larger than any vocabulary; bounds the table against a hostile peer."""
 
 
 class _PlainDeltas(dict[int, Delta]):
@@ -132,20 +132,20 @@ class _PlainDeltas(dict[int, Delta]):
 
 
 plain_delta = _PlainDeltas().__getitem__
-"""The delta of one token and nothing else. Deltas are immutable, so there is one per token."""
+"""Return the shared, immutable delta that holds this token id and nothing else."""
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """All that one engine step produced, for all its sequences."""
+    """Output of one engine step for all its sequences."""
 
     deltas: tuple[tuple[RequestId, Delta], ...] = ()
     failed: tuple[tuple[RequestId, ErrorInfo], ...] = ()
-    """Requests that the engine gave up on; the error says whether another worker could do better."""
+    """Requests that failed; the error says whether a retry on another worker can help."""
     load: WorkerLoad | None = None
     plain_ids: tuple[RequestId, ...] = ()
-    """Requests that got one token for choice 0 and nothing else, which most do in most steps. An engine
-    passes the same tuple object while its batch stays the same: a worker then reuses what it worked out."""
+    """Requests that got one token of choice 0 and nothing else (the common case). An engine passes the same
+    tuple object while its batch is unchanged, so that a worker can reuse derived values."""
     plain_tokens: tuple[int, ...] = ()
-    """Their tokens, in the same order."""
+    """Tokens of `plain_ids`, in the same order."""
     kv_changes: tuple[KvChange, ...] = ()
-    """Blocks that came and went, in order; of engines that tell them (`KvEvents`)."""
+    """Blocks stored and removed, in order; from engines with the `KvEvents` capability."""

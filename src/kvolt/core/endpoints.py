@@ -1,4 +1,4 @@
-"""The names under which workers are found: one rule for those who serve and those who call."""
+"""Names of endpoints, components and event topics, shared by servers and clients."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ from kvolt.core.request import Role
 GENERATE = "generate"
 """Requests in, deltas out."""
 CARD = "card"
-"""The ModelCard by its hash."""
+"""Returns the ModelCard of a hash."""
 CONTROL = "control"
-"""What an operator may ask of one worker (`worker_control`). Not registered: it is found at the address of
-`generate`, and answers while the worker is cordoned."""
+"""Operator commands to one worker. Not registered: it shares the address of `generate`, and is served while the
+worker is cordoned."""
 KV = "kv"
-"""What workers ask each other for (`kv_neighbours`). Not registered, as `control`."""
+"""Requests between workers: reads and offers of KV blocks. Not registered, like `control`."""
 KV_POOL = "kv-pool"
-"""The component of all pools that workers of a host share. Of a pool it is `control` that is registered: routers ask
-there what it has."""
+"""Component of the shared KV pools. A pool registers its `control` endpoint, where routers query its contents."""
 LOAD_TOPIC = "load"
 """Event plane topic of load reports."""
 KV_TOPIC = "kv"
 """Event plane topic of KV events: each payload is a KvEventBatch."""
 ROUTER_LOAD_TOPIC = "router-load"
-"""Event plane topic of what routers tell each other: each payload is a LoadVector (`router.gossip`)."""
+"""Event plane topic of the load exchange between routers: each payload is a LoadVector."""
 
 
 def component_name(model: str, role: Role, card: CardHash) -> str:
-    """The component of all workers that are interchangeable: same model, role and card.
+    """Component name of interchangeable workers: same model, role and card.
 
-    A model that comes back with another card (a new template, another block size) is another component,
-    so a rollout never mixes the two.
+    A changed card (new template, other block size) gives another component, so a rollout never mixes the two.
     """
     slug = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-").lower()[:32] or "model"
     digest = hashlib.blake2b(f"{len(model)}:{model}/{role}/{card}".encode(), digest_size=5).hexdigest()

@@ -1,8 +1,7 @@
-"""The one error tree.
+"""Error hierarchy.
 
-A type says whose fault it is and whether trying again can help; details are fields, not prose to be
-parsed. Errors cross processes as `ErrorInfo` and come back as the same type. HTTP status codes are
-not known here: the edge maps them.
+The type determines the fault and whether a retry can help; details are fields. An error crosses processes as
+`ErrorInfo` and is restored as the same type. The frontend maps types to HTTP status codes.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ FieldValue = str | int | float | bool | None
 
 
 class Fault(StrEnum):
-    """Who has to change something for the call to succeed."""
+    """Party that has to act for the call to succeed."""
 
     CALLER = "caller"
     OPERATOR = "operator"
     SERVER = "server"
     NETWORK = "network"
-    NOBODY = "nobody"
+    NONE = "none"
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it crosses a process boundary."""
+    """Serialized error."""
 
     code: str
     message: str
@@ -34,7 +33,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvoltError(Exception):
-    """Base of all errors that kvolt raises on purpose."""
+    """Base of all kvolt errors."""
 
     code: ClassVar[str] = "internal"
     fault: ClassVar[Fault] = Fault.SERVER
@@ -51,41 +50,41 @@ class KvoltError(Exception):
 
 
 class InvalidRequest(KvoltError):
-    """The request itself is wrong. Fields: param."""
+    """The request is invalid. Fields: param."""
 
     code = "invalid_request"
     fault = Fault.CALLER
 
 
 class PayloadTooLarge(InvalidRequest):
-    """A body, message or frame is over its limit. Fields: limit_bytes, size_bytes."""
+    """A body, message or frame exceeds its limit. Fields: limit_bytes, size_bytes."""
 
     code = "payload_too_large"
 
 
 class NotFound(KvoltError):
-    """Nothing of that name is known. Fields: kind, name."""
+    """Unknown name. Fields: kind, name."""
 
     code = "not_found"
     fault = Fault.CALLER
 
 
 class Unsupported(KvoltError):
-    """Valid, but this engine or version has no mechanism for it. Fields: feature."""
+    """The request is valid, but this engine or version does not support it. Fields: feature."""
 
     code = "unsupported"
     fault = Fault.CALLER
 
 
 class Cancelled(KvoltError):
-    """The caller gave up."""
+    """The caller cancelled the call."""
 
     code = "cancelled"
-    fault = Fault.NOBODY
+    fault = Fault.NONE
 
 
 class ConfigError(KvoltError):
-    """A setting, address or port is wrong at start. Fields: key, remedy. The process exits with 2."""
+    """Invalid setting, address or port at start. Fields: key, remedy. The process exits with status 2."""
 
     code = "config"
     fault = Fault.OPERATOR
@@ -99,14 +98,14 @@ class Overloaded(KvoltError):
 
 
 class Unavailable(KvoltError):
-    """No instance can take the call now (none registered, cordoned, draining). Fields: endpoint, reason."""
+    """No instance can serve the call now (none registered, cordoned, draining). Fields: endpoint, reason."""
 
     code = "unavailable"
     retryable = True
 
 
 class DeadlineExceeded(KvoltError):
-    """A wait ended at its deadline. Fields: stage (route, connect, first, between, total), after_s."""
+    """A deadline expired. Fields: stage (route, connect, first, between, total), after_s."""
 
     code = "deadline_exceeded"
     fault = Fault.SERVER
@@ -114,27 +113,27 @@ class DeadlineExceeded(KvoltError):
 
 
 class EngineFailed(KvoltError):
-    """The engine gave up on a request. Fields: engine."""
+    """The engine failed a request. Fields: engine."""
 
     code = "engine_failed"
 
 
 class EngineDied(EngineFailed):
-    """The engine ended with the request in it, as a lost worker does: another one may take it. Fields: engine."""
+    """The engine died while it ran the request; another worker can continue it. Fields: engine."""
 
     code = "engine_died"
     retryable = True
 
 
 class TransferFailed(KvoltError):
-    """Bytes did not arrive as they left: as good as never sent. Fields: path, reason (checksum)."""
+    """A transfer failed or its data is corrupt; the received bytes are discarded. Fields: path, reason (checksum)."""
 
     code = "transfer_failed"
     retryable = True
 
 
 class NetworkFault(KvoltError):
-    """Base: the other process could not be reached, or stopped answering."""
+    """Base of errors of an unreachable or unresponsive peer."""
 
     code = "network"
     fault = Fault.NETWORK
@@ -142,25 +141,25 @@ class NetworkFault(KvoltError):
 
 
 class ConnectFailed(NetworkFault):
-    """No connection could be opened; nothing was sent. Fields: address."""
+    """The connection could not be opened; nothing was sent. Fields: address."""
 
     code = "connect_failed"
 
 
 class WorkerLost(NetworkFault):
-    """The peer vanished with the call in flight. Fields: address, reason."""
+    """The peer was lost with the call in flight. Fields: address, reason."""
 
     code = "worker_lost"
 
 
 class DiscoveryLost(NetworkFault):
-    """Discovery did not answer; the last known state stays in use. Fields: address."""
+    """Discovery is unreachable; the last known state stays in use. Fields: address."""
 
     code = "discovery_lost"
 
 
 class KeyConflict(KvoltError):
-    """Another live lease owns the discovery key; it is free once that lease ends. Fields: key."""
+    """Another live lease owns the discovery key, until it ends. Fields: key."""
 
     code = "key_conflict"
     fault = Fault.OPERATOR
@@ -168,7 +167,7 @@ class KeyConflict(KvoltError):
 
 
 class ProtocolError(NetworkFault):
-    """The peer sent bytes that break the protocol; the connection is closed. Fields: rule."""
+    """The peer violated the protocol; the connection is closed. Fields: rule."""
 
     code = "protocol"
     retryable = False
@@ -193,9 +192,9 @@ _MAX_INT = 2**63 - 1
 
 
 def to_info(error: BaseException) -> ErrorInfo:
-    """What may be told to a peer: our own errors whole, anything else only by type name.
+    """Serialize an error for a peer. Of an exception that is not a KvoltError only the type name is disclosed.
 
-    Whatever was put into it, the result encodes, is short and decodes at the other end.
+    The result always encodes and decodes, and its size is bounded.
     """
     if isinstance(error, KvoltError):
         fields = {name: _portable(value) for name, value in error.fields.items()}
@@ -212,7 +211,7 @@ def _portable(value: object) -> FieldValue:
 
 
 def _text(value: object, max_chars: int) -> str:
-    """Cut to length, and without the surrogates that a file name may bring and UTF-8 cannot hold."""
+    """Truncate to `max_chars`, and replace lone surrogates (from file names), which UTF-8 cannot encode."""
     text = str(value)
     if len(text) > max_chars:
         text = f"{text[: max_chars - 1]}…"
@@ -220,21 +219,21 @@ def _text(value: object, max_chars: int) -> str:
 
 
 def with_fields(error: KvoltError, **fields: FieldValue) -> KvoltError:
-    """The same error with more said of it, where it does not say so itself; one error may be several requests' end."""
-    told = type(error)(error.message, **{**fields, **error.fields})
-    told.__cause__ = error.__cause__
-    return told
+    """Copy the error (several requests may share it) with additional fields; existing fields win."""
+    copy = type(error)(error.message, **{**fields, **error.fields})
+    copy.__cause__ = error.__cause__
+    return copy
 
 
-def reworded(error: KvoltError, message: str) -> KvoltError:
-    """The same error in other words."""
-    told = type(error)(message, **error.fields)
-    told.__cause__ = error.__cause__
-    return told
+def with_message(error: KvoltError, message: str) -> KvoltError:
+    """Copy the error with another message."""
+    copy = type(error)(message, **error.fields)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def from_info(info: ErrorInfo) -> KvoltError:
-    """The same error on this side; an unknown code (a newer peer) becomes the base type."""
+    """Restore an error from its serialized form; an unknown code (of a newer peer) becomes a KvoltError."""
     kind = _BY_CODE.get(info.code)
     if kind is None:
         return KvoltError(info.message, **{"code": info.code, **info.fields})

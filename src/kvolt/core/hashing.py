@@ -1,9 +1,8 @@
-"""Token blocks and the 64-bit hashes that route them.
+"""Token blocks and their 64-bit routing hashes.
 
-Owns the cut of tokens into full blocks, LocalBlockHash and SequenceHash. Both are bit for bit those of
-NVIDIA Dynamo's router, so that its workers' events and ours name the same blocks. They are for routing
-and events only: 64 unkeyed bits may collide, which costs a cache hit and never a wrong answer. Bytes
-that are stored or shared are named by `core.block_key`, which this module must not know.
+Cuts tokens into full blocks and computes LocalBlockHash and SequenceHash, bit for bit as NVIDIA Dynamo's router does,
+so that events of its workers identify the same blocks. For routing and events only: a collision of 64 unkeyed bits
+costs a cache hit, never a wrong answer. `core.block_key` identifies stored or shared bytes.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ _SALT_SEED = 1
 
 _TOKEN_BYTES = 4
 _PACKED_TOKENS = 64 * 1024
-"""Tokens packed by one call, which holds the interpreter lock until it returns."""
+"""Tokens packed per call; bounds how long a call holds the GIL."""
 _U64_MASK = 2**64 - 1
 _MIN_DIGEST_BYTES = 16
 _pack_link = struct.Struct("<QQ").pack
 
 
 class MediaExtent(msgspec.Struct, frozen=True):
-    """Where one media object lies in the expanded prompt, and what it is.
+    """Position and content digest of one media object in the expanded prompt.
 
-    One digest serves both identities: the router takes 64 bits of it, a stored block needs all of it.
+    The routing hash uses 64 bits of the digest, the BlockKey all of it.
     """
 
     start: int
@@ -50,9 +49,9 @@ class MediaExtent(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < 2**63 and 0 < self.length < 2**63):
-            raise InvalidRequest("media does not lie in the prompt", param="media")
+            raise InvalidRequest("media position is outside the prompt", param="media")
         if len(self.digest) < _MIN_DIGEST_BYTES:
-            raise InvalidRequest(f"media digest under {_MIN_DIGEST_BYTES} bytes", param="media")
+            raise InvalidRequest(f"media digest is shorter than {_MIN_DIGEST_BYTES} bytes", param="media")
 
     @property
     def end(self) -> int:
@@ -60,12 +59,12 @@ class MediaExtent(msgspec.Struct, frozen=True):
 
     @property
     def media_hash(self) -> int:
-        """The first 16 hex digits as a number: what engines' events are cut down to."""
+        """First 8 bytes of the digest as an integer, as in the events of engines."""
         return int.from_bytes(self.digest[:8], "big")
 
 
 def utf8(text: str, param: str) -> bytes:
-    """Text of a caller as bytes; a lone surrogate (legal in JSON escapes) is the caller's fault."""
+    """Encode a caller's text; raises InvalidRequest on a lone surrogate (legal in JSON escapes)."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -73,7 +72,7 @@ def utf8(text: str, param: str) -> bytes:
 
 
 def request_seed(lora: str | None, salt: str | None) -> int:
-    """The seed of a request's local hashes: other adapters and tenants never match each other's blocks."""
+    """Hash seed of a request; blocks of different adapters or salts never match."""
     seed = BASE_SEED
     if lora:
         seed += xxh3(utf8(lora, "lora"), _LORA_SEED)
@@ -83,7 +82,7 @@ def request_seed(lora: str | None, salt: str | None) -> int:
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian u32. Raises InvalidRequest on an id that does not fit."""
+    """Encode token ids as little-endian u32. Raises InvalidRequest on an id out of range."""
     if not isinstance(tokens, (list, tuple)) and sys.byteorder == "little":
         try:
             view = memoryview(tokens)  # type: ignore[arg-type]  # a sequence without a buffer raises
@@ -99,7 +98,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b"".join(struct.pack(f"<{len(part)}I", *part) for part in parts)
     except (struct.error, TypeError):
         raise InvalidRequest(
-            "token ids must be integers of 32 bits without sign", param="tokens", index=_first_bad(tokens)
+            "token ids must be unsigned 32-bit integers", param="tokens", index=_first_bad(tokens)
         ) from None
 
 
@@ -115,21 +114,23 @@ def _first_bad(tokens: TokenIds) -> int | None:
 def check_block_size(block_size: int) -> int:
     if not 0 < block_size < 2**32:
         raise ConfigError(
-            "a block holds at least one token", key="block_size", remedy="use a block size of 1 or more"
+            f"block size {block_size} is out of range",
+            key="block_size",
+            remedy="use a block size of 1 or more",
         )
     return block_size
 
 
 def cut_blocks(data: bytes, block_size: int) -> Iterator[tuple[bytes]]:
-    """The blocks of `token_bytes` output, each in a tuple; `data` is a whole number of blocks."""
-    # iter_unpack cuts in C: a third less time per block than slicing in a comprehension.
+    """Split `token_bytes` output into blocks, each in a tuple; `data` must be a whole number of blocks."""
+    # iter_unpack splits in C: a third less time per block than slicing in a comprehension.
     return struct.iter_unpack(f"{block_size * _TOKEN_BYTES}s", data)
 
 
 def extents_by_block(
     extents: Iterable[MediaExtent], block_size: int, num_blocks: int, first_block: int = 0
 ) -> list[list[MediaExtent]]:
-    """For each of `num_blocks` blocks from `first_block`, the extents that overlap it, in the given order."""
+    """Extents that overlap each of `num_blocks` blocks from `first_block`, in input order."""
     blocks: list[list[MediaExtent]] = [[] for _ in range(num_blocks)]
     for extent in extents:
         first = max(extent.start // block_size - first_block, 0)
@@ -140,7 +141,7 @@ def extents_by_block(
 
 
 def media_by_block(extents: Iterable[MediaExtent], block_size: int, num_blocks: int) -> list[list[int]]:
-    """For each of the first `num_blocks` blocks, the hashes of the media that overlap it."""
+    """Hashes of the media that overlap each of the first `num_blocks` blocks."""
     return _media_hashes(extents_by_block(extents, check_block_size(block_size), num_blocks))
 
 
@@ -151,10 +152,9 @@ def _media_hashes(blocks: Iterable[Iterable[MediaExtent]]) -> list[list[int]]:
 def local_hashes(
     tokens: TokenIds, block_size: int, seed: int = BASE_SEED, media: Sequence[Sequence[int]] | None = None
 ) -> list[LocalBlockHash]:
-    """One hash per full block of `tokens`; a trailing partial block has none.
+    """Hash each full block of `tokens`; a trailing partial block is ignored.
 
-    `media` holds the 64-bit hashes of the media in each block (see `media_by_block`), in any order; it
-    may go on past the last full block, but must reach it.
+    `media` holds the media hashes of each block (see `media_by_block`), in any order, for at least all full blocks.
     """
     data = token_bytes(tokens)
     num_blocks = len(tokens) // check_block_size(block_size)
@@ -182,13 +182,13 @@ def _media_bytes(hashes: Sequence[int]) -> bytes:
     try:
         return struct.pack(f"<{len(hashes)}Q", *sorted(hashes))
     except struct.error:
-        raise InvalidRequest("media hashes must be integers of 64 bits without sign", param="media") from None
+        raise InvalidRequest("media hashes must be unsigned 64-bit integers", param="media") from None
 
 
 def sequence_hashes(
     local: Iterable[LocalBlockHash], parent: SequenceHash | None = None
 ) -> list[SequenceHash]:
-    """Chain local hashes, from the start of a sequence or on from `parent`."""
+    """Chain local hashes from `parent`, or from the start of a sequence."""
     link: int | None = parent
     chained = [link := block if link is None else xxh3(_pack_link(link, block), BASE_SEED) for block in local]
     return cast("list[SequenceHash]", chained)
@@ -196,10 +196,10 @@ def sequence_hashes(
 
 @dataclass(slots=True)
 class TokenBlocks:
-    """Cuts a growing sequence into full blocks and says which media each one overlaps.
+    """Cuts a growing sequence into full blocks with the media that overlap each.
 
-    Keeps only what later blocks need: the bytes of the open block and the extents not yet passed. A push
-    that completes blocks looks at each of those extents once, so a long prompt is best pushed whole.
+    Keeps the bytes of the open block and the extents that reach into it or lie after it. Each push that completes
+    blocks scans those extents once, so push a long prompt whole.
     """
 
     block_size: int
@@ -218,9 +218,9 @@ class TokenBlocks:
         return self.num_blocks * self.block_size + len(self._open) // _TOKEN_BYTES
 
     def push(self, tokens: TokenIds) -> tuple[bytes, list[list[MediaExtent]] | None]:
-        """The bytes of the blocks that `tokens` complete, and per block its media (None: none at all).
+        """Append tokens; return the bytes of the blocks they complete and the media per block (None: no media).
 
-        Changes nothing when it raises.
+        Changes nothing if it raises.
         """
         self._open += token_bytes(tokens)
         block_bytes = self.block_size * _TOKEN_BYTES
@@ -239,7 +239,7 @@ class TokenBlocks:
 
 
 class SequenceHasher:
-    """The sequence hashes of a growing sequence, at a cost that follows the new tokens only."""
+    """Sequence hashes of a growing sequence. Extending costs only the new tokens."""
 
     def __init__(self, block_size: int, seed: int = BASE_SEED, media: Iterable[MediaExtent] = ()) -> None:
         self.sequence: list[SequenceHash] = []
@@ -251,7 +251,7 @@ class SequenceHasher:
         return self._blocks.num_tokens
 
     def extend(self, tokens: TokenIds) -> list[SequenceHash]:
-        """Append tokens; the hashes of the blocks they complete. Changes nothing when it raises."""
+        """Append tokens and return the hashes of the blocks they complete. Changes nothing if it raises."""
         data, extents = self._blocks.push(tokens)
         if not data:
             return []
@@ -263,9 +263,9 @@ class SequenceHasher:
         return sequence
 
     def append(self, block: bytes) -> SequenceHash:
-        """As `extend` by the tokens of one full block, given as their bytes; a third of its time.
+        """Append one full block, given as token bytes; three times as fast as `extend`.
 
-        For sequences without media, and not while a block is open.
+        Only for sequences without media and without an open block.
         """
         local = cast("LocalBlockHash", xxh3(block, self._seed))
         parent = self.sequence[-1] if self.sequence else None

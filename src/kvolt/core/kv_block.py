@@ -1,7 +1,6 @@
-"""A block of KV as it leaves one pool for another: its names, its bytes, and the checksum over both.
+"""KvBlock: a KV block in transit between pools, with its ids, bytes and checksum, and the layout of the bytes.
 
-Owns what must be equal on both sides for the bytes to mean the same. Knows nothing of where the bytes lay or how
-they travel: a transfer that does not copy puts a descriptor in the place of `data` and keeps the rest.
+Independent of memory and transport: a zero-copy transfer replaces `data` by a descriptor and keeps the other fields.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _pack_names = struct.Struct("<QQ?").pack
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the bytes of a block are laid out. Two engines with equal layouts can exchange blocks."""
+    """Layout of the bytes of a block. Engines with equal layouts can exchange blocks."""
 
     name: str
-    """Names the order of the axes; also `EngineInfo.kv_layout` and part of every BlockKey."""
+    """Name of the axis order; equals `EngineInfo.kv_layout` and is part of every BlockKey."""
     dtype: str
     num_layers: int
     num_kv_heads: int
@@ -30,7 +29,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """One sealed block. `seal` makes one with its checksum; `intact` says whether it is still that one."""
+    """One complete block. `seal` adds the checksum, `is_intact` verifies it."""
 
     key: BlockKey
     sequence_hash: SequenceHash
@@ -42,15 +41,15 @@ class KvBlock(msgspec.Struct, frozen=True):
     checksum: int = 0
 
     def seal(self) -> KvBlock:
-        """The same block with the checksum of what it holds."""
+        """Return a copy with its checksum."""
         return msgspec.structs.replace(self, checksum=self._compute())
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         return self.checksum == self._compute()
 
     def _compute(self) -> int:
-        """Over the names too: bytes that got under another block's name are as wrong as a flipped bit."""
+        """Checksum over ids and bytes: bytes stored under the wrong id are corrupt too."""
         state = xxh3_64(self.key)
         state.update(_pack_names(self.sequence_hash, self.position, self.parent is not None))
         state.update(self.parent or b"")

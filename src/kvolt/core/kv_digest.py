@@ -1,8 +1,7 @@
-"""A digest of a set of blocks that does not depend on their order and is kept up as blocks come and go.
+"""Incremental, order-independent digest of a set of blocks.
 
-The xor of every SequenceHash after SplitMix64's finalizer. Adding a block and taking it away are the same operation,
-so a set's digest follows each change in one step; two sides that hold the same set have the same digest, however they
-got there. It finds lost events and defects. It is no proof against someone who chooses hashes to fool it.
+The xor of SplitMix64's finalizer over all SequenceHashes: adding and removing a block are the same operation. A router
+and a worker with the same set have the same digest. It detects lost events and bugs, not hashes chosen by an attacker.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-def mix(block_hash: int) -> int:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of the hash."""
+def mix_hash(block_hash: int) -> int:
+    """Apply SplitMix64's finalizer: every output bit depends on every input bit."""
     mixed = (block_hash + _STEP) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK
@@ -26,8 +25,8 @@ def mix(block_hash: int) -> int:
 
 
 def digest_of(hashes: Iterable[int]) -> int:
-    """Of these blocks, each named once. `digest ^ digest_of(some)` is the digest with or without them."""
+    """Digest of distinct hashes. `digest ^ digest_of(hashes)` adds or removes them."""
     digest = EMPTY_DIGEST
     for block_hash in hashes:
-        digest ^= mix(block_hash)
+        digest ^= mix_hash(block_hash)
     return digest

@@ -1,4 +1,4 @@
-"""KV events: which blocks a worker holds, told to whoever routes to it."""
+"""KV events: blocks that a worker stores and removes, published for routers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Self
 import msgspec
 
 from kvolt.core.ids import InstanceId, SequenceHash
-from kvolt.core.packed_hashes import check_packed, num_packed, packed, unpacked
+from kvolt.core.packed_hashes import check_packed_hashes, num_packed_hashes, pack_hashes, unpack_hashes
 
 
 class Tier(StrEnum):
-    """Where a block lies, fastest first."""
+    """Storage tier of a block, fastest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -23,66 +23,66 @@ class Tier(StrEnum):
 
 
 TIER_LEVEL: dict[Tier, int] = {tier: level for level, tier in enumerate(Tier)}
-"""The tiers as numbers, for who keeps arrays over them: 0 is the fastest."""
+"""Tiers as array indices; 0 is the fastest."""
 
 
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
-    """A run of blocks, each the child of the one before."""
+    """A chain of stored blocks, each the child of the previous one."""
 
     hashes: bytes
-    """Their SequenceHashes as `packed_hashes` has them: most who handle them never look at one."""
+    """SequenceHashes in the format of `packed_hashes`."""
     parent: SequenceHash | None = None
     start_position: int | None = None
-    """Index of the first block in its sequence, where the engine knows it."""
+    """Index of the first block in its sequence, if the engine knows it."""
     tier: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
-        check_packed(self.hashes)
+        check_packed_hashes(self.hashes)
 
     @classmethod
-    def of(
+    def from_hashes(
         cls,
         hashes: Sequence[int],
         parent: SequenceHash | None = None,
         start_position: int | None = None,
         tier: Tier = Tier.DEVICE,
     ) -> Self:
-        return cls(packed(hashes), parent, start_position, tier)
+        return cls(pack_hashes(hashes), parent, start_position, tier)
 
     @property
     def num_blocks(self) -> int:
-        return num_packed(self.hashes)
+        return num_packed_hashes(self.hashes)
 
     @property
     def sequence_hashes(self) -> tuple[SequenceHash, ...]:
-        return unpacked(self.hashes)
+        return unpack_hashes(self.hashes)
 
 
 class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):
-    """Blocks in any order."""
+    """Removed blocks, in any order."""
 
     hashes: bytes
-    """As in Stored."""
+    """SequenceHashes in the format of `packed_hashes`."""
     tier: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
-        check_packed(self.hashes)
+        check_packed_hashes(self.hashes)
 
     @classmethod
-    def of(cls, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> Self:
-        return cls(packed(hashes), tier)
+    def from_hashes(cls, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> Self:
+        return cls(pack_hashes(hashes), tier)
 
     @property
     def num_blocks(self) -> int:
-        return num_packed(self.hashes)
+        return num_packed_hashes(self.hashes)
 
     @property
     def sequence_hashes(self) -> tuple[SequenceHash, ...]:
-        return unpacked(self.hashes)
+        return unpack_hashes(self.hashes)
 
 
 class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="cleared"):
-    """Every block of this worker, rank and tier (all tiers when None) is gone."""
+    """All blocks of this worker, rank and tier (None: all tiers) are removed."""
 
     tier: Tier | None = None
 
@@ -91,7 +91,7 @@ KvChange = Stored | Removed | Cleared
 
 
 class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One change of one rank. Ids count up by one within an epoch; a new epoch starts from nothing."""
+    """One change of one rank. Ids increase by one within an epoch; a new epoch starts with no blocks."""
 
     event_id: int
     epoch: int
@@ -100,7 +100,7 @@ class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvDigest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one rank holds in one tier, in two numbers: see `kv_digest`."""
+    """Number and digest of the blocks of one rank and tier; see `kv_digest`."""
 
     num_blocks: int
     digest: int
@@ -109,9 +109,9 @@ class KvDigest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The changes of one step of one instance."""
+    """Changes of one engine step of one instance."""
 
     events: tuple[KvEvent, ...]
     instance: InstanceId | None = None
     digests: tuple[KvDigest, ...] = ()
-    """Now and then: what the ranks of these events hold after them, so that who follows can see that it is right."""
+    """Sent periodically: state of these ranks after the events, against which a subscriber checks its index."""

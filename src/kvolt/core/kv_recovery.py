@@ -1,7 +1,8 @@
-"""What a router asks a worker whose KV events it missed, and the answers. Asked at the worker's control endpoint.
+"""Messages by which a router recovers missed KV events through a worker's control endpoint.
 
-First the events themselves, which the worker keeps for a while; if they are gone, all that it holds. Both answers
-come in parts of a bounded size, the first of which says at which event they stand.
+The router first requests a replay of the missed events, which the worker keeps for a while, and if they are no longer
+available a snapshot of all blocks. Both responses are split into parts of bounded size; the first part has the event
+id that they correspond to.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from kvolt.core.kv_events import KvDigest, Tier
 from kvolt.core.packed_hashes import HASHES_DTYPE
 
 PART_BYTES = 512 * 1024
-"""About the size of a part of an answer: large enough to be few, small enough to be nobody's burden."""
+"""Approximate size of one part of a response."""
 
 
 class KvEventsSince(msgspec.Struct, frozen=True, tag="kv_events_since"):
-    """Everything from this event on."""
+    """Request the events from this id on."""
 
     epoch: int
     event_id: int
 
 
 class KvContents(msgspec.Struct, frozen=True, tag="kv_contents"):
-    """All blocks that are held now."""
+    """Request a snapshot of all blocks."""
 
 
-KvQuestion = KvEventsSince | KvContents
+KvRecoveryRequest = KvEventsSince | KvContents
 
 
 class KvReplay(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_replay"):
-    """A part of the answer to KvEventsSince."""
+    """One part of the response to KvEventsSince."""
 
     instance: InstanceId
     epoch: int
     next_id: int
-    """Of the event that comes after all that was told up to now."""
+    """Id of the next event that the worker will publish."""
     batches: tuple[bytes, ...] = ()
-    """Each an encoded KvEventBatch, in order, beginning with the one that has the event asked for."""
-    is_gone: bool = False
-    """The events are of another epoch or too long ago. Then there are no batches."""
+    """Encoded KvEventBatches in order, starting with the one that contains the requested event."""
+    is_unavailable: bool = False
+    """The events are of another epoch or no longer kept; `batches` is empty."""
     digests: tuple[KvDigest, ...] = ()
-    """What is held at `next_id`; none where nobody keeps count."""
+    """State at `next_id`; empty if the worker does not compute digests."""
 
 
 class KvSnapshot(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapshot"):
-    """The first part of the answer to KvContents: when it was taken, and what the parts that follow come to.
+    """First part of the response to KvContents: the event id of the snapshot, and the digests of its contents.
 
-    A rank and tier that is not among the digests holds nothing.
+    A rank and tier without a digest holds no blocks.
     """
 
     instance: InstanceId
@@ -60,18 +61,18 @@ class KvSnapshot(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapsh
 
 
 class KvSnapshotPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapshot_part"):
-    """Some of the blocks of one rank and tier, as `packed_hashes` has them."""
+    """Part of the blocks of one rank and tier, in the format of `packed_hashes`."""
 
     hashes: bytes
     dp_rank: int = 0
     tier: Tier = Tier.DEVICE
 
 
-KvAnswer = KvReplay | KvSnapshot | KvSnapshotPart
+KvRecoveryResponse = KvReplay | KvSnapshot | KvSnapshotPart
 
 
-def pack_hashes(hashes: Iterable[int]) -> Iterator[bytes]:
-    """In pieces of PART_BYTES at most."""
+def pack_hash_parts(hashes: Iterable[int]) -> Iterator[bytes]:
+    """Pack hashes into parts of at most PART_BYTES."""
     import numpy as np
 
     packed = np.fromiter(hashes, dtype=HASHES_DTYPE).tobytes()
@@ -80,7 +81,7 @@ def pack_hashes(hashes: Iterable[int]) -> Iterator[bytes]:
 
 
 def split_batches(batches: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Batches in groups of about PART_BYTES; at least one group, which may be empty."""
+    """Group batches into parts of about PART_BYTES; yields at least one group, which may be empty."""
     group: list[bytes] = []
     num_bytes = 0
     for batch in batches:

@@ -1,8 +1,7 @@
-"""Step models: how long an engine step takes, from what is in it.
+"""Step models: predict the duration of an engine step from its contents.
 
-One model serves the router, the planner, the simulated engine and the twin, so that they cannot
-disagree about time. LatencyModel is the one that is fitted and told to others; OccupancyModel is
-the shape of timing that Dynamo's mocker has. Who only needs the time asks for a StepModel.
+The router, the planner, the simulated engine and the twin share one model. LatencyModel is fitted and published;
+OccupancyModel reproduces the timing of Dynamo's mocker. StepModel is the interface of both.
 """
 
 from __future__ import annotations
@@ -19,48 +18,48 @@ from kvolt.core.load import StepStats
 Floats = npt.NDArray[np.float64]
 
 _HOUR_S = 3600.0
-Price = Annotated[float, Meta(ge=0.0, le=_HOUR_S)]
-"""Seconds of a step model. Bounded where one is decoded: a peer that registers NaN or a negative time would decide
-where all requests go."""
-SignedPrice = Annotated[float, Meta(ge=-_HOUR_S, le=_HOUR_S)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=_HOUR_S)]
+"""Coefficient of a step model in seconds. Bounded on decoding: a peer that registers NaN or a negative time would
+attract all requests."""
+SignedSeconds = Annotated[float, Meta(ge=-_HOUR_S, le=_HOUR_S)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class StepModel(Protocol):
-    """Whatever can tell the time of a step. Pure: the same step, the same time."""
+    """Predicts the duration of a step. Pure."""
 
     def step_s(self, step: StepStats) -> float: ...
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
-        """A prompt alone in one step, its first `num_cached` tokens already held."""
+        """Duration of a step that prefills one prompt, whose first `num_cached` tokens are cached."""
         ...
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """One token for each of `batch` sequences."""
+        """Duration of a step that decodes one token of each of `batch` sequences."""
         ...
 
     def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
-        """`decode_s` of many steps at once."""
+        """Vectorized `decode_s`."""
         ...
 
 
 class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: a sum of what is in it, each at its price.
+    """Linear step model.
 
-    `base + prefill*p + prefill_context*px + batch*b + context*c`, and `prefill_step` if it prefills at all.
+    `base + prefill*p + prefill_context*px + batch*b + context*c`, plus `prefill_step` if the step prefills.
     """
 
-    base_s: Price = 0.0
-    prefill_token_s: Price = 0.0
-    prefill_context_s: Price = 0.0
-    batch_s: Price = 0.0
-    context_token_s: Price = 0.0
-    prefill_step_s: Price = 0.0
-    """What the first prompt token costs besides: engines replay steps that only decode, and launch the others
-    kernel by kernel."""
-    shared_kv_read: Share = 1.0
-    """Cost of reading a KV block once more for another sequence, as a share of the first read: 1 where each sequence
-    reads its own (paged attention), 0 where a block that several share is read once (cascade attention)."""
+    base_s: Seconds = 0.0
+    prefill_token_s: Seconds = 0.0
+    prefill_context_s: Seconds = 0.0
+    batch_s: Seconds = 0.0
+    context_token_s: Seconds = 0.0
+    prefill_step_s: Seconds = 0.0
+    """Extra cost of a step with prefill: engines replay decode-only steps as graphs and launch others kernel by
+    kernel."""
+    shared_kv_read: Fraction = 1.0
+    """Cost of rereading a shared KV block for another sequence, as a fraction of the first read: 1 for paged
+    attention, 0 for cascade attention, which reads a shared block once."""
 
     def step_s(self, step: StepStats) -> float:
         time_s = (
@@ -83,25 +82,25 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: squares of the prompt tokens and of the share of the KV cache that is read.
+    """Step model quadratic in the prompt tokens and in the fraction of the KV cache that is read.
 
-    A step that prefills and decodes takes the sum of both. A decode does not depend on the batch.
+    Prefill and decode of one step add up. Decode does not depend on the batch size.
     """
 
-    prefill_base_s: Price = 0.0
-    prefill_token_s: Price = 0.0
-    prefill_square_s: Price = 0.0
+    prefill_base_s: Seconds = 0.0
+    prefill_token_s: Seconds = 0.0
+    prefill_square_s: Seconds = 0.0
     """Per squared prompt token of the step."""
-    decode_base_s: Price = 0.0
-    decode_share_s: SignedPrice = 0.0
-    """Of a cache that is read as a whole. This and the next may be negative."""
-    decode_square_s: SignedPrice = 0.0
-    """Per squared share."""
-    decode_least_s: Price = 0.0
+    decode_base_s: Seconds = 0.0
+    decode_share_s: SignedSeconds = 0.0
+    """Seconds per full read of the cache. This and the next coefficient may be negative."""
+    decode_square_s: SignedSeconds = 0.0
+    """Seconds per squared fraction of the cache."""
+    decode_least_s: Seconds = 0.0
     kv_tokens: Annotated[int, Meta(ge=1)] = 1
-    """Tokens that the whole cache holds."""
-    shared_kv_read: Share = 1.0
-    """As LatencyModel's."""
+    """Capacity of the KV cache in tokens."""
+    shared_kv_read: Fraction = 1.0
+    """As in LatencyModel."""
 
     def step_s(self, step: StepStats) -> float:
         time_s = 0.0
@@ -128,21 +127,21 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kv_tokens_read(step: StepStats, shared_kv_read: float) -> float:
-    """Context tokens of a step, of which repeated reads of shared blocks count for `shared_kv_read` each."""
+    """Context tokens of a step; rereads of shared blocks count as the fraction `shared_kv_read`."""
     return step.context_tokens - (1.0 - shared_kv_read) * step.shared_tokens
 
 
 Model = TypeVar("Model", LatencyModel, OccupancyModel)
 
 
-def at_speed(model: Model, speed: float) -> Model:
-    """The same engine, so many times as fast."""
-    prices = {name: getattr(model, name) / speed for name in model.__struct_fields__ if name.endswith("_s")}
-    return msgspec.structs.replace(model, **prices)
+def scale_speed(model: Model, speed: float) -> Model:
+    """Divide all times of the model by `speed`."""
+    scaled = {name: getattr(model, name) / speed for name in model.__struct_fields__ if name.endswith("_s")}
+    return msgspec.structs.replace(model, **scaled)
 
 
 def prompt_s(model: StepModel, num_tokens: int, num_cached: int, chunk: int) -> float:
-    """A prompt alone, in steps of at most `chunk` tokens. Its last token is computed, cached or not."""
+    """Time to prefill one prompt in steps of at most `chunk` tokens. The last token is always computed."""
     time_s, start = 0.0, min(num_cached, num_tokens - 1)
     while start < num_tokens:
         size = min(num_tokens - start, chunk)
@@ -151,9 +150,11 @@ def prompt_s(model: StepModel, num_tokens: int, num_cached: int, chunk: int) -> 
     return time_s
 
 
-def features(step: StepStats) -> tuple[float, float, float, float, float, float, float]:
-    """The row of a step in the linear fit, in the order of LatencyModel's fields; the last column is fitted as the
-    cost of a repeated read, and `shared_kv_read` is its ratio to `context_token_s`."""
+def fit_features(step: StepStats) -> tuple[float, float, float, float, float, float, float]:
+    """Row of a step in the linear fit, in the order of LatencyModel's fields.
+
+    The last coefficient is the cost of a reread; `shared_kv_read` is its ratio to `context_token_s`.
+    """
     return (
         1.0,
         step.prefill_tokens,

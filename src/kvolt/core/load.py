@@ -1,4 +1,4 @@
-"""Load figures of a worker, and the step log that a latency model is fitted from."""
+"""Load statistics of a worker, and the step log from which a latency model is fitted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ STEP_LOG_VERSION = 1
 
 
 class StepStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step in the terms of the model `a + b*prefill + c*prefill*context + d*batch + e*context`."""
+    """Statistics of one engine step: the inputs of a latency model and the measured time."""
 
     batch: int = 0
     """Sequences that decoded one token."""
     prefill_tokens: int = 0
-    """Prompt tokens computed (cached ones do not count)."""
+    """Prompt tokens computed (cached tokens excluded)."""
     prefill_context: int = 0
-    """Sum over prefilled chunks of chunk tokens x tokens before and in the chunk."""
+    """Sum over prefill chunks of chunk tokens x tokens up to the end of the chunk."""
     context_tokens: int = 0
     """KV tokens read by the decoding sequences."""
     time_s: float = 0.0
     shared_tokens: int = 0
-    """Of `context_tokens`, those in blocks that an earlier decoding sequence of the step reads too."""
+    """Part of `context_tokens` in blocks that an earlier sequence of the step also reads."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker is busy with now; published at most every 100 ms while it changes."""
+    """Current load of a worker; published at most every 100 ms while it changes."""
 
     running: int = 0
     waiting: int = 0
@@ -36,11 +36,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_total_blocks: int = 0
     dp_rank: int = 0
     step: StepStats | None = None
-    """The latest step, when there was one since the last report."""
+    """Latest step since the previous report, if any."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the KV blocks that requests hold."""
+        return self.kv_used_blocks / self.kv_total_blocks if self.kv_total_blocks else 0.0
 
 
 class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a step log: what the figures were measured on."""
+    """First line of a step log: the engine, model and device measured."""
 
     version: int = STEP_LOG_VERSION
     engine: str
@@ -56,26 +61,26 @@ _step_decoder = msgspec.json.Decoder(StepStats)
 
 
 def encode_step_log(header: StepLogHeader, steps: Iterable[StepStats]) -> Iterator[bytes]:
-    """The log as JSON lines, header first."""
+    """Encode a step log as JSON lines, header first."""
     yield _encoder.encode(header) + b"\n"
     for step in steps:
         yield _encoder.encode(step) + b"\n"
 
 
 def encode_step(step: StepStats) -> bytes:
-    """One more line of a log."""
+    """Encode one line of a step log."""
     return _encoder.encode(step) + b"\n"
 
 
 def _checked(step: StepStats) -> StepStats:
     for name in step.__struct_fields__:
         if getattr(step, name) < 0:
-            raise msgspec.ValidationError(f"{name} is {getattr(step, name)}: it must not be negative")
+            raise msgspec.ValidationError(f"{name} is {getattr(step, name)}, must not be negative")
     return step
 
 
 def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepStats]]:
-    """Header and steps; InvalidRequest names the line that is wrong."""
+    """Decode a step log into header and steps; raises InvalidRequest with the number of an invalid line."""
     header: StepLogHeader | None = None
     steps: list[StepStats] = []
     for number, line in enumerate(lines, 1):
@@ -92,13 +97,15 @@ def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepSta
         raise InvalidRequest("the step log is empty", param="step_log")
     if header.version != STEP_LOG_VERSION:
         raise InvalidRequest(
-            f"step log version {header.version} is not {STEP_LOG_VERSION}", param="step_log", line=1
+            f"step log version {header.version} is not supported: this is {STEP_LOG_VERSION}",
+            param="step_log",
+            line=1,
         )
     return header, steps
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a worker publishes under LOAD_TOPIC."""
+    """Event published under LOAD_TOPIC."""
 
     instance: str
     load: WorkerLoad

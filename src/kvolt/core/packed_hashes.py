@@ -1,4 +1,4 @@
-"""SequenceHashes as bytes, eight little-endian ones each: how they travel and are counted, without an object each."""
+"""Packed SequenceHashes: little-endian u64 in one bytes object, the wire format."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from kvolt.core.ids import SequenceHash
 
 HASH_BYTES = 8
 HASHES_DTYPE = "<u8"
-"""The same in NumPy's words."""
+"""NumPy dtype of packed hashes."""
 
-_MOST_KINDS = 256
+_MAX_STRUCTS = 256
 
 
-@lru_cache(_MOST_KINDS)
-def _of(number: int) -> struct.Struct:
+@lru_cache(_MAX_STRUCTS)
+def _struct_of(number: int) -> struct.Struct:
     return struct.Struct(f"<{number}Q")
 
 
-def packed(hashes: Sequence[int]) -> bytes:
-    """struct.error for what has no place in 64 bits without a sign."""
-    return _of(len(hashes)).pack(*hashes)
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Raises struct.error for a value outside u64."""
+    return _struct_of(len(hashes)).pack(*hashes)
 
 
-def unpacked(data: bytes) -> tuple[SequenceHash, ...]:
-    """Of bytes that hold whole hashes."""
-    return cast("tuple[SequenceHash, ...]", _of(num_packed(data)).unpack(data))
+def unpack_hashes(data: bytes) -> tuple[SequenceHash, ...]:
+    """`data` must be a whole number of hashes."""
+    return cast("tuple[SequenceHash, ...]", _struct_of(num_packed_hashes(data)).unpack(data))
 
 
-def num_packed(data: bytes) -> int:
+def num_packed_hashes(data: bytes) -> int:
     return len(data) // HASH_BYTES
 
 
-def check_packed(data: bytes) -> None:
-    """ValueError where they are no whole hashes."""
+def check_packed_hashes(data: bytes) -> None:
+    """Raise ValueError unless `data` is a whole number of hashes."""
     if len(data) % HASH_BYTES:
-        raise ValueError(f"{len(data)} bytes are not hashes of {HASH_BYTES} bytes each")
+        raise ValueError(f"{len(data)} bytes are not a multiple of {HASH_BYTES}")

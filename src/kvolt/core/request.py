@@ -1,4 +1,4 @@
-"""Request: all that a worker needs to compute an answer. Tokens, never text."""
+"""Request: token ids and parameters sent from the frontend to a worker. It carries no text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvolt.core.kv_events import Tier
 
 
 class Role(StrEnum):
-    """What part of the work a worker does."""
+    """Part of a request that a worker computes."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -23,7 +23,7 @@ class Role(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen. Randomness is a function of (seed, position)."""
+    """Sampling parameters. Randomness is a function of (seed, position)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,12 +37,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     num_choices: int = 1
     logprobs: int | None = None
-    """How many alternatives to report per token; None for none at all."""
+    """Number of alternatives reported per token; None: no log probabilities."""
     prompt_logprobs: int | None = None
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """When a choice ends. Stop strings are the edge's business: engines see tokens only."""
+    """Token-level stop conditions of a choice. The frontend matches stop strings itself."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -60,56 +60,56 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A constraint on the output, already validated at the edge."""
+    """Constraint on the output, validated by the frontend."""
 
     kind: GrammarKind
     text: str
 
 
 class MediaSpan(MediaExtent, frozen=True, omit_defaults=True):
-    """Placeholder tokens that stand for one image, video or audio, and where its content is."""
+    """Placeholder tokens of one image, video or audio, and the location of its content."""
 
     kind: str = "image"
     uri: str | None = None
 
 
 class LinkCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that the KV of one token takes between each candidate and the other end of a handoff."""
+    """Seconds per token of KV transferred between a candidate worker and the other end of a handoff."""
 
     token_s: Annotated[float, msgspec.Meta(ge=0)]
-    """Where nothing else is known."""
+    """Default for workers that are not in `by_peer`."""
     by_peer: dict[InstanceId, Annotated[float, msgspec.Meta(ge=0)]] = {}
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the caller lets a router know or demands of it."""
+    """Routing preferences and constraints of a request."""
 
     tenant: str | None = None
     session: str | None = None
     priority: int = 0
     pins: dict[Role, InstanceId] = {}
     pinned_dp_rank: int | None = None
-    """Of the caller before it is routed; of the decision when a worker has it."""
+    """DP rank required by the caller; after routing, the selected rank."""
     allowed: tuple[InstanceId, ...] = ()
-    """Of those who answer no others; empty for anyone."""
+    """Workers that may serve the request (decode or aggregated); empty: all."""
     allowed_prefill: tuple[InstanceId, ...] = ()
-    """The same of those who compute prompts for others."""
+    """Prefill workers that may compute the prompt; empty: all."""
     required_taints: tuple[str, ...] = ()
-    """Only workers that have them all."""
+    """A worker must have all of these."""
     preferred_taints: dict[str, float] = {}
     expected_output_tokens: int | None = None
     weights: dict[str, float] = {}
-    """Of the policy, by name, in place of the router's own."""
+    """Policy weights by name; they override the router's."""
     temperature: float | None = None
-    """Of the choice between workers, in place of the router's own."""
+    """Worker selection temperature; overrides the router's."""
     query_only: bool = False
-    """Where would it go? It is not sent, and nothing is booked."""
-    links: LinkCosts | None = None
-    """Of the journey, for a router alone: what moving the prompt's KV takes, where the other worker is known."""
+    """Return the routing decision only: dispatch nothing and reserve nothing."""
+    link_costs: LinkCosts | None = None
+    """Cost of transferring the prompt's KV when the other worker is known. Set by the journey for its router."""
 
 
 class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Blocks that another place holds: the first `num_blocks` of the prompt."""
+    """First `num_blocks` blocks of the prompt, as held by another instance."""
 
     instance: InstanceId
     tier: Tier
@@ -117,37 +117,37 @@ class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):
     dp_rank: int = 0
 
 
-MEETING = "kvolt"
-"""The name of the address in `EngineInfo.transfer_addresses` where workers meet."""
+RENDEZVOUS_ADDRESS_KEY = "kvolt"
+"""Key of the rendezvous address in `EngineInfo.transfer_addresses`."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where decode meets prefill in the decode-first flow, where both have a request at the same time."""
+    """Where the prefill and decode workers of a decode-first request exchange KV."""
 
-    room: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    """A number that nobody else knows; the parts of the prompt have this one and those after it."""
+    mailbox: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """First mailbox id, random and secret; the parts of the prompt use consecutive ids."""
     address: str
-    """Of the prefill worker."""
+    """Address of the prefill worker."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request's move from prefill to decode. The ticket is opaque to all but the two engines."""
+    """Transfer of a request from prefill to decode. Only the two engines interpret the ticket."""
 
     ticket: bytes
     prefill_instance: InstanceId
     block_hashes: tuple[SequenceHash, ...] = ()
     expires_in_s: float | None = None
     token_ids: tuple[int, ...] = ()
-    """The prompt as expanded by prefill, so that decode repeats no preprocessing."""
+    """Prompt as expanded by prefill; spares decode the preprocessing."""
     media: tuple[MediaSpan, ...] = ()
     first_tokens: tuple[int, ...] | None = None
-    """Present when prefill sampled them; then prefill's side emits them and decode does not."""
+    """Tokens that prefill sampled and emits; decode does not emit them again."""
     cached_tokens: int | None = None
-    """Of the prompt, those that prefill did not have to compute."""
+    """Prompt tokens that prefill found in its cache."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request as it crosses processes."""
+    """Request to an engine, serialized between processes."""
 
     request_id: RequestId
     model: str
@@ -155,7 +155,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: StopConditions
     sampling: Sampling = Sampling()
     block_size: int | None = None
-    """Block size that the hashes were computed with."""
+    """Block size of `sequence_hashes`."""
     sequence_hashes: tuple[SequenceHash, ...] = ()
     grammar: Grammar | None = None
     salt: str | None = None
@@ -166,51 +166,53 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rendezvous: Rendezvous | None = None
     handoff: Handoff | None = None
     prefill_only: bool = False
-    """Its prompt is to be computed for somebody else to go on with."""
-    resume: tuple[int, ...] = ()
-    """Output tokens that the client already has: go on after them."""
-    resume_choices: tuple[tuple[int, ...] | None, ...] = ()
-    """The same for each of several choices, in place of `resume`; None for one that is over and not wanted again."""
+    """Compute the prompt only; a decode worker generates the output."""
+    prior_tokens: tuple[int, ...] = ()
+    """Output tokens generated before the request migrated; generation continues after them."""
+    prior_tokens_by_choice: tuple[tuple[int, ...] | None, ...] = ()
+    """`prior_tokens` per choice, when there are several; None: the choice is complete and is not computed."""
     deadline_s: float | None = None
-    """Time left when it was sent. Remaining time, not a date: clocks of machines differ."""
+    """Time left when the request was sent: relative, since clocks of hosts differ."""
     extra: dict[str, Any] = {}
-    """Engine-specific arguments, passed through."""
-    paper_length: int = 0
-    """How long a prompt is whose tokens nobody knows, as one of a trace: then `token_ids` is empty."""
+    """Engine-specific arguments, passed through unchanged."""
+    trace_prompt_length: int = 0
+    """Prompt length of a trace request, which has no token ids; 0 for every other request."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.token_ids) or self.paper_length
+        return len(self.token_ids) or self.trace_prompt_length
 
     @property
-    def is_resumed(self) -> bool:
-        """Whether the client has something of the answer already."""
-        return bool(self.resume or self.resume_choices)
+    def has_prior_tokens(self) -> bool:
+        """Whether tokens were generated before the request migrated."""
+        return bool(self.prior_tokens or self.prior_tokens_by_choice)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its client reads the answer already: it resumes, or a prefill worker has sampled its first tokens."""
-        return self.is_resumed or (self.handoff is not None and self.handoff.first_tokens is not None)
+    def has_started(self) -> bool:
+        """Whether output exists: prior tokens, or first tokens sampled by a prefill worker."""
+        return self.has_prior_tokens or (self.handoff is not None and self.handoff.first_tokens is not None)
 
     @property
     def open_choices(self) -> Sequence[int]:
-        """Indices of the choices that are to be computed."""
-        if not self.resume_choices:
+        """Indices of the choices to compute."""
+        if not self.prior_tokens_by_choice:
             return range(self.sampling.num_choices)
-        return [index for index, resumed in enumerate(self.resume_choices) if resumed is not None]
+        return [index for index, tokens in enumerate(self.prior_tokens_by_choice) if tokens is not None]
 
-    def resumed(self, index: int) -> tuple[int, ...]:
-        """Output tokens of a choice that the client already has."""
-        return (self.resume_choices[index] or ()) if self.resume_choices else self.resume
-
-    @property
-    def num_resumed_tokens(self) -> int:
-        """Of all choices that are to be computed."""
-        if not self.resume_choices:
-            return len(self.resume) * self.sampling.num_choices
-        return sum(len(resumed or ()) for resumed in self.resume_choices)
+    def prior_tokens_of(self, index: int) -> tuple[int, ...]:
+        """Prior tokens of one choice."""
+        return (
+            (self.prior_tokens_by_choice[index] or ()) if self.prior_tokens_by_choice else self.prior_tokens
+        )
 
     @property
-    def num_given_tokens(self) -> int:
-        """All that has to be there before its next tokens can be computed: the prompt, and what it resumes after."""
-        return self.num_prompt_tokens + self.num_resumed_tokens
+    def num_prior_tokens(self) -> int:
+        """Prior tokens of all choices to compute."""
+        if not self.prior_tokens_by_choice:
+            return len(self.prior_tokens) * self.sampling.num_choices
+        return sum(len(tokens or ()) for tokens in self.prior_tokens_by_choice)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt and prior tokens: the context of the next token."""
+        return self.num_prompt_tokens + self.num_prior_tokens

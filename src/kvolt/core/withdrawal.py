@@ -1,9 +1,8 @@
-"""A request that was sent to a worker is asked back before it has begun. Asked at the worker's control endpoint.
+"""Withdrawal of a dispatched request that has not started, through the worker's control endpoint.
 
-If it had not begun, its own stream ends with Unavailable and this reason: that is what counts for whoever waits there,
-and comes even where the answer is lost.
-
-A prompt that a worker has computed for others is asked back likewise, when nobody will fetch it: its blocks are let go.
+The stream of a withdrawn request ends with Unavailable and reason `withdrawn`. The caller relies on that error, which
+arrives even if the response to Withdraw is lost. Withdrawing a prefilled prompt that no decode worker will fetch
+releases its blocks.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     request_id: RequestId
 
 
-class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Whether it had not begun; then nothing of it is or will be computed there. Of a prompt that was computed for
-    others: whether its blocks were still there to be let go."""
+class WithdrawResult(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """`was_withdrawn`: the request had not started and will not be computed here. For a prefilled prompt: its blocks
+    were still held and are released."""
 
-    is_back: bool
+    was_withdrawn: bool
 
 
 def withdrawn_error() -> Unavailable:
-    """What ends the stream of a request that was given back."""
-    return Unavailable("the request was given back before it had begun", reason=_REASON, gpu_work="none")
+    """Error that ends the stream of a withdrawn request."""
+    return Unavailable("the request was withdrawn before it started", reason=_REASON, gpu_work="none")
 
 
 def was_withdrawn(error: KvoltError | None) -> bool:

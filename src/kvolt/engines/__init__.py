@@ -1,1 +1,1 @@
-"""The engine contract, the registry of engines, and what engines of kvolt share."""
+"""The engine contract, the registry of engines, and modules shared by engines."""

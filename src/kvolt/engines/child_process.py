@@ -1,6 +1,6 @@
-"""ChildProcess: an engine's process as who has started it sees it: its start, its end, what it writes to its terminal.
+"""ChildProcess: an engine process as seen by its parent: start, exit, and terminal output.
 
-Knows nothing of what is said to it: a socket for that is among the descriptors that it is given.
+Knows no messages: the socket is among the descriptors passed to the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAST_OUTPUT_S = 1.0
 
 
 class _Output(asyncio.Protocol):
-    """Reads what the processes write, to its end; logs it, and keeps the last of it."""
+    """Logs the output of the process, and keeps the last lines."""
 
     def __init__(self, name: str) -> None:
         self.lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -36,13 +36,13 @@ class _Output(asyncio.Protocol):
         self._cutter = LineCutter(_LINE_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        self._take(self._cutter.feed(data))
+        self._log_lines(self._cutter.feed(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._take([self._cutter.take()])
+        self._log_lines([self._cutter.end_line()])
         self.ended.set()
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _log_lines(self, lines: list[bytes]) -> None:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             if text.strip():
@@ -51,7 +51,7 @@ class _Output(asyncio.Protocol):
 
 
 class ChildProcess:
-    """See the module. It ends with this process, however that ends (`stop.die_with_parent`)."""
+    """See the module. Ends with this process in any case (`stop.die_with_parent`)."""
 
     def __init__(
         self, process: Process, output: _Output, pipe: asyncio.ReadTransport, *, leads_group: bool
@@ -60,17 +60,18 @@ class ChildProcess:
         self._output = output
         self._pipe = pipe
         self._leads_group = leads_group
-        self._is_swept = False
-        """Whether all of its group was ended after its own end."""
+        self._is_group_killed = False
+        """Whether its group was killed after its own exit."""
 
     @classmethod
-    async def of_module(
+    async def start_module(
         cls, module: str, descriptors: Sequence[int], *, name: str, leads_group: bool = False
     ) -> Self:
-        """Runs a module with these descriptors, whose numbers are its arguments. Cancelling leaves nothing behind.
+        """Run a module with these descriptors, whose numbers are its arguments. Cancelling leaves no process
+        behind.
 
-        `name`: under which its output is logged. `leads_group`: it is at the head of a process group, and whatever
-        ends it ends all that it has started."""
+        `name` prefixes its log lines. With `leads_group` it leads a process group that ends with it.
+        """
         reads, writes = os.pipe()
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, writes)
@@ -84,7 +85,7 @@ class ChildProcess:
                     stdout=writes,
                     stderr=writes,
                     pass_fds=descriptors,
-                    start_new_session=leads_group,  # uvloop knows no `process_group`
+                    start_new_session=leads_group,  # uvloop has no `process_group`
                 )
             except BaseException:
                 pipe.close()
@@ -97,20 +98,20 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal's number; None while it runs."""
+        """Negative for a signal number; None while it runs."""
         return self._process.returncode
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """What it wrote last, for people."""
+        """The last lines of its output."""
         return tuple(self._output.lines)
 
-    async def ended(self) -> str:
-        """Wait for its end; how it came, in a few words. All it wrote is there then."""
+    async def wait_exit(self) -> str:
+        """Wait for the exit and for all output; returns a short description of the exit."""
         code = await self._process.wait()
         if self._leads_group:
             self.kill()
-        with contextlib.suppress(TimeoutError):  # a helper of it may hold the pipe
+        with contextlib.suppress(TimeoutError):  # a grandchild may keep the pipe open
             async with asyncio.timeout(_LAST_OUTPUT_S):
                 await self._output.ended.wait()
         self._pipe.close()
@@ -122,13 +123,14 @@ class ChildProcess:
             return f"was killed by signal {-code}"
 
     def kill(self) -> None:
-        """End it now, and all of its group where it leads one. Again and after its end: no error.
+        """Kill it, and its group if it leads one. Idempotent.
 
-        Its number is kept for its group while that has anybody left, and may be another's after that: so the group is
-        told once after the end, and not again."""
-        if self._is_swept:
+        A process group id stays reserved while the group has members and may be reused afterwards, so the
+        group is killed once after the exit and not again.
+        """
+        if self._is_group_killed:
             return
-        self._is_swept = self.exit_code is not None
+        self._is_group_killed = self.exit_code is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._leads_group:
                 os.killpg(self._process.pid, signal.SIGKILL)

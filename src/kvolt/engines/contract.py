@@ -1,44 +1,44 @@
-"""The engine contract: what a worker asks of whatever computes.
+"""The engine contract: the interface between a worker and an engine.
 
-Engines own their scheduling. `submit` only hands a request over; everything that comes of it leaves
-through `steps`, one StepOutput for all sequences of a step. Each submitted request ends exactly once:
-with a delta that has a finish reason for each of its choices, or in `StepOutput.failed`; an aborted or
-withdrawn one just stops.
+An engine owns its scheduling. `submit` enqueues a request; all results leave through `steps`, one StepOutput
+per engine step for all sequences. Every submitted request ends exactly once: with a delta that carries a
+finish reason for each of its choices, or with an entry in `StepOutput.failed`. An aborted or withdrawn
+request ends without output.
 
-How a choice ends. Each choice ends by itself, at its own step; the request ends with the last of them.
+End of a choice. Each choice ends at its own step; the request ends with its last choice.
 
-- EOS, one of the card's `eos_token_ids`: finish STOP, no `stop_reason`. Not with `ignore_eos`.
-- One of `stop_token_ids`: finish STOP, and the id is the `stop_reason`. An EOS among them counts as EOS, unless
+- EOS (one of the card's `eos_token_ids`): finish STOP, no `stop_reason`. Ignored with `ignore_eos`.
+- One of `stop_token_ids`: finish STOP, `stop_reason` is the id. An EOS id in the list counts as EOS, unless
   EOS is ignored.
-- `max_tokens`: finish LENGTH, but STOP when that token is also one of the above.
+- `max_tokens`: finish LENGTH, or STOP if the last token is also one of the above.
 
-The token that ends a choice is the last of its `token_ids`. Its text is no part of the answer: to leave it
-out is up to the edge, which also knows stop strings. Neither EOS nor a stop token ends a choice with fewer than
-`min_tokens` tokens before it; whether such a token is said and passed over or another one is taken in its place
-is the engine's affair.
+The token that ends a choice is the last of its `token_ids`. The frontend, which also handles stop strings,
+removes its text from the answer. Neither EOS nor a stop token ends a choice before `min_tokens` tokens; an
+engine may emit such a token and continue, or sample another one.
 
-What is told. The delta with a choice's finish reason carries the `Usage` of that choice, and no other does:
-`completion_tokens` counts all its tokens, the last and those of `resume` included; `prompt_tokens` is the same for
-every choice, and is counted once by who adds them up. `reasoning_tokens` stays 0: only the edge sees text. The first
-delta of choice 0 says by `cached_tokens` how many tokens of the prompt were not computed for it.
+Usage. Only the delta with a choice's finish reason carries `Usage`. `completion_tokens` counts all tokens of
+the choice, including the last one and those of `prior_tokens`. `prompt_tokens` is the same for every choice
+and must be summed once per request. `reasoning_tokens` stays 0: only the frontend sees text. The first delta
+of choice 0 carries `cached_tokens`, the number of prompt tokens that were not computed for this request.
 
-With `sampling.logprobs` every delta has one TokenLogprobs per token. `top` has as many as were asked for, the
-most likely first; the chosen token need not be among them, and has the same figure if it is. Such a request has no
-plain tokens. `prompt_logprobs` come with the first delta of choice 0, one per token of the prompt, None for the
-first; not for a request that resumes, whose client has them.
+Logprobs. With `sampling.logprobs` every delta has one TokenLogprobs per token. `top` has the requested number
+of entries, most likely first; the chosen token need not be among them, and has the same value if it is. Such
+a request has no plain tokens. `prompt_logprobs` come with the first delta of choice 0, one entry per prompt
+token, None for the first. They are not repeated for a resumed request.
 
-A request that resumes goes on after the tokens that its client has, as if nothing had happened: grammar, penalties,
-`min_tokens` and `max_tokens` go by all of them. Of several choices each goes on after its own (`resume_choices`), and
-those that are over are not computed. An engine that cannot refuses it with Unsupported: to begin anew would tell the
-client everything twice.
+Resumed requests. Generation continues after the tokens that the client already has: grammar, penalties,
+`min_tokens` and `max_tokens` include them. With several choices each continues after its own tokens
+(`prior_tokens_by_choice`), and finished choices are not computed. An engine that cannot resume raises
+Unsupported; restarting would send all tokens twice.
 
-The same request with the same seed has the same tokens, wherever and with whatever else it runs.
+Determinism. The same request with the same seed produces the same tokens on any instance and in any batch.
 
-Load. While there is work every step tells it; `kv_used_blocks` counts blocks that requests (and handoffs not yet
-taken, and KV that came for requests not yet admitted) hold, so an engine at rest has 0, however much it keeps cached.
+Load. Every step reports the load while there is work. `kv_used_blocks` counts blocks held by requests, by
+handoffs that were not fetched yet, and by received KV of requests that are not admitted yet. It is 0 for an
+idle engine, however much is cached.
 
-What an engine may offer besides is in the capability protocols below, each with a tier of the conformance suite
-(`kvolt.testing.engines.tiers`). A worker asks with `features_of`.
+Optional capabilities are the protocols below, each with a tier of the conformance suite
+(`kvolt.testing.engines.tiers`). A worker queries them with `features_of`.
 """
 
 from __future__ import annotations
@@ -51,35 +51,37 @@ from prometheus_client.core import Metric
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
+from kvolt.core.errors import Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Handoff, Request, Role
+from kvolt.core.request import Handoff, Request, Role, Sampling
 from kvolt.transfer.memory.slabs import Slab
 
 __all__ = [
     "FEATURES",
+    "AttachedKv",
     "Embed",
     "Encode",
     "Engine",
     "EngineSpec",
+    "HeldKv",
+    "KvAddressable",
+    "KvAllocation",
     "KvBlock",
     "KvEvents",
-    "KvHeld",
     "KvLayout",
     "KvMovable",
-    "KvPlaced",
-    "KvRoom",
-    "KvTaken",
     "KvTierable",
     "KvVisible",
     "Lora",
-    "Measured",
+    "MetricsProvider",
     "Pooling",
     "Prefill",
     "SealedKv",
     "Sleep",
+    "check_sampling_fields",
     "features_of",
 ]
 
@@ -87,307 +89,349 @@ Pooling = Literal["mean", "last"]
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, role and devices of an engine: everything but the arguments of its own kind."""
+    """Model, role and devices of an engine: everything except its engine-specific arguments."""
 
     model: str
     role: Role
     devices: tuple[str, ...] = ()
     has_tiers: bool = False
-    """Whether its blocks are offloaded to lower tiers, whatever its role."""
+    """Whether blocks are offloaded to lower tiers, in any role."""
 
 
 class Engine(Protocol):
-    """The port. Capability protocols (Prefill, KvMovable, ...) are separate and optional."""
+    """An inference engine. Capability protocols (Prefill, KvMovable, ...) are separate and optional."""
+
+    @property
+    def sampling_fields(self) -> frozenset[str]:
+        """Fields of `Sampling` that the engine implements, named one by one: a worker refuses requests that set
+        others (`check_sampling_fields`), and so any field that is new."""
+        ...
 
     @property
     def card(self) -> ModelCard:
-        """The model served; the same for every instance that serves it. Known once started."""
+        """Card of the served model; identical on every instance. Available after `start`."""
         ...
 
     async def start(self) -> EngineInfo:
-        """Load and be ready to compute."""
+        """Load the model and become ready to compute."""
         ...
 
     def submit(self, request: Request) -> None:
-        """Take a request. InvalidRequest or Unsupported when it can never run here; Overloaded when full."""
+        """Enqueue a request. InvalidRequest or Unsupported if it can never run here; Overloaded if the queue
+        is full."""
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Stop a request wherever it is and free what it holds. Unknown ids are no error."""
+        """Stop a request in any state and release its blocks. Unknown ids are ignored."""
         ...
 
     async def withdraw(self, request_id: RequestId) -> bool:
-        """Take a request back if it has not started; whether that was so."""
+        """Remove a request that has not started. Returns False if it has started or is unknown."""
         ...
 
     def steps(self) -> AsyncIterator[StepOutput]:
-        """The engine's output, without end. One reader. When it raises, the engine is dead."""
+        """Stream of step outputs, for one reader, until `close`. An exception means that the engine is dead."""
         ...
 
     async def close(self) -> None:
-        """Stop computing and free everything; `steps` ends."""
+        """Stop computing and release all resources; `steps` ends."""
         ...
 
 
 @runtime_checkable
 class KvEvents(Protocol):
-    """Tells which blocks it has, as they change.
+    """Reports changes of its prefix cache.
 
-    Changes leave in `StepOutput.kv_changes`, in order, with the step that made them or, when there is none, at once
-    in a step with nothing else. They name blocks by our hashes: `core.hashing` over the tokens, seeded by
-    `request_seed`. A block is told once: it is stored again only after it was removed, and its parent is there when
-    it is stored. A request finds what was told stored, and nothing that was told removed.
+    Changes are in `StepOutput.kv_changes`, in order, with the step that caused them; outside a step they are
+    sent immediately in a separate StepOutput. Blocks are named by kvolt's sequence hashes: `core.hashing`
+    over the tokens, seeded by `request_seed`. A block is reported as stored once, after its parent, and again
+    only after it was removed. A request finds exactly the blocks that were reported as stored and not
+    removed.
     """
 
     async def clear_kv(self) -> int:
-        """Forget every cached block; how many. Running requests go on with what they hold, which others no
-        longer find. Told by Cleared."""
+        """Drop all cached blocks and report Cleared; returns their number. Running requests keep their
+        blocks, which new requests no longer find."""
         ...
 
 
 @runtime_checkable
 class KvVisible(Protocol):
-    """Can be asked what it holds. Neither call changes anything, not even what would be evicted next."""
+    """Read-only view of the prefix cache. Neither call changes its state, including the eviction order."""
 
     async def match(self, request: Request) -> int:
-        """Tokens of the prompt in blocks held here, from its start: a whole number of blocks."""
+        """Number of leading prompt tokens in cached blocks: a multiple of the block size."""
         ...
 
     async def kv_contents(self) -> tuple[Stored, ...]:
-        """Every block that a request would find, parents first: what a replay of all changes gives."""
+        """All cached blocks, parents first: equal to a replay of all changes."""
         ...
 
 
 @runtime_checkable
 class KvMovable(Protocol):
-    """Gives blocks away and takes them in. For engines with equal layouts and equal keys."""
+    """Exports and imports blocks by copy, between engines with equal layouts and equal keys."""
 
     def kv_layout(self) -> KvLayout:
-        """Known after `start`."""
+        """Available after `start`."""
         ...
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
-        """Names of the full blocks of a request's prompt. Equal here and elsewhere: the same bytes."""
+        """Keys of the full blocks of a request's prompt. Equal keys on two engines mean equal bytes."""
         ...
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        """The blocks of these keys up to the first that is not held, each sealed by its checksum."""
+        """The leading blocks of `keys` that are cached, each with its checksum."""
         ...
 
     async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        """Take blocks in, parents first, as cached; how many of them are here now.
+        """Import blocks into the cache, parents first; returns how many of them are cached afterwards.
 
-        One that is not intact, has the wrong size, an unknown parent or no room is a miss, and so is what follows
-        it: never an error, never wrong tokens. What is here already counts and is told only once.
+        A block that is corrupt, has the wrong size, an unknown parent or no free space is a cache miss, and
+        so are all blocks after it. Blocks that are cached already count and are not reported again.
         """
         ...
 
 
-class KvHeld(msgspec.Struct, frozen=True):
-    """Where the full blocks of a prompt lie that was computed for others."""
+class HeldKv(msgspec.Struct, frozen=True):
+    """Full blocks of a prompt that was computed for a remote decode."""
 
     blocks: tuple[int, ...]
-    """Numbers in the engine's slabs."""
+    """Block numbers in the engine's slabs."""
     keys: tuple[BlockKey, ...]
     hashes: tuple[SequenceHash, ...]
 
 
-class KvRoom(msgspec.Struct, frozen=True):
-    """Where blocks go that come from elsewhere."""
+class KvAllocation(msgspec.Struct, frozen=True):
+    """Blocks allocated for received KV."""
 
     num_present: int
-    """Of the blocks asked for, from the first on, those that are here already."""
+    """Number of leading blocks that are cached already."""
     blocks: tuple[int, ...]
-    """For those after them, in order; fewer where there is no room."""
+    """Destinations of the blocks after those, in order; fewer if the pool is full."""
 
 
 @runtime_checkable
-class KvPlaced(Protocol):
-    """Its blocks lie in a memory that others read and fill: what travels is copied once, and not by the engine.
+class KvAddressable(Protocol):
+    """Blocks lie in memory that other processes read and write directly, without a copy by the engine.
 
-    Blocks that are held or given room for do not move and are nobody else's until they are let go.
+    Held and allocated blocks neither move nor change owner until they are released.
     """
 
     def kv_slabs(self) -> tuple[Slab, ...]:
-        """One for each rank that shares the model's heads, in their order, with a layout that says which heads: a block
-        has the same number in all of them. Known after `start`. Unsupported where the blocks lie in no such memory in
-        this setup."""
+        """One slab per rank, in rank order, each with the layout of its attention heads; a block has the same
+        number in all of them. Available after `start`. Unsupported if the blocks are not in such memory."""
         ...
 
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
-        """Of a prompt that `prefill` has computed; held until `release_prefill`, or the handoff expires. NotFound."""
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
+        """Blocks of a prompt computed by `prefill`. Held until `release_prefill` or until the handoff
+        expires. NotFound if there are none."""
         ...
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
-        """Of a prompt that `prefill` is computing or has computed: its complete full blocks from the first on, once
-        there are more than `after` of them or all are there (then perhaps no more). They hold what they should and do
-        not move until `release_prefill`, which whoever was told of them calls also when the prompt has failed, or the
-        time of a handoff is over.
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
+        """Wait for more than `after` complete full blocks of a prompt that `prefill` computes, or for its
+        end.
 
-        `prefill` must have been called before: calls keep their order. NotFound for a prompt that is unknown or let go,
-        or that is let go or fails while this waits. One waits for a prompt at a time: a later call takes the place of
-        an earlier one, which is Cancelled. A call that is cancelled leaves nothing."""
+        Returns all complete full blocks from the first on (possibly no new ones at the end). Their content is
+        valid and they do not move until `release_prefill`, which the caller must also call if the prompt
+        failed, or until the hold time of a handoff is over. `prefill` must have been called before; calls
+        keep their order. NotFound if the prompt is unknown or released, also while waiting. One caller waits
+        per prompt: a later call replaces an earlier one, which raises Cancelled. Cancelling a call has no
+        effect on the engine.
+        """
         ...
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        """For blocks from the first of a sequence on. Ends with `settle_kv`, unless `blocks` is empty; a call that is
-        cancelled leaves nothing."""
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        """Allocate blocks for a sequence from its first block on. Must be completed by `commit_kv` unless
+        `blocks` is empty; a cancelled call allocates nothing."""
         ...
 
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        """So many of the room's blocks hold what they should, and what is submitted from now on finds them; the rest is
-        let go.
+    async def commit_kv(
+        self, allocation: KvAllocation, num_filled: int, keep_for: RequestId | None = None
+    ) -> None:
+        """Commit the first `num_filled` allocated blocks to the cache and release the rest.
 
-        `keep_for`: they, and those that were here already, stay for this request until it is admitted, so that it need
-        not compute its prompt. They do so until it is aborted, or is not submitted: `release_prefill` of its id, or
-        the time of a handoff after this call; `clear_kv` forgets them as well. They are kept from what is merely
-        cached, not from who computes: where a running request, or one that comes before this one, is in need of
-        blocks, they may go."""
+        Requests submitted after this call find them. With `keep_for` the committed blocks and the leading
+        blocks that were present already stay reserved for that request until it is admitted, aborted or, if
+        it is never submitted, until `release_prefill` of its id or the hold time of a handoff after this
+        call. `clear_kv` drops them too. They are protected from eviction of cached blocks only: a running
+        request, or one ahead in the queue, may take them.
+        """
         ...
 
 
-class KvTaken(msgspec.Struct, frozen=True):
-    """Of blocks that came for a request which computes its prompt meanwhile."""
+class AttachedKv(msgspec.Struct, frozen=True):
+    """Result of attaching received blocks to a request that computes its prompt concurrently."""
 
-    is_here: bool = False
-    """Whether it runs or waits."""
-    num_taken: int = 0
-    """Blocks that it need not compute."""
+    is_known: bool = False
+    """Whether the request is running or waiting."""
+    num_attached: int = 0
+    """Number of blocks that it need not compute."""
     num_reached: int = 0
-    """Blocks of its prompt, from the first on, that it has or computes now: others for these are of no use. All of the
-    room's where it has no use for any, as where it waits for blocks that only the room has."""
+    """Number of leading prompt blocks that the request has or is computing; received blocks before that are
+    useless. All blocks of the allocation if it can use none, for example because it waits for blocks that
+    only the allocation holds."""
 
 
 class SealedKv(msgspec.Struct, frozen=True):
-    """Blocks one below the other that are full and computed."""
+    """Consecutive blocks of one sequence that are full and computed."""
 
     first: int
-    """Position of the first in its sequence."""
+    """Position of the first block in its sequence."""
     blocks: tuple[int, ...]
     keys: tuple[BlockKey, ...]
     hashes: tuple[SequenceHash, ...]
     parent: BlockKey | None = None
-    """Of the block before the first; None where that begins the sequence."""
+    """Key of the block before the first; None at the start of the sequence."""
     parent_hash: SequenceHash | None = None
     expires_in_s: float = 0.0
-    """They stay where they are for so long, unless they are let go before."""
+    """How long they stay pinned unless released earlier."""
 
 
 @runtime_checkable
 class KvTierable(Protocol):
-    """Says which of its blocks are complete, so that who has slower memory can copy them there (see `KvPlaced`)."""
+    """Reports completed blocks so that slower tiers can copy them (see `KvAddressable`)."""
 
     async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
-        """Blocks that were completed since the last call and are still here; none the first time. They do not move
-        until `Prefill.release_prefill` of that name, which no request has, or the time of a handoff is over. What
-        would be too much to hold comes with the next call. Cancelled, it leaves nothing."""
+        """Pin the blocks that were completed since the last call and are still cached; none on the first
+        call. They do not move until `Prefill.release_prefill(name)` (a name that no request has) or until the
+        hold time of a handoff is over. What would pin too many blocks is returned by the next call. A
+        cancelled call pins nothing."""
         ...
 
-    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        """The last `num_last` blocks of a room for its prompt (`KvPlaced.make_room`), those of earlier calls among
-        them, hold what they should, and a request that was submitted may have those that it has not reached: it goes on
-        behind them once it has computed what lies before them. One that waits takes none yet. What was taken is the
-        room's no more; the room ends with `settle_kv` all the same, with none filled if some were taken."""
+    async def attach_kv(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        """Attach the last `num_last` blocks of an allocation, including those of earlier calls, to a
+        submitted request.
+
+        The blocks must be filled. The request uses those that it has not reached: it continues behind them
+        once it has computed the blocks before them. A waiting request attaches none yet. Attached blocks
+        leave the allocation, which still ends with `commit_kv`, with `num_filled` 0 if any were attached.
+        """
         ...
 
 
 @runtime_checkable
 class Prefill(Protocol):
-    """Computes prompts for others to go on with; takes such prompts over.
+    """Computes prompts for a remote decode, and continues prompts that were computed remotely.
 
-    A submitted request with `handoff` set goes on as if its prompt had been computed here. Blocks that did not
-    arrive are computed again; a ticket that is unknown or expired is that, or an EngineFailed, never wrong tokens.
+    A submitted request with `handoff` continues as if its prompt had been computed here. Blocks that did not
+    arrive are recomputed; an unknown or expired ticket leads to recomputation or EngineFailed, never to wrong
+    tokens.
 
-    `Handoff.first_tokens` has one token for each choice: who called `prefill` tells them, and decode goes on after
-    them, as after `resume`. They are None when decode has to tell them: one of them ends its choice, or the request
-    wants logprobs. `completion_tokens` counts them in either case.
+    `Handoff.first_tokens` has one token per choice. The caller of `prefill` emits them, and decode continues
+    after them as after `prior_tokens`. They are None if decode must emit them: one of them ends its choice,
+    or the request wants logprobs. `completion_tokens` counts them in either case.
     """
 
     async def prefill(self, request: Request) -> Handoff:
-        """Compute the prompt, sample the first tokens, keep the blocks until they are released or the ticket
-        expires. Errors as of `submit`; a call that is cancelled leaves nothing."""
+        """Compute the prompt, sample the first tokens, and hold the blocks until they are released or the
+        ticket expires. Same errors as `submit`; a cancelled call leaves nothing."""
         ...
 
     async def release_prefill(self, request_id: RequestId) -> None:
-        """The blocks were taken, or nobody wants them: let go. A prompt that is still computed is so no more, and its
-        `prefill` is Cancelled. Also those that `KvPlaced.settle_kv` keeps for a request that was not submitted, and
-        will not be. Unknown ids are no error."""
+        """Release held blocks. A prompt that is still being computed is stopped and its `prefill` raises
+        Cancelled. Also releases blocks that `KvAddressable.commit_kv` keeps for a request that will not be
+        submitted. Unknown ids are ignored."""
         ...
 
 
 @runtime_checkable
 class Lora(Protocol):
-    """Adapters that requests choose by `Request.lora`; one that is not loaded is refused by `submit`."""
+    """LoRA adapters, selected by `Request.lora`. `submit` rejects a request for an adapter that is not
+    loaded."""
 
     async def load_lora(self, name: str, path: str) -> None:
-        """InvalidRequest when it does not fit the model, or the name is taken by another one."""
+        """InvalidRequest if the adapter does not fit the model or the name is in use."""
         ...
 
     async def unload_lora(self, name: str) -> None:
-        """Running requests end with it. NotFound when there is none of that name."""
+        """Ends running requests of the adapter. NotFound if the name is not loaded."""
         ...
 
     def loras(self) -> tuple[str, ...]:
-        """Names of the loaded ones, in order of loading."""
+        """Names of the loaded adapters, in loading order."""
         ...
 
 
 @runtime_checkable
 class Embed(Protocol):
-    """Vectors of texts."""
+    """Text embeddings."""
 
     async def embed(self, inputs: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
-        """One vector of unit length for each list of tokens. InvalidRequest for one that is empty or too long."""
+        """One vector of unit length per token list. InvalidRequest for an empty or too long list."""
         ...
 
 
 @runtime_checkable
 class Encode(Protocol):
-    """Turns media into what a language model reads."""
+    """Encodes media for a language model."""
 
     async def encode(self, request: Request) -> Handoff:
-        """Encode the request's media; the handoff has the expanded tokens, its ticket names the embeddings."""
+        """Encode the request's media. The handoff has the expanded tokens; its ticket names the embeddings."""
         ...
 
 
 @runtime_checkable
 class Sleep(Protocol):
-    """Gives its memory back for a while."""
+    """Releases device memory while idle."""
 
     async def sleep(self, level: int) -> None:
-        """1: weights to the host, KV dropped; 2: weights dropped as well. Nothing may be running."""
+        """1: move weights to the host, drop KV; 2: drop weights too. No request may be running."""
         ...
 
     async def wake(self) -> None: ...
 
 
 @runtime_checkable
-class Measured(Protocol):
-    """Keeps metrics of its own, which a worker tells with its others. No feature: nobody decides by it."""
+class MetricsProvider(Protocol):
+    """Exports metrics, which the worker publishes with its own. Not listed in FEATURES: no decision depends
+    on it."""
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
-        """Under the engine's names; `labels` say whose they are."""
+        """Metrics under the engine's own names, with `labels` added."""
         ...
 
 
 @runtime_checkable
 class Calibrated(Protocol):
-    """Corrects its step model by the steps it runs. No feature: the worker registers the corrected model."""
+    """Corrects its latency model by the steps it runs. Not listed in FEATURES: the worker registers the
+    corrected model."""
 
     @property
     def latency(self) -> LatencyModel | None:
-        """The step model as corrected now; None where none was measured."""
+        """The corrected latency model; None if no model was measured."""
         ...
 
 
 FEATURES: dict[str, type] = {
     kind.__name__: kind
-    for kind in (KvEvents, KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Lora, Embed, Encode, Sleep)
+    for kind in (
+        KvEvents,
+        KvVisible,
+        KvMovable,
+        KvAddressable,
+        KvTierable,
+        Prefill,
+        Lora,
+        Embed,
+        Encode,
+        Sleep,
+    )
 }
-"""The capability protocols by name."""
+"""Capability protocols by name."""
 
 
 def features_of(engine: object) -> tuple[str, ...]:
-    """What this engine's class offers. An engine that cannot do all of it in its present setup says less in
-    `EngineInfo.features`."""
+    """Capabilities of this engine's class. `EngineInfo.features` lists fewer if the current setup does not
+    support all."""
     return tuple(name for name, protocol in FEATURES.items() if isinstance(engine, protocol))
+
+
+_DEFAULT_SAMPLING = Sampling()
+
+
+def check_sampling_fields(sampling: Sampling, supported: frozenset[str], engine: str) -> None:
+    """Raise Unsupported if a field is set that the engine does not declare in `sampling_fields`."""
+    for name in Sampling.__struct_fields__:
+        if name not in supported and getattr(sampling, name) != getattr(_DEFAULT_SAMPLING, name):
+            raise Unsupported(f"the engine {engine} does not support {name}", feature=name, param=name)

@@ -1,7 +1,7 @@
-"""KvExchange: an engine's blocks as others ask for them: what is here, what leaves, what comes in.
+"""KvExchange: block export, import, holds and allocations of an engine.
 
-Owns the rules of the KvVisible, KvMovable, KvPlaced and KvTierable protocols for engines with our scheduler. Knows no
-layout: the memory reads and writes whole blocks.
+Implements KvVisible, KvMovable, KvAddressable and KvTierable for engines that use kvolt's scheduler. Knows no
+layout: BlockMemory reads and writes whole blocks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
-from kvolt.kv import BlockId, BlockName, Names
+from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, SealedKv
+from kvolt.kv import BlockId, BlockName, BlockNames
 from kvolt.scheduler.scheduler import Scheduler
 
 _PINNED_SHARE = 0.125
-"""Of all blocks, those that are held at a time for who copies them elsewhere."""
+"""Share of all blocks that may be pinned at a time for offload."""
 
 
 class BlockMemory(Protocol):
-    """Where the bytes of an engine's blocks lie."""
+    """Access to the bytes of an engine's blocks."""
 
     def read(self, block: BlockId) -> bytes:
-        """A copy."""
+        """A copy of the block."""
         ...
 
     def write(self, block: BlockId, data: bytes) -> None:
@@ -35,30 +35,30 @@ class BlockMemory(Protocol):
         ...
 
 
-def held_of(blocks: Sequence[BlockId], names: Names) -> KvHeld:
-    """Of the blocks of a sequence those that are named, which are the full ones."""
-    return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
+def to_held_kv(blocks: Sequence[BlockId], names: BlockNames) -> HeldKv:
+    """The named (full) blocks of a sequence."""
+    return HeldKv(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
 
 
-def _sealed(blocks: Sequence[BlockId], names: Names, first: int, hold_s: float) -> SealedKv:
-    above = names[first - 1] if first else None
+def _sealed(blocks: Sequence[BlockId], names: BlockNames, first: int, hold_s: float) -> SealedKv:
+    parent = names[first - 1] if first else None
     return SealedKv(
         first,
         tuple(blocks[first:]),
         tuple(names.keys[first:]),
         tuple(names.sequence_hashes[first:]),
-        None if above is None else above.key,
-        None if above is None else above.sequence_hash,
+        None if parent is None else parent.key,
+        None if parent is None else parent.sequence_hash,
         hold_s,
     )
 
 
-def _adopted(room: KvRoom) -> list[tuple[int, BlockId]]:
-    return [(index, BlockId(block)) for index, block in enumerate(room.blocks, room.num_present)]
+def _incoming(allocation: KvAllocation) -> list[tuple[int, BlockId]]:
+    return [(index, BlockId(block)) for index, block in enumerate(allocation.blocks, allocation.num_present)]
 
 
 class KvExchange:
-    """See the module. To be used between steps, or by the thread that plans them."""
+    """See the module. Must be called between steps, or by the thread that plans them."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class KvExchange:
         self._block_bytes = block_bytes
 
     def keys(self, request: Request) -> list[BlockKey]:
-        """Of the full blocks of a prompt."""
+        """Keys of the full blocks of a prompt."""
         return self._scheduler.prompt_keys(request)
 
     def match(self, request: Request) -> int:
@@ -100,74 +100,78 @@ class KvExchange:
             parent, position = key, position + 1
         return tuple(exported)
 
-    def hold(self, request_id: RequestId) -> KvHeld:
-        """NotFound when nothing is kept for it any more."""
-        kept = self._scheduler.kept(request_id)
+    def held(self, request_id: RequestId) -> HeldKv:
+        """NotFound if nothing is held for the request."""
+        kept = self._scheduler.kept_blocks(request_id)
         if kept is None:
-            raise NotFound(f"no blocks are kept of {request_id}", kind="handoff", name=request_id)
-        return held_of(*kept)
+            raise NotFound(f"no blocks are kept for {request_id}", kind="handoff", name=request_id)
+        return to_held_kv(*kept)
 
     def pin_sealed(self, name: RequestId, hold_s: float) -> tuple[SealedKv, ...]:
-        """As of KvTierable; who calls it sees to it that they are let go after that time."""
+        """As in KvTierable. The caller must release them after `hold_s`."""
         pool = self._scheduler.pool
         return tuple(
             _sealed(*each, hold_s)
             for each in self._scheduler.pin_sealed(name, max(int(pool.num_blocks * _PINNED_SHARE), 1))
         )
 
-    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+    def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         if len(hashes) != len(keys):
             raise InvalidRequest(f"{len(keys)} blocks have {len(hashes)} hashes", param="sequence_hashes")
-        names = Names(list(keys), list(hashes))
+        names = BlockNames(list(keys), list(hashes))
         num_present = self._scheduler.pool.match(names.keys)
-        adopted = self._scheduler.adopt(names)
-        return KvRoom(num_present, tuple(block for _, block in adopted))
+        incoming = self._scheduler.allocate_incoming(names)
+        return KvAllocation(num_present, tuple(block for _, block in incoming))
 
-    def settle(
-        self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None, expires_at: float = inf
+    def commit(
+        self,
+        allocation: KvAllocation,
+        num_filled: int,
+        keep_for: RequestId | None = None,
+        expires_at: float = inf,
     ) -> None:
-        self._scheduler.seal_adopted(_adopted(room), num_filled, keep_for, expires_at)
+        self._scheduler.commit_incoming(_incoming(allocation), num_filled, keep_for, expires_at)
 
-    def take(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        """As `KvTierable.take_kv`."""
-        if not 0 <= num_last <= len(room.blocks):
-            raise InvalidRequest(f"{num_last} of {len(room.blocks)} blocks", param="num_last")
-        if not room.blocks:
-            return KvTaken()
-        taken = self._scheduler.take_adopted(_adopted(room), num_last, request_id)
-        return KvTaken() if taken is None else KvTaken(True, *taken)
+    def attach(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        """As in `KvTierable.attach_kv`."""
+        if not 0 <= num_last <= len(allocation.blocks):
+            raise InvalidRequest(f"{num_last} of {len(allocation.blocks)} blocks", param="num_last")
+        if not allocation.blocks:
+            return AttachedKv()
+        counts = self._scheduler.attach_incoming(_incoming(allocation), num_last, request_id)
+        return AttachedKv() if counts is None else AttachedKv(True, *counts)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         count = 0
         run: list[KvBlock] = []
         for block in blocks:
-            if not block.intact or len(block.data) != self._block_bytes:
+            if not block.is_intact or len(block.data) != self._block_bytes:
                 break
             if run and block.parent != run[-1].key:
-                taken = self._import_run(run)
-                count += taken
-                if taken < len(run):
+                num_imported = self._import_run(run)
+                count += num_imported
+                if num_imported < len(run):
                     return count
                 run = []
             run.append(block)
         return count + self._import_run(run) if run else count
 
     def _import_run(self, run: Sequence[KvBlock]) -> int:
-        """Blocks each of which follows the one before."""
+        """Import blocks each of which is the parent of the next."""
         scheduler = self._scheduler
-        names = Names()
+        names = BlockNames()
         if run[0].parent is not None:
             names = scheduler.pool.lineage(run[0].parent)
             if len(names) != run[0].position:
-                return 0  # its parent is not here
+                return 0  # the parent is not cached
         elif run[0].position:
             return 0
         num_before = len(names)
         for block in run:
             names.append(BlockName(block.key, block.sequence_hash))
         present = scheduler.pool.match(names.keys)
-        adopted = scheduler.adopt(names)
-        for index, block_id in adopted:
+        incoming = scheduler.allocate_incoming(names)
+        for index, block_id in incoming:
             self._memory.write(block_id, run[index - num_before].data)
-        scheduler.seal_adopted(adopted)
-        return present - num_before + len(adopted)
+        scheduler.commit_incoming(incoming)
+        return present - num_before + len(incoming)

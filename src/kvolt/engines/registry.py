@@ -1,4 +1,4 @@
-"""Engines by name: ours, and those that a package offers under the entry point group `kvolt.engines`."""
+"""Registry of engines: built-in ones and those of the entry point group `kvolt.engines`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ GROUP = "kvolt.engines"
 AUTO = "auto"
 
 
-class Follower(Protocol):
-    """A part of an engine that another process leads, and registers."""
+class HeadlessNode(Protocol):
+    """An engine process without an API, whose engine another process leads and registers."""
 
     async def run(self) -> None:
-        """Until it is cancelled. KvoltError when it ends by itself."""
+        """Run until cancelled. KvoltError when it ends by itself."""
         ...
 
 
 class EngineKind(msgspec.Struct, frozen=True):
-    """How to make an engine of one kind."""
+    """How to build an engine of one kind."""
 
     arguments: type[msgspec.Struct]
     """Frozen, unknown fields forbidden, every field with a default."""
     build: Callable[[EngineSpec, Any], Engine]
     default_model: str | None = None
-    """One that it can always serve, for a first try."""
+    """Default model, which is always available."""
     choices: dict[str, dict[str, str]] = {}
-    """Arguments that know some words: each word with a line about it."""
-    follower: Callable[[EngineSpec, Any], Follower | None] = lambda spec, arguments: None
-    """What runs in place of an engine where another process leads it, by these arguments."""
+    """Arguments with a fixed set of values, and a one-line description of each value."""
+    headless_node: Callable[[EngineSpec, Any], HeadlessNode | None] = lambda spec, arguments: None
+    """Builds the node that runs instead of an engine if these arguments make it a follower of another process."""
     many_per_process: bool = False
-    """Whether hundreds of them can run on one event loop: those that compute nothing."""
+    """Whether hundreds of them can share an event loop, because they compute nothing."""
 
 
 def _sim() -> EngineKind:
@@ -59,9 +59,9 @@ def _native() -> EngineKind:
 def _vllm() -> EngineKind:
     from kvolt.engines.vllm.arguments import VllmArguments
     from kvolt.engines.vllm.engine import VllmEngine
-    from kvolt.engines.vllm.following import follower_of
+    from kvolt.engines.vllm.headless_node import headless_node_of
 
-    return EngineKind(VllmArguments, VllmEngine, "smollm2-135m", follower=follower_of)
+    return EngineKind(VllmArguments, VllmEngine, "smollm2-135m", headless_node=headless_node_of)
 
 
 def _remote() -> EngineKind:
@@ -95,11 +95,11 @@ _BUILT_IN: dict[str, Callable[[], EngineKind]] = {
 
 
 _SIM_ARGUMENTS = {"words": 120}
-"""Answers that come to an end: nothing else would end a chat that names no limit."""
+"""Bounds answers: a chat request without `max_tokens` would generate words up to the context length."""
 
 
 def choose_engine(name: str, model: str) -> tuple[str, dict[str, Any]]:
-    """The engine by name, where `auto` goes by the model's, and the arguments that it has by being chosen so."""
+    """The engine name (`auto` is resolved by the model's name) and the arguments implied by that choice."""
     if name != AUTO:
         return name, {}
     return ("sim", dict(_SIM_ARGUMENTS)) if model.startswith("sim-") else ("native", {})
@@ -110,36 +110,36 @@ def engine_names() -> list[str]:
 
 
 def find_engine(name: str) -> EngineKind:
-    """The kind of that name; ConfigError lists the known ones."""
+    """The engine kind of that name; ConfigError lists the known ones."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
-        kind: EngineKind = _loaded(name, built_in)
+        kind: EngineKind = _load(name, built_in)
         return kind
     for point in entry_points(group=GROUP, name=name):
-        found = _loaded(name, point.load)
-        if not isinstance(found, EngineKind):
+        plugin = _load(name, point.load)
+        if not isinstance(plugin, EngineKind):
             raise ConfigError(f"engine {name!r}: {point.value} is not an EngineKind", key="engine")
-        return found
+        return plugin
     raise ConfigError(
         f"unknown engine {name!r}", key="engine", remedy=f"known engines: {', '.join(engine_names())}"
     )
 
 
-def _loaded(name: str, load: Callable[[], Any]) -> Any:
+def _load(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install what it needs"
+            f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install its dependencies"
         ) from error
 
 
 def parse_argument(text: str, flag: str = "--arg") -> tuple[str, object]:
-    """`KEY=VALUE` as it is typed behind a flag; VALUE is JSON or a word."""
+    """Parse `KEY=VALUE` of a flag; VALUE is JSON or a string."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(
-            f"{flag} {text!r} is not KEY=VALUE", key="arg", remedy=f"write for example {flag} NAME=10"
+            f"{flag} {text!r} is not KEY=VALUE", key="arg", remedy=f"for example {flag} NAME=10"
         )
     try:
         return key, json.loads(value)
@@ -147,10 +147,10 @@ def parse_argument(text: str, flag: str = "--arg") -> tuple[str, object]:
         return key, value
 
 
-def merge_arguments(known: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
-    """Arguments with those of `--arg` in their places; `engine_args.dtype=float16` is one inside another."""
+def merge_arguments(known: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Apply `--arg` overrides; `engine_args.dtype=float16` sets a nested argument."""
     merged = dict(known)
-    for text in given:
+    for text in overrides:
         path, value = parse_argument(text)
         *outer, last = path.split(".")
         inside = merged
@@ -162,7 +162,8 @@ def merge_arguments(known: Mapping[str, Any], given: Iterable[str]) -> dict[str,
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
-    """An engine's arguments as its own class; ConfigError names the field and the nearest known one."""
+    """Convert arguments to the engine's argument class; ConfigError names the field and the nearest known
+    one."""
     kind = find_engine(name).arguments
     _check_names(name, kind, arguments, "args")
     try:
@@ -172,22 +173,22 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
 
 
 def _check_names(engine: str, kind: type[msgspec.Struct], arguments: Mapping[str, Any], where: str) -> None:
-    """Also inside nested structs that would ignore what they do not know, as wire types do."""
+    """Also checks nested structs that ignore unknown fields, as wire types do."""
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in arguments.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
             raise ConfigError(f"engine {engine!r} has no argument {key!r}", key=f"{where}.{key}", remedy=hint)
-        for inner in get_args(fields[key]) or (fields[key],):  # one that may be None is a union
+        for inner in get_args(fields[key]) or (fields[key],):  # an optional field is a union
             if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
                 _check_names(engine, inner, value, f"{where}.{key}")
 
 
-def build_follower(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Follower | None:
-    """None where these are the arguments of an engine that leads, or is alone."""
+def build_headless_node(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> HeadlessNode | None:
+    """The node for these arguments; None if they describe an engine that runs by itself or leads."""
     checked = check_arguments(name, arguments)
-    return find_engine(name).follower(spec, checked)
+    return find_engine(name).headless_node(spec, checked)
 
 
 def build_engine(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Engine:

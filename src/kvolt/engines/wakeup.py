@@ -6,25 +6,24 @@ import asyncio
 
 
 class Wakeup:
-    """An Event for one waiter, with a time limit that costs a timer and no cancellation."""
+    """An asyncio.Event for a single waiter, whose time limit costs a timer instead of a cancellation."""
 
-    __slots__ = ("_has_rung", "_waiter")
+    __slots__ = ("_is_set", "_waiter")
 
     def __init__(self) -> None:
-        self._has_rung = False
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def ring(self) -> None:
-        self._has_rung = True
+    def set(self) -> None:
+        self._is_set = True
         _wake(self._waiter)
 
-    def silence(self) -> None:
-        """What rang so far is dealt with."""
-        self._has_rung = False
+    def clear(self) -> None:
+        self._is_set = False
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it rings, or has since `silence`; whether it did within the time given."""
-        if self._has_rung:
+        """Wait until it is set; returns False after the timeout."""
+        if self._is_set:
             return True
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
@@ -35,7 +34,7 @@ class Wakeup:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
-        return self._has_rung
+        return self._is_set
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

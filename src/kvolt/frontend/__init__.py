@@ -1,1 +1,1 @@
-"""The HTTP edge: the only place that knows OpenAI formats."""
+"""HTTP frontend; the only package that knows OpenAI's formats."""

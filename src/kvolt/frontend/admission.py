@@ -1,7 +1,6 @@
-"""Who is let in: a bound on requests at once, and thresholds above which a model's workers count as busy.
+"""Admission control: a limit of concurrent requests, and busy thresholds of a model's workers.
 
-A request is refused only when every worker that could take it is busy: one that is free is the router's
-to find. What workers say of their load comes over the event plane.
+A request is rejected only if every candidate worker is busy. Worker loads arrive over the event plane.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _decode_report = msgspec.msgpack.Decoder(LoadReport).decode
 
 
 class WorkerLoads:
-    """The last word of each worker on its load."""
+    """Latest load report of each worker."""
 
     def __init__(self) -> None:
         self._loads: dict[str, WorkerLoad] = {}
@@ -36,27 +35,25 @@ class WorkerLoads:
     def get(self, instance_id: str) -> WorkerLoad | None:
         return self._loads.get(instance_id)
 
-    def put(self, report: LoadReport) -> None:
+    def update(self, report: LoadReport) -> None:
         self._loads.pop(report.instance, None)
-        if (
-            len(self._loads) >= _MAX_WORKERS
-        ):  # those that have been silent longest are the likeliest to be gone
-            del self._loads[next(iter(self._loads))]
+        if len(self._loads) >= _MAX_WORKERS:
+            del self._loads[next(iter(self._loads))]  # the longest silent worker is the likeliest to be gone
         self._loads[report.instance] = report.load
 
-    async def follow(self, events: EventPlane) -> None:
-        """Until cancelled, or the event plane is closed."""
+    async def subscribe(self, events: EventPlane) -> None:
+        """Apply load reports until cancelled or until the event plane closes."""
         async for event in events.subscribe(LOAD_TOPIC):
             try:
-                self.put(_decode_report(event.payload))
+                self.update(_decode_report(event.payload))
             except MALFORMED:
-                log.debug("%s published a load that this version does not understand", event.publisher)
+                log.debug("ignoring undecodable load report: publisher=%s", event.publisher)
 
 
 class Admission:
-    """Refuses with Overloaded, which says when to try again.
+    """Rejects requests over the limits with Overloaded, which carries a retry delay.
 
-    With a shared slot the bound is over all processes that share its table.
+    With a shared slot the request limit applies to all processes of the frontend together.
     """
 
     def __init__(self, loads: WorkerLoads, max_requests: int, shared: SharedSlot | None = None) -> None:
@@ -66,43 +63,42 @@ class Admission:
         self._thresholds: dict[str, BusyThreshold] = {}
         self.num_running = 0
 
-    def enter(self) -> Callable[[], None]:
-        """A place for a request; what gives it back, to be called once. Overloaded when there is none."""
+    def acquire(self) -> Callable[[], None]:
+        """Admit a request and return its release function, to be called once. Raises Overloaded at the limit."""
         shared = self._shared
         self.num_running += 1
-        # Counted before it is looked at: of two processes that take the last place at once, none may get it,
-        # but never both.
-        num_running = self.num_running if shared is None else shared.put(self.num_running)
+        # Increment before reading: of two processes that race for the last place both may fail, but never both win.
+        num_running = self.num_running if shared is None else shared.set_count(self.num_running)
         if num_running > self._max_requests:
-            self._leave()
+            self._release()
             raise Overloaded(
-                f"{self._max_requests} requests are being answered; try again later",
+                f"the server is at its limit of {self._max_requests} concurrent requests; try again later",
                 queue="requests",
                 limit=self._max_requests,
                 retry_after_s=1,
                 gpu_work="none",
             )
-        return self._leave
+        return self._release
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self.num_running -= 1
         if self._shared is not None:
-            self._shared.put(self.num_running)
+            self._shared.set_count(self.num_running)
 
     def threshold(self, model: str) -> BusyThreshold:
         return self._thresholds.get(model) or BusyThreshold(model=model)
 
-    def set_threshold(self, wanted: BusyThreshold) -> BusyThreshold:
-        """What is left out or null stays as it is."""
-        given = {
-            name: value for name in wanted.__struct_fields__ if (value := getattr(wanted, name)) is not None
+    def set_threshold(self, update: BusyThreshold) -> BusyThreshold:
+        """Update the thresholds that are not None and return the result."""
+        updates = {
+            name: value for name in update.__struct_fields__ if (value := getattr(update, name)) is not None
         }
-        changed = msgspec.structs.replace(self.threshold(wanted.model), **given)
-        self._thresholds[wanted.model] = changed
+        changed = msgspec.structs.replace(self.threshold(update.model), **updates)
+        self._thresholds[update.model] = changed
         return changed
 
     def put_threshold(self, threshold: BusyThreshold) -> None:
-        """Whole, as another process has it."""
+        """Replace all thresholds of a model by those of another process."""
         self._thresholds[threshold.model] = threshold
 
     def check(self, model: str, candidates: Sequence[Instance], max_batch_tokens: int) -> None:
@@ -123,8 +119,8 @@ class Admission:
 
 
 def is_busy(load: WorkerLoad, threshold: BusyThreshold, max_batch_tokens: int) -> bool:
-    """Over any threshold that is set. One with nothing to do never is: its last word tells of a step that is
-    over, and there would be no other until it got a request."""
+    """Whether a load exceeds any threshold. An idle worker is never busy: it would not report again before it got a
+    request, and its last report describes a finished step."""
     if not load.running and not load.waiting:
         return False
     blocks = threshold.active_decode_blocks_threshold
@@ -134,5 +130,5 @@ def is_busy(load: WorkerLoad, threshold: BusyThreshold, max_batch_tokens: int) -
     tokens = threshold.active_prefill_tokens_threshold
     if tokens is not None and prefilling > tokens:
         return True
-    share = threshold.active_prefill_tokens_threshold_frac
-    return share is not None and prefilling > share * max_batch_tokens
+    fraction = threshold.active_prefill_tokens_threshold_frac
+    return fraction is not None and prefilling > fraction * max_batch_tokens

@@ -1,4 +1,4 @@
-"""The public HTTP interface: which path does what. Text is generated in `generate`, everything else is here."""
+"""Public HTTP API: routes and handlers. `generate` handles chat and completions; all other handlers are here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
 from kvolt.frontend.openai_api.headers import check_json
-from kvolt.frontend.openai_api.requests import parse_detokenize, parse_tokenize
-from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.parse import parse_detokenize, parse_tokenize
+from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi
-from kvolt.frontend.roles import missing_roles, readiness, workers_of
+from kvolt.frontend.roles import count_workers, missing_roles, readiness
 from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
-from kvolt.frontend.tokenization.preprocess import MOST_CONTEXTS
+from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.runtime.http.server import Handler, HttpRequest, Response, Routes
 from kvolt.runtime.metrics import Metrics
 
@@ -33,7 +33,7 @@ _busy_threshold = RequestDecoder(responses.BusyThreshold)
 
 
 class FrontendApp:
-    """The handlers; `routes` is what an HttpServer serves."""
+    """HTTP handlers; `routes` returns the route table for an HttpServer."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FrontendApp:
         self._metrics = metrics
         self._started_at = started_at
         self._siblings = siblings
-        """The other processes on this port, for whom we answer too."""
+        """Other frontend processes on the same port; metrics and thresholds cover all of them."""
         self._openapi: bytes | None = None
         self._docs: bytes | None = None
 
@@ -88,7 +88,7 @@ class FrontendApp:
         return Response(200, _json(self._describe(self._models.get(request.params["model"]))))
 
     async def _show_long_name(self, request: HttpRequest) -> Response:
-        """A name with slashes in it, which many clients send as they are."""
+        """Model names with slashes, which many clients do not escape."""
         name = request.params["model"]
         ready = name.endswith("/ready")
         request.params = {"model": name.removesuffix("/ready")}
@@ -103,7 +103,7 @@ class FrontendApp:
             parent=None if model.lora is None else model.card.name,
             context_window=length,
             max_model_len=length,
-            workers=workers_of(model),
+            workers=count_workers(model),
         )
 
     async def _show_ready(self, request: HttpRequest) -> Response:
@@ -116,19 +116,29 @@ class FrontendApp:
         check_json(request.headers)
         body = request.body
         parsed = await self._off_loop(lambda: parse_tokenize(body), len(body) > SMALL_BODY_BYTES)
-        asked, is_large = parsed.request, parsed.is_large
-        model = self._named(asked.model)
+        api_request, is_large = parsed.request, parsed.is_large
+        model = self._named(api_request.model)
         processor = model.processor
-        if asked.messages is not None:
-            given = await self._off_loop(lambda: template_input(asked, None, is_large), is_large)
-            text, param, special = await processor.render(given), "messages", bool(asked.add_special_tokens)
+        if api_request.messages is not None:
+            template_input = await self._off_loop(
+                lambda: build_template_input(api_request, None, is_large), is_large
+            )
+            text, param, special = (
+                await processor.render(template_input),
+                "messages",
+                bool(api_request.add_special_tokens),
+            )
         else:
-            text, param, special = asked.prompt or "", "prompt", asked.add_special_tokens is not False
+            text, param, special = (
+                api_request.prompt or "",
+                "prompt",
+                api_request.add_special_tokens is not False,
+            )
         (token_ids,) = await processor.encode([text], param, special)
 
         def answer() -> bytes:
             texts = None
-            if asked.return_token_strs:
+            if api_request.return_token_strs:
                 texts = [processor.vocabulary.token_text(token_id) for token_id in token_ids]
             return _json(
                 responses.TokenizeResponse(
@@ -145,38 +155,39 @@ class FrontendApp:
         check_json(request.headers)
         body = request.body
         parsed = await self._off_loop(lambda: parse_detokenize(body), len(body) > SMALL_BODY_BYTES)
-        asked = parsed.request
-        model = self._named(asked.model)
-        most = MOST_CONTEXTS * model.card.context_length
-        if len(asked.tokens) > most:
+        api_request = parsed.request
+        model = self._named(api_request.model)
+        max_tokens = MAX_CONTEXTS * model.card.context_length
+        if len(api_request.tokens) > max_tokens:
             raise InvalidRequest(
-                f"{len(asked.tokens)} tokens are too many: at most {most} are taken", param="tokens"
+                f"{len(api_request.tokens)} tokens exceed the limit of {max_tokens}; send fewer tokens",
+                param="tokens",
             )
         vocabulary = model.processor.vocabulary
 
         def answer() -> bytes:
-            check_vocabulary(asked, vocabulary.size)
-            text = vocabulary.decode(asked.tokens, skip_special_tokens=False)
+            check_vocabulary(api_request, vocabulary.size)
+            text = vocabulary.decode(api_request.tokens, skip_special_tokens=False)
             return _json(responses.DetokenizeResponse(prompt=text))
 
-        return Response(200, await self._off_loop(answer, len(asked.tokens) > INLINE_TOKENS))
+        return Response(200, await self._off_loop(answer, len(api_request.tokens) > INLINE_TOKENS))
 
     async def _off_loop(self, call: Callable[[], T], is_large: bool) -> T:
         return await self._generation.off_loop.run(call) if is_large else call()
 
     def _named(self, name: str | None) -> Model:
-        return self._models.only() if name is None else self._models.get(name)
+        return self._models.single_model() if name is None else self._models.get(name)
 
     # --- the server itself
 
     async def _show_health(self, request: HttpRequest) -> Response:
-        """Ready means routable: 503 until a model could be served now."""
+        """Return 503 until at least one model can be routed."""
         ready = self._models.ready()
         health = responses.Health(
             status="ready" if ready else "no_models",
             models=[model.card.name for model in ready],
             workers={model.card.name: len(model.client.candidates()) for model in ready},
-            roles={model.card.name: workers_of(model) for model in ready},
+            roles={model.card.name: count_workers(model) for model in ready},
             missing=missing_roles(self._models),
         )
         return Response(200 if ready else 503, _json(health))
@@ -195,14 +206,14 @@ class FrontendApp:
 
     async def _set_threshold(self, request: HttpRequest) -> Response:
         check_json(request.headers)
-        wanted = _busy_threshold.decode(request.body).request
-        name = self._models.find(wanted.model).card.name  # its own, whatever alias was used
-        wanted = msgspec.structs.replace(wanted, model=name)
+        threshold = _busy_threshold.decode(request.body).request
+        name = self._models.find(threshold.model).card.name  # resolve an alias
+        threshold = msgspec.structs.replace(threshold, model=name)
         siblings = self._siblings
         changed = (
-            self._admission.set_threshold(wanted)
+            self._admission.set_threshold(threshold)
             if siblings is None
-            else await siblings.set_threshold(wanted)
+            else await siblings.set_threshold(threshold)
         )
         return Response(200, _json(changed))
 

@@ -1,4 +1,4 @@
-"""The parts of an edge put together into a server: the command and the tests wire it the same way."""
+"""Assembles the public HTTP server of a frontend, for the command and for tests."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from kvolt.runtime.network import Network
 from kvolt.runtime.runtime import Runtime
 
 
-def edge_server(
+def build_server(
     runtime: Runtime,
     models: Models,
     admission: Admission,
     metrics: Metrics,
     options: GenerateOptions,
     *,
-    metrics_prefix: str = "dynamo_frontend",
     limits: HttpLimits | None = None,
     network: Network | None = None,
     siblings: Siblings | None = None,
     recorder: TraceRecorder | None = None,
 ) -> HttpServer:
-    """A server of the public interface, not started. What it measures is registered with `metrics`; who wants traces
-    of it recorded gives the recorder."""
-    own = FrontendMetrics(metrics_prefix)
-    own.add(ModelsCollector(models, metrics_prefix).collect)
-    own.add(KvCollector(models.routers, metrics_prefix).collect)
+    """Build the public HTTP server, not started, and register its metrics with `metrics`."""
+    own = FrontendMetrics()
+    own.add(ModelsCollector(models).collect)
+    own.add(KvCollector(models.routers).collect)
     metrics.registry.register(own)
-    runtime.add_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
+    runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
     generation = Generation(runtime, models, admission, own, options, recorder)
     clock = runtime.ports.clock
     app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)

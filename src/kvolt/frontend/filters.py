@@ -1,4 +1,4 @@
-"""Who of a model's workers takes what only some engines do: `Request.extra`, by what they registered with."""
+"""Restricts requests with optional features (`Request.extra`) to workers that support them."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.plane.wire import MALFORMED
 
 _REMEDIES = {
-    "vllm_xargs": "leave it out, or serve the model with --engine vllm",
+    "vllm_xargs": "omit it, or serve the model with --engine vllm",
     "prompt_embeds": "send a prompt, or serve the model with --engine vllm --arg engine_args.enable_prompt_embeds=true "
     "(and no prefill workers)",
 }
 
 
-class _Taking(msgspec.Struct, frozen=True):
-    """An EngineInfo of which only this is read."""
+class _Extras(msgspec.Struct, frozen=True):
+    """Partial EngineInfo."""
 
     extras: tuple[str, ...] = ()
 
 
-_decode_taking = msgspec.msgpack.Decoder(_Taking).decode
+_decode_extras = msgspec.msgpack.Decoder(_Extras).decode
 
 
-def to_takers(model: Model, said: RequestHints, name: str) -> RequestHints:
-    """With only those workers allowed that take it. InvalidRequest where nobody does, with what can be done."""
+def require_extra(model: Model, hints: RequestHints, name: str) -> RequestHints:
+    """Restrict the allowed workers to those that support an extra; raises InvalidRequest if there are none."""
     candidates = model.candidates()
-    takers = [each.id for each in candidates if name in _extras(each)]
-    if len(takers) == len(candidates):
-        return said
-    allowed = said.routing.allowed
+    supporting = [each.id for each in candidates if name in _extras(each)]
+    if len(supporting) == len(candidates):
+        return hints
+    allowed = hints.routing.allowed
     if allowed:
-        takers = [each for each in takers if each in allowed]
-    if not takers:
+        supporting = [each for each in supporting if each in allowed]
+    if not supporting:
         raise InvalidRequest(
-            f"no worker of {model.name!r} takes {name}: {_REMEDIES.get(name, 'leave it out')}", param=name
+            f"no worker of model {model.name!r} supports {name}: {_REMEDIES.get(name, 'omit it')}", param=name
         )
-    routing = msgspec.structs.replace(said.routing, allowed=tuple(takers))
-    return msgspec.structs.replace(said, routing=routing)
+    routing = msgspec.structs.replace(hints.routing, allowed=tuple(supporting))
+    return msgspec.structs.replace(hints, routing=routing)
 
 
 def _extras(instance: Instance) -> tuple[str, ...]:
     try:
-        return _decode_taking(instance.info).extras
+        return _decode_extras(instance.info).extras
     except MALFORMED:
         return ()

@@ -1,7 +1,7 @@
-"""A number per process in memory that the processes of one edge share: what bounds them together.
+"""Request counts in shared memory, which bound the processes of one frontend together.
 
-A file that each of them maps: one 8-byte slot each, written by its owner alone, so there is no lock. Whoever
-started them keeps the file and clears the slot of one that died.
+Each process maps the same file and writes only its own 8-byte slot, so there is no lock. The parent process owns the
+file and clears the slot of a process that died.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _SLOT_BYTES = 8
 
 
 class SharedCounts:
-    """The slots of all processes. Aligned words: a reader sees a number that was written, never half of one."""
+    """Slots of all processes. Slots are aligned words, so reads are never torn."""
 
     def __init__(self, path: Path) -> None:
-        """ConfigError when there is no such file of slots."""
+        """Map the file; raises ConfigError if it is missing or invalid."""
         try:
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), 0)
@@ -27,13 +27,13 @@ class SharedCounts:
             raise _unusable(path, str(error)) from error
         if len(self._memory) % _SLOT_BYTES:
             self._memory.close()
-            raise _unusable(path, "it is no table of counts")
+            raise _unusable(path, "not a table of counts")
         self._bytes = memoryview(self._memory)
         self._slots = self._bytes.cast("Q")
 
     @classmethod
     def create(cls, path: Path, num_slots: int) -> SharedCounts:
-        """A new file with every slot at zero."""
+        """Create the file with all slots at zero."""
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(bytes(num_slots * _SLOT_BYTES))
@@ -46,7 +46,7 @@ class SharedCounts:
     def total(self) -> int:
         return sum(self._slots)
 
-    def put(self, slot: int, count: int) -> None:
+    def set_count(self, slot: int, count: int) -> None:
         self._slots[slot] = count
 
     def close(self) -> None:
@@ -56,29 +56,29 @@ class SharedCounts:
 
 
 class SharedSlot:
-    """One process's own slot, and the sum of all."""
+    """Slot of one process."""
 
     __slots__ = ("_counts", "_slot")
 
     def __init__(self, counts: SharedCounts, slot: int) -> None:
-        """Clears the slot: what an earlier life of this process counted is gone with it."""
+        """Reset the slot: its count may be left from a previous process."""
         if not 0 <= slot < counts.num_slots:
             raise ConfigError(
-                f"slot {slot} is not one of {counts.num_slots}", key="slot", remedy="count from 0"
+                f"slot {slot} is out of range", key="slot", remedy=f"use 0 to {counts.num_slots - 1}"
             )
         self._counts = counts
         self._slot = slot
-        counts.put(slot, 0)
+        counts.set_count(slot, 0)
 
-    def put(self, count: int) -> int:
-        """Write our number; the sum of all slots comes back, ours included."""
-        self._counts.put(self._slot, count)
+    def set_count(self, count: int) -> int:
+        """Set the count of this process and return the sum of all slots."""
+        self._counts.set_count(self._slot, count)
         return self._counts.total()
 
 
-def _unusable(path: Path, why: str) -> ConfigError:
+def _unusable(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"cannot share counts by {path}: {why}",
+        f"cannot share counts in {path}: {reason}",
         key="counts",
-        remedy="leave this to `kvolt frontend --processes N`, which makes the file",
+        remedy="use `kvolt frontend --processes N`, which creates the file",
     )

@@ -1,7 +1,7 @@
-"""The HTTP processes that share one port, to each other: one set of metrics, one set of thresholds.
+"""Coordination of the frontend processes that share one port: common metrics and busy thresholds.
 
-They find each other through discovery, under a component named after their group, and ask each other over
-the request plane. One that does not answer in time is left out: an edge that lost a process still answers.
+The processes find each other through discovery, as instances of one component, and call each other over the request
+plane. A process that does not respond in time is left out.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from kvolt.core.ids import InstanceId
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.metrics.merged_metrics import Exposition, merge, render, snapshot
 from kvolt.frontend.openai_api.responses import BusyThreshold
+from kvolt.runtime.config.settings import AliasScheme
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 1.0
-_LIMITS = Deadlines(connect_s=_ASK_S, first_s=_ASK_S, between_s=_ASK_S, total_s=_ASK_S)
+_CALL_TIMEOUT_S = 1.0
+_DEADLINES = Deadlines(
+    connect_s=_CALL_TIMEOUT_S, first_s=_CALL_TIMEOUT_S, between_s=_CALL_TIMEOUT_S, total_s=_CALL_TIMEOUT_S
+)
 _MAX_THRESHOLDS = 4096
-_GATHER_S = 0.1
-"""Changes of the group come in bursts, when it starts."""
+_DEBOUNCE_S = 0.1
+"""Debounce: group changes come in bursts at start."""
 
 
 def sibling_endpoint(namespace: str, group: str) -> EndpointAddress:
-    """Where the processes of one group ask each other."""
+    """Endpoint of the processes of one group."""
     return EndpointAddress(namespace, f"frontend-{group}", "sibling")
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Who we are among our siblings."""
+    """Position of this process in its group."""
 
     slot: int
     num_processes: int
 
 
 class ShowMetrics(msgspec.Struct, frozen=True, tag=True):
-    """Answered by an Exposition."""
+    """Request for metrics; the response is an Exposition."""
 
 
-class Stamped(msgspec.Struct, frozen=True):
-    """A threshold and when it was set: by number, and by process where two had the same idea at once."""
+class VersionedThreshold(msgspec.Struct, frozen=True):
+    """A threshold with a Lamport version; the process slot breaks ties."""
 
     version: int
     slot: int
@@ -65,33 +68,33 @@ class Stamped(msgspec.Struct, frozen=True):
         return self.version, self.slot
 
 
-class Thresholds(msgspec.Struct, frozen=True, tag=True):
-    """All that the sender knows; answered by all that the receiver knows. So either side is told."""
+class ThresholdExchange(msgspec.Struct, frozen=True, tag=True):
+    """All thresholds of the sender; the response has all thresholds of the receiver."""
 
-    known: list[Stamped]
+    known: list[VersionedThreshold]
 
 
 _decode_exposition = msgspec.msgpack.Decoder(Exposition).decode
-_decode_thresholds = msgspec.msgpack.Decoder(Thresholds).decode
+_decode_thresholds = msgspec.msgpack.Decoder(ThresholdExchange).decode
 
 
-class ThresholdBook:
-    """The thresholds with their stamps. Whatever the order of news, all books end up equal."""
+class ReplicatedThresholds:
+    """Versioned thresholds, which converge in all processes whatever the order of updates."""
 
     def __init__(self, admission: Admission, slot: int) -> None:
         self._admission = admission
         self._slot = slot
-        self._known: dict[str, Stamped] = {}
+        self._known: dict[str, VersionedThreshold] = {}
 
-    def set(self, wanted: BusyThreshold) -> BusyThreshold:
-        """By a client of ours."""
-        changed = self._admission.set_threshold(wanted)
+    def set(self, update: BusyThreshold) -> BusyThreshold:
+        """Apply an update of a client of this process."""
+        changed = self._admission.set_threshold(update)
         version = 1 + max((stamped.version for stamped in self._known.values()), default=0)
-        self._known[changed.model] = Stamped(version, self._slot, changed)
+        self._known[changed.model] = VersionedThreshold(version, self._slot, changed)
         return changed
 
-    def learn(self, news: Sequence[Stamped]) -> None:
-        for stamped in news:
+    def merge(self, updates: Sequence[VersionedThreshold]) -> None:
+        for stamped in updates:
             model = stamped.threshold.model
             known = self._known.get(model)
             if known is None and len(self._known) >= _MAX_THRESHOLDS:
@@ -100,12 +103,12 @@ class ThresholdBook:
                 self._known[model] = stamped
                 self._admission.put_threshold(stamped.threshold)
 
-    def all(self) -> Thresholds:
-        return Thresholds(list(self._known.values()))
+    def all(self) -> ThresholdExchange:
+        return ThresholdExchange(list(self._known.values()))
 
 
 class Siblings:
-    """Our part in the group. `start` before the port is opened, so that no request meets old thresholds."""
+    """Membership of this process in its group. Start it before the port opens, so that thresholds are current."""
 
     def __init__(
         self,
@@ -114,94 +117,96 @@ class Siblings:
         group: Group,
         admission: Admission,
         registry: Collector,
-        metrics_prefix: str = "dynamo_frontend",
+        aliases: AliasScheme = "none",
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._group = group
         self._registry = registry
-        self._metrics_prefix = metrics_prefix
-        self._book = ThresholdBook(admission, group.slot)
-        self._last_words: dict[str, Exposition] = {}
-        """By process, of which there are as many as the group has places."""
+        self._aliases = aliases
+        self._thresholds = ReplicatedThresholds(admission, group.slot)
+        self._last_expositions: dict[str, Exposition] = {}
+        """Latest metrics by process. Bounded by the group size."""
         self._client: EndpointClient | None = None
         self._own: InstanceId | None = None
-        self._news = asyncio.Event()
-        self._crew = Crew("siblings")
+        self._group_changed = asyncio.Event()
+        self._task_group = TaskGroup("siblings")
 
     async def start(self) -> None:
-        instance = await self._runtime.serve(self._endpoint, self._serve, ShowMetrics | Thresholds)
+        instance = await self._runtime.serve(self._endpoint, self._serve, ShowMetrics | ThresholdExchange)
         self._own = instance.id
         self._client = await self._runtime.client(self._endpoint)
-        await self._client.wait_synced(_ASK_S)
+        await self._client.wait_synced(_CALL_TIMEOUT_S)
         await self._exchange()
-        # One that comes, or comes back, may know what we do not, and the other way round.
-        self._client.on_change(self._news.set)
-        self._crew.start(self._keep_equal(), "thresholds")
+        # A process that joins or returns may have newer thresholds, or older ones.
+        self._client.on_change(self._group_changed.set)
+        self._task_group.start(self._exchange_on_change(), "thresholds")
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
 
-    async def set_threshold(self, wanted: BusyThreshold) -> BusyThreshold:
-        """Here and, before it returns, at every sibling that can be reached."""
-        changed = self._book.set(wanted)
+    async def set_threshold(self, update: BusyThreshold) -> BusyThreshold:
+        """Set a threshold here and in every reachable process before returning."""
+        changed = self._thresholds.set(update)
         await self._exchange()
         return changed
 
     async def metrics(self) -> tuple[bytes, str]:
-        """The text that Prometheus scrapes, for all of us, and its content type."""
-        answers: list[Exposition] = await self._ask_all(ShowMetrics(), _decode_exposition)
+        """Merged Prometheus text of all processes, and its content type."""
+        answers: list[Exposition] = await self._call_all(ShowMetrics(), _decode_exposition)
         answers.append(self._snapshot())
-        # A counter must not go down because one was too busy to answer: its last figures stand in for it.
-        silent = self._last_words.keys() - {answer.process for answer in answers}
-        self._last_words.update((answer.process, answer) for answer in answers)
-        metrics = merge(
-            [*answers, *(self._last_words[name] for name in sorted(silent))], self._metrics_prefix
-        )
+        # A counter must not decrease because a process was too busy to respond: use its previous metrics.
+        missing = self._last_expositions.keys() - {answer.process for answer in answers}
+        self._last_expositions.update((answer.process, answer) for answer in answers)
+        metrics = merge([*answers, *(self._last_expositions[name] for name in sorted(missing))])
         processes = GaugeMetricFamily(
             "kvolt_frontend_processes",
-            "HTTP processes of this edge: in these figures, or left out since they did not answer",
+            "HTTP processes of this frontend, by whether they responded to this scrape (given) or not (missing)",
             labels=("answer",),
         )
         processes.add_metric(("given",), len(answers))
         processes.add_metric(("missing",), max(self._group.num_processes - len(answers), 0))
-        return render([*metrics, processes]), CONTENT_TYPE_LATEST
+        return render([*metrics, processes], self._aliases), CONTENT_TYPE_LATEST
 
     # ---
 
-    async def _serve(self, question: ShowMetrics | Thresholds) -> AsyncIterator[Exposition | Thresholds]:
-        if isinstance(question, ShowMetrics):
+    async def _serve(
+        self, message: ShowMetrics | ThresholdExchange
+    ) -> AsyncIterator[Exposition | ThresholdExchange]:
+        if isinstance(message, ShowMetrics):
             yield self._snapshot()
         else:
-            self._book.learn(question.known)
-            yield self._book.all()
+            self._thresholds.merge(message.known)
+            yield self._thresholds.all()
 
     def _snapshot(self) -> Exposition:
         return snapshot(self._registry, self._runtime.options.name)
 
-    async def _keep_equal(self) -> None:
+    async def _exchange_on_change(self) -> None:
         while True:
-            await self._news.wait()
-            await asyncio.sleep(_GATHER_S)
-            self._news.clear()
+            await self._group_changed.wait()
+            await asyncio.sleep(_DEBOUNCE_S)
+            self._group_changed.clear()
             await self._exchange()
 
     async def _exchange(self) -> None:
-        answers: list[Thresholds] = await self._ask_all(self._book.all(), _decode_thresholds)
+        answers: list[ThresholdExchange] = await self._call_all(self._thresholds.all(), _decode_thresholds)
         for answer in answers:
-            self._book.learn(answer.known)
+            self._thresholds.merge(answer.known)
 
-    async def _ask_all(self, question: ShowMetrics | Thresholds, decode: Decode) -> list[Any]:
+    async def _call_all(self, message: ShowMetrics | ThresholdExchange, decode: Decode) -> list[Any]:
         assert self._client is not None, "start() first"
         others = [instance for instance in self._client.candidates() if instance.id != self._own]
-        answers = await asyncio.gather(*(self._ask(instance, question, decode) for instance in others))
+        answers = await asyncio.gather(*(self._call(instance, message, decode) for instance in others))
         return [answer for answer in answers if answer is not None]
 
-    async def _ask(self, instance: Instance, question: ShowMetrics | Thresholds, decode: Decode) -> Any:
+    async def _call(
+        self, instance: Instance, message: ShowMetrics | ThresholdExchange, decode: Decode
+    ) -> Any:
         assert self._client is not None
         try:
-            async with await self._client.stream(question, instance, _LIMITS, decode) as stream:
+            async with await self._client.stream(message, instance, _DEADLINES, decode) as stream:
                 return await anext(stream, None)
         except KvoltError as error:
-            log.info("%s does not answer: %s", instance.process, error.message)
+            log.info("frontend process did not respond: process=%s error=%s", instance.process, error.message)
             return None

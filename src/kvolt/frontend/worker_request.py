@@ -1,4 +1,4 @@
-"""What a worker is sent for one prompt: the request in tokens, checked against the model's context. Pure."""
+"""Builds the worker request of one prompt and checks it against the model's context. Pure."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
 
 VLLM_XARGS = "vllm_xargs"
 PROMPT_EMBEDS = "prompt_embeds"
-"""Parts of `Request.extra`, which not every worker takes (`EngineInfo.extras`)."""
+"""Keys of `Request.extra` that only some engines support (`EngineInfo.extras`)."""
 _MAX_PROMPT_LOGPROBS = 131_072
 
 
-def too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> InvalidRequest:
+def too_long(card: ModelCard, num_tokens: int, num_output: int, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} and "
-        f"{num_wanted} more were asked for",
+        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} tokens and "
+        f"{num_output} output tokens were requested; shorten the prompt or lower max_tokens",
         param=param,
         code="context_length_exceeded",
     )
 
 
 def check_prompt_logprobs(num_tokens: int, num_alternatives: int | None, num_choices: int = 1) -> None:
-    """They come all at once, and with each choice again: the whole process would wait for those of a long prompt."""
+    """Limit the log probabilities of a prompt: serializing them blocks the process, once per choice."""
     if num_alternatives is None:
         return
-    num_told = num_tokens * (num_alternatives + 1) * num_choices
-    if num_told > _MAX_PROMPT_LOGPROBS:
+    num_total = num_tokens * (num_alternatives + 1) * num_choices
+    if num_total > _MAX_PROMPT_LOGPROBS:
         times = f" in {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest(
-            f"{num_tokens} prompt tokens with {num_alternatives} alternatives each make {num_told} log "
-            f"probabilities{times}; at most {_MAX_PROMPT_LOGPROBS} are answered at once",
+            f"{num_tokens} prompt tokens with {num_alternatives} alternatives each require {num_total} log "
+            f"probabilities{times}; the limit is {_MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
         )
 
@@ -49,26 +49,26 @@ def build_request(
     card: ModelCard,
     prompt: tuple[int, ...],
     options: GenerationOptions,
-    said: RequestHints,
+    hints: RequestHints,
     param: str = "prompt",
-    most_unasked: int | None = None,
+    default_max_tokens: int | None = None,
     lora: str | None = None,
     embeds: PromptEmbeds | None = None,
 ) -> Request:
-    """What the worker gets, checked against the model's context. `param` is what the client calls the prompt.
+    """Build the request; raises InvalidRequest if it does not fit into the context.
 
-    A request that names no limit may take what the context has room for, or `most_unasked` of it. `embeds`: the prompt,
-    where it came as vectors; `prompt` then is as many tokens, which say nothing.
+    `param` is the client's field of the prompt. `default_max_tokens` limits the output of a request without
+    `max_tokens` (None: the rest of the context). With `embeds`, `prompt` consists of placeholder tokens.
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty", param=param)
-    room = card.context_length - len(prompt)
-    wanted = options.max_tokens
-    if wanted is None:
-        wanted = max(room if most_unasked is None else min(most_unasked, room), 1)
-    if wanted > room:
-        raise too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
-    salt = said.salt if embeds is None else f"{said.salt or ''}/{embeds.digest}"
+    num_left = card.context_length - len(prompt)
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        max_tokens = max(num_left if default_max_tokens is None else min(default_max_tokens, num_left), 1)
+    if max_tokens > num_left:
+        raise too_long(card, len(prompt), max_tokens, "max_tokens" if num_left > 0 else param)
+    salt = hints.salt if embeds is None else f"{hints.salt or ''}/{embeds.digest}"
     hasher = SequenceHasher(card.block_size, request_seed(lora, salt))
     hasher.extend(prompt)
     return Request(
@@ -78,8 +78,8 @@ def build_request(
         block_size=card.block_size,
         sequence_hashes=tuple(hasher.sequence),
         stop=StopConditions(
-            max_tokens=wanted,
-            min_tokens=min(options.min_tokens, wanted),
+            max_tokens=max_tokens,
+            min_tokens=min(options.min_tokens, max_tokens),
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
         ),
@@ -87,15 +87,15 @@ def build_request(
         grammar=options.grammar,
         salt=salt,
         lora=lora,
-        routing=said.routing,
+        routing=hints.routing,
         extra=_extra(options, embeds),
     )
 
 
 def _extra(options: GenerationOptions, embeds: PromptEmbeds | None) -> dict[str, Any]:
-    given = {
+    extras = {
         "logits_processors": msgspec.to_builtins(options.logits_processors),
         VLLM_XARGS: options.vllm_xargs,
         PROMPT_EMBEDS: None if embeds is None else embeds.text,
     }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in extras.items() if value}

@@ -1,1 +1,1 @@
-"""One request from admission to its end."""
+"""Life cycle of one request, from routing to the end of its answer."""

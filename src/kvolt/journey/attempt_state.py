@@ -1,8 +1,4 @@
-"""What the workers of one request are asked: first all of it, then what is left of it where one was lost.
-
-Owns how far a request has come between workers: the KV of its prompt that one may go on with, what was said of the
-prompt, and since when another worker is looked for. That it goes on elsewhere, and where, others decide.
-"""
+"""State of one request across attempts: the request to send next, its handoff, and the time since a failure."""
 
 from __future__ import annotations
 
@@ -13,124 +9,129 @@ import msgspec
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.core.request import Handoff, Request
+from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.journey.context import Receiver
-from kvolt.journey.machine import State
-from kvolt.journey.migration import as_one, going_on
-from kvolt.journey.rendezvous import SOMEWHERE
-from kvolt.journey.stats import Elsewhere, JourneyStats, Outcome
+from kvolt.journey.events import State
+from kvolt.journey.migration import migrated_request, splice_delta
+from kvolt.journey.stats import JourneyStats, RerouteKey, RerouteOutcome
 from kvolt.router.port import Decision
 
 log = logging.getLogger(__name__)
 
+_UNRESOLVED_RENDEZVOUS = Rendezvous(mailbox=0, address="")
+"""Marks a request with remote prefill for the decode router, before the prefill worker is chosen."""
 
-class Asked:
-    """One request's."""
+
+class AttemptState:
+    """Attempt state of one request. Routing and retry decisions are made elsewhere."""
 
     __slots__ = (
         "_cached_tokens",
         "_failed_at",
         "_handoff",
-        "_is_resumed",
-        "_is_taken",
+        "_is_handoff_used",
+        "_is_migrated",
         "_now",
+        "_original",
         "_stats",
-        "_whole",
         "request",
     )
 
     def __init__(self, request: Request, stats: JourneyStats, now: Callable[[], float]) -> None:
-        self._whole = request
+        self._original = request
         self._stats = stats
         self._now = now
         self._handoff: Handoff | None = None
-        """Of whoever computed the prompt, if that was somebody else."""
-        self._is_taken = False
-        """Whether a worker has gone on with the handoff: then it is of no use to another one."""
-        self._is_resumed = False
+        """From the prefill worker, with remote prefill."""
+        self._is_handoff_used = False
+        """A decode worker has pulled the handoff: another one cannot use it."""
+        self._is_migrated = False
         self._cached_tokens: int | None = None
-        """What the first worker said of the prompt."""
+        """Cached prompt tokens reported by the first worker."""
         self._failed_at: float | None = None
-        """Since when another worker is looked for."""
+        """Start of the search for another worker."""
         self.request = request
-        """What the next worker is asked."""
+        """Request to send to the next worker."""
 
-    # --- prompts that others compute
+    # --- remote prefill
 
-    def expect_prompt(self) -> None:
-        """Somebody computes the prompt while the worker has it; where is said once that is known."""
-        self.request = msgspec.structs.replace(self.request, rendezvous=SOMEWHERE)
+    def expect_remote_prefill(self) -> None:
+        """Decode-first: the prompt is computed elsewhere, at a rendezvous that is resolved after routing."""
+        self.request = msgspec.structs.replace(self.request, rendezvous=_UNRESOLVED_RENDEZVOUS)
 
-    def take_over(self, handoff: Handoff) -> None:
-        """Somebody has computed the prompt."""
+    def set_handoff(self, handoff: Handoff) -> None:
+        """Continue with the KV of a completed remote prefill."""
         self._handoff = handoff
         self.request = msgspec.structs.replace(self.request, handoff=handoff)
         self._cached_tokens = handoff.cached_tokens
 
-    def _has_prefills_word_only(self, receiver: Receiver) -> bool:
-        """Whether all that was told is what came with the handoff: another worker can begin with that as well."""
-        told = None if self._handoff is None else self._handoff.first_tokens
-        if told is None:
+    def _has_only_prefill_tokens(self, receiver: Receiver) -> bool:
+        """Whether the answer consists of prefill's first tokens only; a retry can start from those as well."""
+        first_tokens = None if self._handoff is None else self._handoff.first_tokens
+        if first_tokens is None:
             return False
-        return [tuple(each or ()) for each in receiver.so_far()] == [(token,) for token in told]
+        received = [tuple(each or ()) for each in receiver.received_tokens()]
+        return received == [(token,) for token in first_tokens]
 
     def _with_handoff(self) -> Request:
-        """The request with its prompt's KV, as long as nobody has fetched that."""
-        return msgspec.structs.replace(self._whole, handoff=None if self._is_taken else self._handoff)
+        """The original request, with the handoff unless a worker has used it."""
+        return msgspec.structs.replace(
+            self._original, handoff=None if self._is_handoff_used else self._handoff
+        )
 
-    # --- what a worker says
+    # --- output of workers
 
-    def begun(self, cached_tokens: int | None) -> None:
-        """The first word of a worker."""
-        self._is_taken = True
-        self.found(Outcome.SUCCESS)
-        if not self._is_resumed and self._handoff is None:
+    def on_first_delta(self, cached_tokens: int | None) -> None:
+        """First delta of a worker."""
+        self._is_handoff_used = True
+        self.end_reroute(RerouteOutcome.SUCCESS)
+        if not self._is_migrated and self._handoff is None:
             self._cached_tokens = cached_tokens
 
-    def told(self, delta: Delta, is_told: bool) -> Delta:
-        """As if one worker had said it all; `is_told`: whether anything was told before."""
-        if self._is_resumed or self._handoff is not None:
-            return as_one(delta, self._cached_tokens, is_told=is_told)
+    def splice(self, delta: Delta, has_started: bool) -> Delta:
+        """Adjust a delta so that the answer looks like one worker's. `has_started`: a delta was delivered before."""
+        if self._is_migrated or self._handoff is not None:
+            return splice_delta(delta, self._cached_tokens, has_started=has_started)
         return delta
 
-    def got_further(self, state: State, receiver: Receiver) -> bool:
-        """Whether the receiver has got anything that the machine, in this state, does not know of."""
-        if state is State.RESUMING:
-            return going_on(self._with_handoff(), receiver.so_far()) != self.request
-        if state is not State.WAITING or not receiver.has_begun:
+    def has_progress(self, state: State, receiver: Receiver) -> bool:
+        """Whether the receiver got output that the machine has not seen in this state."""
+        if state is State.MIGRATING:
+            return migrated_request(self._with_handoff(), receiver.received_tokens()) != self.request
+        if state is not State.WAITING or not receiver.has_started:
             return False
-        return not self._has_prefills_word_only(receiver)
+        return not self._has_only_prefill_tokens(receiver)
 
-    # --- elsewhere
+    # --- retries and migrations
 
-    def look_elsewhere(self, amid: Receiver | None) -> None:
-        """Before a router is asked again. `amid`: who has the beginning of the answer, if it had begun."""
+    def prepare_retry(self, partial: Receiver | None) -> None:
+        """Called before routing again. `partial`: receiver of a partial answer; the request then migrates."""
         if self._failed_at is None:
             self._failed_at = self._now()
-        if amid is not None:
-            self._is_resumed = True
-            # Its KV may still lie where its prompt was computed.
-            self.request = going_on(self._with_handoff(), amid.so_far())
+        if partial is not None:
+            self._is_migrated = True
+            # The prompt's KV may still be on the prefill worker.
+            self.request = migrated_request(self._with_handoff(), partial.received_tokens())
 
-    def count_elsewhere(self, failure: KvoltError, decision: Decision) -> None:
-        """Another worker will have it."""
-        stats, request_id = self._stats, self._whole.request_id
-        if not self._is_resumed:
+    def count_retry(self, failure: KvoltError, decision: Decision) -> None:
+        """Count a retry or migration once its next worker is known."""
+        stats, request_id = self._stats, self._original.request_id
+        if not self._is_migrated:
             stats.retries[failure.code] += 1
             log.info("request rerouted: id=%s reason=%s", request_id, failure.message)
             return
         stats.migrations[failure.code] += 1
         log.info(
-            "request %s goes on at %s after %d tokens: %s",
+            "request migrated: id=%s worker=%s tokens=%d reason=%s",
             request_id,
             decision.instance.id,
-            self.request.num_resumed_tokens,
+            self.request.num_prior_tokens,
             failure.message,
         )
 
-    def found(self, outcome: Outcome) -> None:
-        """Nobody is looked for any more."""
+    def end_reroute(self, outcome: RerouteOutcome) -> None:
+        """The search for another worker ended: a token, an error or a cancellation."""
         if self._failed_at is not None:
             took_s = self._now() - self._failed_at
             self._failed_at = None
-            self._stats.elsewhere_s[Elsewhere(self._is_resumed, outcome)].observe(took_s)
+            self._stats.reroute_s[RerouteKey(self._is_migrated, outcome)].observe(took_s)

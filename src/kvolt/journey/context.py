@@ -1,4 +1,4 @@
-"""What a journey is given: the road that all requests for one model share, and who gets an answer."""
+"""Dependencies that all journeys of one model share, and the port that receives an answer."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvolt.core.errors import KvoltError
-from kvolt.journey.migration import Heard
-from kvolt.journey.prefill_mode import OneWay, Ways
+from kvolt.journey.migration import ChoiceTokens
+from kvolt.journey.prefill_mode import LocalPrefillOnly, PrefillModePolicy
 from kvolt.journey.stats import JourneyStats
 from kvolt.router.port import Router
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 
 class Receiver(Protocol):
-    """Who gets the answer. Called from the loop's read path: must not raise or block."""
+    """Receives the answer of one request. Called from the loop's read path: must not raise or block."""
 
     steps: StepSink | None
-    """Takes whole steps in its place, see `StepSink`."""
+    """Receives whole engine steps in place of `on_item`, see `StepSink`."""
 
     @property
-    def has_begun(self) -> bool:
-        """Whether any of the answer has come: from then on it cannot be begun again elsewhere, only gone on with."""
+    def has_started(self) -> bool:
+        """Whether any part of the answer has arrived. From then on a retry must be a migration."""
         ...
 
-    def so_far(self) -> Heard:
-        """All that has come of each choice, for who goes on with it when its worker was lost."""
+    def received_tokens(self) -> ChoiceTokens:
+        """Output tokens received per choice; a migration continues after them."""
         ...
 
     def on_item(self, delta: Any) -> None: ...
 
     def on_end(self, error: KvoltError | None) -> None:
-        """Once, after the last delta."""
+        """Called once, after the last delta."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
-    """What all journeys for one model share."""
+class JourneyContext:
+    """Shared by all journeys for one model."""
 
     router: Router
     client: EndpointClient
-    crew: Crew
-    """For attempts after the first, which nobody waits for."""
+    task_group: TaskGroup
+    """Runs attempts after the first, withdrawals and releases."""
     max_attempts: int = 3
     max_moves: int = 2
-    """How often a request may be taken back that has not begun; its router may want less."""
+    """How often a waiting request may be withdrawn and sent to another worker; the router may use less."""
     migration_limit: int = 3
-    """How often an answer that has begun may go on at another worker."""
+    """How often an answer that has started may migrate to another worker."""
     eos_token_ids: tuple[int, ...] = ()
-    """Of the model: by what an answer is over whose worker was lost before it said so."""
+    """EOS tokens of the model: they complete an answer whose worker was lost before it sent the finish reason."""
     stats: JourneyStats = field(default_factory=JourneyStats)
-    ways: Ways = field(default_factory=OneWay)
-    """Whether somebody else computes a prompt than answers it."""
+    prefill_modes: PrefillModePolicy = field(default_factory=LocalPrefillOnly)
+    """Decides where the prompt is computed."""
     is_decode_first: bool = False
-    """Then who answers has the request at the same time, and fetches the prompt's KV while it is computed."""
+    """Decode-first disaggregation: prefill and decode workers get the request at the same time."""

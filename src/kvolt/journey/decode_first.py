@@ -1,76 +1,92 @@
-"""Decode-first: who computes a prompt and who answers have a request at the same time.
+"""Decode-first: prefill and decode worker have a request at the same time.
 
-Knows the order of things: a place among the prefill workers, then a number by which the two find each other, then both
-are at it. What is known of the prompt is `Prompt`'s.
+A prefill worker is reserved, a rendezvous is created, then both workers start. `RemotePrompt` tracks the prefill.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 
 import msgspec
 
+from kvolt.core.card import EngineInfo
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
 from kvolt.core.ids import RequestId
-from kvolt.core.request import LinkCosts, Rendezvous, Request
+from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY, LinkCosts, Rendezvous, Request
 from kvolt.journey.prefill import PrefillCall
-from kvolt.journey.remote_prompt import Prompt
-from kvolt.journey.rendezvous import new_meeting
+from kvolt.journey.remote_prompt import RemotePrompt
+from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.plane.wire import MALFORMED
 
-_PLACE_S = 5.0
-"""For a prefill worker to have room, while a decode worker has the request already."""
+_RESERVE_S = 5.0
+"""Longest wait for a prefill worker; the decode worker is reserved already."""
+_MAILBOX_BITS = 62
+"""Mailboxes of a prompt's parts are numbered from the rendezvous' and must fit 64 bits."""
+
+_decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 
-async def meet(
-    prompt: Prompt,
+async def open_rendezvous(
+    prompt: RemotePrompt,
     request: Request,
     attempt: int,
     links: LinkCosts | None,
     time_left: Callable[[], Deadlines],
-    is_over: Callable[[], bool],
+    is_done: Callable[[], bool],
 ) -> Request:
-    """The request as its decode worker gets it: with where it meets who computes the prompt, who has it at the same
-    time. Where nobody does, it computes the prompt itself. `links`: to where it is answered. `is_over`: whether nobody
-    wants it any more."""
-    alone = msgspec.structs.replace(request, rendezvous=None)
-    prompt.stop()  # for a decode worker that has failed
-    if request.is_resumed or not prompt.leg.candidates():
-        return alone
-    # By a name of its own: the prompt of an attempt before may still be let go of there.
+    """Start prefill and return the request for the decode worker, with the rendezvous address.
+
+    Without a prefill worker the decode worker computes the prompt itself. `links`: transfer costs to the decode worker.
+    `is_done`: whether the journey has ended.
+    """
+    local_request = msgspec.structs.replace(request, rendezvous=None)
+    prompt.cancel()  # prefill for a decode worker that failed
+    if request.has_prior_tokens or not prompt.target.candidates():
+        return local_request
+    # An id per attempt: the previous attempt's prompt may still be released on the same worker.
     request_id = prompt.request.request_id
     call = prompt.new_call(RequestId(f"{request_id}/{attempt}"))
-    wait_s = min(_PLACE_S, time_left().total_s)
+    wait_s = min(_RESERVE_S, time_left().total_s)
     try:
         async with asyncio.timeout(wait_s):
-            decision = await call.place(frozenset(), links)
+            decision = await call.reserve(frozenset(), links)
     except TimeoutError:
         late = f"no prefill worker has room within {wait_s:g} s"
-        prompt.fail(DeadlineExceeded(late, stage="route", after_s=wait_s))
-        return alone
+        prompt.count_failure(DeadlineExceeded(late, stage="route", after_s=wait_s))
+        return local_request
     except KvoltError as error:
-        prompt.fail(error)
-        return alone
-    meeting = new_meeting(decision.instance)
-    if meeting is None or is_over():
-        call.give_up()
-        return alone
-    prompt.begin(call)
-    prompt.crew.start(_push(prompt, call, meeting, time_left), f"prompt {request_id}")
-    return msgspec.structs.replace(request, rendezvous=meeting)
+        prompt.count_failure(error)
+        return local_request
+    rendezvous = _new_rendezvous(decision.instance)
+    if rendezvous is None or is_done():
+        call.release()
+        return local_request
+    prompt.start_call(call)
+    prompt.task_group.start(_run_prefill(prompt, call, rendezvous, time_left), f"prompt {request_id}")
+    return msgspec.structs.replace(request, rendezvous=rendezvous)
 
 
-async def _push(
-    prompt: Prompt, call: PrefillCall, meeting: Rendezvous, time_left: Callable[[], Deadlines]
+def _new_rendezvous(prefill: Instance) -> Rendezvous | None:
+    """None if the worker published no rendezvous address."""
+    try:
+        address = _decode_info(prefill.info).transfer_addresses.get(RENDEZVOUS_ADDRESS_KEY)
+    except MALFORMED:
+        return None
+    return None if address is None else Rendezvous(secrets.randbits(_MAILBOX_BITS), address)
+
+
+async def _run_prefill(
+    prompt: RemotePrompt, call: PrefillCall, rendezvous: Rendezvous, time_left: Callable[[], Deadlines]
 ) -> None:
-    """Beside the answer, which comes without it as well."""
     is_computed = False
     try:
-        await call.compute(time_left(), meeting)
+        await call.compute(time_left(), rendezvous)
         is_computed = True
     except KvoltError as error:
         if not isinstance(error, Cancelled):
-            prompt.fail(error)
+            prompt.count_failure(error)
     finally:
-        prompt.end(call, is_computed)
+        prompt.finish_call(call, is_computed)

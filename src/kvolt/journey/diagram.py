@@ -1,8 +1,8 @@
-"""The journey machine as a picture, for docs/journey.md: every move that it makes when everything is tried on it.
+"""Diagram of the journey machine for docs/journey.md, from every transition that the machine makes.
 
-    python -m kvolt.journey.diagram docs/journey.md      draws it anew on that page
+    python -m kvolt.journey.diagram docs/journey.md      updates the page
 
-What is drawn is what the machine does and not what somebody remembers. Needed by nobody who serves.
+Development tool; not used when serving.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import get_args
 
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
-from kvolt.journey.machine import (
+from kvolt.journey.events import (
     Delivered,
     Event,
     Failed,
     Finished,
-    IllegalTransition,
-    JourneyMachine,
     Opened,
     Prefilled,
     PrefillFailed,
@@ -30,86 +28,87 @@ from kvolt.journey.machine import (
     Start,
     State,
     Stopped,
-    TakenBack,
+    WithdrawalConfirmed,
 )
+from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 BEGIN, END = "<!-- begin: journey machine -->", "<!-- end: journey machine -->"
 
-_SOMEBODY = Decision(
+_DECISION = Decision(
     Instance(id=InstanceId("w0"), endpoint=EndpointAddress("ns", "c", "generate"), address="host:1")
 )
-_LOST, _REFUSED = WorkerLost("gone"), InvalidRequest("bad")
-_LATE = DeadlineExceeded("late", stage="total")
+_LOST, _INVALID = WorkerLost("gone"), InvalidRequest("bad")
+_TIMEOUT = DeadlineExceeded("late", stage="total")
 
-_TRIED: tuple[Event, ...] = (
+_EVENTS: tuple[Event, ...] = (
     Start(),
-    Start(is_remote=True),
+    Start(is_remote_prefill=True),
     Prefilled(),
-    PrefillFailed(_LOST, _SOMEBODY.instance.id),
-    PrefillFailed(_LATE, _SOMEBODY.instance.id),
-    PrefillFailed(Unavailable("nobody"), None),
-    Routed(_SOMEBODY),
+    PrefillFailed(_LOST, _DECISION.instance.id),
+    PrefillFailed(_TIMEOUT, _DECISION.instance.id),
+    PrefillFailed(Unavailable("no worker"), None),
+    Routed(_DECISION),
     Opened(),
     Delivered(),
     Failed(_LOST),
-    Failed(_REFUSED),
-    TakenBack(_SOMEBODY),
+    Failed(_INVALID),
+    WithdrawalConfirmed(_DECISION),
     Finished(),
     Stopped(),
 )
-"""One of each kind, and of those with several outcomes one for each."""
+"""Every event type, with one example per outcome."""
 
-Move = tuple[State, str, State]
+Transition = tuple[State, str, State]
 
 
-def moves() -> list[Move]:
-    """From where, by which event, to where: all that a machine can do, in the order of its states and events."""
-    found = {move for machine in _reached() for move, _ in _next(machine)}
+def transitions() -> list[Transition]:
+    """All transitions (state, event, next state), in the order of states and events."""
+    unordered = {move for machine in _explore() for move, _ in _next_transitions(machine)}
     states, events = list(State), [kind.__name__ for kind in get_args(Event)]
     return sorted(
-        found, key=lambda move: (states.index(move[0]), states.index(move[2]), events.index(move[1]))
+        unordered, key=lambda move: (states.index(move[0]), states.index(move[2]), events.index(move[1]))
     )
 
 
 def mermaid() -> str:
-    """A state diagram; events that lead from one state to another are on one arrow."""
+    """State diagram; events between the same two states share an arrow."""
     arrows: dict[tuple[State, State], list[str]] = {}
-    for before, event, after in moves():
+    for before, event, after in transitions():
         arrows.setdefault((before, after), []).append(event)
     lines = [f"    {before} --> {after}: {', '.join(events)}" for (before, after), events in arrows.items()]
     return "\n".join(["stateDiagram-v2", f"    [*] --> {State.NEW}", *lines, f"    {State.DONE} --> [*]"])
 
 
-def drawn_on(page: str) -> str:
-    """The page with the picture as it is now, between its two marks. ValueError for a page that has none."""
+def update_page(page: str) -> str:
+    """The page with the current diagram between its two marks. ValueError if it has none."""
     before, mark, rest = page.partition(BEGIN)
     _, other_mark, after = rest.partition(END)
     if not mark or not other_mark:
-        raise ValueError(f"the page has no place for it: {BEGIN} and {END}")
+        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n```mermaid\n{mermaid()}\n```\n\n{END}{after}"
 
 
-def _reached() -> Iterator[JourneyMachine]:
-    """One machine for each situation that there is, with limits that are soon reached."""
+def _explore() -> Iterator[JourneyMachine]:
+    """One machine per reachable situation, with low limits."""
     waiting = deque([JourneyMachine(max_attempts=2, max_moves=1, migration_limit=2)])
     seen = {_situation(waiting[0])}
     while waiting:
         machine = waiting.popleft()
         yield machine
-        for _, after in _next(machine):
+        for _, after in _next_transitions(machine):
             situation = _situation(after)
             if situation not in seen:
                 seen.add(situation)
                 waiting.append(after)
 
 
-def _next(machine: JourneyMachine) -> Iterator[tuple[Move, JourneyMachine]]:
-    for event in _TRIED:
+def _next_transitions(machine: JourneyMachine) -> Iterator[tuple[Transition, JourneyMachine]]:
+    for event in _EVENTS:
         after = copy.copy(machine)
         try:
-            after.on(event)
+            after.handle(event)
         except IllegalTransition:
             continue
         yield (machine.state, type(event).__name__, after.state), after
@@ -122,7 +121,7 @@ def _situation(machine: JourneyMachine) -> Hashable:
 
 def main() -> None:
     page = Path(sys.argv[1])
-    page.write_text(drawn_on(page.read_text()))
+    page.write_text(update_page(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A request as its worker gets it, and how long it may take there: with what the router has decided. Pure."""
+"""Request and deadlines as sent to a worker, after a routing decision. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
 
 _MARGIN = 3.0
-"""Times the predicted time that a first token may take: predictions are off, and others may go first."""
+"""Multiple of the predicted TTFT that a first token may take: predictions err, and other requests may go first."""
 
 
-def as_decided(request: Request, decision: Decision) -> Request:
-    """Where else its blocks lie, and which of the worker's ranks is to compute it."""
+def with_decision(request: Request, decision: Decision) -> Request:
+    """Add the decision's KV sources and DP rank."""
     if decision.kv_sources:
         request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
     if decision.dp_rank is not None:
@@ -23,8 +23,8 @@ def as_decided(request: Request, decision: Decision) -> Request:
 
 
 def deadlines_for(limits: Deadlines, *decisions: Decision | None) -> Deadlines:
-    """Deadlines of a call whose first token waits for all of these: where that is predicted to take long, more than the
-    default. The total stays as it is."""
+    """Deadlines of a call whose first token waits for all of these decisions: `first_s` grows with the predicted TTFT,
+    `total_s` stays."""
     predicted_ms = sum(each.predicted_ms or 0.0 for each in decisions if each is not None)
     first_s = _MARGIN * predicted_ms / 1e3
     return limits if first_s <= limits.first_s else msgspec.structs.replace(limits, first_s=first_s)

@@ -1,8 +1,8 @@
-"""A request's life after preprocessing: routed, opened, streamed, tried or gone on with elsewhere, cancelled.
+"""Life of one request after preprocessing: route, open, stream, retry or migrate, cancel.
 
-Performs what `machine` decides. Knows neither HTTP nor text. What a worker says goes straight to the
-receiver; the journey hears only of the beginning and the end, so that a token between costs it nothing. What workers
-are asked is `asked`'s, a prompt that somebody else computes is `prompt`'s.
+Executes the actions of `machine`. Knows neither HTTP nor text. Deltas go straight to the receiver; the journey sees
+only the first and last of them, so plain tokens cost it nothing. `attempt_state` owns what is sent to workers,
+`remote_prompt` a prompt that another worker computes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.journey.attempt_state import Asked
-from kvolt.journey.context import Receiver, Road
-from kvolt.journey.decode_first import meet
-from kvolt.journey.dispatch import as_decided, deadlines_for
-from kvolt.journey.links import with_links
-from kvolt.journey.machine import (
+from kvolt.journey.attempt_state import AttemptState
+from kvolt.journey.context import JourneyContext, Receiver
+from kvolt.journey.decode_first import open_rendezvous
+from kvolt.journey.dispatch import deadlines_for, with_decision
+from kvolt.journey.events import (
     Action,
     Delivered,
     End,
     Event,
     Failed,
     Finished,
-    JourneyMachine,
     Open,
     Opened,
     Prefill,
@@ -40,47 +38,49 @@ from kvolt.journey.machine import (
     Start,
     State,
     Stopped,
-    TakenBack,
+    WithdrawalConfirmed,
 )
-from kvolt.journey.migration import is_over, lost_ends
-from kvolt.journey.prefill import Leg
-from kvolt.journey.prefill_mode import Way
+from kvolt.journey.links import with_link_costs
+from kvolt.journey.machine import JourneyMachine
+from kvolt.journey.migration import are_choices_finished, missing_finishes
+from kvolt.journey.prefill import RoleTarget
+from kvolt.journey.prefill_mode import PrefillMode
 from kvolt.journey.reachable import route_when_reachable
-from kvolt.journey.remote_prompt import Prompt
-from kvolt.journey.reservations import Booked
-from kvolt.journey.stats import Outcome
-from kvolt.journey.withdrawal import ask_back
+from kvolt.journey.remote_prompt import RemotePrompt
+from kvolt.journey.reservations import Reservations
+from kvolt.journey.stats import RerouteOutcome
+from kvolt.journey.withdrawal import withdraw_request
 from kvolt.router import breaker
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Call, Deadlines
 
-__all__ = ["Journey", "Receiver", "Road"]
+__all__ = ["Journey", "JourneyContext", "Receiver"]
 
 log = logging.getLogger(__name__)
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
-_AMID = (State.STREAMING, State.RESUMING)
-"""Something of the answer has been told, and a worker is at it."""
+_MID_ANSWER = (State.STREAMING, State.MIGRATING)
+"""Part of the answer was delivered, and a worker has the request."""
 
 
 class Journey:
-    """One request. `begin`, then the receiver gets everything; `cancel` at any time."""
+    """One request. Call `start`; the receiver then gets everything. `cancel` at any time."""
 
     __slots__ = (
-        "_asked",
-        "_at",
-        "_booked",
+        "_attempt",
         "_call",
+        "_context",
         "_deadlines",
-        "_held",
+        "_is_held",
         "_loop",
         "_machine",
-        "_prompt",
+        "_remote_prompt",
+        "_reservations",
         "_retry",
-        "_road",
         "_stages",
         "_started",
+        "_target",
         "_usage",
         "decision",
         "request",
@@ -88,72 +88,74 @@ class Journey:
         "steps",
     )
 
-    def __init__(self, road: Road, request: Request, receiver: Receiver, deadlines: Deadlines) -> None:
-        self._road = road
+    def __init__(
+        self, context: JourneyContext, request: Request, receiver: Receiver, deadlines: Deadlines
+    ) -> None:
+        self._context = context
         self._deadlines = deadlines
-        self._machine = JourneyMachine(road.max_attempts, road.max_moves, road.migration_limit)
+        self._machine = JourneyMachine(context.max_attempts, context.max_moves, context.migration_limit)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
-        self._at: Leg | Road = road
-        """Those that are asked for its answer now."""
-        self._prompt: Prompt | None = None
-        """If others compute it than answer."""
+        self._target: RoleTarget | JourneyContext = context
+        """Where the answer is computed."""
+        self._remote_prompt: RemotePrompt | None = None
+        """With remote prefill."""
         self._call: Call | None = None
-        self._booked = Booked()
+        self._reservations = Reservations()
         self._usage: Usage | None = None
         self._stages: StageTimes | None = None
-        self._asked = Asked(request, road.stats, self._loop.time)
+        self._attempt = AttemptState(request, context.stats, self._loop.time)
         self._retry: asyncio.Task[Any] | None = None
-        self._held = False
+        self._is_held = False
         self.request = request
         self.decision: Decision | None = None
-        """Where the last attempt went."""
-        # As the sink of a call: whole steps pass us by.
+        """Of the last attempt."""
+        # As a call's sink: whole steps bypass the journey.
         self.sink = receiver
         self.steps = receiver.steps
 
     @property
     def stages(self) -> StageTimes | None:
-        """Where its time went, as far as that is known: of a prompt that others computed, or KV that was brought."""
-        return self._stages if self._prompt is None else self._prompt.stages
+        """Stage times known so far: of a remote prefill, or of onboarded KV."""
+        return self._stages if self._remote_prompt is None else self._remote_prompt.stages
 
     @property
-    def prefilled(self) -> Decision | None:
-        """Where the prompt was computed, if that was elsewhere."""
-        return None if self._prompt is None else self._prompt.decision
+    def prefill_decision(self) -> Decision | None:
+        """Where the prompt was computed, with remote prefill."""
+        return None if self._remote_prompt is None else self._remote_prompt.decision
 
     @property
     def num_attempts(self) -> int:
         return self._machine.num_attempts
 
-    async def begin(self) -> None:
-        """Until a worker has the request, or it was cancelled. When it raises, the receiver hears nothing."""
-        road = self._road
+    async def start(self) -> None:
+        """Return once a worker has the request or it was cancelled. If this raises, the receiver is not called."""
+        context = self._context
         try:
-            way, leg = road.ways.plan(self.request)
-        except KvoltError as refusal:  # who is to compute the prompt was said, and is not there
+            mode, target = context.prefill_modes.plan(self.request)
+        except KvoltError as refusal:  # the pinned prefill worker is not available
             raise with_fields(refusal, gpu_work=self._machine.gpu_work) from refusal
         is_prefill_first = False
-        if way is Way.SPLIT and leg is not None:
-            self._prompt = Prompt(leg, self.request, road.crew, road.stats)
-            is_prefill_first = not road.is_decode_first
-            if road.is_decode_first:
-                self._asked.expect_prompt()
-        elif way is Way.THERE and leg is not None:
-            self._at = leg
-        error = await self._perform(self._machine.on(Start(is_remote=is_prefill_first)))
+        if mode is PrefillMode.REMOTE and target is not None:
+            self._remote_prompt = RemotePrompt(target, self.request, context.task_group, context.stats)
+            is_prefill_first = not context.is_decode_first
+            if context.is_decode_first:
+                self._attempt.expect_remote_prefill()
+        elif mode is PrefillMode.PREFILL_WORKER and target is not None:
+            self._target = target
+        error = await self._perform(self._machine.handle(Start(is_remote_prefill=is_prefill_first)))
         if error is not None:
             raise error
 
     def cancel(self) -> None:
-        """Stop here and at the worker; the receiver hears nothing more."""
+        """Stop here and at the worker; the receiver gets no further call."""
         if self._machine.state is State.DONE:
             return
-        self._machine.on(Stopped())
-        self._asked.found(Outcome.CANCELLED)
-        self._booked.stay()
-        self._booked.free(outcome=breaker.Outcome.LEFT)
-        self._let_go()
+        self._machine.handle(Stopped())
+        self._attempt.end_reroute(RerouteOutcome.CANCELLED)
+        self._reservations.release_alternative()
+        self._reservations.release(outcome=breaker.Outcome.LEFT)
+        self._release_prompt()
         if self._retry is not None:
             self._retry.cancel()
         call, self._call = self._call, None
@@ -161,105 +163,118 @@ class Journey:
             call.cancel()
 
     def hold(self) -> None:
-        """The receiver is behind: the worker's deltas shall wait there."""
-        self._held = True
+        """Backpressure: the receiver is slow, deltas wait at the worker."""
+        self._is_held = True
         if self._call is not None and self._call.stream is not None:
-            self._call.stream.hold()
+            self._call.stream.pause_reading()
 
     def release(self) -> None:
-        self._held = False
+        self._is_held = False
         if self._call is not None and self._call.stream is not None:
-            self._call.stream.release()
+            self._call.stream.resume_reading()
 
     def on_item(self, delta: Any) -> None:
-        """A delta that is more than a token; the first of an answer always is."""
-        prompt = self._prompt
-        if self._booked.begin(delta.cached_tokens):
-            self._asked.begun(delta.cached_tokens)
+        """Handle a delta that is more than a token; the first of an answer always is."""
+        prompt = self._remote_prompt
+        if self._reservations.on_first_delta(delta.cached_tokens):
+            self._attempt.on_first_delta(delta.cached_tokens)
             if prompt is not None:
-                prompt.fetched()
-        delta = self._asked.told(delta, is_told=self.sink.has_begun)
+                prompt.on_fetched()
+        delta = self._attempt.splice(delta, has_started=self.sink.has_started)
         if delta.stages is not None:
             self._stages = delta.stages
-            if prompt is not None and prompt.add(delta.stages):
-                self._learn_link(prompt, delta.stages)
+            if prompt is not None and prompt.merge_stages(delta.stages):
+                self._observe_transfer(prompt, delta.stages)
         if delta.usage is not None:
-            self._count(delta.usage)
+            self._add_usage(delta.usage)
         self.sink.on_item(delta)
 
     def on_end(self, error: KvoltError | None) -> None:
-        """The call is over, the journey perhaps not."""
+        """The call ended; the journey may continue with another worker."""
         machine = self._machine
         if machine.state is State.DONE:
             return
-        if self._booked.other is not None and was_withdrawn(error):
-            self._move(self._booked.other)
+        if self._reservations.alternative is not None and was_withdrawn(error):
+            self._on_withdrawn(self._reservations.alternative)
             return
-        self._booked.stay()
-        if self._asked.got_further(machine.state, self.sink):
-            machine.on(Delivered())
-        if error is not None and self._is_complete():
+        self._reservations.release_alternative()
+        if self._attempt.has_progress(machine.state, self.sink):
+            machine.handle(Delivered())
+        if error is not None and self._finish_if_complete():
             error = None
         if self._machine.state is State.DONE:
-            return  # the receiver has all that it wanted
-        self._booked.free(self._usage if error is None else None, breaker.outcome_of(error))
-        action = machine.on(Finished() if error is None else Failed(error))
+            return  # a delivered finish has cancelled the journey
+        self._reservations.release(self._usage if error is None else None, breaker.outcome_of(error))
+        action = machine.handle(Finished() if error is None else Failed(error))
         if isinstance(action, End):
             self._call = None
-            self.sink.on_end(self._told(action.error))
+            self.sink.on_end(self._end_error(action.error))
         else:
-            self._retry = self._road.crew.start(self._go_on(action), f"retry {self.request.request_id}")
+            self._retry = self._context.task_group.start(
+                self._run_actions(action), f"retry {self.request.request_id}"
+            )
 
-    def _is_complete(self) -> bool:
-        """Whether nothing was lost with a worker but its last word. Ends that it did not come to say are told."""
-        if self._machine.state not in _AMID:
+    def _finish_if_complete(self) -> bool:
+        """Deliver finish reasons lost with a worker; True if the answer is then complete."""
+        if self._machine.state not in _MID_ANSWER:
             return False
-        for end in lost_ends(self.request, self.sink.so_far(), self._road.eos_token_ids):
-            self.on_item(end)
-        return is_over(self.sink.so_far())
+        for finish in missing_finishes(
+            self.request, self.sink.received_tokens(), self._context.eos_token_ids
+        ):
+            self.on_item(finish)
+        return are_choices_finished(self.sink.received_tokens())
 
-    # --- taken back
+    # --- withdrawal before the first token
 
     def move(self, decision: Decision) -> bool:
-        """The router has booked a better place for a request that has not begun (see `Recall`)."""
+        """Router callback: a better worker is reserved for this waiting request (see `Withdrawal`)."""
         current = self.decision
-        may_move = self._machine.may_move and self._booked.other is None and not self.sink.has_begun
-        if current is None or not may_move or self._road.crew.closed:
+        can_move = (
+            self._machine.can_move and self._reservations.alternative is None and not self.sink.has_started
+        )
+        if current is None or not can_move or self._context.task_group.closed:
             return False
-        self._booked.other = decision
-        self._road.crew.start(self._ask_back(current, decision), f"take back {self.request.request_id}")
+        self._reservations.alternative = decision
+        self._context.task_group.start(
+            self._withdraw(current, decision), f"withdraw {self.request.request_id}"
+        )
         return True
 
-    async def _ask_back(self, current: Decision, decision: Decision) -> None:
-        """That it was given back is said by the end of its stream, which may come before or after the answer."""
+    async def _withdraw(self, current: Decision, decision: Decision) -> None:
+        """The end of the withdrawn stream confirms it, before or after this reply arrives."""
         is_back = False
         try:
-            is_back = await ask_back(self._at.client.plane, current.instance, self.request.request_id)
+            is_back = await withdraw_request(
+                self._target.client.plane, current.instance, self.request.request_id
+            )
         finally:
-            if not is_back and self._booked.other is decision:
-                self._booked.stay()
+            if not is_back and self._reservations.alternative is decision:
+                self._reservations.release_alternative()
 
-    def _move(self, decision: Decision) -> None:
-        action = self._machine.on(TakenBack(decision))
+    def _on_withdrawn(self, decision: Decision) -> None:
+        action = self._machine.handle(WithdrawalConfirmed(decision))
         self._call = None
-        self._booked.move()
-        self._road.stats.num_moves += 1
-        self._retry = self._road.crew.start(self._go_on(action), f"move {self.request.request_id}")
+        self._reservations.switch_to_alternative()
+        self._context.stats.num_moves += 1
+        self._retry = self._context.task_group.start(
+            self._run_actions(action), f"move {self.request.request_id}"
+        )
 
     # ---
 
-    async def _go_on(self, action: Action) -> None:
+    async def _run_actions(self, action: Action) -> None:
+        """Perform actions in a task of their own; errors go to the receiver."""
         try:
             error = await self._perform(action)
-        except Exception as fault:  # nobody else would tell the receiver
+        except Exception as fault:  # the receiver would otherwise wait forever
             log.exception("reroute failed: request=%s", self.request.request_id)
             error = KvoltError(f"internal error ({type(fault).__name__})")
-            self._let_go()
+            self._release_prompt()
         if error is not None:
             self.sink.on_end(error)
 
     async def _perform(self, action: Action) -> KvoltError | None:
-        """Do what the machine wants until there is nothing to do but wait; why it ended, if it did."""
+        """Perform actions until one waits or ends the journey. Returns the error of a failed end."""
         while True:
             if isinstance(action, Route):
                 event = await self._route(action)
@@ -268,33 +283,33 @@ class Journey:
             elif isinstance(action, Open):
                 event = await self._open(action)
             else:
-                return self._told(action.error) if isinstance(action, End) else None
+                return self._end_error(action.error) if isinstance(action, End) else None
             if self._machine.state is State.DONE:
-                return None  # cancelled meanwhile
-            action = self._machine.on(event)
+                return None  # cancelled during the await
+            action = self._machine.handle(event)
 
     async def _prefill(self, action: Prefill) -> Event:
-        prompt, total_s = self._prompt, self._deadlines.total_s
+        prompt, total_s = self._remote_prompt, self._deadlines.total_s
         assert prompt is not None
         try:
             async with asyncio.timeout_at(self._started + total_s):
                 handoff = await prompt.compute(action.excluded, self._time_left())
         except TimeoutError:
             late = DeadlineExceeded(f"no prompt within {total_s:g} s", stage="route", after_s=total_s)
-            prompt.fail(late)
+            prompt.count_failure(late)
             return PrefillFailed(late, None)
         except KvoltError as error:
-            return PrefillFailed(error, prompt.asked)
-        if self._machine.state is State.DONE:  # cancelled meanwhile
-            prompt.let_go()
+            return PrefillFailed(error, prompt.last_instance_id)
+        if self._machine.state is State.DONE:  # cancelled during the await
+            prompt.release()
         else:
             prompt.accept()
-            self._take_over(handoff)
+            self._apply_handoff(handoff)
         return Prefilled()
 
-    def _take_over(self, handoff: Handoff) -> None:
-        """What prefill has said is told at once, and not again by who goes on."""
-        self._asked.take_over(handoff)
+    def _apply_handoff(self, handoff: Handoff) -> None:
+        """Deliver the first tokens that prefill sampled; the decode worker does not send them again."""
+        self._attempt.set_handoff(handoff)
         for index, token in enumerate(handoff.first_tokens or ()):
             cached_tokens = None if index else handoff.cached_tokens
             self.sink.on_item(Delta(token_ids=(token,), index=index, cached_tokens=cached_tokens))
@@ -303,88 +318,96 @@ class Journey:
         total_s = self._deadlines.total_s
         failure = self._machine.failure
         if failure is not None:
-            self._at = self._road
-            self._asked.look_elsewhere(self.sink if self._machine.state is State.REROUTING else None)
+            self._target = self._context
+            self._attempt.prepare_retry(self.sink if self._machine.state is State.REROUTING else None)
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._choose(action)
+                decision = await self._choose_worker(action)
         except TimeoutError:
             return Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
             )
         except KvoltError as error:
-            if self._at is self._road:
+            if self._target is self._context:
                 return Failed(error)
-            self._at = self._road  # nobody there has room: it is theirs who answer
+            self._target = self._context  # no prefill worker has room: route to the decode workers
             return await self._route(action)
-        self._booked.book(self._at.router, decision)
-        if self._machine.state is State.DONE:  # cancelled meanwhile
-            self._booked.free()
+        self._reservations.set_current(self._target.router, decision)
+        if self._machine.state is State.DONE:  # cancelled during the await
+            self._reservations.release()
         elif failure is not None:
-            self._asked.count_elsewhere(failure, decision)
+            self._attempt.count_retry(failure, decision)
         return Routed(decision)
 
-    async def _choose(self, action: Route) -> Decision:
-        """Waits for workers that are out of reach, unless there are others that can answer."""
-        at, request = self._at, self._asked.request
-        if at is not self._road:
-            return await at.router.route(request, action.excluded)
-        if request.handoff is not None and self.prefilled is not None:
-            request = with_links(request, self._road.ways.links_from(self.prefilled.instance.id))
-        return await route_when_reachable(at.router, at.client, request, action.excluded, action.out_of_reach)
+    async def _choose_worker(self, action: Route) -> Decision:
+        """Route; waits for unreachable workers if no other worker can take the request."""
+        target, request = self._target, self._attempt.request
+        if target is not self._context:
+            return await target.router.route(request, action.excluded)
+        if request.handoff is not None and self.prefill_decision is not None:
+            costs = self._context.prefill_modes.link_costs_from(self.prefill_decision.instance.id)
+            request = with_link_costs(request, costs)
+        return await route_when_reachable(
+            target.router, target.client, request, action.excluded, action.unreachable
+        )
 
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision
-        request = as_decided(self._asked.request, decision)
+        request = with_decision(self._attempt.request, decision)
         try:
-            if request.rendezvous is not None and self._prompt is not None:
+            if request.rendezvous is not None and self._remote_prompt is not None:
                 attempt = self._machine.num_attempts + self._machine.num_moves
-                links = self._road.ways.links_to(decision.instance.id)
-                request = await meet(self._prompt, request, attempt, links, self._time_left, self._is_over)
-                if self._is_over():  # cancelled meanwhile
+                links = self._context.prefill_modes.link_costs_to(decision.instance.id)
+                request = await open_rendezvous(
+                    self._remote_prompt, request, attempt, links, self._time_left, self._is_done
+                )
+                if self._is_done():  # cancelled during the await
                     return Opened()
-            beside = self._prompt.under_way if request.rendezvous is not None and self._prompt else None
-            limits = deadlines_for(self._time_left(), decision, beside)
-            self._call = await self._at.client.call(
+            prefill = (
+                self._remote_prompt.pending_decision if request.rendezvous and self._remote_prompt else None
+            )
+            limits = deadlines_for(self._time_left(), decision, prefill)
+            self._call = await self._target.client.call(
                 request, self, instance=decision.instance, deadlines=limits, decode=_decode_delta
             )
         except BaseException as error:
-            self._booked.free()
+            self._reservations.release()
             if isinstance(error, KvoltError):
                 return Failed(error)
             raise
         if self._machine.state is State.DONE:
-            self._call.cancel()  # nobody could while it was being opened
+            self._call.cancel()  # `cancel` had no call to cancel yet
         else:
-            if self._held and self._call.stream is not None:
-                self._call.stream.hold()
-            if decision.recall is not None:
-                decision.recall.move = self.move
+            if self._is_held and self._call.stream is not None:
+                self._call.stream.pause_reading()
+            if decision.withdraw_hook is not None:
+                decision.withdraw_hook.try_move = self.move
         return Opened()
 
-    def _is_over(self) -> bool:
+    def _is_done(self) -> bool:
         return self._machine.state is State.DONE
 
-    def _let_go(self) -> None:
-        """It is over: nobody will fetch what was computed for it."""
-        if self._prompt is not None:
-            self._prompt.let_go()
+    def _release_prompt(self) -> None:
+        """The journey is over: release KV that was computed for it."""
+        if self._remote_prompt is not None:
+            self._remote_prompt.release()
 
-    def _told(self, error: KvoltError | None) -> KvoltError | None:
-        """The end as the receiver gets it: whether trying again would be the second time that it is computed."""
-        self._let_go()
+    def _end_error(self, error: KvoltError | None) -> KvoltError | None:
+        """Finish the journey. The returned error says how much GPU work a client's retry would repeat."""
+        self._release_prompt()
         if error is None:
             return None
-        self._asked.found(Outcome.FAILURE)
+        self._attempt.end_reroute(RerouteOutcome.FAILURE)
         return with_fields(error, gpu_work=self._machine.gpu_work)
 
-    def _learn_link(self, prompt: Prompt, stages: StageTimes) -> None:
-        source = prompt.under_way or prompt.decision
+    def _observe_transfer(self, prompt: RemotePrompt, stages: StageTimes) -> None:
+        source = prompt.pending_decision or prompt.decision
         if source is not None and self.decision is not None:
-            self._road.ways.learn(self.request, stages, source.instance.id, self.decision.instance.id)
+            target_id = self.decision.instance.id
+            self._context.prefill_modes.observe_transfer(self.request, stages, source.instance.id, target_id)
 
-    def _count(self, usage: Usage) -> None:
-        """Each choice has its own, at its end; the prompt is the same."""
+    def _add_usage(self, usage: Usage) -> None:
+        """Sum usage over choices; the prompt counts once."""
         if self._usage is not None:
             completion_tokens = self._usage.completion_tokens + usage.completion_tokens
             usage = msgspec.structs.replace(usage, completion_tokens=completion_tokens)

@@ -1,17 +1,16 @@
-"""What happens to one request and what is to be done next: states, events and actions, no I/O.
+"""State machine of one request. No I/O: `handle` maps an event to an action.
 
-A prompt may be computed by another worker than its answer; where nobody can, whoever answers computes it. A request of
-which nothing was delivered may be tried elsewhere from its beginning; once something was, only from where it broke off
-(a migration). Both are bounded, and whatever the error is unless another worker would fail as well: never for the
-request's own fault, a deadline of the whole request or a caller who has gone. One that still waits at its worker may be
-taken back and sent elsewhere, which is no failure of anybody.
+A prompt may be computed by a prefill worker; if none can, the decode worker computes it. Before the first token a
+request is retried from the start; afterwards it migrates and continues after its last token. Both are bounded and
+happen only for errors that another worker may not have: never for a fault of the request, its total deadline or a
+caller that has gone. A request that waits at its worker may be withdrawn and sent to another one; that is not a
+failure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvolt.core.errors import (
     Cancelled,
@@ -24,140 +23,50 @@ from kvolt.core.errors import (
     Overloaded,
     Unavailable,
     WorkerLost,
-    reworded,
+    with_message,
 )
 from kvolt.core.ids import InstanceId
-from kvolt.router.port import Decision
-
-
-class State(StrEnum):
-    NEW = "new"
-    PREFILLING = "prefilling"
-    """A worker that does nothing else computes its prompt, or one is looked for."""
-    ROUTING = "routing"
-    OPENING = "opening"
-    WAITING = "waiting"
-    """A worker has the request and has answered nothing."""
-    STREAMING = "streaming"
-    REROUTING = "rerouting"
-    """Its worker was lost amid the answer: who can go on?"""
-    REOPENING = "reopening"
-    RESUMING = "resuming"
-    """Another worker has it, and has not gone on yet."""
-    DONE = "done"
-
-
-class GpuWork(StrEnum):
-    """Spent on a request that has ended badly."""
-
-    NONE = "none"
-    UNKNOWN = "unknown"
-    """A worker had it, and was lost or failed before the first token."""
-    SOME = "some"
-
-
-# --- what happens
-
-
-class Start(NamedTuple):
-    is_remote: bool = False
-    """Its prompt is to be computed elsewhere than its answer."""
-
-
-class Prefilled(NamedTuple):
-    """Its prompt is computed, and can be gone on with."""
-
-
-class PrefillFailed(NamedTuple):
-    error: KvoltError
-    instance_id: InstanceId | None
-    """Who has failed; None where nobody was asked."""
-
-
-class Routed(NamedTuple):
-    decision: Decision
-
-
-class Opened(NamedTuple):
-    pass
-
-
-class Delivered(NamedTuple):
-    """Something of the answer, or more of it, has reached the receiver. Told at the latest before the end."""
-
-
-class Failed(NamedTuple):
-    error: KvoltError
-
-
-class TakenBack(NamedTuple):
-    """Its worker has given it back, of which nothing was begun; there is another place for it."""
-
-    decision: Decision
-
-
-class Finished(NamedTuple):
-    pass
-
-
-class Stopped(NamedTuple):
-    """Whoever asked has gone."""
-
-
-Event = (
-    Start | Prefilled | PrefillFailed | Routed | Opened | Delivered | Failed | TakenBack | Finished | Stopped
+from kvolt.journey.events import (
+    Action,
+    Delivered,
+    End,
+    Event,
+    Failed,
+    Finished,
+    GpuWork,
+    Open,
+    Opened,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    Route,
+    Routed,
+    Start,
+    State,
+    Stopped,
+    Wait,
+    WithdrawalConfirmed,
 )
 
-
-# --- what to do
-
-
-class Prefill(NamedTuple):
-    excluded: frozenset[InstanceId]
-    """Workers that have failed to compute this prompt."""
-
-
-class Route(NamedTuple):
-    excluded: frozenset[InstanceId]
-    """Instances that have failed this request."""
-    out_of_reach: frozenset[InstanceId] = frozenset()
-    """Those that failed it by that alone: if no other is left, they may be asked again once they answer."""
-
-
-class Open(NamedTuple):
-    decision: Decision
-
-
-class Wait(NamedTuple):
-    pass
-
-
-class End(NamedTuple):
-    error: KvoltError | None
-
-
-Action = Prefill | Route | Open | Wait | End
-
-
-_NOT_THE_WORKER = (Fault.CALLER, Fault.NOBODY)
-"""Another worker would fail as well."""
+_NOT_WORKER_FAULTS = (Fault.CALLER, Fault.NONE)
+"""Faults that another worker would have as well."""
 
 _MAX_PREFILLS = 2
-"""Workers that are asked for a prompt alone."""
+"""Prefill workers tried per request."""
 
 
-def _is_out_of_reach(error: KvoltError) -> bool:
-    """Not that it failed: no connection came about, or it was silent and may have been stalled."""
+def _is_unreachable(error: KvoltError) -> bool:
+    """Whether no connection could be opened, or the worker was silent and may only be stalled."""
     is_silent = isinstance(error, WorkerLost) and error.fields.get("reason") == "heartbeat"
     return is_silent or isinstance(error, ConnectFailed)
 
 
 class IllegalTransition(Exception):
-    """A fault of the driver: the machine has not changed."""
+    """A driver bug; the state has not changed."""
 
 
 class JourneyMachine:
-    """One request's. `on` takes an event and says what to do."""
+    """See the module."""
 
     __slots__ = (
         "_excluded",
@@ -169,7 +78,7 @@ class JourneyMachine:
         "_num_deaths",
         "_num_prefills",
         "_num_silent",
-        "_out_of_reach",
+        "_unreachable",
         "failure",
         "gpu_work",
         "num_attempts",
@@ -181,57 +90,57 @@ class JourneyMachine:
     def __init__(self, max_attempts: int, max_moves: int = 0, migration_limit: int = 0) -> None:
         self.state = State.NEW
         self.num_attempts = 0
-        """Workers that were asked for it from its beginning."""
+        """Workers that got the request from the start."""
         self.num_moves = 0
-        """How often it was taken back."""
+        """Confirmed withdrawals."""
         self.num_migrations = 0
-        """Workers that were asked to go on with it."""
+        """Workers that got the request after its first token."""
         self._max_attempts = max_attempts
         self._max_moves = max_moves
         self._migration_limit = migration_limit
         self._num_prefills = 0
-        """Workers that were asked for the prompt alone."""
+        """Prefill workers that failed."""
         self._num_deaths = 0
-        """Engines that died with it inside."""
+        """Engines that died with this request in flight."""
         self._num_silent = 0
-        """Workers that had it and sent no token by the deadline, the first one or the next."""
+        """Workers that missed the deadline of the first or the next token."""
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
-        self._out_of_reach: frozenset[InstanceId] = frozenset()
+        self._unreachable: frozenset[InstanceId] = frozenset()
         self._loss: KvoltError | None = None
-        """What its answer was last broken off by."""
+        """Error that interrupted the answer last."""
         self.failure: KvoltError | None = None
-        """Why the last attempt failed."""
+        """Error of the last attempt."""
         self.gpu_work = GpuWork.NONE
 
     @property
-    def may_move(self) -> bool:
-        """Whether it can be taken back now."""
+    def can_move(self) -> bool:
+        """Whether the request can be withdrawn now."""
         return self.state is State.WAITING and self.num_moves < self._max_moves
 
-    def on(self, event: Event) -> Action:
+    def handle(self, event: Event) -> Action:
         step = _TRANSITIONS.get((self.state, type(event)))
         if step is None:
             raise IllegalTransition(f"{type(event).__name__} in state {self.state}")
         return step(self, event)
 
     def _start(self, event: Start) -> Action:
-        if event.is_remote:
+        if event.is_remote_prefill:
             self.state = State.PREFILLING
             return Prefill(self._excluded)
-        return self._route_anew()
+        return self._route()
 
-    def _go_on_after_prefill(self, event: Prefilled) -> Action:
+    def _route_after_prefill(self, event: Prefilled) -> Action:
         self.gpu_work = GpuWork.SOME
-        return self._route_anew()
+        return self._route()
 
-    def _fail_to_prefill(self, event: PrefillFailed) -> Action:
-        """Another prefill worker, then whoever answers: that one can compute a prompt, too."""
+    def _on_prefill_failed(self, event: PrefillFailed) -> Action:
+        """Try another prefill worker, then let the decode worker compute the prompt."""
         error = event.error
         if isinstance(error, DeadlineExceeded) and error.fields.get("stage") in ("total", "route"):
             return self._end(error)
         if event.instance_id is None:
-            return self._route_anew()
+            return self._route()
         if not isinstance(error, Overloaded | Unavailable):
             self.gpu_work = GpuWork.UNKNOWN
         self._num_prefills += 1
@@ -242,10 +151,10 @@ class JourneyMachine:
             return self._end(error)
         if not is_final and self._num_prefills < _MAX_PREFILLS:
             return Prefill(self._excluded)
-        return self._route_anew()  # what is wrong with the request itself, whoever answers says as well
+        return self._route()  # the decode worker reports a fault of the request as well
 
-    def _route_anew(self) -> Action:
-        self._excluded = frozenset()  # who failed to compute the prompt is nobody who answers
+    def _route(self) -> Action:
+        self._excluded = frozenset()  # failed prefill workers are no decode workers
         self.state = State.ROUTING
         return Route(self._excluded)
 
@@ -264,68 +173,67 @@ class JourneyMachine:
         self.gpu_work = GpuWork.SOME
         return Wait()
 
-    def _fail_to_route(self, event: Failed) -> Action:
-        # That nobody is left to try says less than why the last one failed.
-        left_alone = self.failure is not None and isinstance(event.error, Unavailable)
-        return self._end(self.failure if left_alone else event.error)
+    def _on_route_failed(self, event: Failed) -> Action:
+        # The last attempt's error says more than "no worker left".
+        none_left = self.failure is not None and isinstance(event.error, Unavailable)
+        return self._end(self.failure if none_left else event.error)
 
-    def _fail_before_answer(self, event: Failed) -> Action:
+    def _retry(self, event: Failed) -> Action:
         is_refusal = isinstance(event.error, Overloaded | Unavailable)
         if self.state is State.WAITING and not is_refusal:
             self.gpu_work = GpuWork.UNKNOWN
         if self._is_final(event.error) or self.num_attempts >= self._max_attempts:
             return self._end(event.error)
-        return self._look_elsewhere(event.error, State.ROUTING)
+        return self._reroute(event.error, State.ROUTING)
 
     def _is_final(self, error: KvoltError) -> bool:
-        """Whether no other worker is asked. Two engines that died of the same request, wherever in it: it may be the
-        request, and a third would be one too many. Likewise two workers that sent no token in time, the first one or
-        the next."""
+        """Whether no other worker is tried: the fault is not the worker's, or two engines died with this request, or
+        two workers missed the deadline of a token. The request itself may be the cause then."""
         if isinstance(error, DeadlineExceeded):
             is_silent = error.fields.get("stage") in ("first", "between")
             self._num_silent += is_silent
             return not is_silent or self._num_silent > 1
         if isinstance(error, EngineDied):
             self._num_deaths += 1
-        return error.fault in _NOT_THE_WORKER or self._num_deaths > 1
+        return error.fault in _NOT_WORKER_FAULTS or self._num_deaths > 1
 
-    def _look_elsewhere(self, error: KvoltError, state: State) -> Action:
+    def _reroute(self, error: KvoltError, state: State) -> Action:
         assert self._instance is not None
         self.failure = error
         failed = frozenset([self._instance])
         self._excluded |= failed
-        if _is_out_of_reach(error):
-            self._out_of_reach |= failed
+        if _is_unreachable(error):
+            self._unreachable |= failed
         else:
-            self._out_of_reach -= failed
+            self._unreachable -= failed
         self.state = state
-        return Route(self._excluded, self._out_of_reach & self._excluded)
+        return Route(self._excluded, self._unreachable & self._excluded)
 
-    def _move(self, event: TakenBack) -> Action:
-        if not self.may_move:
-            raise IllegalTransition(f"{type(event).__name__} a {self.num_moves + 1}. time")
+    def _move(self, event: WithdrawalConfirmed) -> Action:
+        if not self.can_move:
+            raise IllegalTransition(f"{type(event).__name__} after {self.num_moves} moves")
         self.state = State.OPENING
         self.num_moves += 1
         self._instance = event.decision.instance.id
         return Open(event.decision)
 
-    # --- amid an answer
+    # --- mid-answer
 
-    def _break_off(self, event: Failed) -> Action:
+    def _migrate(self, event: Failed) -> Action:
         if self._is_final(event.error) or not self._migration_limit:
             return self._end(event.error)
         if self.num_migrations >= self._migration_limit:
             message = (
-                f"{event.error.message}; the request was migrated {self.num_migrations} times already, the most that "
-                "migration_limit allows: send it again"
+                f"{event.error.message}; the request was migrated {self.num_migrations} times, the maximum set by "
+                "migration_limit: send it again"
             )
-            return self._end(reworded(event.error, message))
+            return self._end(with_message(event.error, message))
         self._loss = event.error
-        self._excluded = frozenset()  # it got further since they failed it: they may be well again
-        return self._look_elsewhere(event.error, State.REROUTING)
+        self._excluded = frozenset()  # the answer progressed since they failed; they may have recovered
+        return self._reroute(event.error, State.REROUTING)
 
-    def _fail_to_reroute(self, event: Failed) -> Action:
-        return self._end(self._unable(event.error))
+    def _on_reroute_failed(self, event: Failed) -> Action:
+        return self._end(self._migration_error(event.error))
 
     def _reopen(self, event: Routed) -> Action:
         self.state = State.REOPENING
@@ -333,28 +241,28 @@ class JourneyMachine:
         self._instance = event.decision.instance.id
         return Open(event.decision)
 
-    def _resume(self, event: Opened) -> Action:
-        self.state = State.RESUMING
+    def _await_migration(self, event: Opened) -> Action:
+        self.state = State.MIGRATING
         return Wait()
 
-    def _go_further(self, event: Delivered) -> Action:
+    def _continue_stream(self, event: Delivered) -> Action:
         self.state = State.STREAMING
         return Wait()
 
-    def _fail_to_resume(self, event: Failed) -> Action:
+    def _retry_migration(self, event: Failed) -> Action:
         if self._is_final(event.error) or self.num_migrations >= self._migration_limit:
-            return self._end(self._unable(event.error))
-        return self._look_elsewhere(event.error, State.REROUTING)
+            return self._end(self._migration_error(event.error))
+        return self._reroute(event.error, State.REROUTING)
 
-    def _unable(self, error: KvoltError) -> KvoltError:
-        """Nobody could go on. That is the fault of who was lost: who would not go on may even blame the request, which
-        was fine until then. A deadline is its own reason."""
+    def _migration_error(self, error: KvoltError) -> KvoltError:
+        """Error of a failed migration: that of the lost worker, since others may blame a request that was fine until
+        then. A deadline is reported as such."""
         if isinstance(error, DeadlineExceeded) or self._loss is None:
             return error
         message = (
             f"{self._loss.message}; the request could not be migrated to another worker: {error.message}"
         )
-        return reworded(self._loss, message)
+        return with_message(self._loss, message)
 
     # ---
 
@@ -366,8 +274,8 @@ class JourneyMachine:
 
     def _end(self, error: KvoltError | None) -> Action:
         self.state = State.DONE
-        if isinstance(error, EngineDied) and self._num_deaths > 1:  # to be sent again by no client either
-            died = f"{self._num_deaths} engines died with this request, the last one so: {error.message}"
+        if isinstance(error, EngineDied) and self._num_deaths > 1:  # not retryable by clients either
+            died = f"{self._num_deaths} engines died with this request, last error: {error.message}"
             error = EngineFailed(died, **error.fields)
         return End(error)
 
@@ -375,31 +283,31 @@ class JourneyMachine:
 _TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Action]] = {
     (State.NEW, Start): JourneyMachine._start,
     (State.NEW, Stopped): JourneyMachine._stop,
-    (State.PREFILLING, Prefilled): JourneyMachine._go_on_after_prefill,
-    (State.PREFILLING, PrefillFailed): JourneyMachine._fail_to_prefill,
+    (State.PREFILLING, Prefilled): JourneyMachine._route_after_prefill,
+    (State.PREFILLING, PrefillFailed): JourneyMachine._on_prefill_failed,
     (State.PREFILLING, Stopped): JourneyMachine._stop,
     (State.ROUTING, Routed): JourneyMachine._open,
-    (State.ROUTING, Failed): JourneyMachine._fail_to_route,
+    (State.ROUTING, Failed): JourneyMachine._on_route_failed,
     (State.ROUTING, Stopped): JourneyMachine._stop,
     (State.OPENING, Opened): JourneyMachine._wait,
-    (State.OPENING, Failed): JourneyMachine._fail_before_answer,
+    (State.OPENING, Failed): JourneyMachine._retry,
     (State.OPENING, Stopped): JourneyMachine._stop,
     (State.WAITING, Delivered): JourneyMachine._stream,
-    (State.WAITING, Failed): JourneyMachine._fail_before_answer,
-    (State.WAITING, TakenBack): JourneyMachine._move,
+    (State.WAITING, Failed): JourneyMachine._retry,
+    (State.WAITING, WithdrawalConfirmed): JourneyMachine._move,
     (State.WAITING, Finished): JourneyMachine._finish,
     (State.WAITING, Stopped): JourneyMachine._stop,
-    (State.STREAMING, Failed): JourneyMachine._break_off,
+    (State.STREAMING, Failed): JourneyMachine._migrate,
     (State.STREAMING, Finished): JourneyMachine._finish,
     (State.STREAMING, Stopped): JourneyMachine._stop,
     (State.REROUTING, Routed): JourneyMachine._reopen,
-    (State.REROUTING, Failed): JourneyMachine._fail_to_reroute,
+    (State.REROUTING, Failed): JourneyMachine._on_reroute_failed,
     (State.REROUTING, Stopped): JourneyMachine._stop,
-    (State.REOPENING, Opened): JourneyMachine._resume,
-    (State.REOPENING, Failed): JourneyMachine._fail_to_resume,
+    (State.REOPENING, Opened): JourneyMachine._await_migration,
+    (State.REOPENING, Failed): JourneyMachine._retry_migration,
     (State.REOPENING, Stopped): JourneyMachine._stop,
-    (State.RESUMING, Delivered): JourneyMachine._go_further,
-    (State.RESUMING, Failed): JourneyMachine._fail_to_resume,
-    (State.RESUMING, Finished): JourneyMachine._finish,
-    (State.RESUMING, Stopped): JourneyMachine._stop,
+    (State.MIGRATING, Delivered): JourneyMachine._continue_stream,
+    (State.MIGRATING, Failed): JourneyMachine._retry_migration,
+    (State.MIGRATING, Finished): JourneyMachine._finish,
+    (State.MIGRATING, Stopped): JourneyMachine._stop,
 }

@@ -1,7 +1,6 @@
-"""How another worker goes on with an answer whose worker was lost. Pure.
+"""Migration of a partial answer to another worker. Pure.
 
-Owns what such a worker is asked, and what of its answer the receiver has been told before: what both have said together
-must be what one would have said.
+The output of both workers together must equal what one worker would have sent.
 """
 
 from __future__ import annotations
@@ -11,70 +10,70 @@ from collections.abc import Container, Sequence
 import msgspec
 
 from kvolt.core.delta import Delta, Usage
-from kvolt.core.ending import ended_by
 from kvolt.core.request import Request
+from kvolt.core.stop_check import check_stop
 
-Heard = Sequence[Sequence[int] | None]
-"""The tokens that have come of each choice; None for a choice that is over."""
+ChoiceTokens = Sequence[Sequence[int] | None]
+"""Tokens received per choice; None for a finished choice."""
 
 
-class Hearing:
-    """What has come of each choice, for receivers that keep no account of their own."""
+class ReceivedTokens:
+    """Tokens received per choice, for receivers that do not count them themselves."""
 
-    __slots__ = ("_heard",)
+    __slots__ = ("_received",)
 
     def __init__(self, num_choices: int) -> None:
-        self._heard: list[list[int] | None] = [[] for _ in range(num_choices)]
+        self._received: list[list[int] | None] = [[] for _ in range(num_choices)]
 
-    def take(self, delta: Delta) -> None:
-        tokens = self._heard[delta.index]
+    def add_delta(self, delta: Delta) -> None:
+        tokens = self._received[delta.index]
         if tokens is not None:
             tokens.extend(delta.token_ids)
         if delta.finish is not None:
-            self._heard[delta.index] = None
+            self._received[delta.index] = None
 
-    def so_far(self) -> Heard:
-        return self._heard
-
-
-def is_over(heard: Heard) -> bool:
-    """Whether every choice is."""
-    return all(tokens is None for tokens in heard)
+    def received_tokens(self) -> ChoiceTokens:
+        return self._received
 
 
-def going_on(request: Request, heard: Heard) -> Request:
-    """The same request from where it broke off: each choice after its own tokens, and none that is over."""
-    if len(heard) == 1:
-        return msgspec.structs.replace(request, resume=(*request.resume, *(heard[0] or ())))
-    given = tuple(
-        None if tokens is None else (*request.resumed(index), *tokens) for index, tokens in enumerate(heard)
+def are_choices_finished(received: ChoiceTokens) -> bool:
+    return all(tokens is None for tokens in received)
+
+
+def migrated_request(request: Request, received: ChoiceTokens) -> Request:
+    """The request continued after the received tokens; finished choices are left out."""
+    if len(received) == 1:
+        return msgspec.structs.replace(request, prior_tokens=(*request.prior_tokens, *(received[0] or ())))
+    prior_tokens = tuple(
+        None if tokens is None else (*request.prior_tokens_of(index), *tokens)
+        for index, tokens in enumerate(received)
     )
-    return msgspec.structs.replace(request, resume=(), resume_choices=given)
+    return msgspec.structs.replace(request, prior_tokens=(), prior_tokens_by_choice=prior_tokens)
 
 
-def lost_ends(request: Request, heard: Heard, eos: Container[int]) -> list[Delta]:
-    """Of choices that have all their tokens, and whose worker was lost before it said so: nobody could go on with them.
+def missing_finishes(request: Request, received: ChoiceTokens, eos: Container[int]) -> list[Delta]:
+    """Finish deltas of choices that have all their tokens but whose worker was lost before it sent the finish reason.
 
-    A worker tells both in one; this is for those that do not.
+    Most workers send both in one delta; this is for those that do not.
     """
-    ends: list[Delta] = []
-    for index, tokens in enumerate(heard):
+    finishes: list[Delta] = []
+    for index, tokens in enumerate(received):
         if not tokens:
             continue
-        num_output = len(request.resumed(index)) + len(tokens)
-        end = ended_by(request.stop, () if request.stop.ignore_eos else eos, num_output, tokens[-1])
-        if end is not None:
+        num_output = len(request.prior_tokens_of(index)) + len(tokens)
+        stop = check_stop(request.stop, () if request.stop.ignore_eos else eos, num_output, tokens[-1])
+        if stop is not None:
             usage = Usage(request.num_prompt_tokens, num_output)
-            ends.append(Delta(index=index, finish=end.finish, stop_reason=end.stop_reason, usage=usage))
-    return ends
+            finishes.append(Delta(index=index, finish=stop.finish, stop_reason=stop.stop_reason, usage=usage))
+    return finishes
 
 
-def as_one(delta: Delta, cached_tokens: int | None, is_told: bool = True) -> Delta:
-    """What a worker says that goes on, as if it had been there from the beginning; `cached_tokens` is what the first
-    one has said of the prompt: that is told once, if it `is_told` now it was, and so is when the answer began."""
+def splice_delta(delta: Delta, cached_tokens: int | None, has_started: bool = True) -> Delta:
+    """Adjust a delta of a later worker so that the answer looks like one worker's. `cached_tokens` is what the first
+    worker reported; it is sent with the first delta (`has_started` false) and in the usage."""
     if cached_tokens is None or (delta.cached_tokens is None and delta.usage is None):
         return delta
     usage = delta.usage
-    if usage is not None and not delta.index:  # the others have found the prompt of the first
+    if usage is not None and not delta.index:  # the prompt counts once, with choice 0
         usage = msgspec.structs.replace(usage, cached_tokens=cached_tokens)
-    return msgspec.structs.replace(delta, cached_tokens=None if is_told else cached_tokens, usage=usage)
+    return msgspec.structs.replace(delta, cached_tokens=None if has_started else cached_tokens, usage=usage)

@@ -1,7 +1,6 @@
-"""Prompts that are computed elsewhere: a worker that does nothing else computes one, and says how to go on with it.
+"""Remote prefill: one call to a prefill worker, which returns a handoff, including its reservation.
 
-Owns the call to such a worker, its booking included. What comes of it, and what is done when nothing does, is the
-machine's to decide.
+Retries and fallbacks are decided by the state machine.
 """
 
 from __future__ import annotations
@@ -17,115 +16,120 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
-from kvolt.journey.dispatch import as_decided, deadlines_for
-from kvolt.journey.links import with_links
-from kvolt.journey.withdrawal import let_go
+from kvolt.journey.dispatch import deadlines_for, with_decision
+from kvolt.journey.links import with_link_costs
+from kvolt.journey.withdrawal import release_prompt
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """Where the workers of one role are reached."""
+class RoleTarget:
+    """Router and client for the workers of one role."""
 
     router: Router
     client: EndpointClient
-    unfit: Callable[[], frozenset[InstanceId]] = frozenset
-    """Those whose KV would be of no use to who answers: no prompt is computed there for others."""
+    incompatible: Callable[[], frozenset[InstanceId]] = frozenset
+    """Workers whose KV the decode workers cannot use; they get no prefill requests."""
 
     def candidates(self) -> list[Instance]:
-        """Those that could compute a prompt for others now."""
-        found, unfit = self.client.candidates(), self.unfit()
-        return [each for each in found if each.id not in unfit] if unfit else found
+        """Workers that can take prefill requests now."""
+        candidates, excluded = self.client.candidates(), self.incompatible()
+        return [each for each in candidates if each.id not in excluded] if excluded else candidates
 
-    async def place(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        """Who is to compute its prompt for others. As `Router.route`."""
-        return await self.router.route(as_prompt(request), excluded | self.unfit())
+    async def route_prompt(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        """Choose and reserve a prefill worker. Errors as of `Router.route`."""
+        return await self.router.route(as_prefill_request(request), excluded | self.incompatible())
 
 
 class PrefillCall:
-    """One prompt at one prefill worker. `run` once; `cancel` at any time."""
+    """One prompt at one prefill worker. Call `run` once; `cancel` at any time."""
 
     steps: StepSink | None = None
-    """As a sink it takes items only."""
+    """This sink takes single deltas only."""
 
-    def __init__(self, leg: Leg, request: Request, crew: Crew) -> None:
-        """`crew`: for what nobody waits for."""
-        self._leg = leg
-        self._request = as_prompt(request)
-        self._crew = crew
-        self._done: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
+    def __init__(self, target: RoleTarget, request: Request, task_group: TaskGroup) -> None:
+        """`task_group`: runs background work that the call does not wait for."""
+        self._target = target
+        self._request = as_prefill_request(request)
+        self._task_group = task_group
+        self._result: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
         self._call: Call | None = None
         self._is_sent = False
         self._handoff: Handoff | None = None
         self.decision: Decision | None = None
-        """Where it went."""
-        self.wait_s = 0.0
-        """Until it was known where."""
-        self.took_s = 0.0
-        """From then on."""
+        """Chosen worker."""
+        self.queue_s = 0.0
+        """Time until the worker was chosen."""
+        self.prefill_s = 0.0
+        """Time from then to the handoff."""
 
     async def run(self, excluded: frozenset[InstanceId], deadlines: Deadlines) -> Handoff:
-        """KvoltError when the prompt was not computed; then nothing is left of it."""
-        await self.place(excluded)
+        """Route and compute. KvoltError if the prompt was not computed; nothing is left at the worker then."""
+        await self.reserve(excluded)
         return await self.compute(deadlines)
 
-    async def place(self, excluded: frozenset[InstanceId], links: LinkCosts | None = None) -> Decision:
-        """Who is to compute it. Booked there until `compute` has ended, or `give_up` says that it will not be. `links`:
-        to where it is answered, if that is known."""
+    async def reserve(self, excluded: frozenset[InstanceId], links: LinkCosts | None = None) -> Decision:
+        """Choose and reserve a worker, until `compute` ends or `release` is called. `links`: transfer costs to the
+        decode worker, if that is known."""
         loop = asyncio.get_running_loop()
-        asked_at = loop.time()
-        decision = self.decision = await self._leg.place(with_links(self._request, links), excluded)
-        self.wait_s = loop.time() - asked_at
+        started_at = loop.time()
+        decision = self.decision = await self._target.route_prompt(
+            with_link_costs(self._request, links), excluded
+        )
+        self.queue_s = loop.time() - started_at
         return decision
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         if self.decision is not None:
-            self._leg.router.free(self.decision, None)
+            self._target.router.release(self.decision, None)
 
-    async def compute(self, deadlines: Deadlines, meeting: Rendezvous | None = None) -> Handoff:
-        """Where it was placed, for who goes on with it later or fetches it meanwhile. Errors as of `run`."""
+    async def compute(self, deadlines: Deadlines, rendezvous: Rendezvous | None = None) -> Handoff:
+        """Compute the prompt at the reserved worker. With a rendezvous, decode pulls the KV during prefill. Errors as
+        of `run`."""
         decision = self.decision
         assert decision is not None
         loop = asyncio.get_running_loop()
-        request = as_decided(self._request, decision)
-        if meeting is not None:
-            request = msgspec.structs.replace(request, rendezvous=meeting)
+        request = with_decision(self._request, decision)
+        if rendezvous is not None:
+            request = msgspec.structs.replace(request, rendezvous=rendezvous)
         sent_at = loop.time()
         try:
-            if self._done.done():  # cancelled meanwhile
-                return self._done.result()
+            if self._result.done():  # cancelled during the await
+                return self._result.result()
             limits = deadlines_for(deadlines, decision)
-            self._call = await self._leg.client.call(
+            self._call = await self._target.client.call(
                 request, self, instance=decision.instance, deadlines=limits, decode=_decode_delta
             )
             self._is_sent = True
-            return await self._done
+            return await self._result
         except (asyncio.CancelledError, Cancelled, DeadlineExceeded):
             self.cancel()
-            if self._is_sent:  # it may have been computed just before, and then nobody will ask for it
-                let_go(self._crew, self._leg.client.plane, decision.instance, request.request_id)
+            if self._is_sent:  # the prompt may be computed already, and its KV will not be pulled
+                release_prompt(
+                    self._task_group, self._target.client.plane, decision.instance, request.request_id
+                )
             raise
         finally:
-            self.took_s = loop.time() - sent_at
-            self._leg.router.free(decision, None, self._outcome())
+            self.prefill_s = loop.time() - sent_at
+            self._target.router.release(decision, None, self._outcome())
 
     def _outcome(self) -> Outcome:
-        """What its end says about the worker: nothing where that never had it."""
-        if not self._is_sent or not self._done.done() or self._done.cancelled():
+        """Outcome for the worker's circuit breaker; UNKNOWN if the request did not reach it."""
+        if not self._is_sent or not self._result.done() or self._result.cancelled():
             return Outcome.UNKNOWN
-        error = self._done.exception()
+        error = self._result.exception()
         return outcome_of(error) if error is None or isinstance(error, KvoltError) else Outcome.UNKNOWN
 
     def cancel(self) -> None:
-        """Stop here and there; `run` raises Cancelled."""
+        """Stop here and at the worker; `run` raises Cancelled."""
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
@@ -135,10 +139,10 @@ class PrefillCall:
 
     def on_item(self, delta: Any) -> None:
         if self._handoff is not None or delta.handoff is None:
-            return  # nothing else is asked of it
+            return  # only the handoff matters
         self._handoff = delta.handoff
         if self.decision is not None:
-            self._leg.router.begun(self.decision, delta.cached_tokens)
+            self._target.router.mark_first_token(self.decision, delta.cached_tokens)
 
     def on_end(self, error: KvoltError | None) -> None:
         if error is None and self._handoff is None:
@@ -146,18 +150,17 @@ class PrefillCall:
         self._settle(error)
 
     def _settle(self, error: KvoltError | None) -> None:
-        if self._done.done():
+        if self._result.done():
             return
         if error is not None or self._handoff is None:
-            self._done.set_exception(error or Cancelled("the caller cancelled"))
-            self._done.exception()  # `run` may have ended already
+            self._result.set_exception(error or Cancelled("the caller cancelled"))
+            self._result.exception()  # `run` may have ended already: mark the exception as retrieved
         else:
-            self._done.set_result(self._handoff)
+            self._result.set_result(self._handoff)
 
 
-def as_prompt(request: Request) -> Request:
-    """As those see it who compute its prompt for others. A rank that the caller has named is one of the worker that
-    answers; whom it allows to answer need not compute the prompt."""
+def as_prefill_request(request: Request) -> Request:
+    """The request as a prefill router sees it: a pinned DP rank and `allowed` apply to decode workers."""
     routing = request.routing
     if routing.pinned_dp_rank is None and routing.allowed == routing.allowed_prefill:
         return request

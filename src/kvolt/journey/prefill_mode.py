@@ -1,9 +1,9 @@
-"""Which way a request goes where some workers compute prompts for others, by what each way would cost. Pure.
+"""Choice of where a prompt is computed, by predicted cost. Pure.
 
-A prompt is computed at a prefill worker and answered by a decode worker (SPLIT), computed where it is answered (HERE),
-or answered by who computes prompts (THERE), when decode workers have more to do than they have. Each way is priced in
-seconds: until the first token, of the answer's steps, and what all others lose by it at the places it touches. One
-moment, one owner: what is forecast here is booked before anything else is asked.
+REMOTE: prefill worker, then decode worker. LOCAL: the decode worker computes the prompt. PREFILL_WORKER: the prefill
+worker also decodes, when decode workers are overloaded. Cost in seconds: time to first token, decode steps, and the
+slowdown of other requests on the workers involved. Forecasts are followed by the reservation without an await, so they
+stay valid.
 """
 
 from __future__ import annotations
@@ -18,232 +18,246 @@ from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, LinkCosts, Request, Role, RoutingHints
-from kvolt.journey.links import LinkSpeeds, with_links
-from kvolt.journey.prefill import Leg, as_prompt
-from kvolt.journey.slo_gate import Promise, Recent
-from kvolt.router.policy.forecast import Forecast, Forecasting
+from kvolt.journey.links import LinkSpeeds, with_link_costs
+from kvolt.journey.prefill import RoleTarget, as_prefill_request
+from kvolt.journey.slo_gate import DecayingAverage, SloGate
+from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Router
 
 
-class Way(StrEnum):
-    HERE = "here"
-    SPLIT = "split"
-    THERE = "there"
+class PrefillMode(StrEnum):
+    LOCAL = "local"
+    REMOTE = "remote"
+    PREFILL_WORKER = "prefill_worker"
 
 
-class Plan(NamedTuple):
-    way: Way
-    leg: Leg | None
-    """To those who compute prompts; None where that is nobody."""
+class PrefillPlan(NamedTuple):
+    mode: PrefillMode
+    target: RoleTarget | None
+    """Prefill workers; None in mode LOCAL."""
 
 
-class Ways(Protocol):
-    """Who chooses, and what is known of the links that KV takes."""
+class PrefillModePolicy(Protocol):
+    """Chooses the prefill mode and tracks transfer costs between workers."""
 
-    def plan(self, request: Request) -> Plan:
-        """Unavailable where its caller says who is to compute its prompt, and that one is not there."""
+    def plan(self, request: Request) -> PrefillPlan:
+        """Choose the mode. Unavailable if a pinned prefill worker is not available."""
         ...
 
-    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
-        """How long the KV of its prompt took between these two."""
+    def observe_transfer(
+        self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
+    ) -> None:
+        """Record how long a prompt's KV took between two workers."""
         ...
 
-    def links_from(self, source: InstanceId) -> LinkCosts | None: ...
+    def link_costs_from(self, source: InstanceId) -> LinkCosts | None: ...
 
-    def links_to(self, target: InstanceId) -> LinkCosts | None: ...
-
-
-class OneWay:
-    """Where every worker computes its own prompts."""
-
-    def plan(self, request: Request) -> Plan:
-        if (pinned := request.routing.pins.get(Role.PREFILL)) is not None:
-            raise _not_there(pinned, "nobody computes prompts for the workers of this model")
-        return _HERE
-
-    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
-        """Nothing moves."""
-
-    def links_from(self, source: InstanceId) -> None:
-        """There are none."""
-
-    def links_to(self, target: InstanceId) -> None:
-        """There are none."""
+    def link_costs_to(self, target: InstanceId) -> LinkCosts | None: ...
 
 
-class WayRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set about the choice."""
+class LocalPrefillOnly:
+    """Policy of models without prefill workers."""
+
+    def plan(self, request: Request) -> PrefillPlan:
+        if (pinned_id := request.routing.pins.get(Role.PREFILL)) is not None:
+            raise _pin_unavailable(pinned_id, "this model has no prefill workers")
+        return _LOCAL
+
+    def observe_transfer(
+        self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
+    ) -> None:
+        """No transfers."""
+
+    def link_costs_from(self, source: InstanceId) -> None:
+        return None
+
+    def link_costs_to(self, target: InstanceId) -> None:
+        return None
+
+
+class PrefillModeRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Operator settings of the choice."""
 
     is_predicted: bool = True
-    """By cost; else whatever is above the least length and finds a queue below the most is split."""
+    """Choose by predicted cost; otherwise by `min_tokens` and `max_queue_s` alone."""
     min_tokens: int = 0
-    """Prompts of so many tokens or fewer that a decode worker lacks are computed there."""
+    """Prompts with at most this many uncached tokens on the decode worker are computed there."""
     max_queue_s: float | None = None
-    """With a longer queue at the prefill workers a prompt is computed where it is answered."""
+    """Prompts are computed on the decode worker if the prefill queue is longer than this."""
     ttft_s: float | None = None
-    """Until a first token, at most, where that was promised: then the way is taken that breaks least of it."""
+    """TTFT target. With a target, the mode that violates it least is chosen."""
     itl_s: float | None = None
-    """Between two tokens of an answer, on average, at most, where that was promised."""
+    """Target for the mean inter-token latency."""
 
 
-def costs(here: Forecast, handed: Forecast, there: Forecast) -> dict[Way, float]:
-    """`here`: at a decode worker, prompt and all; `handed`: the same with the prompt's KV, which must be moved there;
-    `there`: at a prefill worker, answered there as well."""
+def mode_costs(local: Forecast, remote: Forecast, prefill: Forecast) -> dict[PrefillMode, float]:
+    """Cost per mode. `local`: prompt and answer on a decode worker; `remote`: the answer on a decode worker after a KV
+    transfer; `prefill`: prompt and answer on a prefill worker."""
     return {
-        Way.SPLIT: _prompt(there) + handed.transfer_s + _answer(handed),
-        Way.HERE: _prompt(here) + _answer(here),
-        Way.THERE: _prompt(there) + _answer(there),
+        PrefillMode.REMOTE: _prefill_cost(prefill) + remote.transfer_s + _decode_cost(remote),
+        PrefillMode.LOCAL: _prefill_cost(local) + _decode_cost(local),
+        PrefillMode.PREFILL_WORKER: _prefill_cost(prefill) + _decode_cost(prefill),
     }
 
 
-def _prompt(at: Forecast) -> float:
-    """All that are being answered there wait for its chunks, and those that come before it is computed wait for it."""
-    return at.queue_s + at.prefill_s * (1.0 + at.decoding + at.arriving)
+def _prefill_cost(at: Forecast) -> float:
+    """Prefill delays the requests that decode on the worker and those that arrive before it is done."""
+    return at.queue_s + at.prefill_s * (1.0 + at.decoding + at.num_arriving)
 
 
-def _answer(at: Forecast) -> float:
+def _decode_cost(at: Forecast) -> float:
     return at.output_tokens * at.step_s + at.decoding * at.slowdown_s
 
 
 _MARGIN = 0.2
-"""How much of the time to the first token another way must save before it is taken in place of the one that is meant:
-workers have their roles for reasons that no forecast of one request knows."""
+"""Share of the time to first token that another mode must save to replace the default mode."""
 DEMAND_S = 15.0
-"""After which a prompt counts half."""
-_MOST_BUSY = 0.95
-"""With prompts; more leaves nothing to reckon with."""
-_HERE = Plan(Way.HERE, None)
-_COMPUTED = Handoff(ticket=b"", prefill_instance=InstanceId(""))
-"""For the forecast of a request whose prompt somebody else has computed."""
+"""Half-life of the demand estimate."""
+_MAX_UTILIZATION = 0.95
+"""Upper bound of the utilization in cost estimates."""
+_LOCAL = PrefillPlan(PrefillMode.LOCAL, None)
+_PLACEHOLDER_HANDOFF = Handoff(ticket=b"", prefill_instance=InstanceId(""))
+"""Marks a forecast as decode-only."""
 
 
-class Chooser:
-    """Ways over the router of those who answer and the leg to those who compute prompts, while there are any.
+class PrefillModeSelector:
+    """Prefill mode policy over a decode router and the prefill workers, while there are any.
 
-    Routers that cannot forecast leave the rule: the length.
+    With routers that cannot forecast, only `min_tokens` decides.
     """
 
     def __init__(
         self,
-        answering: Router,
-        leg: Callable[[], Leg | None],
+        decode_router: Router,
+        target: Callable[[], RoleTarget | None],
         block_size: int,
-        rule: WayRule | None = None,
+        rule: PrefillModeRules | None = None,
         *,
         now: Callable[[], float],
     ) -> None:
-        self._answering = answering
-        self._leg = leg
+        self._decode_router = decode_router
+        self._prefill_target = target
         self._block_size = block_size
-        self._rule = rule or WayRule()
+        self._rule = rule or PrefillModeRules()
         self._links = LinkSpeeds(now)
-        self._prompts = Recent(now, DEMAND_S)
-        self._promise = Promise(self._rule.ttft_s, self._rule.itl_s, now)
-        self.counts = dict.fromkeys(Way, 0)
-        """For metrics: how often each was taken while there was a choice."""
+        self._prompts = DecayingAverage(now, DEMAND_S)
+        self._slo_gate = SloGate(self._rule.ttft_s, self._rule.itl_s, now)
+        self.counts = dict.fromkeys(PrefillMode, 0)
+        """Requests per mode while a remote prefill was possible, for metrics."""
 
-    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
-        self._links.learn(request, stages, source, target)
+    def observe_transfer(
+        self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
+    ) -> None:
+        self._links.observe(request, stages, source, target)
 
-    def links_from(self, source: InstanceId) -> LinkCosts:
-        return self._links.out_of(source)
+    def link_costs_from(self, source: InstanceId) -> LinkCosts:
+        return self._links.costs_from(source)
 
-    def links_to(self, target: InstanceId) -> LinkCosts:
-        return self._links.into(target)
+    def link_costs_to(self, target: InstanceId) -> LinkCosts:
+        return self._links.costs_to(target)
 
-    def plan(self, request: Request) -> Plan:
-        leg = self._leg()
-        pinned = request.routing.pins.get(Role.PREFILL)
-        if pinned is not None:
-            _check_pinned(pinned, leg)
-        if leg is None or not leg.candidates() or self._must_be_here(request):
-            return _HERE
+    def plan(self, request: Request) -> PrefillPlan:
+        target = self._prefill_target()
+        pinned_id = request.routing.pins.get(Role.PREFILL)
+        if pinned_id is not None:
+            _check_pinned(pinned_id, target)
+        if target is None or not target.candidates() or self._must_prefill_locally(request):
+            return _LOCAL
         try:
-            way = Way.SPLIT if pinned is not None else self._way(request, leg.router)
-        except KvoltError:  # nobody can take it now: the way it is meant to go says why
-            way = Way.SPLIT
+            mode = PrefillMode.REMOTE if pinned_id is not None else self._choose_mode(request, target.router)
+        except KvoltError:  # no worker has room now: the default mode reports why
+            mode = PrefillMode.REMOTE
         if not request.routing.query_only:
-            self.counts[way] += 1
-        return Plan(way, leg)
+            self.counts[mode] += 1
+        return PrefillPlan(mode, target)
 
-    def _must_be_here(self, request: Request) -> bool:
-        # Of what does not fill a block nothing could be handed over; a single token needs no second worker. Log
-        # probabilities of a prompt are told by who answers, who would have to compute all of it again.
+    def _must_prefill_locally(self, request: Request) -> bool:
+        # A prompt shorter than a block cannot be transferred; a single output token needs no second worker; prompt
+        # logprobs are reported by the decode worker, which would recompute the prompt.
         is_short = request.num_prompt_tokens <= self._block_size or request.stop.max_tokens == 1
         return is_short or request.sampling.prompt_logprobs is not None
 
-    def _way(self, request: Request, prefilling: Router) -> Way:
-        rule, answering = self._rule, self._answering
-        if not isinstance(answering, Forecasting) or not isinstance(prefilling, Forecasting):
-            return Way.SPLIT if request.num_prompt_tokens > rule.min_tokens else Way.HERE
-        here, there = answering.forecast(request), prefilling.forecast(as_prompt(request))
-        if here.lacking_tokens <= rule.min_tokens:
-            return Way.HERE
-        if rule.max_queue_s is not None and there.queue_s > rule.max_queue_s:
-            return Way.HERE
-        is_moved = here.lacking_tokens > self._block_size
-        # Of guesses nothing is worked out; and what is only asked about changes nothing that is learned.
-        is_worked_out = here.is_told and there.is_told and not request.routing.query_only
-        if not rule.is_predicted or not is_worked_out:
-            return Way.SPLIT if is_moved else Way.HERE
-        self._prompts.add(there.prefill_s)
+    def _choose_mode(self, request: Request, prefill_router: Router) -> PrefillMode:
+        rule, decode_router = self._rule, self._decode_router
+        if not isinstance(decode_router, SupportsForecast) or not isinstance(
+            prefill_router, SupportsForecast
+        ):
+            return PrefillMode.REMOTE if request.num_prompt_tokens > rule.min_tokens else PrefillMode.LOCAL
+        local, prefill = decode_router.forecast(request), prefill_router.forecast(as_prefill_request(request))
+        if local.missing_tokens <= rule.min_tokens:
+            return PrefillMode.LOCAL
+        if rule.max_queue_s is not None and prefill.queue_s > rule.max_queue_s:
+            return PrefillMode.LOCAL
+        is_moved = local.missing_tokens > self._block_size
+        # Guesses are not compared, and query-only requests do not update the demand estimate.
+        is_comparable = local.has_own_model and prefill.has_own_model and not request.routing.query_only
+        if not rule.is_predicted or not is_comparable:
+            return PrefillMode.REMOTE if is_moved else PrefillMode.LOCAL
+        self._prompts.add(prefill.prefill_s)
         if not is_moved:
-            return self._cheapest(request, here, here, there, Way.HERE)
-        moved = with_links(request, self._links.out_of(there.instance))
-        handed = answering.forecast(msgspec.structs.replace(moved, handoff=_COMPUTED))
-        if not self._promise.is_given:
-            return self._cheapest(request, here, handed, there, Way.SPLIT)
-        if self._promise.is_kept(handed, there):
-            return Way.SPLIT
-        return self._among_alike(request, here, handed, there)
+            return self._cheapest(request, local, local, prefill, PrefillMode.LOCAL)
+        moved = with_link_costs(request, self._links.costs_from(prefill.instance))
+        remote = decode_router.forecast(msgspec.structs.replace(moved, handoff=_PLACEHOLDER_HANDOFF))
+        if not self._slo_gate.is_configured:
+            return self._cheapest(request, local, remote, prefill, PrefillMode.REMOTE)
+        if self._slo_gate.is_met(remote, prefill):
+            return PrefillMode.REMOTE
+        return self._choose_one_worker(request, local, remote, prefill)
 
     def _cheapest(
-        self, request: Request, here: Forecast, handed: Forecast, there: Forecast, meant: Way
-    ) -> Way:
-        """The way it is meant to go, unless another one is much better."""
-        busy = self._prompts.per_second / (here.num_places + there.num_places)
-        priced = costs(here, handed, _among(busy, there))
-        if meant is Way.HERE:  # there is nothing to move
-            del priced[Way.SPLIT]
-        if _says_who(request.routing):
-            del priced[Way.THERE]
-        best = min(priced, key=priced.__getitem__)
-        saved_s = priced[meant] - priced[best]
-        return best if saved_s > _MARGIN * there.first_token_s else meant
+        self, request: Request, local: Forecast, remote: Forecast, prefill: Forecast, default: PrefillMode
+    ) -> PrefillMode:
+        """The default mode, unless another one is much cheaper."""
+        utilization = self._prompts.per_second / (local.num_worker_ranks + prefill.num_worker_ranks)
+        cost_by_mode = mode_costs(local, remote, _with_prefill_load(utilization, prefill))
+        if default is PrefillMode.LOCAL:  # no KV to move
+            del cost_by_mode[PrefillMode.REMOTE]
+        if _restricts_workers(request.routing):
+            del cost_by_mode[PrefillMode.PREFILL_WORKER]
+        best = min(cost_by_mode, key=cost_by_mode.__getitem__)
+        saved_s = cost_by_mode[default] - cost_by_mode[best]
+        return best if saved_s > _MARGIN * prefill.first_token_s else default
 
-    def _among_alike(self, request: Request, here: Forecast, handed: Forecast, there: Forecast) -> Way:
-        """Where all workers do whatever there is: the cheapest of them, unless to share it among two is much better."""
-        priced = costs(here, handed, there)
-        whole = (Way.HERE,) if _says_who(request.routing) else (Way.HERE, Way.THERE)
-        best = min(whole, key=priced.__getitem__)
-        saved_s = priced[best] - priced[Way.SPLIT]
-        return Way.SPLIT if saved_s > _MARGIN * there.first_token_s else best
+    def _choose_one_worker(
+        self, request: Request, local: Forecast, remote: Forecast, prefill: Forecast
+    ) -> PrefillMode:
+        """The targets are missed: the cheaper one-worker mode, unless REMOTE is much cheaper."""
+        cost_by_mode = mode_costs(local, remote, prefill)
+        one_worker_modes = (
+            (PrefillMode.LOCAL,)
+            if _restricts_workers(request.routing)
+            else (PrefillMode.LOCAL, PrefillMode.PREFILL_WORKER)
+        )
+        best = min(one_worker_modes, key=cost_by_mode.__getitem__)
+        saved_s = cost_by_mode[best] - cost_by_mode[PrefillMode.REMOTE]
+        return PrefillMode.REMOTE if saved_s > _MARGIN * prefill.first_token_s else best
 
 
-def _says_who(routing: RoutingHints) -> bool:
-    """Whether the caller has named who is to answer: nobody else does, whatever it would save."""
+def _restricts_workers(routing: RoutingHints) -> bool:
+    """Whether the caller restricts the workers; a prefill worker may then not decode."""
     return (
         bool(routing.pins or routing.allowed or routing.allowed_prefill) or routing.pinned_dp_rank is not None
     )
 
 
-def _check_pinned(pinned: InstanceId, leg: Leg | None) -> None:
-    """Unavailable unless that worker could compute a prompt now."""
-    if leg is not None and any(each.id == pinned for each in leg.candidates()):
+def _check_pinned(pinned_id: InstanceId, target: RoleTarget | None) -> None:
+    """Unavailable unless that worker can take prefill requests now."""
+    if target is not None and any(each.id == pinned_id for each in target.candidates()):
         return
-    if leg is not None and pinned in leg.unfit():
-        raise _not_there(pinned, "its KV would be of no use to who answers")
-    raise _not_there(pinned, "it cannot be reached")
+    if target is not None and pinned_id in target.incompatible():
+        raise _pin_unavailable(pinned_id, "its KV is not compatible with the decode workers")
+    raise _pin_unavailable(pinned_id, "it cannot be reached")
 
 
-def _not_there(pinned: InstanceId, why: str) -> Unavailable:
-    return Unavailable(f"the pinned prefill worker {pinned} computes no prompts here: {why}", reason="pin")
+def _pin_unavailable(pinned_id: InstanceId, why: str) -> Unavailable:
+    return Unavailable(f"the pinned prefill worker {pinned_id} cannot take this prompt: {why}", reason="pin")
 
 
-def _among(busy: float, there: Forecast) -> Forecast:
-    """Where prompts are computed, which take so much of the time, an answer takes the longer for it.
+def _with_prefill_load(utilization: float, prefill: Forecast) -> Forecast:
+    """The forecast with decode steps slowed down by the prefill load.
 
-    `busy` is not how busy that place is: who computes all prompts has no time for an answer, but would have if they
-    were everybody's.
+    `utilization` is the load if all workers shared it: with the load of prefill workers alone they could never decode.
     """
-    return msgspec.structs.replace(there, step_s=there.step_s / (1.0 - min(busy, _MOST_BUSY)))
+    return msgspec.structs.replace(
+        prefill, step_s=prefill.step_s / (1.0 - min(utilization, _MAX_UTILIZATION))
+    )

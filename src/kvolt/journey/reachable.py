@@ -1,21 +1,20 @@
-"""Routing while workers are out of reach: a request waits for them instead of failing.
+"""Routing while workers are unreachable: a request waits for them instead of failing.
 
-Waits only where no other worker can take the request, for no longer than the grace of a stall. A request whose client
-reads an answer already waits as well for a replacement of the last worker, which was lost. That each request ends
-by its own deadline is the journey's to see to.
+It waits only if no other worker can take it, and at most for the stall grace period. A partial answer also waits for a
+replacement of the last worker that was lost. The caller enforces the request's deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from kvolt.core.errors import KvoltError, Unavailable, reworded
+from kvolt.core.errors import KvoltError, Unavailable, with_message
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.client import EndpointClient
 
-_OUT_OF_REACH = frozenset(
+_TRANSIENT_REASONS = frozenset(
     ("none_reachable", "no_instances", "none_left", "none_fits", "none_allowed", "no_adapter", "pin")
 )
 """Reasons of Unavailable that may end when an instance comes back."""
@@ -26,12 +25,12 @@ async def route_when_reachable(
     client: EndpointClient,
     request: Request,
     excluded: frozenset[InstanceId],
-    out_of_reach: frozenset[InstanceId] = frozenset(),
+    unreachable: frozenset[InstanceId] = frozenset(),
 ) -> Decision:
-    """As `Router.route`, but Unavailable only once no instance that could take the request is awaited any more.
+    """As `Router.route`, but raises Unavailable only once no worker that could take the request is expected back.
 
-    An excluded instance that could not be reached may be asked again when it is back. `out_of_reach` are those which
-    were excluded for that alone: they may be back already, or answer on another connection than the one that was lost.
+    Excluded workers that were unreachable become candidates when they are back. `unreachable`: excluded for that reason
+    alone; they may be back already, or answer on a connection other than the lost one.
     """
     loop = asyncio.get_running_loop()
     started_at: float | None = None
@@ -39,33 +38,33 @@ async def route_when_reachable(
         try:
             return await router.route(request, excluded)
         except Unavailable as error:
-            awaited = _fitting(request, client.awaited())
-            back = (excluded & out_of_reach) - awaited
-            if back and error.fields.get("reason") in _OUT_OF_REACH:
+            recovering = _allowed_by(request, client.recovering())
+            back = (excluded & unreachable) - recovering
+            if back and error.fields.get("reason") in _TRANSIENT_REASONS:
                 excluded -= back
                 continue
             started_at = loop.time() if started_at is None else started_at
             left_s = started_at + client.stall_grace_s - loop.time()
-            is_awaited = awaited or (request.is_resumed and client.awaits_replacement)
-            if not is_awaited or left_s <= 0 or error.fields.get("reason") not in _OUT_OF_REACH:
-                raise _explained(error, len(awaited), loop.time() - started_at) from error
+            should_wait = recovering or (request.has_prior_tokens and client.awaits_replacement)
+            if not should_wait or left_s <= 0 or error.fields.get("reason") not in _TRANSIENT_REASONS:
+                raise _with_wait(error, len(recovering), loop.time() - started_at) from error
         await client.wait_change(left_s)
-        excluded -= awaited - client.awaited()
+        excluded -= recovering - client.recovering()
 
 
-def _fitting(request: Request, awaited: frozenset[InstanceId]) -> frozenset[InstanceId]:
-    """Those that the caller's choice of workers, if there is one, includes."""
+def _allowed_by(request: Request, recovering: frozenset[InstanceId]) -> frozenset[InstanceId]:
+    """Those that the request's pins and `allowed` permit."""
     hints = request.routing
-    for chosen in (hints.pins.values(), hints.allowed):
-        if chosen:
-            awaited &= frozenset(chosen)
-    return awaited
+    for permitted in (hints.pins.values(), hints.allowed):
+        if permitted:
+            recovering &= frozenset(permitted)
+    return recovering
 
 
-def _explained(error: Unavailable, num_awaited: int, waited_s: float) -> KvoltError:
+def _with_wait(error: Unavailable, num_recovering: int, waited_s: float) -> KvoltError:
     if not waited_s:
         return error
-    silent = f"{num_awaited} of them still being dialed" if num_awaited else "none of them came back"
-    return reworded(
-        error, f"{error.message}; waited {waited_s:.0f} s, {silent}: check that the workers' processes run"
+    status = f"{num_recovering} of them still being dialed" if num_recovering else "none of them came back"
+    return with_message(
+        error, f"{error.message}; waited {waited_s:.0f} s, {status}: check that the workers' processes run"
     )

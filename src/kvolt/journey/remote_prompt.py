@@ -1,7 +1,7 @@
-"""The prompt of one request where somebody else computes it than answers.
+"""Remote prefill of one request: the calls to prefill workers, the worker that holds the KV, and stage times.
 
-Owns who is at it or has done so, who keeps its KV until that is fetched, and where its time went. Prefill-first it is
-computed before anybody is asked for the answer (`Prompt.compute`); decode-first meanwhile (`decode_first.meet`).
+Prefill-first, the prompt is computed before the answer is routed (`RemotePrompt.compute`); decode-first, at the same
+time (`decode_first.open_rendezvous`).
 """
 
 from __future__ import annotations
@@ -15,103 +15,103 @@ from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.journey.prefill import Leg, PrefillCall
+from kvolt.journey.prefill import PrefillCall, RoleTarget
 from kvolt.journey.stats import JourneyStats
-from kvolt.journey.withdrawal import let_go
+from kvolt.journey.withdrawal import release_prompt
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 
-class Prompt:
-    """See the module. `let_go` when its request is over."""
+class RemotePrompt:
+    """See the module. Call `release` when the request is over."""
 
     __slots__ = (
         "_call",
-        "_done",
-        "_kept_by",
+        "_finished_call",
+        "_holder",
         "_stats",
-        "asked",
-        "crew",
         "decision",
-        "leg",
+        "last_instance_id",
         "request",
         "stages",
+        "target",
+        "task_group",
     )
 
-    def __init__(self, leg: Leg, request: Request, crew: Crew, stats: JourneyStats) -> None:
-        """`crew`: for what nobody waits for."""
-        self.leg = leg
+    def __init__(
+        self, target: RoleTarget, request: Request, task_group: TaskGroup, stats: JourneyStats
+    ) -> None:
+        """`task_group`: runs background work that the call does not wait for."""
+        self.target = target
         self.request = request
-        self.crew = crew
+        self.task_group = task_group
         self._stats = stats
         self._call: PrefillCall | None = None
-        """Under way."""
-        self._done: PrefillCall | None = None
-        self._kept_by: Instance | None = None
-        """Who keeps its KV, until somebody has fetched it."""
-        self.asked: InstanceId | None = None
-        """Whom `compute` has asked last."""
+        """In flight."""
+        self._finished_call: PrefillCall | None = None
+        self._holder: Instance | None = None
+        """Worker that holds the KV until it is pulled."""
+        self.last_instance_id: InstanceId | None = None
+        """Prefill worker of the last `compute`."""
         self.decision: Decision | None = None
-        """Where it was computed."""
+        """Where the prompt was computed."""
         self.stages: StageTimes | None = None
 
     @property
-    def under_way(self) -> Decision | None:
-        """Where it is being computed."""
+    def pending_decision(self) -> Decision | None:
+        """Where the prompt is being computed."""
         return None if self._call is None else self._call.decision
 
     def new_call(self, name: RequestId) -> PrefillCall:
-        """For one worker, by that name."""
-        asked = msgspec.structs.replace(self.request, request_id=name, prefill_only=True)
-        return PrefillCall(self.leg, asked, self.crew)
+        """Create a call to one worker under this request id."""
+        prefill_request = msgspec.structs.replace(self.request, request_id=name, prefill_only=True)
+        return PrefillCall(self.target, prefill_request, self.task_group)
 
     async def compute(self, excluded: frozenset[InstanceId], deadlines: Deadlines) -> Handoff:
-        """By one worker, to its end. KvoltError when it was not; `asked` is then who has failed."""
-        self.asked = None
-        if not self.leg.candidates():  # they have gone meanwhile
+        """Compute the prompt on one worker. On KvoltError `last_instance_id` is the worker that failed."""
+        self.last_instance_id = None
+        if not self.target.candidates():  # all workers left since the mode was chosen
             raise Unavailable("no prefill worker can be reached", reason="no_workers")
         call = self._call = self.new_call(self.request.request_id)
         try:
             handoff = await call.run(excluded, deadlines)
         except KvoltError as error:
-            self.fail(error)
+            self.count_failure(error)
             raise
         finally:
             self._call = None
-            self.asked = None if call.decision is None else call.decision.instance.id
+            self.last_instance_id = None if call.decision is None else call.decision.instance.id
         assert call.decision is not None
-        self._done = call
-        self._kept_by = call.decision.instance if handoff.ticket else None
+        self._finished_call = call
+        self._holder = call.decision.instance if handoff.ticket else None
         return handoff
 
     def accept(self) -> None:
-        """What was computed is gone on with."""
-        assert self._done is not None
-        self.stages = StageTimes(queue_ms=self._done.wait_s * 1e3)
-        self._count(self._done)
+        """The handoff is used."""
+        assert self._finished_call is not None
+        self.stages = StageTimes(queue_ms=self._finished_call.queue_s * 1e3)
+        self._count(self._finished_call)
 
     # --- decode-first
 
-    def begin(self, call: PrefillCall) -> None:
-        """It is computed from now on, beside the answer."""
+    def start_call(self, call: PrefillCall) -> None:
+        """Prefill starts, concurrently with the decode worker."""
         self._call = call
-        self.stages = StageTimes(queue_ms=call.wait_s * 1e3)
+        self.stages = StageTimes(queue_ms=call.queue_s * 1e3)
 
-    def end(self, call: PrefillCall, is_computed: bool) -> None:
-        """One of those that were begun; another may have taken its place."""
+    def finish_call(self, call: PrefillCall, is_computed: bool) -> None:
+        """A started call ended; a later one may have replaced it."""
         if self._call is call:
             self._call = None
         if is_computed:
             self._count(call)
 
-    # ---
-
-    def fail(self, error: KvoltError) -> None:
-        """It was not computed: another worker is asked, or whoever answers."""
+    def count_failure(self, error: KvoltError) -> None:
+        """Count a failed prefill; another worker or the decode worker computes the prompt."""
         log.info("remote prefill failed: request=%s reason=%s", self.request.request_id, error.message)
         self._stats.prefill_failures[error.code] += 1
 
@@ -119,31 +119,31 @@ class Prompt:
         self._stats.num_prefills += 1
         self.decision = call.decision
         if self.stages is not None:
-            self.stages = msgspec.structs.replace(self.stages, prefill_ms=call.took_s * 1e3)
+            self.stages = msgspec.structs.replace(self.stages, prefill_ms=call.prefill_s * 1e3)
 
-    def fetched(self) -> None:
-        """Who answers has its KV, or does without."""
-        self._kept_by = None
+    def on_fetched(self) -> None:
+        """The decode worker has the KV, or continues without."""
+        self._holder = None
 
-    def add(self, stages: StageTimes) -> bool:
-        """How its KV came, as who answers says; whether it came from here."""
+    def merge_stages(self, stages: StageTimes) -> bool:
+        """Add the transfer times of the decode worker. True if the KV came from this prefill."""
         if self.stages is None:
             return False
-        self.stages = msgspec.structs.replace(stages, **_known(self.stages))
+        self.stages = msgspec.structs.replace(stages, **_set_fields(self.stages))
         return True
 
-    def stop(self) -> None:
-        """Whoever is at it need not go on."""
+    def cancel(self) -> None:
+        """Stop the call in flight."""
         if self._call is not None:
             self._call.cancel()
 
-    def let_go(self) -> None:
-        """Nobody will fetch what was computed, unless somebody has."""
-        self.stop()
-        kept_by, self._kept_by = self._kept_by, None
-        if kept_by is not None:
-            let_go(self.crew, self.leg.client.plane, kept_by, self.request.request_id)
+    def release(self) -> None:
+        """Release KV that was computed and not pulled."""
+        self.cancel()
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            release_prompt(self.task_group, self.target.client.plane, holder, self.request.request_id)
 
 
-def _known(stages: StageTimes) -> dict[str, Any]:
+def _set_fields(stages: StageTimes) -> dict[str, Any]:
     return {name: value for name in stages.__struct_fields__ if (value := getattr(stages, name)) is not None}

@@ -1,5 +1,6 @@
-"""What a router counts as under way for one request: the place that it has, and another one while that is asked for it
-back. Everything that was booked is freed once."""
+"""Router reservations of one request: the current one, and an alternative while a withdrawal is pending. Each is
+released once.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +9,57 @@ from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, Router
 
 
-class Booked:
-    """Of one journey, which says when."""
+class Reservations:
+    """See the module."""
 
-    __slots__ = ("_decision", "_has_failed", "_router", "_to_begin", "other")
+    __slots__ = ("_awaits_first_token", "_decision", "_has_failed", "_router", "alternative")
 
     def __init__(self) -> None:
         self._router: Router | None = None
         self._decision: Decision | None = None
-        self._to_begin = False
-        """Whether it waits to hear of a first token."""
+        self._awaits_first_token = False
+        """The first token has not been reported to the router."""
         self._has_failed = False
-        """Whether a worker was reported to have failed it."""
-        self.other: Decision | None = None
-        """Booked as well, while its worker is asked to give it back."""
+        """One failure was attributed to a worker already."""
+        self.alternative: Decision | None = None
+        """Reserved by the router in case the current worker returns the request."""
 
-    def book(self, router: Router, decision: Decision) -> None:
-        """By this router, for the next worker."""
-        self._router, self._decision, self._to_begin = router, decision, True
+    def set_current(self, router: Router, decision: Decision) -> None:
+        """Track the reservation of the next attempt."""
+        self._router, self._decision, self._awaits_first_token = router, decision, True
 
-    def begin(self, cached_tokens: int | None) -> bool:
-        """A worker has said something: whether it was its first word."""
-        if not self._to_begin:
+    def on_first_delta(self, cached_tokens: int | None) -> bool:
+        """Report the first token to the router. True for the first delta of an attempt."""
+        if not self._awaits_first_token:
             return False
-        self._to_begin = False
-        self.stay()
+        self._awaits_first_token = False
+        self.release_alternative()
         if self._router is not None and self._decision is not None:
-            self._router.begun(self._decision, cached_tokens)
+            self._router.mark_first_token(self._decision, cached_tokens)
         return True
 
-    def stay(self) -> None:
-        """It will not be moved: it has begun, is over, or its worker keeps it."""
-        decision, self.other = self.other, None
+    def release_alternative(self) -> None:
+        """The request stays where it is, or is over."""
+        decision, self.alternative = self.alternative, None
         if self._router is not None and decision is not None:
-            self._router.free(decision, None)
+            self._router.release(decision, None)
 
-    def move(self) -> None:
-        """Its worker has given it back."""
-        decision, self.other = self.other, None
-        self.free()
+    def switch_to_alternative(self) -> None:
+        """The worker returned the request."""
+        decision, self.alternative = self.alternative, None
+        self.release()
         self._decision = decision
 
-    def free(self, usage: Usage | None = None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        """The place that it has, if it has any; with what its worker counted.
+    def release(self, usage: Usage | None = None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """Release the current reservation, if any, with the worker's token counts.
 
-        A request counts as a failure of one worker at most: the next one that fails on it may be right to.
+        At most one worker is blamed for a request: if the next one fails as well, the request may be the cause.
         """
         decision, self._decision = self._decision, None
         if outcome is Outcome.FAILED:
             outcome = Outcome.UNKNOWN if self._has_failed else outcome
             self._has_failed = True
         if self._router is not None and decision is not None:
-            if decision.recall is not None:
-                decision.recall.move = None
-            self._router.free(decision, usage, outcome)
+            if decision.withdraw_hook is not None:
+                decision.withdraw_hook.try_move = None
+            self._router.release(decision, usage, outcome)

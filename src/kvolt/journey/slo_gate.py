@@ -1,9 +1,8 @@
-"""Promise: whether prompts are computed apart, by what was promised and under the load as it is. Pure.
+"""SLO gate: whether prompts are prefilled remotely under the current load, given TTFT and ITL targets. Pure.
 
-Asked of the load, not of one request, whose way changes little. Two things are worked out from what comes in: the
-strain on the promise if every prompt were computed apart, and if each were computed where it is answered, by all
-workers alike. 1 is a promise that is just kept. Prompts are computed apart while that keeps it, or strains it no more
-than the other would; lost and found again at different loads, so that it does not waver.
+Judges the load, not a single request. It estimates the strain (predicted latency over target; 1 just meets it) if all
+prompts were prefilled remotely, and if all workers shared prefill and decode. Remote prefill is used while its strain
+is at most 1 or not above the other's. Leaving and returning have different thresholds, to avoid oscillation.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from collections.abc import Callable
 
 from kvolt.router.policy.forecast import Forecast
 
-_SEEN_S = 4.0
-"""After which something counts half."""
-_WAITS_S = 3.0
-_SEEN_SHARE = 0.75
-"""Of the limit, the mean wait that is too long: some wait longer."""
-_NEARLY_ALL = 3.0
-"""Times the mean wait: waits fall off about as an exponential does."""
-_MOST_BUSY = 0.95
-"""More leaves nothing to reckon with; what is above it is counted by how a queue grows."""
+_LOAD_HALF_LIFE_S = 4.0
+"""Half-life of the load averages."""
+_WAIT_HALF_LIFE_S = 3.0
+_MAX_MEAN_SHARE = 0.75
+"""Mean TTFT over target that counts as violated: some requests wait longer than the mean."""
+_TAIL_FACTOR = 3.0
+"""Multiple of the mean wait that covers nearly all requests (exponential tail)."""
+_MAX_UTILIZATION = 0.95
+"""Upper bound of utilization in queueing formulas; above it the queue's growth is counted."""
 _LOOKAHEAD_S = 5.0
-"""For which a queue grows, where more comes in than can be done."""
-_AGAIN = 0.8
-"""Of the limits, from where on a promise that was lost is held to be kept again."""
+"""Time over which an overloaded queue is assumed to grow."""
+_RECOVERED = 0.8
+"""Strain below which a missed target counts as met again."""
 _LEAVE, _RETURN = 1.3, 0.9
-"""Times the strain of the other way, where neither keeps it."""
-_LEAST_STEP_S = 1e-4
+"""Multiples of the other mode's strain, where neither meets the targets."""
+_MIN_STEP_S = 1e-4
 
 
-class Recent:
-    """Values as they come, of which those longer ago count less."""
+class DecayingAverage:
+    """Exponentially decaying sum and mean."""
 
     def __init__(self, now: Callable[[], float], half_life_s: float) -> None:
         self._now = now
@@ -57,95 +56,104 @@ class Recent:
 
     @property
     def per_second(self) -> float:
-        """Their sum, as of the last one."""
-        # Over a short time less than all of the weight is there yet; over a very short one it is none to judge by.
+        """Rate of the sum, as of the last value."""
+        # Before the window has filled its weight is smaller; a quarter of the half-life is the minimum.
         age_s = max(self._at - self._since, self._half_life_s / 4)
         weight_s = self._half_life_s / math.log(2) * (1.0 - math.exp2(-age_s / self._half_life_s))
         return self._sum / weight_s
 
 
-class Promise:
+class SloGate:
     """See the module."""
 
     def __init__(self, ttft_s: float | None, itl_s: float | None, now: Callable[[], float]) -> None:
-        """Until a first token, and between two, where that was promised."""
+        """Targets for TTFT and mean inter-token latency; None for no target."""
         self._ttft_s = ttft_s
         self._itl_s = itl_s
-        self._waits = Recent(now, _WAITS_S)
-        self._arrivals = Recent(now, _SEEN_S)
-        self._prefill_s = Recent(now, _SEEN_S)
-        self._output_tokens = Recent(now, _SEEN_S)
-        self._more_s = Recent(now, _SEEN_S)
-        """By how much one more answer makes a step longer."""
-        self._base_s = Recent(now, _SEEN_S)
-        """A step, less what it takes for answers."""
-        self._off = 1.0
-        """By how much longer steps were than worked out, when that was last to be seen."""
-        self._is_kept = True
+        self._waits = DecayingAverage(now, _WAIT_HALF_LIFE_S)
+        self._arrivals = DecayingAverage(now, _LOAD_HALF_LIFE_S)
+        self._prefill_s = DecayingAverage(now, _LOAD_HALF_LIFE_S)
+        self._output_tokens = DecayingAverage(now, _LOAD_HALF_LIFE_S)
+        self._more_s = DecayingAverage(now, _LOAD_HALF_LIFE_S)
+        """Step time added per concurrent answer."""
+        self._base_s = DecayingAverage(now, _LOAD_HALF_LIFE_S)
+        """Step time without decode work."""
+        self._model_error = 1.0
+        """Ratio of measured to modelled step time, last time it was measurable."""
+        self._is_met = True
 
     @property
-    def is_given(self) -> bool:
+    def is_configured(self) -> bool:
         return self._ttft_s is not None or self._itl_s is not None
 
-    def is_kept(self, handed: Forecast, there: Forecast) -> bool:
-        """By computing prompts apart. Once for each request, of which this is the forecast."""
-        self._waits.add(there.first_token_s)
+    def is_met(self, remote: Forecast, prefill: Forecast) -> bool:
+        """Whether remote prefill meets the targets. Call once per request, with its forecasts."""
+        self._waits.add(prefill.first_token_s)
         self._arrivals.add(1.0)
-        self._prefill_s.add(there.prefill_s)
-        self._output_tokens.add(handed.output_tokens)
-        self._more_s.add(handed.more_s)
-        self._base_s.add(max(handed.base_s, _LEAST_STEP_S))
-        apart, alike = self._strain_apart(handed, there), self._strain_alike(handed, there)
-        limit = max(1.0, _LEAVE * alike) if self._is_kept else max(_AGAIN, _RETURN * alike)
-        self._is_kept = apart <= limit
-        return self._is_kept
+        self._prefill_s.add(prefill.prefill_s)
+        self._output_tokens.add(remote.output_tokens)
+        self._more_s.add(remote.added_step_s)
+        self._base_s.add(max(remote.base_step_s, _MIN_STEP_S))
+        remote_strain, shared_strain = (
+            self._remote_strain(remote, prefill),
+            self._shared_strain(remote, prefill),
+        )
+        limit = max(1.0, _LEAVE * shared_strain) if self._is_met else max(_RECOVERED, _RETURN * shared_strain)
+        self._is_met = remote_strain <= limit
+        return self._is_met
 
-    def _strain_apart(self, handed: Forecast, there: Forecast) -> float:
+    def _remote_strain(self, remote: Forecast, prefill: Forecast) -> float:
         strain = 0.0
         if self._itl_s is not None:
-            step_s = self._base_s.mean / (1.0 - min(self._answering(handed.num_places), _MOST_BUSY))
-            seen = max(_step_s(handed, there) / step_s, 1.0)
-            # While it is kept what is to be seen is what comes of it. Else answers take longer, and more of them are
-            # being given than would be: that it has become less can be believed.
-            self._off = seen if self._is_kept else min(self._off, seen)
-            strain = self._off * step_s / self._itl_s
+            step_s = self._base_s.mean / (
+                1.0 - min(self._decode_utilization(remote.num_worker_ranks), _MAX_UTILIZATION)
+            )
+            model_error = max(_step_s(remote, prefill) / step_s, 1.0)
+            # Without remote prefill, steps take longer and more answers overlap than would with it: trust decreases
+            # only.
+            self._model_error = model_error if self._is_met else min(self._model_error, model_error)
+            strain = self._model_error * step_s / self._itl_s
         if self._ttft_s is not None:
-            waits = self._waits.mean / _SEEN_SHARE
-            strain = max(strain, self._first_token_s(there.num_places) / self._ttft_s, waits / self._ttft_s)
+            waits = self._waits.mean / _MAX_MEAN_SHARE
+            strain = max(
+                strain, self._first_token_s(prefill.num_worker_ranks) / self._ttft_s, waits / self._ttft_s
+            )
         return strain
 
-    def _strain_alike(self, handed: Forecast, there: Forecast) -> float:
-        """Steps wait for the prompts that are computed between them."""
-        places, strain = handed.num_places + there.num_places, 0.0
+    def _shared_strain(self, remote: Forecast, prefill: Forecast) -> float:
+        """Strain if decode steps wait for prefill on the same workers."""
+        num_workers, strain = remote.num_worker_ranks + prefill.num_worker_ranks, 0.0
         if self._itl_s is not None:
-            busy = self._computing_beside(places) + self._answering(places)
-            strain = self._base_s.mean / (1.0 - min(busy, _MOST_BUSY)) / self._itl_s
+            utilization = self._shared_prefill_utilization(num_workers) + self._decode_utilization(
+                num_workers
+            )
+            strain = self._base_s.mean / (1.0 - min(utilization, _MAX_UTILIZATION)) / self._itl_s
         if self._ttft_s is not None:
-            strain = max(strain, self._first_token_s(places) / self._ttft_s)
+            strain = max(strain, self._first_token_s(num_workers) / self._ttft_s)
         return strain
 
-    def _computing(self, places: int) -> float:
-        """The share of their time that so many workers compute prompts."""
-        return self._arrivals.per_second / places * self._prefill_s.mean
+    def _prefill_utilization(self, num_workers: int) -> float:
+        """Utilization by prefill if so many workers share it."""
+        return self._arrivals.per_second / num_workers * self._prefill_s.mean
 
-    def _computing_beside(self, places: int) -> float:
-        """The same where they answer meanwhile: a step that computes a prompt is one of their answers, too."""
+    def _shared_prefill_utilization(self, num_workers: int) -> float:
+        """The same on workers that also decode: a step with prefill also makes decode tokens."""
         own_s = max(self._prefill_s.mean - self._base_s.mean, 0.0)
-        return self._arrivals.per_second / places * own_s
+        return self._arrivals.per_second / num_workers * own_s
 
-    def _answering(self, places: int) -> float:
-        """The share of a step that is for having other answers beside one: as many as come while one is given."""
-        return self._arrivals.per_second / places * self._output_tokens.mean * self._more_s.mean
+    def _decode_utilization(self, num_workers: int) -> float:
+        """Share of a step that concurrent answers take: as many as arrive while one is generated."""
+        return self._arrivals.per_second / num_workers * self._output_tokens.mean * self._more_s.mean
 
-    def _first_token_s(self, places: int) -> float:
-        """As nearly all have it: random arrivals, one after the other, at so many workers."""
-        prompt_s, busy = self._prefill_s.mean, self._computing(places)
-        left = 1.0 - min(busy, _MOST_BUSY)
-        wait_s = _NEARLY_ALL * busy * prompt_s / (2.0 * left * places)
-        return prompt_s + self._base_s.mean / left + wait_s + max(busy - 1.0, 0.0) * _LOOKAHEAD_S
+    def _first_token_s(self, num_workers: int) -> float:
+        """TTFT of nearly all requests: M/D/1 queue on so many workers."""
+        prompt_s, utilization = self._prefill_s.mean, self._prefill_utilization(num_workers)
+        left = 1.0 - min(utilization, _MAX_UTILIZATION)
+        wait_s = _TAIL_FACTOR * utilization * prompt_s / (2.0 * left * num_workers)
+        return prompt_s + self._base_s.mean / left + wait_s + max(utilization - 1.0, 0.0) * _LOOKAHEAD_S
 
 
-def _step_s(handed: Forecast, there: Forecast) -> float:
-    """Of an answer, if all that are being given were so by the decode workers, as many by each."""
-    each = (handed.all_decoding + there.all_decoding) / handed.num_places
-    return handed.step_s + max(each - handed.decoding, 0.0) * handed.more_s
+def _step_s(remote: Forecast, prefill: Forecast) -> float:
+    """Decode step time if decode workers had all answers in progress."""
+    each = (remote.total_decoding + prefill.total_decoding) / remote.num_worker_ranks
+    return remote.step_s + max(each - remote.decoding, 0.0) * remote.added_step_s

@@ -1,4 +1,4 @@
-"""What became of the attempts at requests, for metrics."""
+"""Retry, migration and prefill counts for metrics."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import NamedTuple
 from kvolt.runtime.histogram import SECONDS, Histogram
 
 
-class Outcome(StrEnum):
-    """Of looking for another worker."""
+class RerouteOutcome(StrEnum):
+    """Result of a search for another worker."""
 
     SUCCESS = "success"
     FAILURE = "failure"
     CANCELLED = "cancelled"
 
 
-class Elsewhere(NamedTuple):
-    """What was tried on another worker, and what came of it."""
+class RerouteKey(NamedTuple):
+    """Labels of a search for another worker."""
 
-    is_amid: bool
-    """Whether anything of the answer had been told before."""
-    outcome: Outcome
+    is_migration: bool
+    """Whether part of the answer was delivered."""
+    outcome: RerouteOutcome
 
 
 @dataclass(slots=True)
 class JourneyStats:
     retries: Counter[str] = field(default_factory=Counter)
-    """By the code of the error that made another attempt necessary."""
+    """Retries from the start, by error code."""
     migrations: Counter[str] = field(default_factory=Counter)
-    """Answers that another worker was asked to go on with, by the code of the error that made it necessary."""
+    """Migrated answers, by error code."""
     num_prefills: int = 0
-    """Prompts that were computed by prefill workers."""
+    """Prompts computed by prefill workers."""
     prefill_failures: Counter[str] = field(default_factory=Counter)
-    """Those that were not, by the code of the error: another one was asked, or whoever answered."""
+    """Failed remote prefills, by error code."""
     num_moves: int = 0
-    """Requests that were taken back from a worker that had not begun them, and sent to another."""
-    elsewhere_s: defaultdict[Elsewhere, Histogram] = field(
+    """Waiting requests withdrawn from a worker and sent to another."""
+    reroute_s: defaultdict[RerouteKey, Histogram] = field(
         default_factory=lambda: defaultdict(lambda: Histogram(SECONDS))
     )
-    """From a failure to the next token, to giving up, or to the caller's leaving."""
+    """From a failure to the next token, the final error, or cancellation."""

@@ -1,4 +1,4 @@
-"""Asks a worker for a request back that it has not begun, or to let go of a prompt that it has computed for others."""
+"""Withdrawal of a waiting request from its worker, and release of a prompt held for decode."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import msgspec
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
-from kvolt.core.withdrawal import Withdraw, Withdrawn
+from kvolt.core.withdrawal import Withdraw, WithdrawResult
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 2.0
-_LIMITS = Deadlines(connect_s=_ASK_S, first_s=_ASK_S, between_s=_ASK_S, total_s=_ASK_S)
-"""The other place is kept for it meanwhile."""
+_WITHDRAW_S = 2.0
+_LIMITS = Deadlines(connect_s=_WITHDRAW_S, first_s=_WITHDRAW_S, between_s=_WITHDRAW_S, total_s=_WITHDRAW_S)
+"""Short: an alternative worker stays reserved during the call."""
 
-_decode_answer = msgspec.msgpack.Decoder(Withdrawn).decode
+_decode_result = msgspec.msgpack.Decoder(WithdrawResult).decode
 
 
-async def ask_back(plane: RequestPlane, instance: Instance, request_id: RequestId) -> bool:
-    """Whether it was given back: then its stream ends, too. A worker that cannot be asked keeps it."""
+async def withdraw_request(plane: RequestPlane, instance: Instance, request_id: RequestId) -> bool:
+    """Return whether the worker gave up the request; its stream then ends as well. Without an answer it keeps it."""
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
     to = Destination(instance.address, str(endpoint))
     try:
-        async with await open_stream(plane, to, Withdraw(request_id), _LIMITS, _decode_answer) as answers:
-            answer: Withdrawn | None = await anext(answers, None)
+        async with await open_stream(plane, to, Withdraw(request_id), _LIMITS, _decode_result) as results:
+            result: WithdrawResult | None = await anext(results, None)
     except KvoltError as error:
-        log.debug("request %s could not be taken back: %s", request_id, error.message)
+        log.debug("withdrawal failed: request=%s reason=%s", request_id, error.message)
         return False
-    return answer is not None and answer.is_back
+    return result is not None and result.was_withdrawn
 
 
-def let_go(crew: Crew, plane: RequestPlane, instance: Instance, request_id: RequestId) -> None:
-    """Tell a prefill worker that nobody will fetch the KV of a prompt. Nobody waits for that; what it is not told of it
-    keeps until its time is over."""
-    if not crew.closed:
-        crew.start(ask_back(plane, instance, request_id), f"let go {request_id}")
+def release_prompt(
+    task_group: TaskGroup, plane: RequestPlane, instance: Instance, request_id: RequestId
+) -> None:
+    """Release a prompt's KV on a prefill worker, in the background. If the message is lost the hold expires."""
+    if not task_group.closed:
+        task_group.start(withdraw_request(plane, instance, request_id), f"release {request_id}")

@@ -1,9 +1,18 @@
-"""Blocks of KV: their life in a pool, and who may use them. Knows no engine, no memory and no clock."""
+"""KV blocks: lifecycle, pools and tiers. Knows no engine, memory or clock."""
 
 from kvolt.kv.changes import Change
 from kvolt.kv.lifecycle import BlockId, BlockState, IllegalMove
-from kvolt.kv.names import BlockName, Names
+from kvolt.kv.names import BlockName, BlockNames
 from kvolt.kv.pool import BlockPool
 from kvolt.kv.sealed import SealedLog
 
-__all__ = ["BlockId", "BlockName", "BlockPool", "BlockState", "Change", "IllegalMove", "Names", "SealedLog"]
+__all__ = [
+    "BlockId",
+    "BlockName",
+    "BlockNames",
+    "BlockPool",
+    "BlockState",
+    "Change",
+    "IllegalMove",
+    "SealedLog",
+]

@@ -1,7 +1,7 @@
-"""The changes of a pool since they were last taken, as KV events tell them.
+"""ChangeLog: changes of a pool since they were last taken, in the form of KV events.
 
-Owns how changes are put together: blocks stored one after the other down a chain are one Stored, blocks removed
-one after the other one Removed. Knows no pool and no event ids.
+Consecutive blocks of a chain are merged into one Stored, consecutive removals into one Removed. Knows no pool and no
+event ids.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.kv.names import Names
+from kvolt.kv.names import BlockNames
 
 Change = Stored | Removed | Cleared
 
 
 class ChangeLog:
-    """See the module. Holds `limit` blocks at most: past that it forgets all, and says so by `is_lost`."""
+    """See the module. Holds at most `limit` blocks; beyond that it drops all changes and sets `is_lost`."""
 
     __slots__ = (
         "_changes",
@@ -38,8 +38,8 @@ class ChangeLog:
         self._position = 0
         self._reset()
 
-    def store_run(self, names: Names, parent: SequenceHash | None, position: int) -> None:
-        """Blocks one below the other; `parent` and `position` are of the first."""
+    def store_run(self, names: BlockNames, parent: SequenceHash | None, position: int) -> None:
+        """Record stored consecutive blocks; `parent` and `position` of the first."""
         if self._is_full(len(names)):
             return
         if not (self._stored and parent == self._stored[-1]):
@@ -55,12 +55,12 @@ class ChangeLog:
         self._removed += hashes
 
     def clear(self) -> None:
-        """What came before no longer matters."""
+        """Record that the pool was cleared, which supersedes earlier changes."""
         self._reset()
         self._changes.append(Cleared(self._tier))
 
     def take(self) -> tuple[Change, ...]:
-        """All changes in order, once."""
+        """Return and reset all changes, in order."""
         self._close()
         changes = tuple(self._changes)
         self._reset()
@@ -69,12 +69,12 @@ class ChangeLog:
     def _reset(self) -> None:
         self._changes: list[Change] = []
         self._num_blocks = 0
-        self._stored: list[SequenceHash] = []  # the open run; it or the next is empty
+        self._stored: list[SequenceHash] = []  # open run; this or `_removed` is empty
         self._removed: list[SequenceHash] = []
         self.is_lost = False
 
-    def _is_full(self, num_more: int) -> bool:
-        self._num_blocks += num_more
+    def _is_full(self, num_blocks: int) -> bool:
+        self._num_blocks += num_blocks
         if self._num_blocks > self.limit and not self.is_lost:
             self._reset()
             self.is_lost = True
@@ -82,24 +82,25 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            self._changes.append(Stored.of(self._stored, self._parent, self._position, self._tier))
+            self._changes.append(Stored.from_hashes(self._stored, self._parent, self._position, self._tier))
             self._stored = []
         if self._removed:
-            self._changes.append(Removed.of(self._removed, self._tier))
+            self._changes.append(Removed.from_hashes(self._removed, self._tier))
             self._removed = []
 
 
-class ToldHashes:
-    """The hashes that were told of, each as often as a name has it.
+class PublishedHashes:
+    """Published hashes with the number of names that have each.
 
-    Events know blocks by 64 bits: two names that share them are one block there, gone with the second. Few ever do.
+    Events identify blocks by 64-bit hashes: two names with the same hash are one block there, removed with the second.
+    Such collisions are rare.
     """
 
-    __slots__ = ("_known", "_num_more")
+    __slots__ = ("_known", "_num_extra")
 
     def __init__(self) -> None:
         self._known: set[SequenceHash] = set()
-        self._num_more: Counter[SequenceHash] = Counter()
+        self._num_extra: Counter[SequenceHash] = Counter()
 
     def add_all(self, hashes: Sequence[SequenceHash]) -> None:
         known = self._known
@@ -108,31 +109,31 @@ class ToldHashes:
             known.update(hashes)
             if len(known) == num_all:
                 return
-            known.difference_update(hashes)  # one of them is there twice
+            known.difference_update(hashes)  # some occur twice
         for each in hashes:
             if each in known:
-                self._num_more[each] += 1
+                self._num_extra[each] += 1
             known.add(each)
 
     def remove_all(self, hashes: Sequence[SequenceHash]) -> Sequence[SequenceHash]:
-        """Those of them that no name has any more."""
-        if not self._num_more:
+        """Remove one occurrence of each; return the hashes that no name has any more."""
+        if not self._num_extra:
             self._known.difference_update(hashes)
             return hashes
-        gone: list[SequenceHash] = []
+        removed: list[SequenceHash] = []
         for each in hashes:
-            if each not in self._num_more:
+            if each not in self._num_extra:
                 self._known.remove(each)
-                gone.append(each)
+                removed.append(each)
                 continue
-            self._num_more[each] -= 1
-            if not self._num_more[each]:
-                del self._num_more[each]
-        return gone
+            self._num_extra[each] -= 1
+            if not self._num_extra[each]:
+                del self._num_extra[each]
+        return removed
 
     def clear(self) -> None:
         self._known.clear()
-        self._num_more.clear()
+        self._num_extra.clear()
 
     def counts(self) -> Counter[SequenceHash]:
-        return Counter(self._known) + self._num_more
+        return Counter(self._known) + self._num_extra

@@ -1,6 +1,4 @@
-"""The life of a block in any tier: its states, and the moves between them as a table.
-
-Owns what a block may become next. Knows no pool: who holds a block and what it is called is kept there.
+"""Block lifecycle in any tier: states and their transition table. Holders and names are kept by the pool.
 
     FREE --allocate--> WRITING --register--> REGISTERED --release--> INACTIVE --evict--> FREE
                           |  ^                 ^    |  ^                |
@@ -10,17 +8,15 @@ Owns what a block may become next. Knows no pool: who holds a block and what it 
                              +---forget--------+         release of WRITING or DUPLICATE --> FREE
 
 (The line up from DUPLICATE to REGISTERED is `inherit`.)
-A block is WRITING while somebody holds it and it has no name: it is not full, not computed, or its name was
-forgotten. A DUPLICATE is full and computed as well, but another held block has its name. The name of an
-INACTIVE block is the only reason to keep it.
+A WRITING block is held and unnamed: not full, not computed, or its name was removed. A DUPLICATE is full and computed,
+but another held block has its name. An INACTIVE block is not held and kept only because of its name.
 
-Where bytes and their name are kept apart, as on a disk, there are two states more:
+Tiers that store bytes and names separately, such as a disk, use two further states:
 
-    WRITING --seal--> SEALED --register--> REGISTERED        INACTIVE --condemn--> EVICTING --evict--> FREE
+    WRITING --seal--> SEALED --register--> REGISTERED        INACTIVE --start_eviction--> EVICTING --evict--> FREE
 
-A SEALED block has its bytes and their checksum, and is not found yet. An EVICTING block is not found any more, and
-its memory is not to be used again before that is known for good. What is found complete by who begins is INACTIVE at
-once (`restore`).
+A SEALED block has its bytes and checksum but is not indexed yet. An EVICTING block is no longer indexed; its memory
+must not be reused before that is durable. Blocks found complete at startup are INACTIVE (`restore`).
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from typing import NewType
 from kvolt.core.errors import KvoltError
 
 BlockId = NewType("BlockId", int)
-"""Which piece of the memory: from 0 to the size of the pool, less one."""
+"""Index of a block in the memory of its pool."""
 
 
 class BlockState(StrEnum):
@@ -51,7 +47,7 @@ class BlockState(StrEnum):
 
 
 class BlockMove(StrEnum):
-    """What may happen to a block. Further holders, and all but the last to let go, move nothing."""
+    """Transition of a block. Acquiring a held block and releasing all but the last hold are none."""
 
     ALLOCATE = "allocate"
     SEAL = "seal"
@@ -60,11 +56,11 @@ class BlockMove(StrEnum):
     INHERIT = "inherit"
     FORGET = "forget"
     RELEASE = "release"
-    """The last holder lets go."""
+    """By the last holder."""
     RESTORE = "restore"
-    """It was found complete, by who begins."""
+    """Found complete at startup."""
     ACQUIRE = "acquire"
-    CONDEMN = "condemn"
+    START_EVICTION = "start_eviction"
     EVICT = "evict"
 
 
@@ -84,7 +80,7 @@ TRANSITIONS: Mapping[tuple[BlockState, BlockMove], BlockState] = MappingProxyTyp
         (BlockState.REGISTERED, BlockMove.FORGET): BlockState.WRITING,
         (BlockState.REGISTERED, BlockMove.RELEASE): BlockState.INACTIVE,
         (BlockState.INACTIVE, BlockMove.ACQUIRE): BlockState.REGISTERED,
-        (BlockState.INACTIVE, BlockMove.CONDEMN): BlockState.EVICTING,
+        (BlockState.INACTIVE, BlockMove.START_EVICTION): BlockState.EVICTING,
         (BlockState.INACTIVE, BlockMove.EVICT): BlockState.FREE,
         (BlockState.EVICTING, BlockMove.EVICT): BlockState.FREE,
     }
@@ -92,14 +88,14 @@ TRANSITIONS: Mapping[tuple[BlockState, BlockMove], BlockState] = MappingProxyTyp
 
 
 class IllegalMove(KvoltError):
-    """A defect of the caller: the block is in no state for this. Nothing was changed. Fields: block, state, move."""
+    """A defect of the caller: the state does not allow the move. Nothing was changed. Fields: block, state, move."""
 
 
 def next_state(block: BlockId, state: BlockState, move: BlockMove) -> BlockState:
-    """Where `move` leads; IllegalMove where it leads nowhere."""
-    found = TRANSITIONS.get((state, move))
-    if found is None:
+    """State after `move`. IllegalMove if the table has none."""
+    successor = TRANSITIONS.get((state, move))
+    if successor is None:
         raise IllegalMove(
             f"block {block} is {state}: it cannot {move}", block=block, state=state.value, move=move.value
         )
-    return found
+    return successor

@@ -1,7 +1,5 @@
-"""The names of blocks, in columns.
-
-There is a name for each block of each sequence: as two lists they are cut, joined and told at the speed of lists.
-"""
+"""Block names, stored as two lists, so that slicing and joining the names of a sequence is as fast as list
+operations."""
 
 from __future__ import annotations
 
@@ -15,25 +13,25 @@ from kvolt.core.ids import BlockKey, SequenceHash
 
 
 class BlockName(msgspec.Struct, frozen=True, gc=False):
-    """What a full block holds: its identity for stored bytes, and that for routing and events."""
+    """Identity of a full block: `key` for stored bytes, `sequence_hash` for routing and events."""
 
     key: BlockKey
     sequence_hash: SequenceHash
 
 
 @dataclass(slots=True)
-class Names:
-    """Those of blocks that follow each other. The lists are equally long."""
+class BlockNames:
+    """Names of consecutive blocks, in lists of equal length."""
 
     keys: list[BlockKey] = field(default_factory=list)
     sequence_hashes: list[SequenceHash] = field(default_factory=list)
 
     @classmethod
     def of(cls, names: Iterable[BlockName]) -> Self:
-        found = cls()
+        columns = cls()
         for name in names:
-            found.append(name)
-        return found
+            columns.append(name)
+        return columns
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -48,15 +46,15 @@ class Names:
         self.keys.append(name.key)
         self.sequence_hashes.append(name.sequence_hash)
 
-    def extend(self, other: Names) -> None:
+    def extend(self, other: BlockNames) -> None:
         self.keys += other.keys
         self.sequence_hashes += other.sequence_hashes
 
-    def part(self, start: int, end: int) -> Names:
-        return Names(self.keys[start:end], self.sequence_hashes[start:end])
+    def slice(self, start: int, end: int) -> BlockNames:
+        return BlockNames(self.keys[start:end], self.sequence_hashes[start:end])
 
-    def cut(self, start: int) -> Names:
-        """Take away those from `start` on."""
-        end = self.part(start, len(self.keys))
+    def split_off(self, start: int) -> BlockNames:
+        """Remove and return the names from `start` on."""
+        end = self.slice(start, len(self.keys))
         del self.keys[start:], self.sequence_hashes[start:]
         return end

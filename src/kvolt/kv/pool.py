@@ -1,21 +1,21 @@
-"""BlockPool: which blocks of one memory are free, held, or kept because they may be asked for again.
+"""BlockPool: free, held and cached blocks of one memory.
 
-Owns the state, holders and name of every block. Knows no bytes, no tokens and no clock: who calls it writes and
-reads the memory.
+Owns state, holder count and name of every block. Knows no bytes, tokens or clock; the caller reads and writes the
+memory.
 
-A block is *held* by as many as acquired it. When the last lets go, a named block becomes inactive and stays
-until its memory is needed; any other is free at once. What must be cheap is what is done to a whole prompt. So the
-books are kept of runs (`run`): blocks that follow each other and have the same state and the same holders. A run is
-cut where somebody asks for a part of it, and joined by the next block of its only holder. The free blocks are in no
-run, but on a stack: the block used last is the one that is warm.
+A block is *held* while its holder count is positive. When the last holder releases it, a named block becomes inactive
+and stays cached until its memory is needed; an unnamed block becomes free. Operations on whole prompts must be cheap,
+so state is kept per run (`run`): consecutive blocks with equal state and holders. A run is split when an operation
+covers part of it, and extended by the next block of the same holders. Free blocks are on a stack, so that the most
+recently used memory is reused first.
 
-Chains. A block's name covers all blocks before it, so a block is of no use without its parents. Three rules keep
-a parent in the pool as long as its children, and make the oldest inactive block always the end of a chain:
+Chains: a block's name covers all blocks before it, so a block is useless without its parents. Three rules keep a parent
+in the pool as long as its children and make the oldest inactive block always the end of a chain:
 
-- Whoever holds a block holds all before it, and releases the deepest first.
-- A name belongs to a held block if one has it. A second block of the same name is a duplicate, without effect
-  until the first is let go; then it inherits the name. (So nobody's blocks hang below an inactive one.) Both are
-  runs of their own.
+- A holder of a block holds all blocks before it and releases the deepest first.
+- A name belongs to a held block if there is one with that name. A second block with the name is a duplicate without
+  effect until the first is released; then it inherits the name. Held blocks therefore never follow an inactive one.
+  Both are runs of one block.
 - A block whose parent has no name gets none.
 """
 
@@ -26,14 +26,13 @@ from collections.abc import Iterable, Sequence
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, Stored, Tier
-from kvolt.kv.changes import Change, ChangeLog, ToldHashes
+from kvolt.kv.changes import Change, ChangeLog, PublishedHashes
 from kvolt.kv.lifecycle import TRANSITIONS, BlockId, BlockMove, BlockState, IllegalMove, next_state
-from kvolt.kv.names import BlockName, Names
-from kvolt.kv.pool_check import check_pool
+from kvolt.kv.names import BlockName, BlockNames
 from kvolt.kv.run import Run, RunQueue
 from kvolt.kv.sealed import SealedLog
 
-# Once: to look up a member of an enum takes longer than most of what is done with it here.
+# Cached: looking up an enum member is slower than most operations here.
 _WRITING, _DUPLICATE, _REGISTERED, _INACTIVE = (
     BlockState.WRITING,
     BlockState.DUPLICATE,
@@ -44,45 +43,46 @@ _ALLOCATED = TRANSITIONS[BlockState.FREE, BlockMove.ALLOCATE]
 
 
 class BlockPool:
-    """See the module. `take_changes` is to be called now and then; what it tells is bounded either way."""
+    """See the module. Call `take_changes` regularly; pending changes are bounded."""
 
-    def __init__(self, num_blocks: int, tells_changes: bool = True) -> None:
-        """Without `tells_changes` nobody asks for them, and there are none."""
+    def __init__(self, num_blocks: int, publishes_changes: bool = True) -> None:
+        """`publishes_changes`: record changes for `take_changes`."""
         if num_blocks < 1:
             raise ConfigError(
-                "a pool has at least one block", key="kv_blocks", remedy="give the KV cache more memory"
+                "the KV cache has no room for a block",
+                key="kv_blocks",
+                remedy="give the KV cache more memory",
             )
         self.num_blocks = num_blocks
-        self._run_of: list[
-            Run | None
-        ] = []  # grows as blocks are first needed: a large pool at rest costs nothing
+        # Grows on first use of each block, so an idle large pool costs nothing.
+        self._run_of: list[Run | None] = []
         self._free: list[BlockId] = []
         self._inactive = RunQueue()
         self._by_key: dict[BlockKey, BlockId] = {}
         self._duplicates: dict[BlockKey, list[BlockId]] = {}
-        self._tells_changes = tells_changes
-        self._hashes = ToldHashes()
+        self._publishes_changes = publishes_changes
+        self._hashes = PublishedHashes()
         self._log = ChangeLog(limit=2 * num_blocks)
         self.sealed: SealedLog | None = None
-        """Told of blocks that get a name which nobody had, once it is there."""
+        """Records newly named blocks, if set."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give: the inactive ones are among them."""
+        """Blocks available to `allocate`, including inactive ones."""
         return self.num_blocks - len(self._run_of) + len(self._free) + self._inactive.num_blocks
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Held blocks."""
         return self.num_blocks - self.num_free
 
     @property
     def num_registered(self) -> int:
-        """Blocks that can be found by their key."""
+        """Blocks indexed by key."""
         return len(self._by_key)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys`, from the first on, are here. Changes nothing."""
+        """Length of the prefix of `keys` in the pool. Changes nothing."""
         by_key = self._by_key
         for index, key in enumerate(keys):
             if key not in by_key:
@@ -93,20 +93,20 @@ class BlockPool:
         return self._by_key.get(key)
 
     def name_of(self, block: BlockId) -> BlockName | None:
-        """The name of a full block, which a duplicate has as well; None when it has none."""
+        """Name of a full block, also of a duplicate; None if it has none."""
         run = self._run_at(block)
         return None if run is None else run.name_at(run.index_of(block))
 
-    def lineage(self, key: BlockKey) -> Names:
-        """The names from the first block of its sequence to the one of this key; none when it is not here."""
-        parts: list[Names] = []
+    def lineage(self, key: BlockKey) -> BlockNames:
+        """Names from the first block of the sequence to this key; empty if the key is unknown."""
+        parts: list[BlockNames] = []
         block = self._by_key.get(key)
         while block is not None:
             run = self._run_of[block]
             assert run is not None
-            parts.append(run.names.part(0, run.index_of(block) + 1))
+            parts.append(run.names.slice(0, run.index_of(block) + 1))
             block = self._by_key.get(run.parent.key) if run.parent is not None else None
-        names = Names()
+        names = BlockNames()
         for part in reversed(parts):
             names.extend(part)
         return names
@@ -116,13 +116,13 @@ class BlockPool:
         return 0 if run is None else run.num_holders
 
     def runs(self) -> Iterable[Run]:
-        """All that there are; for who looks, not to be changed."""
+        """All runs, read-only."""
         return dict.fromkeys(run for run in self._run_of if run is not None)
 
     # --- holding
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Hold the longest run of `keys`, from the first on, that is here."""
+        """Hold the longest prefix of `keys` in the pool."""
         by_key = self._by_key
         acquired: list[BlockId] = []
         for key in keys:
@@ -138,89 +138,84 @@ class BlockPool:
         return acquired
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Hold `count` blocks to write to, or none at all; evicts the inactive ones used longest ago."""
+        """Hold `count` blocks for writing, evicting least recently used ones as needed; None if there are too few."""
         if count > self.num_free:
             return None
         free, run_of = self._free, self._run_of
-        kept = max(0, len(free) - count)
-        taken = free[kept:]
-        del free[kept:]
-        taken.reverse()
-        first, last = len(run_of), min(self.num_blocks, len(run_of) + count - len(taken))
-        if last > first:  # never used so far
+        num_kept = max(0, len(free) - count)
+        blocks = free[num_kept:]
+        del free[num_kept:]
+        blocks.reverse()
+        first, last = len(run_of), min(self.num_blocks, len(run_of) + count - len(blocks))
+        if last > first:  # never used before
             run_of += [None] * (last - first)
-            taken += map(BlockId, range(first, last))
-        if len(taken) < count:
-            taken += self._evict(count - len(taken))
-        if taken:
-            self._place(Run(taken[:], _ALLOCATED, 1))
-        return taken
+            blocks += map(BlockId, range(first, last))
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        if blocks:
+            self._place(Run(blocks[:], _ALLOCATED, 1))
+        return blocks
 
     def retain(self, blocks: Iterable[BlockId]) -> None:
-        """Hold blocks that somebody holds already. Ends with a `release` of its own."""
+        """Hold blocks that are already held. Needs its own `release`."""
         for run in self._held(list(blocks), "retain"):
             run.num_holders += 1
 
     def release(self, blocks: Iterable[BlockId]) -> None:
-        """Let go of blocks, the deepest of a chain first: it is then the first to be evicted."""
+        """Release blocks, the deepest of a chain first, so that it is evicted first."""
         for run in reversed(self._held(list(blocks)[::-1], "release")):
             run.num_holders -= 1
             if not run.num_holders:
-                self._let_go(run)
+                self._release_run(run)
 
     # --- names
 
     def register(self, block: BlockId, name: BlockName, parent: BlockId | None, position: int) -> bool:
-        """The block is full and computed; it can be found from now on. Whether that is so.
+        """Index a full, computed block by its name. Return whether it was indexed.
 
-        `parent` is the block before it in the caller's hands, None for a first one; `position` is its index
-        in the sequence. It is not so when the parent has no name, or another held block has this one's.
+        `parent`: the preceding block held by the caller, None for the first; `position`: index in the sequence. False
+        if the parent has no name or another held block has the same name.
         """
         run = self._run_at(block)
         parent_name = None if parent is None else self.name_of(parent)
         known = self._by_key.get(name.key)
         is_duplicate = known is not None and self.num_holders(known) > 0
         state = BlockState.FREE if run is None else run.state
-        next_state(
-            block, state, BlockMove.DUPLICATE if is_duplicate else BlockMove.REGISTER
-        )  # which may raise
+        next_state(block, state, BlockMove.DUPLICATE if is_duplicate else BlockMove.REGISTER)  # may raise
         if parent is not None and parent_name is None:
             return False
         run = self._alone(block)
         if is_duplicate:
             assert known is not None
             run.move(BlockMove.DUPLICATE)
-            run.names, run.parent, run.position = Names.of([name]), parent_name, position
+            run.names, run.parent, run.position = BlockNames.of([name]), parent_name, position
             self._alone(known)
             self._duplicates.setdefault(name.key, []).append(block)
             return False
-        if known is not None:  # inactive: its name has a holder again, and its memory has no more use
+        if known is not None:  # inactive: the name moves to the held block and the old memory becomes free
             old = self._alone(known)
             self._inactive.remove(old)
             self._free_named(old)
-            self._name(run, Names.of([name]), parent_name, position)
+            self._name(run, BlockNames.of([name]), parent_name, position)
             return True
-        self._name(run, Names.of([name]), parent_name, position)
-        self._tell_stored(run)
+        self._name(run, BlockNames.of([name]), parent_name, position)
+        self._record_stored(run)
         self._join(run, parent)
         return True
 
-    def register_run(self, blocks: list[BlockId], names: Names, start: int, end: int) -> None:
-        """`register` of the blocks from `start` to `end` of one sequence, whose blocks and names these are."""
+    def register_run(self, blocks: list[BlockId], names: BlockNames, start: int, end: int) -> None:
+        """Like `register`, for the blocks from `start` to `end` of one sequence."""
         position = start
         while position < end:
             count = self._register_unknown(blocks, names, position, end)
-            if not count:  # a name that is known, a parent without one, or a wrong state: the long way
+            if not count:  # known name, unnamed parent or wrong state: register singly
                 parent = blocks[position - 1] if position else None
                 self.register(blocks[position], names[position], parent, position)
                 count = 1
             position += count
 
     def clear(self) -> int:
-        """Forget every name; the inactive blocks become free, the held ones stay with their holders.
-
-        Returns how many names there were.
-        """
+        """Remove all names: inactive blocks become free, held blocks stay held. Return the number of names."""
         num_names = len(self._by_key)
         for run in self._inactive:
             self._free_named(run)
@@ -231,34 +226,31 @@ class BlockPool:
                 run.forget()
         self._by_key.clear()
         self._duplicates.clear()
-        if self._tells_changes:
+        if self._publishes_changes:
             self._hashes.clear()
             self._log.clear()
         return num_names
 
-    # --- what others are told
+    # --- changes
 
     def take_changes(self) -> tuple[Change, ...]:
-        """What happened to the names since this was last asked, in order.
-
-        When more happened than it is worth to tell one by one, the answer is all that there is now.
-        """
+        """Changes of names since the last call, in order; the complete contents if there were too many."""
         is_lost = self._log.is_lost
         changes = self._log.take()
         return (Cleared(Tier.DEVICE), *self.contents()) if is_lost else changes
 
     def contents(self) -> list[Stored]:
-        """Every named block, as long chains, parents first."""
+        """All named blocks as chains, parents first."""
         children: dict[BlockKey | None, list[Run]] = {}
         for run in self.runs():
             if run.state is _REGISTERED or run.state is _INACTIVE:
                 has_parent = run.parent is not None and run.parent.key in self._by_key
                 children.setdefault(run.parent.key if run.parent and has_parent else None, []).append(run)
-        told: list[Stored] = []
+        stored: list[Stored] = []
         heads = children.pop(None, [])[::-1]
         while heads:
             head = run = heads.pop()
-            names = Names()
+            names = BlockNames()
             while True:
                 names.extend(run.names)
                 for key in run.names.keys[:-1]:
@@ -269,13 +261,13 @@ class BlockPool:
                 heads += below[:0:-1]
                 run = below[0]
             parent = head.parent.sequence_hash if head.parent else None
-            told.append(Stored.of(names.sequence_hashes, parent, head.position))
-        return told
+            stored.append(Stored.from_hashes(names.sequence_hashes, parent, head.position))
+        return stored
 
     # --- runs
 
     def _run_at(self, block: BlockId) -> Run | None:
-        """None for a free block; one that was never used is free."""
+        """Run of a block; None if it is free or was never used."""
         return self._run_of[block] if block < len(self._run_of) else None
 
     def _place(self, run: Run) -> None:
@@ -283,28 +275,28 @@ class BlockPool:
         for block in run.ids:
             run_of[block] = run
 
-    def _cut(self, start: int, run: Run) -> Run:
-        """The blocks from `start` on become a run of their own."""
-        end = self._inactive.cut(start, run) if run.state is _INACTIVE else run.cut(start)
+    def _split_run(self, start: int, run: Run) -> Run:
+        """Split the blocks from `start` on into their own run."""
+        end = self._inactive.split_off(start, run) if run.state is _INACTIVE else run.split_off(start)
         self._place(end)
         return end
 
     def _parts(self, blocks: list[BlockId]) -> list[Run]:
-        """The runs that these blocks are, made so that they are nothing else. IllegalMove for a free block."""
+        """Split runs so that they cover exactly these blocks, and return them. IllegalMove for a free block."""
         parts: list[Run] = []
         start = 0
         while start < len(blocks):
             run = self._run_at(blocks[start])
             if run is None:
                 raise _not_held(blocks[start], BlockState.FREE)
-            asked = blocks[start : start + len(run.ids)]
-            if asked != run.ids:
+            part = blocks[start : start + len(run.ids)]
+            if part != run.ids:
                 first = run.index_of(blocks[start])
                 if first:
-                    run = self._cut(first, run)
-                num_alike = _num_alike(asked, run.ids)
-                if num_alike < len(run.ids):
-                    self._cut(num_alike, run)
+                    run = self._split_run(first, run)
+                num_equal = _common_prefix_len(part, run.ids)
+                if num_equal < len(run.ids):
+                    self._split_run(num_equal, run)
             parts.append(run)
             start += len(run.ids)
         return parts
@@ -314,32 +306,32 @@ class BlockPool:
         return run
 
     def _held(self, blocks: list[BlockId], move: str) -> list[Run]:
-        """The runs of blocks, all of them held and each named once: else nothing may be changed."""
+        """Runs of these blocks. IllegalMove, with nothing changed, unless all are held and distinct."""
         parts = self._parts(blocks)
         for run in parts:
             if not run.num_holders:
                 raise _not_held(run.ids[0], run.state)
         if len(set(blocks)) != len(blocks):
-            raise IllegalMove(f"a block is named twice in one {move}", move=move)
+            raise IllegalMove(f"duplicate block in one {move}", move=move)
         return parts
 
-    def _let_go(self, run: Run) -> None:
-        """Nobody holds it any more."""
+    def _release_run(self, run: Run) -> None:
+        """Handle the release by the last holder."""
         if run.state is _REGISTERED:
             heirs = self._duplicates.get(run.names.keys[0]) if self._duplicates else None
             run.move(BlockMove.RELEASE)
             if heirs:
-                self._pass_on(run, heirs[0])
+                self._inherit_name(run, heirs[0])
             else:
                 self._inactive.append(run)
             return
         if run.state is _DUPLICATE:
             self._drop_duplicate(run)
         run.move(BlockMove.RELEASE)
-        self._give_back(run)
+        self._free_blocks(run)
 
-    def _pass_on(self, run: Run, heir_block: BlockId) -> None:
-        """The name of a block to a duplicate of it."""
+    def _inherit_name(self, run: Run, heir_block: BlockId) -> None:
+        """Move the name of a released block to a duplicate of it."""
         heir = self._run_of[heir_block]
         assert heir is not None
         self._drop_duplicate(heir)
@@ -355,76 +347,78 @@ class BlockPool:
             del self._duplicates[key]
 
     def _free_named(self, run: Run) -> None:
-        """An inactive run becomes free; its names live on elsewhere, or are gone."""
+        """Free an inactive run whose names were moved or removed."""
         run.move(BlockMove.EVICT)
-        self._give_back(run)
+        self._free_blocks(run)
 
-    def _give_back(self, run: Run) -> None:
+    def _free_blocks(self, run: Run) -> None:
         run_of = self._run_of
         for block in run.ids:
             run_of[block] = None
         self._free += reversed(run.ids)
 
     def _evict(self, count: int) -> list[BlockId]:
-        """The inactive blocks used longest ago become free, and are the caller's to give."""
+        """Evict the least recently used inactive blocks for the caller."""
         by_key = self._by_key
         evicted: list[BlockId] = []
-        gone: list[SequenceHash] = []
+        removed: list[SequenceHash] = []
         while len(evicted) < count:
-            ids, keys, hashes = self._inactive.take(count - len(evicted))
+            ids, keys, hashes = self._inactive.pop_blocks(count - len(evicted))
             for key in keys:
                 del by_key[key]
-            if self._tells_changes:
+            if self._publishes_changes:
                 hashes.reverse()
-                gone += self._hashes.remove_all(hashes)
+                removed += self._hashes.remove_all(hashes)
             ids.reverse()
             evicted += ids
-        self._log.remove_run(gone)
+        self._log.remove_run(removed)
         return evicted
 
     # --- naming
 
-    def _register_unknown(self, blocks: list[BlockId], names: Names, position: int, end: int) -> int:
-        """`register` of as many blocks at once as are one run and have names that nobody knows; how many."""
+    def _register_unknown(self, blocks: list[BlockId], names: BlockNames, position: int, end: int) -> int:
+        """Register the leading blocks that are in one run and have unknown names; return their number."""
         run = self._run_at(blocks[position])
         parent = blocks[position - 1] if position else None
         above = None if parent is None else self._run_at(parent)
         has_chain = parent is None or (above is not None and above.names.keys)
         if run is None or run.state is not _WRITING or not has_chain:
             return 0
-        found = names.part(position, position + _num_alike(blocks[position:end], run.ids))
-        if not self._by_key.keys().isdisjoint(found.keys):
-            found.cut(next(index for index, key in enumerate(found.keys) if key in self._by_key))
-        count = len(found.keys)
-        if not count or len(set(found.keys)) < count:
+        new_names = names.slice(position, position + _common_prefix_len(blocks[position:end], run.ids))
+        if not self._by_key.keys().isdisjoint(new_names.keys):
+            new_names.split_off(
+                next(index for index, key in enumerate(new_names.keys) if key in self._by_key)
+            )
+        count = len(new_names.keys)
+        if not count or len(set(new_names.keys)) < count:
             return 0
         if count < len(run.ids):
-            self._cut(count, run)
+            self._split_run(count, run)
         parent_name = None if above is None or parent is None else above.name_at(above.index_of(parent))
-        self._name(run, found, parent_name, position)
-        self._tell_stored(run)
+        self._name(run, new_names, parent_name, position)
+        self._record_stored(run)
         self._join(run, parent)
         return count
 
-    def _name(self, run: Run, names: Names, parent: BlockName | None, position: int) -> None:
+    def _name(self, run: Run, names: BlockNames, parent: BlockName | None, position: int) -> None:
         run.move(BlockMove.REGISTER)
         run.names, run.parent, run.position = names, parent, position
         self._by_key.update(zip(names.keys, run.ids, strict=True))
 
-    def _tell_stored(self, run: Run) -> None:
+    def _record_stored(self, run: Run) -> None:
         if self.sealed is not None:
             parent_key = None if run.parent is None else run.parent.key
-            self.sealed.add(run.names.keys[-1], parent_key, run.position)
-        if not self._tells_changes:
+            self.sealed.add_run(run.names.keys[-1], parent_key, run.position)
+        if not self._publishes_changes:
             return
         self._hashes.add_all(run.names.sequence_hashes)
         parent = None if run.parent is None else run.parent.sequence_hash
         self._log.store_run(run.names, parent, run.position)
 
     def _join(self, run: Run, parent: BlockId | None) -> None:
-        """Make a run that was just named part of the one before it, if the two are alike.
+        """Merge a newly named run into the preceding one if state and holders are equal.
 
-        Who holds a block holds its parent: with as many holders they have the same.
+        A holder of a block holds its parent, so equal holder counts mean equal holders.
         """
         above = None if parent is None else self._run_at(parent)
         if (
@@ -439,15 +433,9 @@ class BlockPool:
             for block in run.ids:
                 run_of[block] = above
 
-    # ---
 
-    def check_integrity(self) -> None:
-        """AssertionError, with the story, where the pool contradicts itself or the rules above were broken."""
-        check_pool(self)
-
-
-def _num_alike(one: list[BlockId], other: list[BlockId]) -> int:
-    """How many blocks the two begin with in common."""
+def _common_prefix_len(one: list[BlockId], other: list[BlockId]) -> int:
+    """Length of the common prefix."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count
@@ -456,7 +444,7 @@ def _num_alike(one: list[BlockId], other: list[BlockId]) -> int:
 
 def _not_held(block: BlockId, state: BlockState) -> IllegalMove:
     return IllegalMove(
-        f"block {block} is {state}: nobody holds it, so nobody can hold it too or let it go",
+        f"block {block} is {state}, not held: it cannot be retained or released",
         block=block,
         state=state.value,
         move="release",

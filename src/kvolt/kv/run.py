@@ -1,7 +1,7 @@
-"""Run: blocks one below the other that live the same life, and the order in which runs were let go.
+"""Run: consecutive blocks of a chain with equal state and holders; RunQueue: runs in order of release.
 
-Whoever holds a block holds all before it, so that long stretches of a chain have the same holders and the same state:
-a pool keeps its books of those, and not of each block. Knows no pool.
+A holder of a block holds all blocks before it, so long stretches of a chain have equal holders and state. A pool keeps
+state per run instead of per block.
 """
 
 from __future__ import annotations
@@ -11,56 +11,56 @@ from dataclasses import dataclass, field
 
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.kv.lifecycle import BlockId, BlockMove, BlockState, next_state
-from kvolt.kv.names import BlockName, Names
+from kvolt.kv.names import BlockName, BlockNames
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """See the module. It has at least one block."""
+    """See the module. Has at least one block."""
 
     ids: list[BlockId]
     state: BlockState
     num_holders: int
-    names: Names = field(default_factory=Names)
-    """Of its blocks, or of none."""
+    names: BlockNames = field(default_factory=BlockNames)
+    """Names of all its blocks, or empty."""
     parent: BlockName | None = None
-    """Name of the block before it. A name and not a block: the name may pass on to another one."""
+    """Name of the preceding block; not its id, since the name may move to another block."""
     position: int = 0
-    """Of its first block in the sequence, where it has names."""
+    """Position of its first block in the sequence, if named."""
     older: Run | None = None
     newer: Run | None = None
-    """Its neighbours in a RunQueue, and itself where it has none."""
+    """Neighbors in the RunQueue."""
 
     def move(self, move: BlockMove) -> None:
         self.state = next_state(self.ids[0], self.state, move)
 
     def index_of(self, block: BlockId) -> int:
-        return len(self.ids) - 1 if self.ids[-1] == block else self.ids.index(block)  # mostly it is the last
+        return len(self.ids) - 1 if self.ids[-1] == block else self.ids.index(block)  # usually the last
 
     def name_at(self, index: int) -> BlockName | None:
         return self.names[index] if self.names else None
 
-    def cut(self, start: int) -> Run:
-        """Take away the blocks from `start` on, which may not be the first; the two are alike in all else."""
+    def split_off(self, start: int) -> Run:
+        """Split off the blocks from `start` > 0 on into a run with equal state."""
         ids = self.ids[start:]
         del self.ids[start:]
         if not self.names:
             return Run(ids, self.state, self.num_holders)
         parent = self.names[start - 1]
-        names = self.names.cut(start)
+        names = self.names.split_off(start)
         return Run(ids, self.state, self.num_holders, names, parent, self.position + start)
 
-    def join(self, below: Run) -> None:
-        """Take the blocks of a run that begins where this one ends, and is its like."""
-        self.ids += below.ids
-        self.names.extend(below.names)
+    def join(self, next_run: Run) -> None:
+        """Append the blocks of the following run, which has equal state."""
+        self.ids += next_run.ids
+        self.names.extend(next_run.names)
 
     def forget(self) -> None:
-        self.names, self.parent = Names(), None
+        self.names, self.parent = BlockNames(), None
 
 
 class RunQueue:
-    """Runs in the order in which they were let go. A linked list: any of them may leave, or be cut in two."""
+    """Runs in order of release. A linked list, since any run may be removed or split."""
 
     def __init__(self) -> None:
         self._end = Run([], BlockState.FREE, 0)
@@ -75,20 +75,21 @@ class RunQueue:
             yield run
             run = run.newer
 
-    def take(self, at_most: int) -> tuple[list[BlockId], list[BlockKey], list[SequenceHash]]:
-        """Evict the oldest blocks of one run, from its end on; them, their keys and hashes. There must be one."""
+    def pop_blocks(self, max_blocks: int) -> tuple[list[BlockId], list[BlockKey], list[SequenceHash]]:
+        """Remove up to `max_blocks` blocks from the end of the oldest run; return ids, keys and hashes. Must not be
+        empty."""
         run = self._end.newer
         assert run is not None
         next_state(run.ids[0], run.state, BlockMove.EVICT)
         ids, names = run.ids, run.names
-        if len(ids) <= at_most:
+        if len(ids) <= max_blocks:
             self.remove(run)
             return ids, names.keys, names.sequence_hashes
-        self.num_blocks -= at_most
-        start = len(ids) - at_most
-        taken = ids[start:], names.keys[start:], names.sequence_hashes[start:]
+        self.num_blocks -= max_blocks
+        start = len(ids) - max_blocks
+        removed = ids[start:], names.keys[start:], names.sequence_hashes[start:]
         del ids[start:], names.keys[start:], names.sequence_hashes[start:]
-        return taken
+        return removed
 
     def append(self, run: Run) -> None:
         assert self._end.older is not None
@@ -102,9 +103,9 @@ class RunQueue:
         run.older = run.newer = None
         self.num_blocks -= len(run.ids)
 
-    def cut(self, start: int, run: Run) -> Run:
-        """`run.cut` of one that is here: both parts are, and the end is to go first."""
-        end = run.cut(start)
+    def split_off(self, start: int, run: Run) -> Run:
+        """Split a queued run; both parts stay queued and the end is evicted first."""
+        end = run.split_off(start)
         assert run.older is not None
         self._link(run.older, end)
         return end

@@ -1,1 +1,1 @@
-"""Step models: fitting one to a step log, its error, and presets by name."""
+"""Latency models: fitting one to a step log, its error, and presets by name."""

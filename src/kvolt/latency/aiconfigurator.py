@@ -1,7 +1,8 @@
-"""Steps that NVIDIA's aiconfigurator predicts, as if an engine had logged them: for GPUs that one does not have.
+"""Step times predicted by NVIDIA's aiconfigurator, in the form of a step log, for GPUs that are not available.
 
-It adds up measured times of kernels, for many GPUs, models and engines. Owns which steps it is asked for, and what they
-are in our terms; the fit is `latency_fit`'s. The package is an extra, and large: it is imported when it is asked.
+aiconfigurator adds up measured kernel times for many GPUs, models and engines. Owns the choice of the steps to
+predict and their conversion to StepStats; `latency.fit` fits them. The package is a large extra, imported on
+first use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PACKAGE = "aiconfigurator-core"
 _MODULE = "aiconfigurator_core"
 
 MAX_CONTEXT = 16_384
-"""Of the steps that are asked for: what is longer goes by what was seen here."""
+"""Longest context of a predicted step; the fitted model extrapolates beyond it."""
 _MAX_KV_TOKENS = 1 << 20
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_383)
@@ -35,39 +36,39 @@ _MIXED_BATCHES = (4, 32, 128)
 
 
 class AicTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated, in aiconfigurator's words."""
+    """The deployment to predict, in aiconfigurator's terms."""
 
     model: str
-    """Name on the Hugging Face hub, of those that it knows, or a folder with a config.json."""
+    """A name on the Hugging Face hub that aiconfigurator knows, or a folder with a config.json."""
     system: str
-    """As `h200_sxm`."""
+    """GPU system, for example `h200_sxm`."""
     backend: str
     """`vllm`, `sglang` or `trtllm`."""
     backend_version: str | None = None
-    """None: the newest that it has whole data for."""
+    """None: the newest version with complete data."""
     tensor_parallel: int = 1
 
 
 class StepPredictor(Protocol):
-    """What of aiconfigurator_core's EngineHandle is used. Milliseconds."""
+    """The methods of aiconfigurator_core's EngineHandle that are used. Times are in milliseconds."""
 
     def predict_prefill_latency(self, bs: int, isl: int, prefix: int = 0) -> float:
-        """Prompts of `isl` tokens, the first `prefix` of them cached."""
+        """A step of `bs` prompts of `isl` tokens, the first `prefix` of each cached."""
         ...
 
     def predict_decode_latency(self, bs: int, isl: int, osl: int = 2) -> float:
-        """One step, after prompts of `isl` tokens and a first token."""
+        """A decode step after prompts of `isl` tokens and a first token."""
         ...
 
     def mixed_step_latency(
         self, ctx_tokens: int, gen_tokens: int, isl: int, osl: int, prefix: int = 0
     ) -> float:
-        """`ctx_tokens` of prompts of `isl`, and `gen_tokens` answers after such prompts."""
+        """A step with `ctx_tokens` of prompts of `isl` tokens and `gen_tokens` decodes after such prompts."""
         ...
 
 
 def load_predictor(target: AicTarget) -> StepPredictor:
-    """ConfigError when the package is not there, or has no data for what is wanted."""
+    """ConfigError if the package is missing or has no data for the target."""
     try:
         sdk: Any = import_module(f"{_MODULE}.sdk")
     except ImportError as error:
@@ -85,7 +86,7 @@ def load_predictor(target: AicTarget) -> StepPredictor:
                 backend_version=target.backend_version,
                 tp_size=target.tensor_parallel,
             )
-    except Exception as error:  # it has a dozen kinds for what it does not know, of many families
+    except Exception as error:  # its errors for unknown targets have no common base class
         raise ConfigError(
             f"aiconfigurator has no {target.model} with {target.backend} on {target.system}: {error}",
             key="aiconfigurator",
@@ -96,7 +97,7 @@ def load_predictor(target: AicTarget) -> StepPredictor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """It warns of every table that another backend's data stands in for, also of those that are not read."""
+    """Silence its warnings about tables replaced by another backend's data, many of which are not used."""
     logger = logging.getLogger(_MODULE)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -107,7 +108,7 @@ def _quiet() -> Iterator[None]:
 
 
 def header_of(target: AicTarget) -> StepLogHeader:
-    """Says that nobody measured these steps."""
+    """Header of the step log; the device says that the steps are predicted."""
     gpus = f"{target.tensor_parallel} x " if target.tensor_parallel > 1 else ""
     return StepLogHeader(
         engine=target.backend,
@@ -118,31 +119,31 @@ def header_of(target: AicTarget) -> StepLogHeader:
 
 
 def predicted_steps(predictor: StepPredictor) -> list[StepStats]:
-    """Steps of many sizes with their times: prompts, decodes, and both at once. ConfigError if it can tell none."""
-    asked = [*_prompt_steps(predictor), *_decode_steps(predictor), *_mixed_steps(predictor)]
+    """Steps of many sizes with predicted times: prefills, decodes and mixed. ConfigError if none can be predicted."""
+    candidates = [*_prompt_steps(predictor), *_decode_steps(predictor), *_mixed_steps(predictor)]
     steps: list[StepStats] = []
     failure: Exception | None = None
     with _quiet():
-        for step, predict_ms in asked:
+        for step, predict_ms in candidates:
             try:
                 time_ms = predict_ms()
-            except Exception as error:  # outside of what its tables cover
+            except Exception as error:  # not covered by its tables
                 failure = error
                 continue
             steps.append(msgspec.structs.replace(step, time_s=time_ms / 1e3))
     if not steps:
         raise ConfigError(
-            f"aiconfigurator can predict no step: {failure}",
+            f"aiconfigurator cannot predict any step: {failure}",
             key="aiconfigurator",
             remedy="choose another model, system or backend version",
         )
     return steps
 
 
-_Asked = Iterator[tuple[StepStats, Callable[[], float]]]
+_Candidates = Iterator[tuple[StepStats, Callable[[], float]]]
 
 
-def _prompt_steps(predictor: StepPredictor) -> _Asked:
+def _prompt_steps(predictor: StepPredictor) -> _Candidates:
     for new in _PROMPTS:
         for prefix in _PREFIXES:
             length = new + prefix
@@ -151,7 +152,7 @@ def _prompt_steps(predictor: StepPredictor) -> _Asked:
                 yield step, partial(predictor.predict_prefill_latency, 1, length, prefix)
 
 
-def _decode_steps(predictor: StepPredictor) -> _Asked:
+def _decode_steps(predictor: StepPredictor) -> _Candidates:
     for batch in _BATCHES:
         for context in _CONTEXTS:
             if batch * context <= _MAX_KV_TOKENS:
@@ -159,7 +160,7 @@ def _decode_steps(predictor: StepPredictor) -> _Asked:
                 yield step, partial(predictor.predict_decode_latency, batch, context, 2)
 
 
-def _mixed_steps(predictor: StepPredictor) -> _Asked:
+def _mixed_steps(predictor: StepPredictor) -> _Candidates:
     for length in _MIXED_PROMPTS:
         for number in _MIXED_NUM_PROMPTS:
             for batch in _MIXED_BATCHES:

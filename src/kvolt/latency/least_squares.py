@@ -1,7 +1,7 @@
-"""Least squares with coefficients that are never negative, for a handful of columns.
+"""Nonnegative least squares for a handful of columns.
 
-Pure arithmetic: knows no steps. A problem is a list of columns, one list of figures each, and a target. With so few
-columns every set of those that are not zero can be tried: that is exact, and has no loop that might not end.
+Pure arithmetic. A problem is a list of columns, each a list of numbers, and a target. With so few columns every
+subset of nonzero coefficients can be tried, which is exact and always terminates.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from operator import mul
 Column = Sequence[float]
 
 MAX_COLUMNS = 8
-"""Of which every subset is tried."""
+"""Every subset of the columns is tried."""
 _ALMOST_ZERO = 1e-9
-"""Of a column's squared length: what is left of it when others explain it."""
+"""Squared length, relative to the column's own, below which a residual counts as zero."""
 
 
 def independent_columns(columns: Sequence[Column]) -> list[int]:
-    """Those that are no sum of multiples of the ones before them, by position."""
+    """Indices of the columns that are linearly independent of the ones before them."""
     lengths = [sqrt(_dot(column, column)) for column in columns]
-    found: list[int] = []
-    left_of: list[list[float]] = []  # of each found one, what those before it do not explain, at length 1
+    independent: list[int] = []
+    residuals: list[list[float]] = []  # unit vectors: the part orthogonal to the columns before
     for index, (column, length) in enumerate(zip(columns, lengths, strict=True)):
         if not length:
             continue
-        left = [value / length for value in column]
-        for _ in range(2):  # the second time takes away what rounding left of the first
-            for other in left_of:
-                share = _dot(left, other)
-                left = [value - share * part for value, part in zip(left, other, strict=True)]
-        rest = _dot(left, left)
+        residual = [value / length for value in column]
+        for _ in range(2):  # the second pass removes the rounding errors of the first
+            for other in residuals:
+                share = _dot(residual, other)
+                residual = [value - share * part for value, part in zip(residual, other, strict=True)]
+        rest = _dot(residual, residual)
         if rest > _ALMOST_ZERO:
-            found.append(index)
-            left_of.append([value / sqrt(rest) for value in left])
-    return found
+            independent.append(index)
+            residuals.append([value / sqrt(rest) for value in residual])
+    return independent
 
 
 def nonnegative_fit(columns: Sequence[Column], target: Column, weights: Column) -> list[float]:
-    """Coefficients of 0 or more with the least sum of `weight * (predicted - target)**2`.
+    """Nonnegative coefficients that minimise the sum of `weight * (predicted - target)**2`.
 
-    The columns are independent (see above). The answer is the plain fit of those that it does not set to zero, so it
-    is the best plain fit, among all sets of columns, in which none is negative.
+    The columns must be independent (see above). The result is the best unconstrained fit among all subsets of
+    columns whose unconstrained fit has no negative coefficient.
     """
     if len(columns) > MAX_COLUMNS:
         raise ValueError(f"{len(columns)} columns are more than {MAX_COLUMNS}")
@@ -53,26 +53,26 @@ def nonnegative_fit(columns: Sequence[Column], target: Column, weights: Column) 
         [_dot(each, other) / scale / other_scale for other, other_scale in zip(columns, scales, strict=True)]
         for each, scale in zip(weighted, scales, strict=True)
     ]
-    goal = [_dot(each, target) / scale for each, scale in zip(weighted, scales, strict=True)]
+    targets = [_dot(each, target) / scale for each, scale in zip(weighted, scales, strict=True)]
     best, best_gain = [0.0] * len(columns), 0.0
     for size in range(1, len(columns) + 1):
         for chosen in combinations(range(len(columns)), size):
             matrix = [[gram[row][column] for column in chosen] for row in chosen]
-            found = _solve(matrix, [goal[row] for row in chosen])
-            if found is None or min(found) < 0:
+            solution = _solve(matrix, [targets[row] for row in chosen])
+            if solution is None or min(solution) < 0:
                 continue
-            gain = sum(goal[row] * value for row, value in zip(chosen, found, strict=True))
+            gain = sum(targets[row] * value for row, value in zip(chosen, solution, strict=True))
             if gain > best_gain:
                 best, best_gain = [0.0] * len(columns), gain
-                for row, value in zip(chosen, found, strict=True):
+                for row, value in zip(chosen, solution, strict=True):
                     best[row] = value / scales[row]
     return best
 
 
-def _solve(matrix: list[list[float]], goal: list[float]) -> list[float] | None:
-    """Gauss, pivoted. The matrix is symmetric with ones on its diagonal; None where it is as good as singular."""
-    size = len(goal)
-    rows = [[*row, value] for row, value in zip(matrix, goal, strict=True)]
+def _solve(matrix: list[list[float]], targets: list[float]) -> list[float] | None:
+    """Gaussian elimination with pivoting, for a symmetric matrix with unit diagonal; None if it is almost singular."""
+    size = len(targets)
+    rows = [[*row, value] for row, value in zip(matrix, targets, strict=True)]
     for step in range(size):
         pivot = max(range(step, size), key=lambda row: abs(rows[row][step]))
         rows[step], rows[pivot] = rows[pivot], rows[step]

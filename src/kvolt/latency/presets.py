@@ -1,7 +1,7 @@
-"""Step models by name, for the sim engine: data, each with where it comes from.
+"""Latency models by name, for the sim engine, each with its source.
 
-`kvolt engine list sim` shows them. `kvolt fit LOG --out FILE` makes another one of a step log; a file is as good as a
-name wherever one is asked for.
+`kvolt engine list sim` lists them. `kvolt fit LOG --out FILE` makes another one from a step log; its file can be
+used in place of a preset name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PresetFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset of one's own, as `kvolt fit` writes it."""
+    """A preset file written by `kvolt fit`."""
 
     name: str
     about: str = ""
@@ -33,7 +33,7 @@ class PresetFile(msgspec.Struct, frozen=True, kw_only=True):
 PRESETS: dict[str, Preset] = {
     DEFAULT: Preset(
         about="a mid-size GPU with an 8B model",
-        source="round figures, not measured",
+        source="rounded estimates, not measured",
         model=LatencyModel(
             base_s=0.006,
             prefill_token_s=0.00006,
@@ -42,11 +42,11 @@ PRESETS: dict[str, Preset] = {
             context_token_s=2e-8,
         ),
     ),
-    # kvolt fit benchmarks/engine/results/gpu_steps.jsonl --name h200-llama-8b
-    # A test holds it against that log. Median error 2% on decodes and 9% on steps with prompts; p90 7% and 19%.
-    # No step of that log shares blocks. shared_kv_read is from benchmarks/engine/gpu_shared_prefix.py: 0.60 to 0.70
-    # with prefixes of 4,000 and 16,000 tokens and batches of 8 to 128 (each sequence reads its own; the L2 cache
-    # serves a third of the repeated reads).
+    # kvolt fit benchmarks/engine/results/gpu_steps.jsonl --name h200-llama-8b A test compares it with that
+    # log. Median error 2% on decodes and 9% on steps with prompts; p90 7% and 19%. No step of that log shares
+    # blocks. shared_kv_read is from benchmarks/engine/gpu_shared_prefix.py: 0.60 to 0.70 with prefixes of
+    # 4,000 and 16,000 tokens and batches of 8 to 128 (each sequence reads its own; the L2 cache serves a
+    # third of the repeated reads).
     "h200-llama-8b": Preset(
         about="native engine, Llama-3.1-8B in bfloat16 on one H200",
         source="fitted to benchmarks/engine/results/gpu_steps.jsonl",
@@ -60,10 +60,10 @@ PRESETS: dict[str, Preset] = {
             shared_kv_read=0.65,
         ),
     ),
-    # kvolt fit benchmarks/engine/results/h200_published_steps.jsonl --name h200-vllm-llama-8b-fp8
-    # 58 points that a client measured (benchmarks/engine/published_points.py). Median error on those held out 6% on
-    # decodes and 3% on prompts; p90 16% and 3%. No point has prompts and answers in one step: what such a step costs
-    # is the sum of what was seen apart.
+    # kvolt fit benchmarks/engine/results/h200_published_steps.jsonl --name h200-vllm-llama-8b-fp8 58 points
+    # measured by a client (benchmarks/engine/published_points.py). Median error on the held-out ones 6% on
+    # decodes and 3% on prompts; p90 16% and 3%. No point mixes prompts and decodes in a step: the cost of a
+    # mixed step is the sum of both parts.
     "h200-vllm-llama-8b-fp8": Preset(
         about="vLLM, Llama-3.1-8B-Instruct-FP8 on one H200",
         source="fitted to the profile that NVIDIA publishes with Dynamo 1.6, "
@@ -77,8 +77,8 @@ PRESETS: dict[str, Preset] = {
             prefill_step_s=0.0139407,
         ),
     ),
-    # kvolt fit benchmarks/engine/results/cpu_steps.jsonl --name cpu-smollm2-135m
-    # The machine was not quiet: median error 9% on decodes and 13% on steps with prompts; p90 40% and 31%.
+    # kvolt fit benchmarks/engine/results/cpu_steps.jsonl --name cpu-smollm2-135m The machine was not quiet:
+    # median error 9% on decodes and 13% on steps with prompts; p90 40% and 31%.
     "cpu-smollm2-135m": Preset(
         about="native engine, SmolLM2-135M in bfloat16 on a CPU with two threads",
         source="fitted to benchmarks/engine/results/cpu_steps.jsonl",
@@ -89,13 +89,13 @@ PRESETS: dict[str, Preset] = {
             context_token_s=3.51684e-06,
         ),
     ),
-    # Milliseconds there: prefill 4.209989e-7 n^2 + 1.518344e-2 n + 16.50142 with n prompt tokens of the step; decode
+    # In milliseconds: prefill 4.209989e-7 n^2 + 1.518344e-2 n + 16.50142 with n prompt tokens of the step; decode
     # max(1, -25.74 u^2 + 54.01 u + 5.74) with u the share of the cache that is read; a mixed step takes the sum.
-    # The share counts blocks in use, each once however many sequences read it: shared_kv_read=0.
-    # Its engine has block_size=64 and kv_blocks=16384 unless told otherwise: give the sim the same.
+    # The share counts each block in use once, even if several sequences read it: shared_kv_read=0.
+    # Its engine defaults to block_size=64 and kv_blocks=16384: use the same values for the sim.
     "dynamo-mocker": Preset(
-        about="NVIDIA Dynamo's mocker; with block_size=64 as that has",
-        source="the polynomial timing that its mocker and offline replay have by default, version 1.4",
+        about="NVIDIA Dynamo's mocker; use with block_size=64, its default",
+        source="default polynomial timing of its mocker and offline replay, version 1.4",
         model=OccupancyModel(
             prefill_base_s=16.50142e-3,
             prefill_token_s=1.518344e-5,
@@ -111,7 +111,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_model(preset: str) -> LatencyModel | OccupancyModel:
-    """The step model of a preset by name or file; ValueError with the nearest name, or what is wrong in the file."""
+    """The latency model of a preset name or file. ValueError names the nearest preset or the error in the file."""
     if preset in PRESETS:
         return PRESETS[preset].model
     if "/" in preset or preset.endswith(".json"):
@@ -120,7 +120,7 @@ def find_model(preset: str) -> LatencyModel | OccupancyModel:
     hint = (
         f"did you mean {near[0]!r}?"
         if near
-        else f"known: {', '.join(PRESETS)}, or a file of `kvolt fit --out`"
+        else f"known: {', '.join(PRESETS)}, or a file written by `kvolt fit --out`"
     )
     raise ValueError(f"unknown preset {preset!r}; {hint}")
 
@@ -131,4 +131,6 @@ def _read(path: Path) -> LatencyModel:
     except OSError as error:
         raise ValueError(f"preset {str(path)!r} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"preset {str(path)!r} is not a file of `kvolt fit --out`: {error}") from error
+        raise ValueError(
+            f"preset {str(path)!r} is not a file written by `kvolt fit --out`: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The ModelCard of a checkpoint: what a frontend must know of the model that the native engine serves."""
+"""Builds the ModelCard of a checkpoint, for models that the native engine serves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvolt.models.checkpoint import Checkpoint
 
 _SMALL_MODEL_WEIGHTS = 400_000_000
 _SMALL_MODEL_TOKENS = 1024
-"""Small models often repeat themselves and never end: without a limit every such chat fills its context."""
+"""Default `max_tokens` of small models, which often repeat themselves until the context is full."""
 
 
 def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
-    """Parsers stay unnamed: a frontend finds them by the chat template."""
+    """The card of a model. Names no parsers: a frontend derives them from the chat template."""
     config = checkpoint.config
     return ModelCard(
         name=name,

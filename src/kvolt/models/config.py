@@ -1,7 +1,7 @@
-"""ModelConfig: the shape of a model, and how its Hugging Face `config.json` is read.
+"""ModelConfig: the shape of a model, read from a Hugging Face `config.json`.
 
-Owns which architectures are known, what is refused by name, and how positions become rotation frequencies.
-It must not know where files lie, nor the names of weights. GGUF metadata is read in `gguf_file`.
+Owns the supported architectures, the checks for unsupported ones, and the rotary frequencies. Must not know file
+locations or weight names. GGUF metadata is read in `gguf_file`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MISTRAL = "MistralForCausalLM"
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 DTYPES = ("float32", "float16", "bfloat16")
 
-_MISTRAL_WINDOW = 4096  # transformers' default where Mistral's config.json does not say
+_MISTRAL_WINDOW = 4096  # transformers' default if Mistral's config.json has none
 _QWEN3_HEAD_DIM = 128
-_MOST_LAYERS = 1024  # a damaged file is not to make us list the tensors of millions
+_MOST_LAYERS = 1024  # a damaged file must not cause millions of tensors to be listed
 
 
 class LinearRope(msgspec.Struct, frozen=True, tag="linear"):
@@ -45,14 +45,14 @@ class YarnRope(msgspec.Struct, frozen=True, tag="yarn", kw_only=True):
     factor: float
     original_context_length: int
     attention_factor: float
-    """Cosine and sine are multiplied by it."""
+    """Factor of cosine and sine."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
 
 
 class RopeDivisors(msgspec.Struct, frozen=True, tag="divisors"):
-    """Each frequency is divided by its own number: how a GGUF file says llama3."""
+    """One divisor per frequency: the form of llama3 scaling in GGUF files."""
 
     divisors: tuple[float, ...]
 
@@ -61,10 +61,10 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope | RopeDivisors
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that shapes a forward pass and its KV, whatever kind of file it came from."""
+    """Everything that determines a forward pass and its KV, independent of the file format."""
 
     architecture: str
-    """As Hugging Face names it: one of ARCHITECTURES."""
+    """One of ARCHITECTURES, by its Hugging Face name."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -83,14 +83,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     """RMS norm over each head of q and k before the rotation (Qwen3)."""
     sliding_window: int | None = None
-    """As the model says. Never less than `context_length`, so full attention is always right."""
+    """The model's attention window; at least `context_length`, so full attention is equivalent."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     torch_dtype: str = "float32"
-    """What the weights are stored as; float32 for quantized ones, which are dequantized to it."""
+    """Stored type of the weights; float32 for quantized ones, which are dequantized to it."""
 
     def __post_init__(self) -> None:
-        """The arithmetic of the shapes. ConfigError for what no attention could run."""
+        """Check the sizes. ConfigError if they are inconsistent."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _check_positive(name, getattr(self, name))
         for name in ("num_kv_heads", "head_dim", "context_length"):
@@ -107,12 +107,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"weights stored as {self.torch_dtype} are not supported",
                 key="model",
-                remedy=f"take a checkpoint in one of {', '.join(DTYPES)}, or a GGUF file",
+                remedy=f"use a checkpoint in one of {', '.join(DTYPES)}, or a GGUF file",
             )
 
     @property
     def num_weights(self) -> int:
-        """Of the layers: what every token is multiplied with."""
+        """Number of weights in the layers: the multiplications per token."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -123,7 +123,7 @@ def _check_positive(name: str, value: int) -> None:
 
 
 class HfConfig(msgspec.Struct, kw_only=True):
-    """The fields of config.json that matter, in the spelling of transformers 4 or 5."""
+    """The fields of config.json that are used, with the names of transformers 4 and 5."""
 
     vocab_size: int
     hidden_size: int
@@ -155,74 +155,74 @@ class HfConfig(msgspec.Struct, kw_only=True):
 
 
 def read_hf_config(document: bytes, stored_dtype: str, context_length: int | None = None) -> ModelConfig:
-    """From the bytes of a config.json; `context_length` is the most that will be used of the model's."""
+    """Read the bytes of a config.json. `context_length` limits the model's context."""
     architecture = _architecture(document)
     try:
-        given = msgspec.json.decode(document, type=HfConfig)
+        fields = msgspec.json.decode(document, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"config.json cannot be used: {error}", key="model") from error
-    _refuse_foreign(given)
-    rope = given.rope_parameters or given.rope_scaling or {}
-    scaling = read_rope_scaling(rope, given.max_position_embeddings)
-    own_context = scaled_context(given.max_position_embeddings, scaling)
-    window = _window(given, architecture)
-    head_dim = given.head_dim
+    _check_supported(fields)
+    rope = fields.rope_parameters or fields.rope_scaling or {}
+    scaling = read_rope_scaling(rope, fields.max_position_embeddings)
+    own_context = scaled_context(fields.max_position_embeddings, scaling)
+    window = _window(fields, architecture)
+    head_dim = fields.head_dim
     if head_dim is None:
-        default = given.hidden_size // max(given.num_attention_heads, 1)
+        default = fields.hidden_size // max(fields.num_attention_heads, 1)
         head_dim = _QWEN3_HEAD_DIM if architecture == QWEN3 else default
-    check_hf_fields(document, rope, head_dim, given.hidden_size)
-    biased = given.attention_bias and architecture in (LLAMA, QWEN3)
+    check_hf_fields(document, rope, head_dim, fields.hidden_size)
+    biased = fields.attention_bias and architecture in (LLAMA, QWEN3)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        intermediate_size=given.intermediate_size,
-        num_layers=given.num_hidden_layers,
-        num_heads=given.num_attention_heads,
-        num_kv_heads=given.num_key_value_heads or given.num_attention_heads,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=fields.num_attention_heads,
+        num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
         head_dim=head_dim,
-        rms_norm_eps=given.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta") or given.rope_theta or 10000.0),
+        rms_norm_eps=fields.rms_norm_eps,
+        rope_theta=float(rope.get("rope_theta") or fields.rope_theta or 10000.0),
         rope_scaling=scaling,
         context_length=choose_context(own_context, window, context_length),
-        tie_embeddings=given.tie_word_embeddings,
+        tie_embeddings=fields.tie_word_embeddings,
         qkv_bias=biased or architecture == QWEN2,
         o_bias=biased,
-        mlp_bias=given.mlp_bias and architecture == LLAMA,
+        mlp_bias=fields.mlp_bias and architecture == LLAMA,
         qk_norm=architecture == QWEN3,
         sliding_window=window,
-        eos_token_ids=token_ids(given.eos_token_id),
-        bos_token_id=given.bos_token_id,
-        torch_dtype=(given.dtype or given.torch_dtype or stored_dtype).removeprefix("torch."),
+        eos_token_ids=token_ids(fields.eos_token_id),
+        bos_token_id=fields.bos_token_id,
+        torch_dtype=(fields.dtype or fields.torch_dtype or stored_dtype).removeprefix("torch."),
     )
 
 
-def token_ids(given: int | list[int] | None) -> tuple[int, ...]:
-    """An end-of-text id as configs give it: one, several or none; each once, in their order."""
-    several = [given] if isinstance(given, int) else given or []
-    return tuple(dict.fromkeys(several))
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Normalise a config's token id, list of ids or None to a tuple without duplicates, in order."""
+    ids = [value] if isinstance(value, int) else value or []
+    return tuple(dict.fromkeys(ids))
 
 
-def choose_context(own: int, window: int | None, wanted: int | None) -> int:
-    """The context length to serve. ConfigError where the model has less, or would need a sliding window."""
-    if wanted is not None and not 1 <= wanted <= own:
+def choose_context(model_context: int, window: int | None, requested: int | None) -> int:
+    """The context length to serve. ConfigError if the model's is smaller, or if it needs a sliding window."""
+    if requested is not None and not 1 <= requested <= model_context:
         raise ConfigError(
-            f"a context of {wanted} tokens is not possible: the model has {own}",
+            f"a context of {requested} tokens is not possible: the model has {model_context}",
             key="context_length",
-            remedy=f"ask for 1 to {own}",
+            remedy=f"set context_length to 1 to {model_context}",
         )
-    chosen = own if wanted is None else wanted
+    chosen = model_context if requested is None else requested
     if window is not None and window < chosen:
         raise ConfigError(
-            f"attention in a sliding window of {window} tokens is not supported, and the context is {chosen}",
+            f"sliding window attention over {window} tokens is not supported, and the context is {chosen}",
             key="context_length",
-            remedy=f"set context_length to {window} or less: up to there full attention is the same",
+            remedy=f"set context_length to {window} or less, where full attention is equivalent",
         )
     return chosen
 
 
 def scaled_context(stated: int, scaling: RopeScaling | None) -> int:
-    """Linear and yarn stretch the context that is stated; llama3's is stated as stretched."""
+    """The context length after rope scaling. Linear and yarn extend the stated one; llama3's is stated extended."""
     if isinstance(scaling, LinearRope):
         return int(stated * scaling.factor)
     if isinstance(scaling, YarnRope):
@@ -245,86 +245,88 @@ def _architecture(document: bytes) -> str:
 
 def unknown_architecture(name: str, known: tuple[str, ...]) -> ConfigError:
     return ConfigError(
-        f"the model's architecture is {name}, which is not known",
+        f"the model's architecture {name} is not supported",
         key="model",
-        remedy=f"known are {', '.join(known)}",
+        remedy=f"supported architectures: {', '.join(known)}",
     )
 
 
-def _refuse_foreign(given: HfConfig) -> None:
-    if given.quantization_config is not None:
-        method = given.quantization_config.get("quant_method", "unknown")
+def _check_supported(fields: HfConfig) -> None:
+    if fields.quantization_config is not None:
+        method = fields.quantization_config.get("quant_method", "unknown")
         raise ConfigError(
             f"the checkpoint is quantized ({method}), which is not supported",
             key="model",
-            remedy="take its unquantized weights, or a GGUF file",
+            remedy="use its unquantized weights, or a GGUF file",
         )
-    if given.hidden_act != "silu":
-        raise ConfigError(f"the activation {given.hidden_act} is not supported", key="model")
-    rope = given.rope_parameters or given.rope_scaling or {}
-    if (given.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("rotating only a part of each head is not supported", key="model")
+    if fields.hidden_act != "silu":
+        raise ConfigError(f"the activation {fields.hidden_act} is not supported", key="model")
+    rope = fields.rope_parameters or fields.rope_scaling or {}
+    if (fields.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("partial rotary embeddings are not supported", key="model")
 
 
-def _window(given: HfConfig, architecture: str) -> int | None:
-    """Only Mistral has a window without being asked; Qwen names one that is off unless switched on."""
-    if given.layer_types is not None and "sliding_attention" not in given.layer_types:
+def _window(fields: HfConfig, architecture: str) -> int | None:
+    """The attention window; None if it is off. Mistral's is on by default, Qwen's only with `use_sliding_window`."""
+    if fields.layer_types is not None and "sliding_attention" not in fields.layer_types:
         return None
     if architecture == MISTRAL:
-        window = given.sliding_window
+        window = fields.sliding_window
         return _MISTRAL_WINDOW if window is msgspec.UNSET else window
-    switched_off = not given.use_sliding_window or given.max_window_layers >= given.num_hidden_layers
-    return None if switched_off or given.sliding_window is msgspec.UNSET else given.sliding_window
+    is_off = not fields.use_sliding_window or fields.max_window_layers >= fields.num_hidden_layers
+    return None if is_off or fields.sliding_window is msgspec.UNSET else fields.sliding_window
 
 
-def read_rope_scaling(given: Mapping[str, Any], context_length: int) -> RopeScaling | None:
-    """From `rope_scaling` or `rope_parameters`. ConfigError for a kind that is not known."""
-    kind = given.get("rope_type") or given.get("type") or "default"
-    original = given.get("original_max_position_embeddings") or context_length
+def read_rope_scaling(fields: Mapping[str, Any], context_length: int) -> RopeScaling | None:
+    """Read `rope_scaling` or `rope_parameters`. ConfigError for an unknown kind."""
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    original = fields.get("original_max_position_embeddings") or context_length
     try:
         if kind == "default":
             return None
         if kind == "linear":
-            return LinearRope(float(given["factor"]))
+            return LinearRope(float(fields["factor"]))
         if kind == "llama3":
             return Llama3Rope(
-                factor=float(given["factor"]),
-                low_freq_factor=float(given["low_freq_factor"]),
-                high_freq_factor=float(given["high_freq_factor"]),
+                factor=float(fields["factor"]),
+                low_freq_factor=float(fields["low_freq_factor"]),
+                high_freq_factor=float(fields["high_freq_factor"]),
                 original_context_length=int(original),
             )
         if kind == "yarn":
-            factor = float(given.get("factor") or context_length / original)
+            factor = float(fields.get("factor") or context_length / original)
             return YarnRope(
                 factor=factor,
                 original_context_length=int(original),
-                attention_factor=_yarn_attention(given, factor),
-                beta_fast=float(given.get("beta_fast") or 32.0),
-                beta_slow=float(given.get("beta_slow") or 1.0),
-                truncate=bool(given.get("truncate", True)),
+                attention_factor=_yarn_attention(fields, factor),
+                beta_fast=float(fields.get("beta_fast") or 32.0),
+                beta_slow=float(fields.get("beta_slow") or 1.0),
+                truncate=bool(fields.get("truncate", True)),
             )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"the rope scaling {kind} cannot be read: {error!r}", key="model") from error
     raise ConfigError(
-        f"the rope scaling {kind} is not supported", key="model", remedy="known are linear, llama3 and yarn"
+        f"the rope scaling {kind} is not supported",
+        key="model",
+        remedy="supported kinds: linear, llama3, yarn",
     )
 
 
-def _yarn_attention(given: Mapping[str, Any], factor: float) -> float:
-    stated = given.get("attention_factor")
+def _yarn_attention(fields: Mapping[str, Any], factor: float) -> float:
+    stated = fields.get("attention_factor")
     if stated is not None:
         return float(stated)
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    over, under = fields.get("mscale"), fields.get("mscale_all_dim")
     return scale(float(over)) / scale(float(under)) if over and under else scale(1.0)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """The angle per position of each pair of dimensions, [head_dim / 2] in float32, and what cosine and
-    sine are multiplied by. Step by step as transformers computes it, so that no bit differs."""
+    """Rotation angle per position for each pair of dimensions, [head_dim / 2] in float32, and the factor of
+    cosine and sine. Follows transformers operation by operation, so the results are bit-identical."""
     import torch
 
     dim = config.head_dim
@@ -345,7 +347,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3_frequencies(frequencies: torch.Tensor, scaling: Llama3Rope) -> torch.Tensor:
-    """Long waves are stretched, short ones are not, and those between are blended."""
+    """Scale long wavelengths, keep short ones, and interpolate between."""
     import torch
 
     context, low, high = scaling.original_context_length, scaling.low_freq_factor, scaling.high_freq_factor
@@ -358,16 +360,16 @@ def _llama3_frequencies(frequencies: torch.Tensor, scaling: Llama3Rope) -> torch
 
 
 def _yarn_frequencies(powers: torch.Tensor, config: ModelConfig, scaling: YarnRope) -> torch.Tensor:
-    """Dimensions that turn often keep their frequency, those that turn seldom are stretched."""
+    """Keep the frequency of dimensions with many rotations within the context, scale those with few."""
     import torch
 
     dim, context = config.head_dim, scaling.original_context_length
 
-    def turning(rotations: float) -> float:
-        """The dimension whose wave turns so often within the original context."""
+    def dimension_of(rotations: float) -> float:
+        """The dimension that makes this many rotations within the original context."""
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low, high = turning(scaling.beta_fast), turning(scaling.beta_slow)
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,6 +1,6 @@
-"""What is told while files are fetched: the callable that fetchers report to, and one that writes log lines.
+"""Download progress: the callback of fetchers, and an implementation that writes log lines.
 
-A fetcher reports as often as it likes; how often anybody hears of it is decided here.
+Fetchers may report at any rate; the rate of log lines is limited here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvolt.runtime.clock import Clock, SystemClock
 
 Progress = Callable[[str, int, int | None], None]
-"""What is fetched, bytes that are here, bytes in all (None: not known). The last report has all of them."""
+"""Arguments: name, bytes present, total bytes (None if unknown). The last report has all bytes."""
 
 _EVERY_S = 5.0
 
@@ -19,48 +19,52 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressLog:
-    """A Progress in lines: the first report at once, then one every few seconds, and the last.
+    """A Progress that writes lines: the first report at once, then one every few seconds, and the last.
 
-    They go to the log if nothing else is given. Lines and not a bar, because under a supervisor the logs of
-    many processes are one stream.
+    Lines instead of a progress bar, because a supervisor merges the logs of many processes into one stream.
     """
 
     def __init__(
         self,
         clock: Clock | None = None,
         every_s: float = _EVERY_S,
-        say: Callable[[str], None] = _log.info,
+        write_line: Callable[[str], None] = _log.info,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._say = say
+        self._write_line = write_line
         self._every_s = every_s
-        self._what: str | None = None
-        self._begun = (0.0, 0)
-        self._told_at = 0.0
-        self._complete = False
+        self._name: str | None = None
+        self._started = (0.0, 0)
+        self._written_at = 0.0
+        self._is_complete = False
 
-    def __call__(self, what: str, done_bytes: int, total_bytes: int | None) -> None:
+    def __call__(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
         now = self._clock.monotonic()
-        complete = done_bytes == total_bytes
-        if what != self._what:
-            self._what, self._begun, self._told_at, self._complete = what, (now, done_bytes), now, complete
+        is_complete = done_bytes == total_bytes
+        if name != self._name:
+            self._name, self._started, self._written_at, self._is_complete = (
+                name,
+                (now, done_bytes),
+                now,
+                is_complete,
+            )
             size = "" if total_bytes is None else f" ({size_text(total_bytes)})"
-            here = f", {size_text(done_bytes)} of it here already" if 0 < done_bytes != total_bytes else ""
-            self._say(f"fetching {what}{size}{here}")
+            here = f", {size_text(done_bytes)} already here" if 0 < done_bytes != total_bytes else ""
+            self._write_line(f"fetching {name}{size}{here}")
             return
-        if complete and not self._complete:
-            self._complete = True
-            self._say(f"fetched {what}{self._speed(now, done_bytes)}")
-        elif not complete and now - self._told_at >= self._every_s:
-            self._told_at = now
+        if is_complete and not self._is_complete:
+            self._is_complete = True
+            self._write_line(f"fetched {name}{self._speed(now, done_bytes)}")
+        elif not is_complete and now - self._written_at >= self._every_s:
+            self._written_at = now
             share = f": {share_text(done_bytes, total_bytes)}" if done_bytes else ", still waiting"
-            self._say(f"fetching {what}{share}{self._speed(now, done_bytes)}")
+            self._write_line(f"fetching {name}{share}{self._speed(now, done_bytes)}")
 
     def _speed(self, now: float, done_bytes: int) -> str:
-        begun_at, begun_bytes = self._begun
-        if now <= begun_at or done_bytes <= begun_bytes:
+        started_at, started_bytes = self._started
+        if now <= started_at or done_bytes <= started_bytes:
             return ""
-        return f", {size_text((done_bytes - begun_bytes) / (now - begun_at))}/s"
+        return f", {size_text((done_bytes - started_bytes) / (now - started_at))}/s"
 
 
 def size_text(num_bytes: float) -> str:

@@ -1,6 +1,6 @@
-"""A model as a folder in Hugging Face's layout, which engines of others load: as it is, or written from a GGUF file.
+"""Provides a model as a folder in Hugging Face's layout, for external engines; GGUF files are converted.
 
-What is written is kept in the cache directory under the hash of the weights, and appears there whole or not at all.
+Converted folders are kept in the cache directory under the hash of the weights and are written atomically.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _EXACT_WEIGHTS = 1_000_000_000
-"""Up to so many are written as float32, which loses nothing; more as bfloat16, which most compute in anyway."""
+"""Models with up to this many weights are written as float32, which is exact; larger ones as bfloat16."""
 
 
-def folder_of(found: Resolved, cache_dir: Path | None = None) -> Path:
-    """ConfigError for a model that no folder can say."""
-    if found.kind is not ModelKind.GGUF:
-        return Path(found.path)
+def folder_of(model: Resolved, cache_dir: Path | None = None) -> Path:
+    """The folder of a model. ConfigError if a GGUF file cannot be converted."""
+    if model.kind is not ModelKind.GGUF:
+        return Path(model.path)
     from kvolt.models.gguf_file import GgufFile
 
-    checkpoint = GgufFile(Path(found.path))
+    checkpoint = GgufFile(Path(model.path))
     folders = (cache_directory() if cache_dir is None else cache_dir) / "folders"
-    target = folders / f"{Path(found.path).stem}-{checkpoint.weights_hash[:16]}"
+    target = folders / f"{Path(model.path).stem}-{checkpoint.weights_hash[:16]}"
     if target.is_dir():
         return target
-    log.info("writing %s as a folder of safetensors: %s", found.name, target)
+    log.info("converting GGUF to safetensors: model=%s folder=%s", model.name, target)
     try:
         folders.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folders))
@@ -49,13 +49,13 @@ def folder_of(found: Resolved, cache_dir: Path | None = None) -> Path:
             _write(checkpoint, part)
             part.rename(target)
         except OSError:
-            if not target.is_dir():  # else another process was sooner
+            if not target.is_dir():  # otherwise another process has written it
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"{target} cannot be written: {error}", key="model", remedy="make room, or set KVOLT_HOME"
+            f"{target} cannot be written: {error}", key="model", remedy="free disk space, or set KVOLT_HOME"
         ) from error
     return target
 
@@ -88,7 +88,7 @@ def _write(checkpoint: Any, folder: Path) -> None:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json from which `read_hf_config` reads this."""
+    """The config.json of a model config; the inverse of `read_hf_config`."""
     return {
         "architectures": [config.architecture],
         "model_type": _MODEL_TYPES[config.architecture],
@@ -115,7 +115,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _stated_context(config: ModelConfig) -> int:
-    """Before a linear scaling stretches it."""
+    """The context length before linear scaling."""
     scaling = config.rope_scaling
     factor = scaling.factor if isinstance(scaling, LinearRope) else 1.0
     return round(config.context_length / factor)
@@ -145,9 +145,9 @@ def _rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
                 "original_max_position_embeddings": scaling.original_context_length,
             }
     raise ConfigError(
-        "a GGUF file with frequency divisors of its own cannot be written as a folder",
+        "a GGUF file with its own frequency divisors cannot be converted to a folder",
         key="model",
-        remedy="take the model's safetensors",
+        remedy="use the model's safetensors",
     )
 
 

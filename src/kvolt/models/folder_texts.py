@@ -1,6 +1,7 @@
-"""FolderTexts: what a model's folder says besides its weights and their shape: tokenizer, template, ends, defaults.
+"""FolderTexts: tokenizer, chat template, special tokens and sampling defaults of a Hugging Face folder.
 
-Hugging Face's layout. For any architecture, and without torch: engines of others serve models that ours does not know.
+Independent of the architecture and of torch, since external engines serve models that the native engine does not
+support.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Generation(msgspec.Struct):
-    """The fields of generation_config.json that matter."""
+    """The fields of generation_config.json that are used."""
 
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | None = None
@@ -51,59 +52,61 @@ class _Tokenizer(msgspec.Struct):
 
 
 class FolderTexts:
-    """See the module. ConfigError names the file that is wrong."""
+    """See the module. ConfigError names the invalid file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.tokenizer_json = required(
+        self.tokenizer_json = read_required(
             folder,
             "tokenizer.json",
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) makes one",
+            "create it with AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         )
-        self._generation = decoded(folder, "generation_config.json", _Generation) or _Generation()
-        self._tokenizer = decoded(folder, "tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
+        self._generation = read_json(folder, "generation_config.json", _Generation) or _Generation()
+        self._tokenizer = read_json(folder, "tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
 
     @cached_property
     def chat_template(self) -> str:
-        """The file of its own, or the default one of tokenizer_config.json; empty where there is none."""
-        own = _read(self._folder / "chat_template.jinja")
-        if own is not None:
-            return own.decode(errors="replace")
-        given = self._tokenizer.chat_template
-        if given is None or isinstance(given, str):
-            return given or ""
-        named = {each.name: each.template for each in given}
+        """chat_template.jinja, or the default template of tokenizer_config.json; empty if there is none."""
+        document = _read(self._folder / "chat_template.jinja")
+        if document is not None:
+            return document.decode(errors="replace")
+        template = self._tokenizer.chat_template
+        if template is None or isinstance(template, str):
+            return template or ""
+        named = {each.name: each.template for each in template}
         return named.get("default") or next(iter(named.values()), "")
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
-        given = self._generation
-        if not given.do_sample:
+        generation = self._generation
+        if not generation.do_sample:
             return {}
         values = {
-            "temperature": given.temperature,
-            "top_p": given.top_p,
-            "top_k": given.top_k or None,  # 0 means all, there
-            "min_p": given.min_p,
-            "repetition_penalty": given.repetition_penalty,
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k or None,  # 0 means no limit
+            "min_p": generation.min_p,
+            "repetition_penalty": generation.repetition_penalty,
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def ends(self, of_config: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids that end a text: generation_config.json goes before config.json, and of several ends the tokenizer's
-        own comes first, since templates know it as `eos_token`."""
-        ends = token_ids(self._generation.eos_token_id) or of_config
-        own_end = self._token_id(self._tokenizer.eos_token)
-        if own_end is not None and (not ends or own_end in ends):
-            ends = tuple(dict.fromkeys((own_end, *ends)))
-        return ends
+    def eos_token_ids(self, config_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """EOS token ids: those of generation_config.json, else of config.json.
 
-    def begin(self, of_config: int | None) -> int | None:
-        """The id that begins a text, if one does."""
-        if self._tokenizer.bos_token is not msgspec.UNSET:  # Qwen's tokenizer has none, its config.json does
+        The tokenizer's EOS comes first, because templates use it as `eos_token`.
+        """
+        ids = token_ids(self._generation.eos_token_id) or config_ids
+        tokenizer_eos = self._token_id(self._tokenizer.eos_token)
+        if tokenizer_eos is not None and (not ids or tokenizer_eos in ids):
+            ids = tuple(dict.fromkeys((tokenizer_eos, *ids)))
+        return ids
+
+    def bos_token_id(self, config_id: int | None) -> int | None:
+        """The BOS token id, or None if the model has none."""
+        if self._tokenizer.bos_token is not msgspec.UNSET:  # may be None: Qwen has one only in config.json
             return self._token_id(self._tokenizer.bos_token)
-        begin = self._generation.bos_token_id
-        return of_config if begin is None else begin
+        token_id = self._generation.bos_token_id
+        return config_id if token_id is None else token_id
 
     def _token_id(self, token: str | _AddedToken | None) -> int | None:
         text = token.content if isinstance(token, _AddedToken) else token
@@ -120,16 +123,16 @@ class FolderTexts:
         return {token.content: token.id for token in tokenizer.added_tokens if token.id is not None}
 
 
-def required(folder: Path, name: str, remedy: str) -> bytes:
-    """The bytes of a file; ConfigError where there is none."""
-    found = _read(folder / name)
-    if found is None:
+def read_required(folder: Path, name: str, remedy: str) -> bytes:
+    """The bytes of a file. ConfigError if it does not exist."""
+    document = _read(folder / name)
+    if document is None:
         raise ConfigError(f"{folder} has no {name}", key="model", remedy=remedy)
-    return found
+    return document
 
 
-def decoded(folder: Path, name: str, kind: type[T]) -> T | None:
-    """A JSON file; None where there is none."""
+def read_json(folder: Path, name: str, kind: type[T]) -> T | None:
+    """A decoded JSON file; None if it does not exist."""
     document = _read(folder / name)
     try:
         return None if document is None else msgspec.json.decode(document, type=kind)

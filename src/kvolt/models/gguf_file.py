@@ -1,9 +1,9 @@
 """A GGUF file as a Checkpoint: its header, its config, and its tensors under Hugging Face names.
 
-Owns the file format, llama.cpp's names for tensors and metadata, and the order in which llama.cpp keeps the
-rows of q and k. Quantized tensors are dequantized by the `gguf` package, one at a time, when they are asked
-for. Its reader is not used: it takes seconds for a vocabulary that is read here in a tenth of one, and it does
-not say what is wrong with a damaged file.
+Owns the file format, llama.cpp's names for tensors and metadata, and the order of the rows of q and k in its
+files. Quantized tensors are dequantized by the `gguf` package, one at a time, when they are read. The package's
+file reader is not used: it takes seconds for a vocabulary that is read here in a tenth of a second, and does not
+describe the damage of a damaged file.
 
     magic "GGUF" | u32 version | u64 tensors | u64 pairs | pairs: key, u32 type, value | infos | data
     info: name, u32 dimensions, u64 each (innermost first), u32 type, u64 offset from the start of the data
@@ -25,7 +25,6 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvolt.core.errors import ConfigError
-from kvolt.models.checkpoint import Shape, check_shapes, hash_weights
 from kvolt.models.config import (
     LLAMA,
     QWEN2,
@@ -41,14 +40,15 @@ from kvolt.models.config import (
 )
 from kvolt.models.gguf_tokenizer import build_tokenizer_json, end_token_ids, special_token_id
 from kvolt.models.unsupported_fields import check_gguf_fields
+from kvolt.models.weights import Shape, check_shapes, hash_weights
 
 ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
-_ELEMENTS_AT_ONCE = 1 << 18
-_COPIED_AT_ONCE = 1 << 14  # torch starts its threads for longer copies, and they wait for each other
+_DEQUANTIZE_ELEMENTS = 1 << 18
+_COPY_ELEMENTS = 1 << 14  # longer copies start torch's threads, which wait for each other
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -75,10 +75,10 @@ _NAMES = {
 
 class TensorInfo(NamedTuple):
     shape: Shape
-    """Outermost first, as torch has it."""
+    """Outermost dimension first, as in torch."""
     kind: GGMLQuantizationType
     offset: int
-    """From the start of the file."""
+    """Offset from the start of the file."""
     num_bytes: int
 
 
@@ -88,27 +88,27 @@ class GgufHeader(NamedTuple):
 
 
 class _Reader:
-    """Reads values off a mapped file; a value that would pass its end raises EOFError."""
+    """Reads values sequentially from a mapped file. EOFError for a value beyond its end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self.position = 0
 
-    def take(self, num_bytes: int) -> int:
-        """Where the next `num_bytes` lie."""
+    def skip(self, num_bytes: int) -> int:
+        """Advance by `num_bytes`; returns the offset before them."""
         start, end = self.position, self.position + num_bytes
         if end > len(self._data):
-            raise EOFError(f"{num_bytes} bytes at {start} are past its end, {len(self._data)}")
+            raise EOFError(f"{num_bytes} bytes at {start} exceed the file size {len(self._data)}")
         self.position = end
         return start
 
     def scalar(self, code: str) -> Any:
         form = struct.Struct("<" + code)
-        return form.unpack_from(self._data, self.take(form.size))[0]
+        return form.unpack_from(self._data, self.skip(form.size))[0]
 
     def string(self) -> str:
         length = self.scalar("Q")
-        start = self.take(length)
+        start = self.skip(length)
         return self._data[start : start + length].decode(errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -121,7 +121,7 @@ class _Reader:
             self._check_count(count, 8)
             return [self.string() for _ in range(count)]
         item = np.dtype(f"<{self._code(of)}")
-        start = self.take(count * item.itemsize)
+        start = self.skip(count * item.itemsize)
         return np.frombuffer(self._data, item, count, start).tolist()
 
     def tensor_info(self) -> tuple[str, list[int], int, int]:
@@ -135,24 +135,24 @@ class _Reader:
         try:
             return _SCALARS[kind]
         except KeyError:
-            raise EOFError(f"there is no type {kind} (at {self.position})") from None
+            raise EOFError(f"unknown type {kind} at {self.position}") from None
 
     def _check_count(self, count: int, least_bytes: int) -> None:
-        """Before a list of that length is made."""
+        """EOFError if a list of that length cannot be in the file. Called before it is allocated."""
         if count * least_bytes > len(self._data) - self.position:
-            raise EOFError(f"{count} values at {self.position} are past its end")
+            raise EOFError(f"{count} values at {self.position} exceed the file size")
 
 
 def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
-    """ConfigError for a file that is no GGUF, is cut short, or holds types that nobody can dequantize."""
+    """Read the header. ConfigError if the file is not GGUF, is truncated, or has unknown types."""
     if data[:4] != b"GGUF":
         raise ConfigError(f"{path} is not a GGUF file", key="model", remedy="name a folder or a .gguf file")
     reader = _Reader(data)
-    reader.take(4)
+    reader.skip(4)
     try:
         version = reader.scalar("I")
         if version not in (2, 3):
-            raise ConfigError(f"{path} has GGUF version {version}; known are 2 and 3", key="model")
+            raise ConfigError(f"{path} has GGUF version {version}; supported are 2 and 3", key="model")
         num_tensors, num_pairs = reader.scalar("Q"), reader.scalar("Q")
         metadata = {}
         for _ in range(num_pairs):
@@ -161,14 +161,14 @@ def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
         infos = [reader.tensor_info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         start = -(-reader.position // alignment) * alignment
-        return GgufHeader(metadata, {info[0]: _placed(info, start, len(data)) for info in infos})
+        return GgufHeader(metadata, {info[0]: _locate(info, start, len(data)) for info in infos})
     except (EOFError, ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is cut short or damaged: {error}", key="model", remedy="fetch it again"
+            f"{path} is truncated or damaged: {error}", key="model", remedy="download it again"
         ) from error
 
 
-def _placed(info: tuple[str, list[int], int, int], start: int, file_bytes: int) -> TensorInfo:
+def _locate(info: tuple[str, list[int], int, int], start: int, file_bytes: int) -> TensorInfo:
     name, dimensions, kind, offset = info
     quantization = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantization]
@@ -183,24 +183,24 @@ def _placed(info: tuple[str, list[int], int, int], start: int, file_bytes: int) 
 
 
 class GgufFile:
-    """A Checkpoint. Calls of `tensor` from several threads do not disturb each other."""
+    """A Checkpoint in a GGUF file. `tensor` is thread-safe."""
 
     def __init__(self, path: Path, context_length: int | None = None) -> None:
         self._path = path
         self._data = _map(path)
         self._metadata, stored = read_header(path, self._data)
-        self._places = {_hugging_face_name(name): info for name, info in stored.items()}
-        divisors = self._places.pop(_ROPE_DIVISORS, None)
+        self._infos = {_hugging_face_name(name): info for name, info in stored.items()}
+        divisors = self._infos.pop(_ROPE_DIVISORS, None)
         scaling = None if divisors is None else self._read_divisors(divisors)
-        self.config = read_gguf_config(self._metadata, self._places, scaling, context_length)
-        self._names = check_shapes(self.config, {n: i.shape for n, i in self._places.items()}, str(path))
+        self.config = read_gguf_config(self._metadata, self._infos, scaling, context_length)
+        self._names = check_shapes(self.config, {n: i.shape for n, i in self._infos.items()}, str(path))
         self._check_kinds()
 
     def names(self) -> tuple[str, ...]:
         return self._names
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        info = self._places[name]
+        info = self._infos[name]
         order = self._row_order(name, info)
         if info.kind in _PLAIN:
             tensor = self._plain(info)
@@ -226,13 +226,13 @@ class GgufFile:
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
         names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-        found = {ours: self._metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: self._metadata.get(f"general.sampling.{key}") for key, name in names.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     def _read_divisors(self, info: TensorInfo) -> RopeDivisors:
         if info.kind not in _PLAIN or not info.num_bytes:
             _refuse(
-                f"{self._path} has {_ROPE_DIVISORS} as {info.kind.name} {list(info.shape)}: not supported"
+                f"{self._path} has {_ROPE_DIVISORS} as {info.kind.name} {list(info.shape)}, which is not supported"
             )
         return RopeDivisors(tuple(self._plain(info).flatten().tolist()))
 
@@ -244,8 +244,9 @@ class GgufFile:
         )
 
     def _row_order(self, name: str, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """llama.cpp rotates neighbours, Hugging Face the halves of a head, so for the llama architecture the
-        converter has interleaved the halves of q and k. This is the order that undoes it."""
+        """The row order that restores Hugging Face's layout of q and k; None if it is the same. llama.cpp
+        rotates adjacent dimensions, Hugging Face the halves of a head, so for the llama architecture the
+        converter interleaves the halves."""
         if self.config.architecture != LLAMA:
             return None
         if ".self_attn.q_proj." in name:
@@ -258,15 +259,15 @@ class GgufFile:
         return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _check_kinds(self) -> None:
-        for kind in {self._places[name].kind for name in self._names}:
+        for kind in {self._infos[name].kind for name in self._names}:
             try:
                 dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError:
-                _refuse(f"{self._path} has weights quantized as {kind.name}, which cannot be dequantized")
+                _refuse(f"{self._path} has weights quantized as {kind.name}, which is not supported")
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Private: torch wants memory that may be written, and nothing written here reaches the file."""
+    """Map the file privately: torch requires writable memory, and writes must not reach the file."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -277,27 +278,27 @@ def _map(path: Path) -> mmap.mmap:
 def _dequantized(
     raw: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Piece by piece into the result, so that a bfloat16 tensor is never held in float32 as a whole."""
+    """Dequantize piecewise, so that a bfloat16 tensor never exists in float32 as a whole."""
     block, block_bytes = GGML_QUANT_SIZES[info.kind]
     result = torch.empty(info.shape, dtype=dtype)
     flat = result.view(-1)
-    step = _ELEMENTS_AT_ONCE // block
+    step = _DEQUANTIZE_ELEMENTS // block
     for first in range(0, raw.size // block_bytes, step):
         piece = raw[first * block_bytes : (first + step) * block_bytes]
         values = torch.from_numpy(dequantize(piece.reshape(1, -1), info.kind).reshape(-1))
         places = flat[first * block : first * block + len(values)]
-        for start in range(0, len(values), _COPIED_AT_ONCE):
-            places[start : start + _COPIED_AT_ONCE] = values[start : start + _COPIED_AT_ONCE]
+        for start in range(0, len(values), _COPY_ELEMENTS):
+            places[start : start + _COPY_ELEMENTS] = values[start : start + _COPY_ELEMENTS]
     return result
 
 
 def _hugging_face_name(name: str) -> str:
-    """A name that is not known stays as it is, to be refused by it."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if found is None or found[2] not in _NAMES:
+    """The Hugging Face name of a tensor. Unknown names are returned unchanged; `check_shapes` rejects them."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _NAMES:
         return name
-    prefix = "" if found[1] is None else f"model.layers.{found[1]}."
-    return f"{prefix}{_NAMES[found[2]]}.{found[3]}"
+    prefix = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{prefix}{_NAMES[match[2]]}.{match[3]}"
 
 
 def read_gguf_config(
@@ -306,23 +307,23 @@ def read_gguf_config(
     divisors: RopeDivisors | None = None,
     context_length: int | None = None,
 ) -> ModelConfig:
-    """What a file leaves unsaid is seen from the tensors that it has."""
-    own = str(metadata.get("general.architecture", "none"))
-    if own not in ARCHITECTURES:
-        raise unknown_architecture(own, tuple(ARCHITECTURES))
+    """Read the config from metadata; biases and tied embeddings are derived from the tensors in the file."""
+    architecture = str(metadata.get("general.architecture", "none"))
+    if architecture not in ARCHITECTURES:
+        raise unknown_architecture(architecture, tuple(ARCHITECTURES))
     if metadata.get("split.count", 1) > 1:
-        _refuse("the file is one of several parts of a model", "join them with llama-gguf-split --merge")
-    if metadata.get(f"{own}.expert_count"):
+        _refuse("the file is one part of a split model", "join them with llama-gguf-split --merge")
+    if metadata.get(f"{architecture}.expert_count"):
         _refuse("a mixture of experts is not supported")
-    check_gguf_fields(metadata, own)
+    check_gguf_fields(metadata, architecture)
 
     def number(key: str, default: float | None = None) -> Any:
-        value = metadata.get(f"{own}.{key}", default)
+        value = metadata.get(f"{architecture}.{key}", default)
         if not isinstance(value, int | float):
             _refuse(
-                f"the GGUF metadata have no number for {own}.{key}"
+                f"the GGUF metadata have no number for {architecture}.{key}"
                 if value is None
-                else f"{own}.{key} is a list"
+                else f"{architecture}.{key} is a list"
             )
         return value
 
@@ -330,18 +331,18 @@ def read_gguf_config(
     head_dim = number("attention.key_length", hidden // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            _refuse(f"{own}.{key} is {number(key)} and not the size of a head, {head_dim}: not supported")
+            _refuse(f"{architecture}.{key} is {number(key)}; only the head size {head_dim} is supported")
     if divisors is not None and len(divisors.divisors) != head_dim // 2:
         _refuse(
-            f"{_ROPE_DIVISORS} has {len(divisors.divisors)} values and not {head_dim // 2}, half the size of a head"
+            f"{_ROPE_DIVISORS} has {len(divisors.divisors)} values instead of {head_dim // 2}, half the head size"
         )
     stated = number("context_length")
-    scaling = divisors or _read_scaling(metadata, own, stated)
-    window = metadata.get(f"{own}.attention.sliding_window") or None
+    scaling = divisors or _read_scaling(metadata, architecture, stated)
+    window = metadata.get(f"{architecture}.attention.sliding_window") or None
     embedding = tensors.get("model.embed_tokens.weight")
     has = "model.layers.0.{}.bias".format
     return ModelConfig(
-        architecture=ARCHITECTURES[own],
+        architecture=ARCHITECTURES[architecture],
         vocab_size=embedding.shape[0] if embedding else number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=number("feed_forward_length"),
@@ -357,7 +358,7 @@ def read_gguf_config(
         qkv_bias=has("self_attn.q_proj") in tensors,
         o_bias=has("self_attn.o_proj") in tensors,
         mlp_bias=has("mlp.gate_proj") in tensors,
-        qk_norm=ARCHITECTURES[own] == QWEN3,
+        qk_norm=ARCHITECTURES[architecture] == QWEN3,
         sliding_window=window,
         eos_token_ids=end_token_ids(metadata),
         bos_token_id=special_token_id(metadata, "bos"),
@@ -365,22 +366,22 @@ def read_gguf_config(
     )
 
 
-def _read_scaling(metadata: dict[str, Any], own: str, context_length: int) -> RopeScaling | None:
-    at = f"{own}.rope.scaling."
-    kind = metadata.get(at + "type", "none")
+def _read_scaling(metadata: dict[str, Any], architecture: str, context_length: int) -> RopeScaling | None:
+    prefix = f"{architecture}.rope.scaling."
+    kind = metadata.get(prefix + "type", "none")
     if kind == "none":
         return None
-    given = {
+    fields = {
         "rope_type": kind,
-        "factor": metadata.get(at + "factor"),
-        "original_max_position_embeddings": metadata.get(at + "original_context_length"),
-        "beta_fast": metadata.get(at + "yarn_beta_fast"),
-        "beta_slow": metadata.get(at + "yarn_beta_slow"),
+        "factor": metadata.get(prefix + "factor"),
+        "original_max_position_embeddings": metadata.get(prefix + "original_context_length"),
+        "beta_fast": metadata.get(prefix + "yarn_beta_fast"),
+        "beta_slow": metadata.get(prefix + "yarn_beta_slow"),
     }
-    scaling = read_rope_scaling(given, context_length)
-    if isinstance(scaling, YarnRope):  # llama.cpp's factor goes on top of yarn's own
-        own_factor = scaling.attention_factor * metadata.get(at + "attn_factor", 1.0)
-        return msgspec.structs.replace(scaling, attention_factor=own_factor)
+    scaling = read_rope_scaling(fields, context_length)
+    if isinstance(scaling, YarnRope):  # llama.cpp's factor multiplies yarn's own
+        factor = scaling.attention_factor * metadata.get(prefix + "attn_factor", 1.0)
+        return msgspec.structs.replace(scaling, attention_factor=factor)
     return scaling
 
 

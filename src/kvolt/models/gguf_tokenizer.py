@@ -1,8 +1,7 @@
-"""From the tokenizer metadata of a GGUF file to a Hugging Face `tokenizer.json`.
+"""Builds a Hugging Face `tokenizer.json` from the tokenizer metadata of a GGUF file.
 
-Owns llama.cpp's names for vocabularies and for the ways of splitting text before the merges. Two kinds are
-built: byte-level BPE (`gpt2`) and sentencepiece BPE with byte fallback (`llama`). It must not know of files,
-weights or torch.
+Owns llama.cpp's names for vocabularies and pre-tokenizers. Supports byte-level BPE (`gpt2`) and sentencepiece BPE
+with byte fallback (`llama`). Must not know files, weights or torch.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + 
 
 
 class _Splits(NamedTuple):
-    """How text is cut before merging: each pattern cuts what the ones before it left."""
+    """A pre-tokenizer: each pattern splits the pieces left by the ones before it."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token is taken whole, whatever the merges say."""
+    """A piece that is a token itself is not split by merges."""
     add_bos: bool = False
-    """Where the file does not say."""
+    """Default if the file does not say."""
     composed: bool = False
-    """Text is brought into Unicode's composed form (NFC) first, as the model's own tokenizer does."""
+    """Text is normalised to NFC first, as by the model's own tokenizer."""
 
 
 _DIGITS_APART = _Splits((_DIGIT, _GPT2))
@@ -90,11 +89,11 @@ _ENDS = (
     "<end_of_turn>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Texts of control tokens that end an answer. A file names one end only, often not the one of its template."""
+"""Control tokens that end an answer. A file names only one of them, often not that of its template."""
 
 
 class _Kind(IntEnum):
-    """A token's type in the file."""
+    """Token type in the file."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -105,7 +104,7 @@ class _Kind(IntEnum):
 
 
 def build_tokenizer_json(metadata: Metadata) -> bytes:
-    """ConfigError for a vocabulary or a way of splitting that is not known."""
+    """Build the tokenizer. ConfigError for an unknown vocabulary type or pre-tokenizer."""
     ready = metadata.get("tokenizer.huggingface.json")
     if ready:
         return str(ready).encode()
@@ -119,7 +118,7 @@ def build_tokenizer_json(metadata: Metadata) -> bytes:
         raise ConfigError(
             f"the GGUF tokenizer model {model} is not supported",
             key="model",
-            remedy="known are gpt2 and llama",
+            remedy="supported: gpt2, llama",
         )
     document |= {
         "version": "1.0",
@@ -132,17 +131,17 @@ def build_tokenizer_json(metadata: Metadata) -> bytes:
 
 
 def special_token_id(metadata: Metadata, name: str) -> int | None:
-    """The id of `bos`, `eos`, `eot`, `eom` or `unknown`; None where the file has none."""
+    """Id of `bos`, `eos`, `eot`, `eom` or `unknown`; None if the file has none."""
     default = None
-    if metadata.get("tokenizer.ggml.model") == "llama":  # sentencepiece files may leave the usual ones out
+    if metadata.get("tokenizer.ggml.model") == "llama":  # sentencepiece files may omit the usual ones
         default = {"unknown": 0, "bos": 1, "eos": 2}.get(name)
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
     num_tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
-    return found if isinstance(found, int) and 0 <= found < num_tokens else None
+    return token_id if isinstance(token_id, int) and 0 <= token_id < num_tokens else None
 
 
 def end_token_ids(metadata: Metadata) -> tuple[int, ...]:
-    """The file's own end first, then the other control tokens that end an answer."""
+    """EOS ids: those named in the file, then the other control tokens that end an answer."""
     named = [special_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     control = {
@@ -159,9 +158,9 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Json, bool]:
     splits = _PRE_TOKENIZERS.get(name)
     if splits is None:
         raise ConfigError(
-            f"the GGUF pre-tokenizer {name} is not known",
+            f"the GGUF pre-tokenizer {name} is not supported",
             key="model",
-            remedy=f"known are {', '.join(sorted(_PRE_TOKENIZERS))}",
+            remedy=f"supported: {', '.join(sorted(_PRE_TOKENIZERS))}",
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     document = {
@@ -176,14 +175,14 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Json, bool]:
 
 
 def _cut(pattern: str) -> Json:
-    if pattern == _DIGIT:  # the same in a form of its own, which models' tokenizers have and frontends know
+    if pattern == _DIGIT:  # an equivalent form that models' tokenizers use and frontends recognise
         return {"type": "Digits", "individual_digits": True}
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> tuple[Json, bool]:
-    """As sentencepiece and llama.cpp: the mark of a space before every stretch of text, also before one that
-    begins with a space and after a special token."""
+    """Like sentencepiece and llama.cpp, prepend the space mark to every piece of text, even to one that
+    starts with a space or follows a special token."""
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
@@ -214,8 +213,8 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> tuple[Json, boo
 def _sentencepiece_merges(
     metadata: Metadata, tokens: Sequence[str], vocabulary: Mapping[str, int]
 ) -> list[str]:
-    """The merges that the scores stand for: every way to make a token of two others, best score first. Of
-    equal scores longer left parts come first, as transformers orders them."""
+    """Merges equivalent to the scores: every split of a token into two others, best score first. Among equal
+    scores longer left parts come first, as in transformers."""
     if "tokenizer.ggml.merges" in metadata:
         return _list_of(metadata, "merges", str)
     scores = _list_of(metadata, "scores", float | int)
@@ -224,16 +223,16 @@ def _sentencepiece_merges(
     parts = {
         token
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in mergeable and token in vocabulary and " " not in token  # text has none by then
+        if kind in mergeable and token in vocabulary and " " not in token  # spaces were replaced
     }
     merges = []
     for token, score in zip(tokens, scores, strict=False):
         if token not in parts:
             continue
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        found = [(left, right) for left, right in halves if left in parts and right in parts]
-        found.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(score, len(left), len(right), left, right) for left, right in found]
+        splits = [(left, right) for left, right in halves if left in parts and right in parts]
+        splits.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(score, len(left), len(right), left, right) for left, right in splits]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     return [f"{left} {right}" for *_, left, right in merges]
 
@@ -255,7 +254,7 @@ def _bpe(vocabulary: Mapping[str, int], merges: Sequence[str], **options: object
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Without the placeholders that fill a vocabulary up to the size of the weights; the first of equals."""
+    """Token to id, without padding placeholders; the first of duplicate tokens."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(tokens):
         if token and token != f"[PAD{index}]":
@@ -264,7 +263,7 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[Json]:
-    """Those that are found whole in a text: control tokens, which are special, and user-defined ones."""
+    """Tokens matched as a whole in text: control tokens, which are special, and user-defined ones."""
     kinds = metadata.get("tokenizer.ggml.token_type", ())
     special = {_Kind.CONTROL, _Kind.UNKNOWN}
     return [
@@ -283,20 +282,18 @@ def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[Json]:
 
 
 def _post_processor(metadata: Metadata, tokens: Sequence[str], add_bos: bool) -> Json | None:
-    """Puts the begin and the end around a text, where the file wants them."""
-    begin = (
-        special_token_id(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
-    )
-    end = special_token_id(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-    if begin is None and end is None:
+    """Adds BOS and EOS to a text if the file says so."""
+    bos = special_token_id(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
+    eos = special_token_id(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if bos is None and eos is None:
         return None
-    around = {tokens[each]: each for each in (begin, end) if each is not None}
+    around = {tokens[each]: each for each in (bos, eos) if each is not None}
 
     def marked(sequence: str, type_id: int) -> list[Json]:
         parts: list[Json | None] = [
-            None if begin is None else {"SpecialToken": {"id": tokens[begin], "type_id": type_id}},
+            None if bos is None else {"SpecialToken": {"id": tokens[bos], "type_id": type_id}},
             {"Sequence": {"id": sequence, "type_id": type_id}},
-            None if end is None else {"SpecialToken": {"id": tokens[end], "type_id": type_id}},
+            None if eos is None else {"SpecialToken": {"id": tokens[eos], "type_id": type_id}},
         ]
         return [part for part in parts if part is not None]
 
@@ -311,7 +308,7 @@ def _post_processor(metadata: Metadata, tokens: Sequence[str], add_bos: bool) ->
 
 
 def _list_of(metadata: Metadata, name: str, kind: Any) -> list[Any]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
         raise ConfigError(f"the GGUF metadata have no list tokenizer.ggml.{name}", key="model")
-    return found
+    return values

@@ -1,9 +1,9 @@
-"""Models of the Hugging Face hub: found in its local cache, or downloaded into it.
+"""Hub: finds models in the local cache of the Hugging Face hub and downloads them into it.
 
-The cache is the library's own and shared with every other tool: `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`,
-`HF_ENDPOINT` and `HF_TOKEN` mean what they mean to the library, which reads them. Large files come by plain HTTP
-through `hub_file`, which can take a download up again; the rest, and the links of the snapshot, by the library.
-Raises kvolt's errors, each with its remedy (`hub_errors`).
+The cache is that of huggingface_hub and shared with other tools; `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`,
+`HF_ENDPOINT` and `HF_TOKEN` are read by the library. Large files are downloaded over plain HTTP by `hub_file`,
+which can resume downloads; small files and the links of the snapshot by the library. Raises kvolt's errors, each
+with a remedy (`hub_errors`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.models import hub_errors
 from kvolt.models.fetch_progress import Progress
-from kvolt.models.model_files import SMALL_FILES, Chosen, HubName, ModelKind, choose
+from kvolt.models.model_files import SMALL_FILES, HubName, ModelFiles, ModelKind, choose_files
 
 if TYPE_CHECKING:
     from kvolt.models.hub_file import LargeFile
 
-_AT_ONCE = 4
+_NUM_DOWNLOADS = 4
 _INFO_TIMEOUT_S = 20.0
-_ROOM_LEFT_BYTES = 64 * 1024 * 1024
+_SPARE_DISK_BYTES = 64 * 1024 * 1024
 
 
 class HubModel(NamedTuple):
-    """Files in the cache: a snapshot's folder, or one GGUF of it; and the commit."""
+    """A model in the cache: the folder of a snapshot, or a GGUF file in it, and the commit."""
 
     kind: ModelKind
     path: Path
@@ -41,7 +41,7 @@ class HubModel(NamedTuple):
 
 
 class Hub:
-    """The hub as one user sees it. What is not given is as the environment has told the library."""
+    """Access to the hub with one user's settings. None: taken from the environment by the library."""
 
     def __init__(
         self, endpoint: str | None = None, cache_dir: Path | None = None, token: str | None = None
@@ -59,11 +59,11 @@ class Hub:
         return self._cache_dir or Path(_library().constants.HF_HUB_CACHE)
 
     def find(self, name: HubName) -> HubModel | None:
-        """From the cache alone, and only if it is whole. Asks nobody."""
+        """Find a complete model in the cache. Does not access the network."""
         library = _library()
         try:
-            # The library knows the tree of what it has downloaded, and misses what is not there of these.
-            found = library.snapshot_download(
+            # Fails if one of these files of a downloaded snapshot is missing.
+            snapshot_path = library.snapshot_download(
                 name.repo,
                 revision=name.revision,
                 cache_dir=self.cache_dir,
@@ -72,16 +72,16 @@ class Hub:
             )
         except (OSError, ValueError):
             return None
-        snapshot = Path(found)
+        snapshot = Path(snapshot_path)
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
         try:
-            chosen = choose(names, name.file, str(name))
+            chosen = choose_files(names, name.file, str(name))
         except ConfigError:
-            return None  # what is missing here the hub may have
+            return None  # the hub may have the missing files
         return _model(snapshot, chosen) if _is_whole(snapshot, chosen) else None
 
     def download(self, name: HubName, progress: Progress) -> HubModel:
-        """The newest files of the name, as far as they are not in the cache."""
+        """Download the newest revision; files that are in the cache are not downloaded again."""
         library = _library()
         with self._translated(name):
             api = library.HfApi(endpoint=self.endpoint, token=self._token)
@@ -89,15 +89,15 @@ class Hub:
                 name.repo, revision=name.revision, files_metadata=True, timeout=_INFO_TIMEOUT_S
             )
             siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-            chosen = choose(siblings, name.file, str(name))
-            wanted = [siblings[file] for file in chosen.files]
-            kept = self._repo_dir(name) / "snapshots" / str(info.sha)
-            pending = [each for each in wanted if not (kept / each.rfilename).exists()]
+            chosen = choose_files(siblings, name.file, str(name))
+            selected = [siblings[file] for file in chosen.files]
+            snapshot_dir = self._repo_dir(name) / "snapshots" / str(info.sha)
+            pending = [each for each in selected if not (snapshot_dir / each.rfilename).exists()]
             tally = _Tally(
                 f"{name} from {self.endpoint}",
-                sum(each.size or 0 for each in wanted),
+                sum(each.size or 0 for each in selected),
                 sum(each.size or 0 for each in pending),
-                progress if pending else _say_nothing,
+                progress if pending else _ignore_progress,
             )
             self._fetch_large(self._large_files(name, info.sha, pending), tally)
             snapshot = library.snapshot_download(
@@ -113,23 +113,23 @@ class Hub:
         return _model(Path(snapshot), chosen)
 
     def cached_repos(self) -> list[tuple[HubName, int]]:
-        """What the cache has of each repository of models, with its size in bytes; not all of it can be served."""
+        """Models in the cache with their sizes in bytes; not all of them can be served."""
         library = _library()
         try:
             cache = library.scan_cache_dir(self.cache_dir)
         except (OSError, ValueError, library.CacheNotFound):
             return []
-        found: list[tuple[HubName, int]] = []
+        models: list[tuple[HubName, int]] = []
         for repo in sorted(cache.repos, key=lambda repo: str(repo.repo_id)):
             for revision in repo.revisions if repo.repo_type == "model" else ():
-                found += _cached_models(repo.repo_id, revision)
-        return found
+                models += _cached_models(repo.repo_id, revision)
+        return models
 
     def _repo_dir(self, name: HubName) -> Path:
         return self.cache_dir / f"models--{name.repo.replace('/', '--')}"
 
     def _large_files(self, name: HubName, commit: str | None, siblings: Sequence[Any]) -> list[LargeFile]:
-        """Those kept apart from the repository's git: only they have a known checksum."""
+        """Files in the hub's large file storage: only these have a known checksum."""
         from huggingface_hub import hf_hub_url
 
         from kvolt.models.hub_file import LargeFile
@@ -151,32 +151,32 @@ class Hub:
 
         from kvolt.models.hub_file import fetch_large
 
-        here = [file.num_bytes_here() for file in files]
-        self._check_room(sum(file.size_bytes for file in files) - sum(here))
-        tally.add(sum(here))
+        present = [file.num_bytes_present() for file in files]
+        self._check_disk_space(sum(file.size_bytes for file in files) - sum(present))
+        tally.add(sum(present))
         headers, stop = build_hf_headers(token=self._token), Event()
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvolt-hub") as pool:
+        with ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="kvolt-hub") as pool:
             try:
                 running = [
-                    pool.submit(fetch_large, file, known, headers, tally.add, stop)
-                    for file, known in zip(files, here, strict=True)
+                    pool.submit(fetch_large, file, known_bytes, headers, tally.add, stop)
+                    for file, known_bytes in zip(files, present, strict=True)
                     if not file.blob.exists()
                 ]
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
-            finally:  # after an error or Ctrl-C the others end soon; else nobody is left
+            finally:  # after an error or Ctrl-C the other downloads stop soon
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
         for future in done:
             future.result()
 
-    def _check_room(self, needed_bytes: int) -> None:
+    def _check_disk_space(self, needed_bytes: int) -> None:
         place = next(path for path in (self.cache_dir, *self.cache_dir.absolute().parents) if path.exists())
-        if needed_bytes and shutil.disk_usage(place).free < needed_bytes + _ROOM_LEFT_BYTES:
+        if needed_bytes and shutil.disk_usage(place).free < needed_bytes + _SPARE_DISK_BYTES:
             raise hub_errors.disk_full(self.cache_dir, needed_bytes)
 
     @contextmanager
     def _translated(self, name: HubName) -> Iterator[None]:
-        """The library's errors as ours."""
+        """Translate errors of the library to kvolt's."""
         try:
             yield
         except KvoltError:
@@ -186,10 +186,10 @@ class Hub:
 
 
 class _Tally:
-    """The bytes of all files of a download, told as one figure; called from several threads."""
+    """Combined progress of all files of a download. Thread-safe."""
 
     def __init__(self, what: str, total_bytes: int, pending_bytes: int, progress: Progress) -> None:
-        self._what = what
+        self._name = what
         self._total = total_bytes
         self._done = total_bytes - pending_bytes
         self._progress = progress
@@ -198,24 +198,24 @@ class _Tally:
     def add(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
-            # All of them is said by `finish`, when the files also lie where they belong.
-            self._progress(self._what, min(self._done, self._total - 1), self._total)
+            # Completion is reported by `finish`, when all files are in place.
+            self._progress(self._name, min(self._done, self._total - 1), self._total)
 
     def finish(self) -> None:
-        self._progress(self._what, self._total, self._total)
+        self._progress(self._name, self._total, self._total)
 
 
-def _say_nothing(_what: str, _done_bytes: int, _total_bytes: int | None) -> None:
-    """For what is all here."""
+def _ignore_progress(_name: str, _done_bytes: int, _total_bytes: int | None) -> None:
+    """Progress callback for models that are complete in the cache."""
 
 
-def _model(snapshot: Path, chosen: Chosen) -> HubModel:
+def _model(snapshot: Path, chosen: ModelFiles) -> HubModel:
     path = snapshot / chosen.files[0] if chosen.kind is ModelKind.GGUF else snapshot
     return HubModel(chosen.kind, path, snapshot.name)
 
 
 def _cached_models(repo: str, revision: Any) -> list[tuple[HubName, int]]:
-    """Each GGUF by itself, or the folder; the name that finds it again."""
+    """Hub names and sizes of the models in a cached revision: each GGUF file, or the folder."""
     named = None if "main" in revision.refs else min(revision.refs, default=revision.commit_hash)
     files = {
         Path(file.file_path).relative_to(revision.snapshot_path).as_posix(): int(file.size_on_disk)
@@ -227,15 +227,15 @@ def _cached_models(repo: str, revision: Any) -> list[tuple[HubName, int]]:
     return [(HubName(repo, named, name), ggufs[name]) for name in sorted(ggufs)]
 
 
-def _is_whole(snapshot: Path, chosen: Chosen) -> bool:
-    """Whether every shard is there that the index names. A GGUF is one file."""
+def _is_whole(snapshot: Path, chosen: ModelFiles) -> bool:
+    """Whether all shards named by the index exist. A GGUF model is one file."""
     index = snapshot / "model.safetensors.index.json"
     if chosen.kind is ModelKind.GGUF or not index.exists():
         return True
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError):
-        return True  # not for us to judge: who loads it will say what is wrong with it
+        return True  # loading reports the error
     return shards <= set(chosen.files)
 
 
@@ -245,20 +245,20 @@ def _library() -> Any:
         import huggingface_hub.constants
     except ImportError as error:
         raise ConfigError(
-            f"models of the hub need huggingface_hub: {error}",
+            f"models of the hub require huggingface_hub: {error}",
             key="model",
             reason="not_installed",
             remedy="pip install 'kvolt[native]'",
         ) from error
     for name in ("httpx", "httpx2"):
-        # Each request as a line would bury ours, and the URLs of large files carry a signature.
+        # Its log line per request would hide others, and URLs of large files contain a signature.
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(logging.WARNING)
     return huggingface_hub
 
 
 def _silent() -> Any:
-    """The library's progress bar, never shown: the bytes are told by us."""
+    """A disabled progress bar for the library: progress is reported by `_Tally`."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Silent(tqdm):  # type: ignore[misc]

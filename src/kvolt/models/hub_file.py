@@ -1,8 +1,8 @@
-"""One large file from the hub into its cache, in pieces that outlive a cut connection and a killed process.
+"""Downloads a large file from the hub into its cache; resumable after a lost connection or a killed process.
 
-The library takes a lost download up again only within one call. Here the bytes stay in `<sha256>.incomplete`
-beside the cache's blobs; whoever comes next asks for the rest, and the whole is taken only if its checksum is right.
-Knows no repositories and no progress bars. Raises the library's errors as they are.
+huggingface_hub resumes a download only within one call. Here the data stays in `<sha256>.incomplete` beside the
+cache's blobs; the next call requests the rest, and the file is accepted only if its checksum is correct. Knows
+neither repositories nor progress bars. Errors of the library are raised unchanged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defin
 
 from kvolt.core.errors import Cancelled, NetworkFault
 
-# HTTPError is the transport's base error, under the one name that all versions of the library have.
+# HTTPError is the base class of transport errors in all versions of the library.
 
 _ATTEMPTS = 5
-"""In a row without a single new byte."""
+"""Most consecutive attempts without a new byte."""
 _LONGEST_PAUSE_S = 8.0
-_LOCK_LOOK_S = 0.25
+_LOCK_POLL_S = 0.25
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
 
 
 class LargeFile(NamedTuple):
-    """What the hub says of a file, and where the cache wants it."""
+    """A file of the hub and its path in the cache."""
 
     url: str
     size_bytes: int
@@ -45,49 +45,50 @@ class LargeFile(NamedTuple):
     def partial(self) -> Path:
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
-    def num_bytes_here(self) -> int:
-        """What is here of it now."""
+    def num_bytes_present(self) -> int:
+        """Bytes downloaded so far."""
         if self.blob.exists():
             return self.size_bytes
-        here = self.partial.stat().st_size if self.partial.exists() else 0
-        return min(here, self.size_bytes)
+        num_present = self.partial.stat().st_size if self.partial.exists() else 0
+        return min(num_present, self.size_bytes)
 
 
 Report = Callable[[int], None]
-"""Bytes that are here and were not before; fewer than none when some had to be thrown away."""
+"""Number of new bytes; negative if downloaded bytes were discarded."""
 
 
 def fetch_large(
     file: LargeFile, known_bytes: int, headers: dict[str, str], report: Report, stop: Event
 ) -> None:
-    """Put the file into the cache. Of several processes one fetches, the others wait for it.
+    """Download the file into the cache. Only one process downloads it; others wait.
 
-    `known_bytes` are here and need no report. When `stop` is set it ends with Cancelled at the next bytes; what
-    is here stays for the next time.
+    `known_bytes` have been reported already. After `stop` is set, raises Cancelled at the next data; downloaded data
+    stays for the next call.
     """
     file.blob.parent.mkdir(parents=True, exist_ok=True)
-    with _open_alone(file.partial, stop) as out:
-        if file.blob.exists():  # another process was faster; what we opened may be a new and empty file
+    with _open_locked(file.partial, stop) as out:
+        if file.blob.exists():  # another process has completed it; the opened file may be new and empty
             file.partial.unlink(missing_ok=True)
             report(file.size_bytes - known_bytes)
             return
         if out.seek(0, os.SEEK_END) > file.size_bytes:
-            _cut(out, 0)
+            _truncate(out, 0)
         report(out.tell() - known_bytes)
         _Download(file, headers, out, report, stop).run()
         out.seek(0)
         digest = hashlib.file_digest(out, "sha256").hexdigest()
         if digest != file.sha256:
-            _cut(out, 0)
+            _truncate(out, 0)
             raise NetworkFault(
-                f"{file.url} came with the wrong bytes (sha256 {digest})", remedy="try again: it was dropped"
+                f"{file.url} has an unexpected checksum: sha256 {digest}",
+                remedy="retry; the data was discarded",
             )
         os.replace(file.partial, file.blob)
 
 
 @dataclass(slots=True)
 class _Download:
-    """Appends to `out`, whose position is the number of bytes that are here."""
+    """Appends to `out`, whose position is the number of downloaded bytes."""
 
     file: LargeFile
     headers: dict[str, str]
@@ -96,7 +97,7 @@ class _Download:
     stop: Event
 
     def run(self) -> None:
-        """Until the file has its size, over as many connections as that takes."""
+        """Download until the file is complete, reconnecting as needed."""
         failures = 0
         while self.out.tell() < self.file.size_bytes:
             before = self.out.tell()
@@ -107,10 +108,10 @@ class _Download:
             if failures > _ATTEMPTS:
                 raise error or NetworkFault(f"{self.file.url} ends after {self.out.tell()} bytes")
             if self.stop.wait(min(2.0 ** (failures - 2), _LONGEST_PAUSE_S)):
-                raise Cancelled("the download was given up")
+                raise Cancelled("the download was stopped")
 
     def _receive(self) -> Exception | None:
-        """Takes what one answer brings; the error that ended it, if trying again may help."""
+        """Receive one response. Returns the error that ended it if a retry may help."""
         done = self.out.tell()
         headers = {**self.headers, "Accept-Encoding": "identity"}
         if done:
@@ -120,11 +121,11 @@ class _Download:
                 "GET", self.file.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
             ) as response:
                 hf_raise_for_status(response)
-                if done and response.status_code != 206:  # the server knows no ranges: all of it comes again
+                if done and response.status_code != 206:  # no range support: the whole file is sent again
                     self.report(-done)
-                    _cut(self.out, 0)
+                    _truncate(self.out, 0)
                 for piece in response.iter_raw():
-                    self._take(piece)
+                    self._write(piece)
         except HfHubHTTPError as error:
             if error.response.status_code not in _RETRIED_STATUSES:
                 raise
@@ -133,31 +134,31 @@ class _Download:
             return error
         return None
 
-    def _take(self, piece: bytes) -> None:
+    def _write(self, piece: bytes) -> None:
         if self.stop.is_set():
-            raise Cancelled("the download was given up")
-        room = self.file.size_bytes - self.out.tell()
-        self.report(self.out.write(piece[:room]))
+            raise Cancelled("the download was stopped")
+        num_left = self.file.size_bytes - self.out.tell()
+        self.report(self.out.write(piece[:num_left]))
 
 
-def _cut(out: BufferedRandom, num_bytes: int) -> None:
+def _truncate(out: BufferedRandom, num_bytes: int) -> None:
     out.seek(num_bytes)
     out.truncate()
 
 
 @contextmanager
-def _open_alone(path: Path, stop: Event) -> Iterator[BufferedRandom]:
-    """The file, made if it is not there, and no other process in it. The kernel frees it with its process."""
+def _open_locked(path: Path, stop: Event) -> Iterator[BufferedRandom]:
+    """Open the file, creating it if necessary, and lock it. The kernel releases the lock when the process exits."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         with open(fd, "r+b") as file:
             while not _lock(file):
-                if stop.wait(_LOCK_LOOK_S):
-                    raise Cancelled("the download was given up")
+                if stop.wait(_LOCK_POLL_S):
+                    raise Cancelled("the download was stopped")
             if _is_same_file(fd, path):
                 yield file
                 return
-            # Renamed or removed while we waited: it is no longer what its name says.
+            # It was renamed or removed while waiting: open the current file of that name.
 
 
 def _lock(file: BufferedRandom) -> bool:

@@ -1,8 +1,7 @@
-"""Names of models and of their files: what a name asks for, and which files of a folder or repository serve it.
+"""Model names, and the choice of the files to load from a folder or repository.
 
-Pure rules over text; no disk and no network. A hub name is `owner/repo`, with `@revision` and with
-`:file.gguf` or `:Q4_K_M` where wanted. Weights are safetensors or GGUF. Pickles (`.bin`, `.pt`) are refused by
-name: to read one is to run it.
+Pure; no disk and no network. A hub name is `owner/repo`, optionally with `@revision` and `:file.gguf` or `:Q4_K_M`.
+Weights are safetensors or GGUF. Pickles (`.bin`, `.pt`) are rejected: loading one executes code.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SMALL_FILES = (
     "chat_template.json",
     "model.safetensors.index.json",
 )
-"""What is fetched of a repository besides its weights."""
+"""Files downloaded from a repository besides its weights."""
 
 
 class ModelKind(StrEnum):
@@ -47,81 +46,84 @@ class ModelKind(StrEnum):
 
 
 class HubName(NamedTuple):
-    """A name as the hub knows it."""
+    """A model name on the hub."""
 
     repo: str
     revision: str | None = None
     file: str | None = None
-    """A `.gguf` file, or what its name says of the quantization."""
+    """A `.gguf` file name, or the quantization in it."""
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         return self.repo + revision + (f":{self.file}" if self.file else "")
 
 
-class Chosen(NamedTuple):
-    """The files that make the model; one of them, for a GGUF."""
+class ModelFiles(NamedTuple):
+    """The files of a model; a single one for GGUF."""
 
     kind: ModelKind
     files: tuple[str, ...]
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """None for what is not shaped like one. The revision may also come last."""
-    found = _HUB_NAME.fullmatch(text)
-    if found is None or (found["rev"] and found["late_rev"]):
+    """Parse a hub name; None if it is not one. The revision may also come last."""
+    match = _HUB_NAME.fullmatch(text)
+    if match is None or (match["rev"] and match["late_rev"]):
         return None
-    return HubName(found["repo"], found["rev"] or found["late_rev"], found["file"])
+    return HubName(match["repo"], match["rev"] or match["late_rev"], match["file"])
 
 
 def is_pickle(name: str) -> bool:
     return name.lower().endswith(_PICKLES)
 
 
-def refuse_pickle(shown: str, names: Iterable[str]) -> ConfigError:
+def pickle_error(shown: str, names: Iterable[str]) -> ConfigError:
     listed = _some(sorted(names))
     return ConfigError(
-        f"{shown}: {listed} is a pickle, which could run any code when it is read",
+        f"{shown}: {listed} is a pickle, which can execute code when it is loaded",
         key="model",
         reason="pickle",
         remedy="use a revision or a model with .safetensors or .gguf weights, or convert it",
     )
 
 
-def choose(names: Iterable[str], wanted: str | None, shown: str) -> Chosen:
-    """The files to use among `names`; safetensors go before GGUF. ConfigError when none or several would do.
+def choose_files(names: Iterable[str], selector: str | None, shown: str) -> ModelFiles:
+    """Choose the files to load among `names`, safetensors before GGUF. ConfigError if there are none or several.
 
-    `wanted` is the part after the colon of a hub name. Only the top folder counts, unless a file is named.
+    `selector` is the part of a hub name after the colon. Subfolders are ignored unless a file in one is named.
     """
     every = sorted(names)
-    if wanted is not None:
-        return Chosen(ModelKind.GGUF, (_one_gguf(every, wanted, shown),))
+    if selector is not None:
+        return ModelFiles(ModelKind.GGUF, (_one_gguf(every, selector, shown),))
     top = [name for name in every if "/" not in name]
     tensors = [name for name in top if name.endswith(".safetensors") and not name.startswith("adapter_")]
-    # Mistral's repositories have the same weights a second time, in its own layout.
-    own = [name for name in tensors if not name.startswith("consolidated")]
+    # Mistral's repositories contain the same weights again in its own format.
+    hf_tensors = [name for name in tensors if not name.startswith("consolidated")]
     small = [name for name in top if name in SMALL_FILES]
-    if (own or tensors) and "config.json" in small:
-        return Chosen(ModelKind.FOLDER, (*small, *(own or tensors)))
+    if (hf_tensors or tensors) and "config.json" in small:
+        return ModelFiles(ModelKind.FOLDER, (*small, *(hf_tensors or tensors)))
     if _ggufs(every):
-        return Chosen(ModelKind.GGUF, (_one_gguf(every, None, shown),))
+        return ModelFiles(ModelKind.GGUF, (_one_gguf(every, None, shown),))
     pickles = [name for name in top if is_pickle(name) and not name.startswith("training_args")]
     if pickles:
-        raise refuse_pickle(shown, pickles)
-    what = "config.json" if tensors else "weights: neither .safetensors nor .gguf"
+        raise pickle_error(shown, pickles)
+    missing = "config.json" if tensors else "weights: neither .safetensors nor .gguf"
     raise ConfigError(
-        f"{shown} has no {what}", key="model", reason="no_weights", remedy="name a model of the Llama family"
+        f"{shown} has no {missing}",
+        key="model",
+        reason="no_weights",
+        remedy="use a model of the Llama family",
     )
 
 
 def quantization(name: str) -> str | None:
-    """What a GGUF file's name says of its quantization: `Q4_K_M`."""
-    found = _QUANT.findall(name.rpartition("/")[2].removesuffix(".gguf"))
-    return found[-1] if found else None
+    """The quantization in the name of a GGUF file, for example `Q4_K_M`."""
+    matches = _QUANT.findall(name.rpartition("/")[2].removesuffix(".gguf"))
+    return matches[-1] if matches else None
 
 
 def _ggufs(names: Iterable[str]) -> list[str]:
-    """Without the image encoders that lie beside some models."""
+    """GGUF files, without the image encoders of multimodal models."""
     return [
         name
         for name in names
@@ -129,34 +131,34 @@ def _ggufs(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _one_gguf(names: list[str], wanted: str | None, shown: str) -> str:
+def _one_gguf(names: list[str], selector: str | None, shown: str) -> str:
     ggufs = _ggufs(names)
-    if wanted is None:
-        found = ggufs
-    elif is_pickle(wanted):
-        raise refuse_pickle(shown, [wanted])
-    elif wanted.lower().endswith(".gguf"):
-        found = [name for name in ggufs if name == wanted]
+    if selector is None:
+        matches = ggufs
+    elif is_pickle(selector):
+        raise pickle_error(shown, [selector])
+    elif selector.lower().endswith(".gguf"):
+        matches = [name for name in ggufs if name == selector]
     else:
-        found = [name for name in ggufs if (quantization(name) or "").lower() == wanted.lower()]
-    if len(found) == 1 and not _SPLIT.search(found[0]):
-        return found[0]
-    if found and all(_SPLIT.search(name) for name in found):
+        matches = [name for name in ggufs if (quantization(name) or "").lower() == selector.lower()]
+    if len(matches) == 1 and not _SPLIT.search(matches[0]):
+        return matches[0]
+    if matches and all(_SPLIT.search(name) for name in matches):
         raise ConfigError(
-            f"{shown}: the GGUF is split into parts ({_some(found)})",
+            f"{shown}: the GGUF is split into parts ({_some(matches)})",
             key="model",
             reason="split",
-            remedy="merge it with `llama-gguf-split --merge`, and give the path of the result",
+            remedy="merge it with `llama-gguf-split --merge` and use the path of the result",
         )
     kinds = sorted({quantization(name) or name for name in ggufs if not _SPLIT.search(name)})
-    what = f"has {len(found)} such .gguf files" if found else f"has no .gguf file {wanted!r}"
+    problem = f"has {len(matches)} such .gguf files" if matches else f"has no .gguf file {selector!r}"
     raise ConfigError(
-        f"{shown} {what}",
+        f"{shown} {problem}",
         key="model",
-        reason="ambiguous" if found else "not_found",
-        remedy=f"name one: {shown.partition(':')[0]}:X with X of {_some(kinds, 12)}"
+        reason="ambiguous" if matches else "not_found",
+        remedy=f"use {shown.partition(':')[0]}:X with X one of {_some(kinds, 12)}"
         if kinds
-        else "it has none",
+        else "use another model",
     )
 
 

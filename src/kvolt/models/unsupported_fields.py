@@ -1,8 +1,8 @@
 """Model config fields that change the result and that the native engine does not implement.
 
-Other families of models add scalings, caps and masks by a field in config.json or in GGUF metadata. A forward pass
-that ignores such a field runs and answers wrong text, so it is refused by name. Each field has the values that leave
-the result unchanged; those pass. Fields of training alone (dropout, initializer ranges) are not listed.
+Other model families add scalings, caps and masks through a field in config.json or in GGUF metadata. A forward pass
+that ignores such a field produces wrong text, so each is rejected by name unless it has one of its neutral values.
+Fields that only affect training (dropout, initializer ranges) are not listed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ _HF_FIELDS: Mapping[str, tuple[object, ...]] = {
     "scale_depth": (None,),
     # positions
     "alibi": _OFF,
-    "position_embedding_type": (None, "rope", "rotary", "absolute"),  # BERT's default, in many Llama configs
+    "position_embedding_type": (
+        None,
+        "rope",
+        "rotary",
+        "absolute",
+    ),  # BERT's default, present in many Llama configs
     "no_rope_layer_interval": _OFF,
     "rope_interleave": _OFF,
     "rope_interleaved": _OFF,
@@ -84,7 +89,7 @@ _RELATIVE_ERROR = 1e-6
 
 
 def check_hf_fields(document: bytes, rope: Mapping[str, Any], head_dim: int, hidden_size: int) -> None:
-    """ConfigError for the first field of a config.json that would change the result."""
+    """ConfigError for the first field of a config.json that is not supported."""
     fields = msgspec.json.decode(document)
     _check_table(fields, _HF_FIELDS, "")
     _check_table(rope, _ROPE_FIELDS, "rope_parameters.")
@@ -102,7 +107,7 @@ def check_hf_fields(document: bytes, rope: Mapping[str, Any], head_dim: int, hid
 
 
 def check_gguf_fields(metadata: Mapping[str, Any], architecture: str) -> None:
-    """The same for GGUF metadata, whose fields are named after the architecture."""
+    """Like `check_hf_fields` for GGUF metadata, whose field names start with the architecture."""
     prefix = f"{architecture}."
     own = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
     _check_table(own, _GGUF_FIELDS, prefix)
@@ -126,7 +131,7 @@ def _check_number(fields: Mapping[str, Any], name: str, neutral: float) -> None:
 
 def _refuse(name: str, value: object) -> NoReturn:
     raise ConfigError(
-        f"the model's config has {name} = {str(value)[:64]}, which changes its output and is not implemented",
+        f"the model's config has {name} = {str(value)[:64]}, which is not supported",
         key="model",
         remedy=_REMEDY,
     )

@@ -1,11 +1,11 @@
-"""Who gets what: chooses a worker for each request.
+"""Request routing: chooses a worker for each request.
 
-What is named here can be used with no runtime: a Selector, its index and its policies, or all of it in a Standalone.
+The names exported here need no runtime: a Selector with its index and policies, or a complete Standalone router.
 """
 
-from kvolt.router.index.overlap import Holders, NoHolders
+from kvolt.router.index.overlap import EmptyPrefixIndex, PrefixIndex
 from kvolt.router.index.prefix_index import BlockIndex
-from kvolt.router.place import Place
+from kvolt.router.policy.choice import CandidateCost, Choice
 from kvolt.router.policy.policy import (
     ClassicWeights,
     LatencyWeights,
@@ -15,30 +15,31 @@ from kvolt.router.policy.policy import (
     classic,
     latency,
 )
-from kvolt.router.policy.selector import Choice, Explained, PlaceLoad, Selector
+from kvolt.router.policy.selector import Selector
 from kvolt.router.service.builders import hashes_of, prompt_of, request_of, worker_info
 from kvolt.router.service.standalone import Reservation, Standalone, StandaloneOptions
-from kvolt.router.service.standalone_state import EventsMissed, PostedEvent, PostedIndex
+from kvolt.router.service.standalone_state import EventsMissed, StandaloneEvent, StandaloneIndex
+from kvolt.router.worker_rank import WorkerDpRank, WorkerRankLoad
 
 __all__ = [
     "BlockIndex",
+    "CandidateCost",
     "Choice",
     "ClassicWeights",
+    "EmptyPrefixIndex",
     "EventsMissed",
-    "Explained",
-    "Holders",
     "LatencyWeights",
-    "NoHolders",
-    "Place",
-    "PlaceLoad",
     "Policy",
-    "PostedEvent",
-    "PostedIndex",
+    "PrefixIndex",
     "RequestView",
     "Reservation",
     "Selector",
     "Standalone",
+    "StandaloneEvent",
+    "StandaloneIndex",
     "StandaloneOptions",
+    "WorkerDpRank",
+    "WorkerRankLoad",
     "WorkersView",
     "classic",
     "hashes_of",

@@ -1,6 +1,6 @@
-"""Which instances of an endpoint have which LoRA adapter, as their registrations say.
+"""LoRA adapters of the instances of an endpoint, from their registrations.
 
-Read off once per change of the instances, not once per request. Must not know how an adapter is loaded.
+Computed once per change of the instances, not per request.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from kvolt.runtime.plane.wire import MALFORMED
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 
-class Adapters:
-    """Of one endpoint, for as long as its client lives."""
+class LoraIndex:
+    """Instances by LoRA adapter; lives as long as its client."""
 
     def __init__(self, client: EndpointClient) -> None:
         self._client = client
         self._registered: dict[str, list[InstanceId]] | None = None
         self._reachable: dict[str, list[Instance]] = {}
-        client.on_change(self._forget)
+        client.on_change(self._invalidate)
 
-    def registered(self, name: str) -> list[InstanceId]:
-        """All that have it, whether they can be reached or not."""
-        return self._look().get(name, [])
+    def registered_instances(self, name: str) -> list[InstanceId]:
+        """All registered instances with the adapter, reachable or not."""
+        return self._refresh().get(name, [])
 
-    def holders(self, name: str) -> list[Instance]:
-        """The candidates that have it, in order of id."""
-        self._look()
+    def candidates(self, name: str) -> list[Instance]:
+        """Candidates with the adapter, in order of id."""
+        self._refresh()
         return self._reachable.get(name, [])
 
     @property
-    def names(self) -> list[str]:
-        """Those that a request would reach now."""
-        self._look()
+    def reachable_names(self) -> list[str]:
+        """Adapters of the reachable candidates."""
+        self._refresh()
         return list(self._reachable)
 
-    def _look(self) -> dict[str, list[InstanceId]]:
+    def _refresh(self) -> dict[str, list[InstanceId]]:
         if self._registered is None:
             self._registered, self._reachable = {}, {}
             candidates = {instance.id for instance in self._client.candidates()}
@@ -53,12 +53,12 @@ class Adapters:
                         self._reachable.setdefault(name, []).append(instance)
         return self._registered
 
-    def _forget(self) -> None:
+    def _invalidate(self) -> None:
         self._registered = None
 
 
 def _loras(instance: Instance) -> Iterable[str]:
-    """Each once; none of who registered something else, or nothing."""
+    """Distinct adapters of an instance; none if its registration cannot be decoded."""
     try:
         return dict.fromkeys(_decode_info(instance.info).loras)
     except MALFORMED:

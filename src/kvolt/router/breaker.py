@@ -1,19 +1,19 @@
-"""Circuit breakers: workers that fail their requests get no more of them until one has been answered. Pure.
+"""Circuit breakers: a worker that fails its requests gets no more until one succeeds. Pure.
 
-One breaker per instance that has failed a request lately; an instance without one costs nothing.
+One breaker per instance with recent failures; other instances cost nothing.
 
     closed      takes requests; opens when more than half of its recent requests failed
-    open        takes none until its back-off is over
-    half-open   takes one request at a time, each until its first token; the first that is answered closes it, the
-                first that fails opens it again for twice as long
+    open        takes none until its backoff is over
+    half-open   takes one request at a time, each until its first token; the first success closes it, the
+                first failure opens it again for twice as long
 
-An open breaker is advice, not a gate: where every candidate is open all of them are used, so that a failure which is
-everywhere (a request that no engine can compute, a dependency that all share) takes nothing out of service.
+An open breaker is advice, not a gate: if all candidates are open, all are used, so that a common failure (a request
+that no engine can compute, a shared dependency) takes nothing out of service.
 
-A request that was sent before a breaker opened says nothing about what comes after: its end is ignored then.
+The outcome of a request sent before the breaker opened is ignored.
 
-An answer whose client left shows that the worker begins answers, not that it completes them: it counts as answered
-unless the worker has failed amid an answer since it completed one.
+A request cancelled by its client after the first token shows that the worker starts answers, not that it completes
+them: it counts as answered unless the worker has failed mid-stream since its last complete answer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
 _FADING = 0.8
-"""What an outcome counts after the next one: the last five weigh about as much as all before them."""
+"""Decay of earlier outcomes per outcome: the last five weigh about as much as all before them."""
 _PRIOR = 2.0
-"""Answered requests that an instance without history is credited with: three failures in a row open its breaker."""
+"""Successes credited to an instance without history: three failures in a row open its breaker."""
 _OPENS_ABOVE = 0.5
 _FORGOTTEN_BELOW = 0.05
 
@@ -51,27 +51,27 @@ class BreakerState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How an attempt ended, as far as that says something about the worker."""
+    """End of an attempt as evidence about the worker."""
 
     ANSWERED = "answered"
     FAILED = "failed"
     UNKNOWN = "unknown"
-    """Refused, never sent, lost with its connection, or at fault itself."""
+    """Rejected, never sent, lost with its connection, or the request's own fault."""
     LEFT = "left"
-    """Cancelled by its client. After a first token: see the module."""
+    """Cancelled by its client. After the first token: see the module."""
 
 
 def outcome_of(error: KvoltError | None) -> Outcome:
-    """The outcome that the end of a stream to a worker stands for.
+    """Outcome of the stream that ended with this error.
 
-    A refusal is no failure: a worker that says it is full works. Neither is a lost connection: the client leaves the
-    worker out for as long as it cannot be dialed.
+    A rejection is no failure: a worker that reports itself full works. Neither is a lost connection: the endpoint
+    client skips the worker until it can be dialed again.
     """
     if error is None:
         return Outcome.ANSWERED
     if isinstance(error, Overloaded | Unavailable):
         return Outcome.UNKNOWN
-    if isinstance(error, ConnectFailed | ProtocolError):  # the worker says so of what is behind it
+    if isinstance(error, ConnectFailed | ProtocolError):  # reported by the worker about its backend
         return Outcome.FAILED
     if isinstance(error, DeadlineExceeded):
         is_silent = error.fields.get("stage") in ("first", "between")
@@ -80,24 +80,24 @@ def outcome_of(error: KvoltError | None) -> Outcome:
 
 
 class Attempt:
-    """A request at an instance whose breaker exists, from `Breakers.send` to `Breakers.end`."""
+    """A request at an instance that has a breaker, from `Breakers.start_attempt` to `end_attempt`."""
 
-    __slots__ = ("is_waiting", "num_opened")
+    __slots__ = ("awaits_first_token", "num_opened")
 
     def __init__(self, num_opened: int) -> None:
         self.num_opened = num_opened
-        """How often the breaker had opened when it was sent."""
-        self.is_waiting = True
-        """It has no first token yet."""
+        """Number of times the breaker had opened when the request was sent."""
+        self.awaits_first_token = True
+        """No first token yet."""
 
 
 class BreakerView(NamedTuple):
-    """A breaker, for metrics and people."""
+    """State of a breaker, for metrics and display."""
 
     state: BreakerState
     failure_rate: float
     retry_in_s: float
-    """Until the next request is tried there; 0 unless it is open."""
+    """Time until the next probe; 0 unless open."""
 
 
 class _Breaker:
@@ -105,10 +105,10 @@ class _Breaker:
         "answered",
         "backoff_s",
         "failed",
-        "fails_amid",
+        "fails_mid_stream",
         "is_closed",
+        "num_awaiting",
         "num_opened",
-        "num_waiting",
         "retry_at",
     )
 
@@ -116,33 +116,33 @@ class _Breaker:
         self.is_closed = True
         self.answered = 0.0
         self.failed = 0.0
-        """Requests that ended so, fading."""
-        self.fails_amid = False
-        """A request failed after its first token, and none was answered to its end since."""
+        """Decayed counts of requests by outcome."""
+        self.fails_mid_stream = False
+        """A request failed after its first token, and none has completed since."""
         self.num_opened = 0
         self.backoff_s = FIRST_BACKOFF_S
-        """The next time that it opens."""
+        """Duration of the next open period."""
         self.retry_at = 0.0
-        self.num_waiting = 0
+        self.num_awaiting = 0
         """Attempts since it opened that have no first token."""
 
     @property
     def failure_rate(self) -> float:
         return self.failed / (self.failed + self.answered + _PRIOR)
 
-    def count(self, is_answered: bool) -> None:
+    def record(self, is_answered: bool) -> None:
         self.answered = self.answered * _FADING + is_answered
         self.failed = self.failed * _FADING + (not is_answered)
 
     def open(self, now: float) -> None:
         self.is_closed = False
         self.num_opened += 1
-        self.num_waiting = 0
+        self.num_awaiting = 0
         self.retry_at = now + self.backoff_s
         self.backoff_s = min(self.backoff_s * 2.0, MAX_BACKOFF_S)
 
     def is_blocked(self, now: float) -> bool:
-        return not self.is_closed and (now < self.retry_at or self.num_waiting > 0)
+        return not self.is_closed and (now < self.retry_at or self.num_awaiting > 0)
 
     def view(self, now: float) -> BreakerView:
         if self.is_closed:
@@ -153,7 +153,7 @@ class _Breaker:
 
 
 class Breakers:
-    """Of the instances of one endpoint, as one router sees them."""
+    """Breakers of one endpoint's instances, as seen by one router."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -161,106 +161,106 @@ class Breakers:
         self._num_not_closed = 0
         self.num_opened = 0
         self.on_change: Callable[[InstanceId, BreakerView], None] = lambda instance_id, view: None
-        """Called when a breaker opens and when it closes. Must not raise."""
+        """Called when a breaker opens or closes. Must not raise."""
 
     def __bool__(self) -> bool:
-        """Whether any instance has failed lately."""
+        """Whether any instance has failed recently."""
         return bool(self._breakers)
 
     @property
     def is_any_open(self) -> bool:
-        """Or half-open: `blocked` may name it."""
+        """Whether any breaker is open or half-open: `blocked` may be non-empty."""
         return self._num_not_closed > 0
 
     def blocked(self, candidates: Iterable[InstanceId]) -> frozenset[InstanceId]:
-        """Those of the candidates that are to be passed over now; none where that would be all of them."""
+        """Candidates to skip now; empty if that would be all of them."""
         if not self._num_not_closed:
             return frozenset()
         now, names = self._now(), tuple(candidates)
-        found = frozenset(
+        blocked = frozenset(
             each
             for each in names
-            if (known := self._breakers.get(each)) is not None and known.is_blocked(now)
+            if (breaker := self._breakers.get(each)) is not None and breaker.is_blocked(now)
         )
-        return found if len(found) < len(names) else frozenset()
+        return blocked if len(blocked) < len(names) else frozenset()
 
     def failure_rates(self, instances: Sequence[InstanceId]) -> list[float] | None:
-        """The share of recent requests that each has failed; None where no instance has failed any."""
+        """Recent failure rate of each instance; None if none has failed."""
         if not self._breakers:
             return None
-        known = self._breakers
-        return [known[each].failure_rate if each in known else 0.0 for each in instances]
+        breaker = self._breakers
+        return [breaker[each].failure_rate if each in breaker else 0.0 for each in instances]
 
-    def send(self, instance_id: InstanceId) -> Attempt | None:
-        """A request goes there now. None where there is nothing to keep of it."""
-        known = self._breakers.get(instance_id)
-        if known is None:
+    def start_attempt(self, instance_id: InstanceId) -> Attempt | None:
+        """Register a request. None if the instance has no breaker."""
+        breaker = self._breakers.get(instance_id)
+        if breaker is None:
             return None
-        if not known.is_closed:
-            known.num_waiting += 1
-        return Attempt(known.num_opened)
+        if not breaker.is_closed:
+            breaker.num_awaiting += 1
+        return Attempt(breaker.num_opened)
 
-    def first_token(self, instance_id: InstanceId, attempt: Attempt | None) -> None:
-        known = self._breakers.get(instance_id)
-        if known is not None and attempt is not None:
-            self._stop_waiting(known, attempt)
+    def mark_first_token(self, instance_id: InstanceId, attempt: Attempt | None) -> None:
+        breaker = self._breakers.get(instance_id)
+        if breaker is not None and attempt is not None:
+            self._stop_waiting(breaker, attempt)
 
-    def end(self, instance_id: InstanceId, attempt: Attempt | None, outcome: Outcome) -> None:
-        """It is over. Once for each."""
-        known = self._breakers.get(instance_id)
-        if known is None:
+    def end_attempt(self, instance_id: InstanceId, attempt: Attempt | None, outcome: Outcome) -> None:
+        """Report the outcome. Once per attempt."""
+        breaker = self._breakers.get(instance_id)
+        if breaker is None:
             if outcome is not Outcome.FAILED:
                 return
-            known = self._breakers[instance_id] = _Breaker()
+            breaker = self._breakers[instance_id] = _Breaker()
         num_opened = 0 if attempt is None else attempt.num_opened
-        has_begun = attempt is not None and not attempt.is_waiting
+        has_begun = attempt is not None and not attempt.awaits_first_token
         if attempt is not None:
-            self._stop_waiting(known, attempt)
-        if num_opened != known.num_opened:
+            self._stop_waiting(breaker, attempt)
+        if num_opened != breaker.num_opened:
             return
-        if outcome is Outcome.LEFT and has_begun and not known.fails_amid:
+        if outcome is Outcome.LEFT and has_begun and not breaker.fails_mid_stream:
             outcome = Outcome.ANSWERED
         elif outcome in (Outcome.ANSWERED, Outcome.FAILED):
-            known.fails_amid = outcome is Outcome.FAILED and (known.fails_amid or has_begun)
+            breaker.fails_mid_stream = outcome is Outcome.FAILED and (breaker.fails_mid_stream or has_begun)
         else:
             return
-        known.count(outcome is Outcome.ANSWERED)
+        breaker.record(outcome is Outcome.ANSWERED)
         if outcome is Outcome.FAILED:
-            if not known.is_closed or known.failure_rate > _OPENS_ABOVE:
-                self._open(instance_id, known)
-        elif not known.is_closed:
-            self._close(instance_id, known)
-        elif known.failure_rate < _FORGOTTEN_BELOW:
+            if not breaker.is_closed or breaker.failure_rate > _OPENS_ABOVE:
+                self._open(instance_id, breaker)
+        elif not breaker.is_closed:
+            self._close(instance_id, breaker)
+        elif breaker.failure_rate < _FORGOTTEN_BELOW:
             del self._breakers[instance_id]
 
-    def keep(self, instances: Iterable[InstanceId]) -> None:
-        """These are registered and no others."""
+    def retain(self, instances: Iterable[InstanceId]) -> None:
+        """Drop the breakers of all other instances."""
         if not self._breakers:
             return
-        for gone in self._breakers.keys() - set(instances):
-            self._num_not_closed -= not self._breakers.pop(gone).is_closed
+        for removed_id in self._breakers.keys() - set(instances):
+            self._num_not_closed -= not self._breakers.pop(removed_id).is_closed
 
     def views(self) -> dict[InstanceId, BreakerView]:
-        """Of every instance that has failed lately."""
+        """State of every instance with recent failures."""
         now = self._now()
-        return {instance_id: known.view(now) for instance_id, known in self._breakers.items()}
+        return {instance_id: breaker.view(now) for instance_id, breaker in self._breakers.items()}
 
     # ---
 
-    def _stop_waiting(self, known: _Breaker, attempt: Attempt) -> None:
-        if attempt.is_waiting and not known.is_closed and attempt.num_opened == known.num_opened:
-            known.num_waiting -= 1
-        attempt.is_waiting = False
+    def _stop_waiting(self, breaker: _Breaker, attempt: Attempt) -> None:
+        if attempt.awaits_first_token and not breaker.is_closed and attempt.num_opened == breaker.num_opened:
+            breaker.num_awaiting -= 1
+        attempt.awaits_first_token = False
 
-    def _open(self, instance_id: InstanceId, known: _Breaker) -> None:
-        self._num_not_closed += known.is_closed
+    def _open(self, instance_id: InstanceId, breaker: _Breaker) -> None:
+        self._num_not_closed += breaker.is_closed
         self.num_opened += 1
         now = self._now()
-        known.open(now)
-        self.on_change(instance_id, known.view(now))
+        breaker.open(now)
+        self.on_change(instance_id, breaker.view(now))
 
-    def _close(self, instance_id: InstanceId, known: _Breaker) -> None:
-        """Its failures still count: one or two more open it again, for longer than before."""
+    def _close(self, instance_id: InstanceId, breaker: _Breaker) -> None:
+        """Keeps the failure counts: one or two more failures open it again, for longer."""
         self._num_not_closed -= 1
-        known.is_closed = True
-        self.on_change(instance_id, known.view(self._now()))
+        breaker.is_closed = True
+        self.on_change(instance_id, breaker.view(self._now()))

@@ -1,4 +1,4 @@
-"""Breakers of a process's routers, for Prometheus and for `kvolt status`; read off when asked."""
+"""Circuit breakers of a process's routers, for Prometheus and `kvolt status`; read at each scrape."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from typing import Any, Protocol, runtime_checkable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvolt.router.breaker import Breakers, BreakerState
-from kvolt.router.filters import Eligible
+from kvolt.router.filters import CandidateFilter
 from kvolt.router.port import Router
-from kvolt.router.queue.queue_router import who_decides
+from kvolt.router.queue.queue_router import deciding_router
 
 BREAKER_DETAILS = "breakers"
-"""In a process's status: see `describe_breakers`."""
+"""Key in the process status, see `describe_breakers`."""
 
 _SEVERITY = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 @runtime_checkable
 class _Choosing(Protocol):
-    """A router that chooses among instances itself."""
+    """A router that filters candidates itself."""
 
-    eligible: Eligible
+    candidate_filter: CandidateFilter
 
 
 def _breakers(router: Router) -> Breakers | None:
-    deciding = who_decides(router)
-    return deciding.eligible.breakers if isinstance(deciding, _Choosing) else None
+    deciding = deciding_router(router)
+    return deciding.candidate_filter.breakers if isinstance(deciding, _Choosing) else None
 
 
 def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
-    """Of the routers that decide here, each with the endpoint that it decides for. A worker has series while it has
-    failed requests lately."""
+    """Metric families of routers by endpoint. A worker has series while it has recent failures."""
     state = GaugeMetricFamily(
         "kvolt_router_breaker_state",
-        "Circuit breaker of a worker that has failed requests lately: 0 closed, 1 half-open, 2 open",
+        "Circuit breaker of a worker: 0 closed, 1 half-open, 2 open",
         labels=("endpoint", "worker_id"),
     )
     rate = GaugeMetricFamily(
         "kvolt_router_worker_failure_rate",
-        "Share of a worker's recent requests that failed",
+        "Fraction of a worker's recent requests that failed",
         labels=("endpoint", "worker_id"),
     )
     opened = CounterMetricFamily(
@@ -58,7 +57,7 @@ def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
 
 
 def describe_breakers(routers: Iterable[Router]) -> list[dict[str, Any]]:
-    """Every breaker that is not closed."""
+    """All breakers that are not closed."""
     return [
         {
             "worker": instance_id,

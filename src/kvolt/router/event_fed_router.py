@@ -1,7 +1,7 @@
-"""A KvRouter that is fed by its workers: their KV events go into an index, their load reports into the book, and so
-does what other routers tell that send to the same workers. Who tells no events is known by our own decisions.
+"""KvRouter fed by its workers: KV events update the prefix index, load reports and gossip update the load.
 
-Owns the feeds: they begin with it and end with `close`.
+Workers without KV events are indexed from this router's own decisions. Owns the subscriptions: they start with it and
+end with `close`.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.router.index.approximate import ApproximateOptions
-from kvolt.router.index.hybrid import MixedHolders
+from kvolt.router.index.hybrid import HybridIndex
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.ingest import KvIngest
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy.custom import CustomPolicy
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.registry import shadow_of
+from kvolt.router.policy.registry import shadow_policy
 from kvolt.router.port import RouterContext
 from kvolt.router.service.gossip_link import GossipLink
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 _decode_report = msgspec.msgpack.Decoder(LoadReport).decode
 
 _RELOAD_S = 10.0
-"""A file that cannot be read for longer, or whose code hangs, is left alone until the next time."""
+"""Timeout of a policy reload: a file that cannot be read within it is skipped until the next check."""
 
 
-class ExactRouter(KvRouter):
-    """See the module; a Router."""
+class EventFedRouter(KvRouter):
+    """A Router; see the module."""
 
     def __init__(self, context: RouterContext, policy: Policy) -> None:
         runtime, settings = context.runtime, context.settings
         now = runtime.ports.clock.monotonic
-        self.index = BlockIndex(settings.index_max_bytes)
-        self.ingest = KvIngest(context.client, runtime, self.index, context.block_size)
-        self.holders = MixedHolders(
+        self.block_index = BlockIndex(settings.index_max_bytes)
+        self.ingest = KvIngest(context.client, runtime, self.block_index, context.block_size)
+        self.prefix_index = HybridIndex(
             self.ingest if settings.events else None,
             now,
             ApproximateOptions(ttl_s=settings.approximate_ttl_s, max_bytes=settings.approximate_max_bytes),
         )
         super().__init__(
             context.client,
-            self.holders,
+            self.prefix_index,
             policy,
             now,
             runtime.ports.rng,
             settings,
             context.role,
-            watch=self.holders,
+            observer=self.prefix_index,
         )
-        self._crew = Crew(f"loads of {context.client.endpoint}")
-        self._loads = runtime.events.subscribe(LOAD_TOPIC)
-        self._crew.start(self._read_loads(), "loads")
+        self._task_group = TaskGroup(f"loads of {context.client.endpoint}")
+        self._load_events = runtime.events.subscribe(LOAD_TOPIC)
+        self._task_group.start(self._read_loads(), "loads")
         self.custom_policies = [
-            each for each in (policy, *self._second_opinion(settings)) if isinstance(each, CustomPolicy)
+            each for each in (policy, *self._install_shadow(settings)) if isinstance(each, CustomPolicy)
         ]
-        """Somebody's own: the one that decides, the one that is only asked, both or neither."""
+        """User-defined policies in use: the deciding one, the shadow, both or neither."""
         for custom in self.custom_policies if settings.reload_s else ():
-            self._crew.start(self._follow(custom, context), f"file of {custom.name}")
+            self._task_group.start(self._reload_on_change(custom, context), f"file of {custom.name}")
         if settings.events:
             self.ingest.start()
         self.gossip = GossipLink(context.client, runtime, self)
@@ -77,37 +77,37 @@ class ExactRouter(KvRouter):
 
     async def close(self) -> None:
         await self.gossip.close()
-        await self._crew.close()
-        await self._loads.aclose()
+        await self._task_group.close()
+        await self._load_events.aclose()
         await self.ingest.close()
 
-    def held_by(self, instance_id: InstanceId) -> str:
-        if not self.holders.is_approximate(instance_id):
+    def index_source(self, instance_id: InstanceId) -> str:
+        if not self.prefix_index.is_approximate(instance_id):
             return f"events, {self.ingest.state_of(instance_id).value}"
-        if not self.holders.trust.is_trusted(instance_id):
-            return "own decisions: its reports are not what its events promise"
-        why = self.ingest.why_refused(instance_id)
-        return "own decisions" if why is None else f"own decisions: {why}"
+        if not self.prefix_index.health.is_healthy(instance_id):
+            return "own decisions: its reports differ from its KV events"
+        reason = self.ingest.rejection_reason(instance_id)
+        return "own decisions" if reason is None else f"own decisions: {reason}"
 
-    def _second_opinion(self, settings: RouterSettings) -> list[Policy]:
-        shadow = shadow_of(settings)
+    def _install_shadow(self, settings: RouterSettings) -> list[Policy]:
+        shadow = shadow_policy(settings)
         if shadow is None:
             return []
         self.selector.shadow = shadow[0]
         return [shadow[1]]
 
-    async def _follow(self, custom: CustomPolicy, context: RouterContext) -> None:
+    async def _reload_on_change(self, custom: CustomPolicy, context: RouterContext) -> None:
         ports = context.runtime.ports
         while True:
             await asyncio.sleep(context.settings.reload_s)
             try:
                 await ports.blocking.run(custom.reload_if_changed, _RELOAD_S)
             except KvoltError as error:
-                log.warning("the file of the policy %s cannot be looked at: %s", custom.name, error.message)
+                log.warning("policy reload failed: name=%s: %s", custom.name, error.message)
 
     async def _read_loads(self) -> None:
-        async for event in self._loads:
+        async for event in self._load_events:
             try:
                 self.on_report(_decode_report(event.payload))
             except MALFORMED as error:
-                log.debug("a load report cannot be read: %s", error)
+                log.debug("load report dropped: %s", error)

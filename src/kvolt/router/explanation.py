@@ -1,6 +1,6 @@
-"""Explanation: for one request, who could take it, what each would cost and why, and who could not. Nothing is booked.
+"""Explanation of a routing decision: candidates with their cost terms, and excluded workers with reasons.
 
-For people and tools; a router process answers it for its frontends.
+For operators and tools. Reserves nothing. A router process answers it for its frontends.
 """
 
 from __future__ import annotations
@@ -11,59 +11,59 @@ from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.policy.selector import Explained
+from kvolt.router.policy.choice import CandidateCost
 from kvolt.router.port import Router
-from kvolt.router.queue.queue_router import QueueRouter, who_decides
+from kvolt.router.queue.queue_router import QueueRouter, deciding_router
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 EXPLAIN_ENDPOINT = f"{OWN_ENDPOINTS}router.explain"
-"""For a RouteQuestion, at the address of the router's endpoint; answered by an Explanation."""
+"""Takes a RouteRequest at the address of the router's endpoint, returns an Explanation."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that could take the request."""
+    """A worker rank that can take the request."""
 
     process: str
-    held_by: str
-    """How it is known what it holds."""
-    terms: Explained
+    index_source: str
+    """Source of its index entries."""
+    terms: CandidateCost
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered worker that could not."""
+class ExcludedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A registered worker that cannot take the request."""
 
     instance: InstanceId
     process: str
-    why: str
+    reason: str
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     policy: str
     decided_by: str
-    """The process."""
+    """Deciding process."""
     prompt_tokens: int
     block_size: int
     num_blocks: int
-    """Whole ones: others are not kept."""
+    """Whole blocks; a partial last block is not cached."""
     output_tokens: float
-    """As many as are expected."""
+    """Expected number."""
     candidates: tuple[Candidate, ...]
-    """The least costly first."""
-    left_out: tuple[LeftOut, ...]
+    """Cheapest first."""
+    excluded_workers: tuple[ExcludedWorker, ...]
     num_waiting: int
-    """Requests before it, while every worker has enough to do."""
+    """Requests queued before it while all workers are saturated."""
     problem: str = ""
     """Why there is no candidate."""
 
 
 def explain_route(router: Router, request: Request, process: str) -> Explanation:
-    """What this router, in this process, would do with a request now. Unsupported for one that weighs nothing."""
-    deciding = who_decides(router)
+    """Explain what this router would decide now. Raises Unsupported for routers without a cost model."""
+    deciding = deciding_router(router)
     if not isinstance(deciding, KvRouter):
         raise Unsupported(
-            "this router weighs nothing: it takes workers in turn, by chance or by how many requests they have",
+            "router explain needs a router with a cost model, such as latency or classic",
             feature="explain",
             remedy="start the frontend with --router latency or --router classic",
         )
@@ -82,16 +82,18 @@ def explain_route(router: Router, request: Request, process: str) -> Explanation
         num_blocks=len(request.sequence_hashes),
         output_tokens=deciding.selector.expected_output_tokens(request),
         candidates=candidates,
-        left_out=tuple(_left_out(instance, why) for instance, why in deciding.left_out(request)),
+        excluded_workers=tuple(
+            _excluded_worker(instance, reason) for instance, reason in deciding.excluded_workers(request)
+        ),
         num_waiting=router.num_waiting if isinstance(router, QueueRouter) else 0,
         problem=problem,
     )
 
 
-def _candidate(router: KvRouter, terms: Explained) -> Candidate:
+def _candidate(router: KvRouter, terms: CandidateCost) -> Candidate:
     process = router.process_of(terms.instance)
-    return Candidate(process=process, held_by=router.held_by(terms.instance), terms=terms)
+    return Candidate(process=process, index_source=router.index_source(terms.instance), terms=terms)
 
 
-def _left_out(instance: Instance, why: str) -> LeftOut:
-    return LeftOut(instance=instance.id, process=instance.process, why=why)
+def _excluded_worker(instance: Instance, reason: str) -> ExcludedWorker:
+    return ExcludedWorker(instance=instance.id, process=instance.process, reason=reason)

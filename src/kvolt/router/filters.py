@@ -1,6 +1,6 @@
-"""Who may take a request at all: neither failed it, nor lacks its adapter or a taint, nor is passed over by its caller.
+"""Candidate filter: excluded and failing instances, LoRA adapters, pins, taints and DP ranks.
 
-What every router begins with; which of them it takes is its own affair.
+The first step of every router. Choosing among the candidates is up to the router.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import logging
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.adapters import Adapters
+from kvolt.router.adapters import LoraIndex
 from kvolt.router.breaker import Attempt, Breakers, BreakerState, BreakerView, Outcome
-from kvolt.router.policy.roster import ranks_of
-from kvolt.router.registrations import Registered
+from kvolt.router.registrations import Registrations
+from kvolt.router.worker_rank import ranks_of
 from kvolt.runtime.endpoint.address import Instance, InstanceState
 from kvolt.runtime.endpoint.client import EndpointClient
 
 log = logging.getLogger(__name__)
 
 
-class Eligible:
-    """Of one endpoint, for as long as its client lives."""
+class CandidateFilter:
+    """Candidate filter of one endpoint; lives as long as its client."""
 
     def __init__(
         self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
     ) -> None:
-        """`breakers`: on the loop's time unless they are given."""
+        """`breakers` default to the event loop's clock."""
         self._client = client
         self._role = role
         self.breakers = breakers or Breakers(asyncio.get_running_loop().time)
-        """Of these instances, as this router sees them. Routers say what they send, and how it ended."""
+        """Circuit breakers of these instances. The router reports each attempt and its outcome."""
         self.breakers.on_change = self._log_breaker
         client.on_change(self._drop_breakers)
-        self._adapters = Adapters(client)
-        self.registered = Registered(client)
+        self._adapters = LoraIndex(client)
+        self.registrations = Registrations(client)
 
-    def is_anyone(self, request: Request, excluded: frozenset[InstanceId]) -> bool:
-        """Whether every candidate will do."""
+    def is_unrestricted(self, request: Request, excluded: frozenset[InstanceId]) -> bool:
+        """Whether all candidates may take the request."""
         hints = request.routing
         return (
             not excluded
@@ -50,45 +50,47 @@ class Eligible:
             and hints.pinned_dp_rank is None
         )
 
-    def of(self, request: Request, excluded: frozenset[InstanceId]) -> list[Instance]:
-        """At least one, in order of id; Unavailable says why there is none."""
+    def candidates(self, request: Request, excluded: frozenset[InstanceId]) -> list[Instance]:
+        """At least one candidate, in order of id. Raises Unavailable with the reason if there is none."""
         hints, lora = request.routing, request.lora
-        able = self._adapters.holders(lora) if lora else self._client.candidates()
-        left = [instance for instance in able if instance.id not in excluded]
+        capable = self._adapters.candidates(lora) if lora else self._client.candidates()
+        candidates = [instance for instance in capable if instance.id not in excluded]
         pinned = hints.pins.get(self._role)
         if pinned is not None:
-            left = [instance for instance in left if instance.id == pinned]
+            candidates = [instance for instance in candidates if instance.id == pinned]
         if hints.allowed:
             allowed = frozenset(hints.allowed)
-            left = [instance for instance in left if instance.id in allowed]
+            candidates = [instance for instance in candidates if instance.id in allowed]
         if hints.required_taints:
-            left = [each for each in left if self.registered.has_taints(each.id, hints.required_taints)]
+            candidates = [
+                each for each in candidates if self.registrations.has_taints(each.id, hints.required_taints)
+            ]
         if hints.pinned_dp_rank is not None:
-            infos = self.registered.infos()
-            left = [each for each in left if hints.pinned_dp_rank in ranks_of(infos.get(each.id))]
-        if not left:
-            raise self._nobody(hints, lora, excluded)
-        blocked = self.breakers.blocked(each.id for each in left)
-        return [each for each in left if each.id not in blocked] if blocked else left
+            infos = self.registrations.infos()
+            candidates = [each for each in candidates if hints.pinned_dp_rank in ranks_of(infos.get(each.id))]
+        if not candidates:
+            raise self._unavailable(hints, lora, excluded)
+        blocked = self.breakers.blocked(each.id for each in candidates)
+        return [each for each in candidates if each.id not in blocked] if blocked else candidates
 
-    def why_not(self, instance: Instance, request: Request) -> str | None:
-        """Why a registered instance may not take a request, for people; None for one that may."""
+    def exclusion_reason(self, instance: Instance, request: Request) -> str | None:
+        """Why a registered instance cannot take the request, for display; None if it can."""
         hints, lora = request.routing, request.lora
         pinned = hints.pins.get(self._role)
         if instance.state is not InstanceState.READY:
-            return f"it is {instance.state.value} and takes no new requests"
+            return f"it is {instance.state.value} and accepts no new requests"
         if instance not in self._client.candidates():
-            return "it cannot be reached now"
-        if lora and instance not in self._adapters.holders(lora):
+            return "it is not reachable"
+        if lora and instance not in self._adapters.candidates(lora):
             return f"it does not have the adapter {lora!r}"
         if pinned is not None and instance.id != pinned:
             return f"the request is pinned to {pinned}"
         if hints.allowed and instance.id not in hints.allowed:
-            return "it is none of those that the request allows"
-        if hints.required_taints and not self.registered.has_taints(instance.id, hints.required_taints):
+            return "it is not among the workers that the request allows"
+        if hints.required_taints and not self.registrations.has_taints(instance.id, hints.required_taints):
             return f"it does not have {_named('taint', hints.required_taints)}"
         rank = hints.pinned_dp_rank
-        if rank is not None and rank not in ranks_of(self.registered.infos().get(instance.id)):
+        if rank is not None and rank not in ranks_of(self.registrations.infos().get(instance.id)):
             return f"it has no data-parallel rank {rank}"
         breaker = self.breakers.views().get(instance.id)
         if breaker is not None and breaker.state is BreakerState.OPEN:
@@ -97,13 +99,13 @@ class Eligible:
         return None
 
     def end_attempt(self, instance_id: InstanceId, attempt: Attempt | None, outcome: Outcome) -> None:
-        """A request is over that a router sent. What a worker did that is gone by now matters no more."""
+        """Report the outcome of an attempt. A failure of an instance that is deregistered by now is ignored."""
         is_gone = outcome is Outcome.FAILED and not self._client.is_registered(instance_id)
-        self.breakers.end(instance_id, attempt, Outcome.UNKNOWN if is_gone else outcome)
+        self.breakers.end_attempt(instance_id, attempt, Outcome.UNKNOWN if is_gone else outcome)
 
     def _drop_breakers(self) -> None:
         if self.breakers:
-            self.breakers.keep(each.id for each in self._client.instances())
+            self.breakers.retain(each.id for each in self._client.instances())
 
     def _log_breaker(self, instance_id: InstanceId, view: BreakerView) -> None:
         if view.state is BreakerState.CLOSED:
@@ -116,7 +118,9 @@ class Eligible:
             view.retry_in_s,
         )
 
-    def _nobody(self, hints: RoutingHints, lora: str | None, excluded: frozenset[InstanceId]) -> Unavailable:
+    def _unavailable(
+        self, hints: RoutingHints, lora: str | None, excluded: frozenset[InstanceId]
+    ) -> Unavailable:
         pinned = hints.pins.get(self._role)
         having = f" with the adapter {lora!r}" if lora else ""
         if hints.required_taints:
@@ -130,7 +134,7 @@ class Eligible:
             reason = "none_allowed"
         elif hints.required_taints or hints.pinned_dp_rank is not None:
             message, reason = f"no instance{having} can be reached", "none_fits"
-        elif lora and not self._adapters.holders(lora):
+        elif lora and not self._adapters.candidates(lora):
             message, reason = f"no instance that can be reached has the adapter {lora!r}", "no_adapter"
         elif not excluded and not self._client.candidates():
             message = f"no instance of {self._client.endpoint} can be reached"

@@ -1,6 +1,7 @@
-"""KvRouter: a Selector over the workers of an endpoint: who they are, who of them may take a request, and the port.
+"""KvRouter: a Selector over the workers of an endpoint.
 
-Counts its own decisions at once, and what workers report on top. Routing itself awaits nothing.
+Tracks the registered workers, filters the candidates and implements the Router port. Own reservations count at once;
+worker reports add external load. Routing awaits nothing.
 """
 
 from __future__ import annotations
@@ -15,46 +16,47 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Breakers, Outcome
-from kvolt.router.filters import Eligible
-from kvolt.router.index.overlap import Holders
-from kvolt.router.place import Place
+from kvolt.router.filters import CandidateFilter
+from kvolt.router.index.overlap import PrefixIndex
+from kvolt.router.policy.choice import CandidateCost, Choice
 from kvolt.router.policy.forecast import Forecast
-from kvolt.router.policy.learning import Watch
+from kvolt.router.policy.learning import RequestObserver
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.roster import ranks_of
-from kvolt.router.policy.selector import Choice, Explained, PlaceLoad, Selector
+from kvolt.router.policy.selector import Selector
 from kvolt.router.port import Decision
-from kvolt.router.service.gossip import PlaceBookings
 from kvolt.router.stats import RouterStats
+from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank, WorkerRankLoad, ranks_of
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 
 
 class KvRouter:
-    """See the module; a Router."""
+    """A Router; see the module."""
 
     def __init__(
         self,
         client: EndpointClient,
-        holders: Holders,
+        prefix_index: PrefixIndex,
         policy: Policy,
         now: Callable[[], float],
         rng: random.Random,
         settings: RouterSettings | None = None,
         role: Role = Role.AGGREGATED,
-        watch: Watch | None = None,
+        observer: RequestObserver | None = None,
     ) -> None:
         self._client = client
-        self.eligible = Eligible(client, role, Breakers(now))
+        self.candidate_filter = CandidateFilter(client, role, Breakers(now))
         self._known_version: int | None = None
-        self._givers: tuple[Place, ...] = ()
-        """Those that give others what they have."""
-        self._everyone: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
-        self.on_relief: Callable[[], None] = _nobody_waits
-        """Called when a worker may have got room without `begun` or `free`; of who lets requests wait."""
+        self._kv_sources: tuple[WorkerDpRank, ...] = ()
+        """Worker ranks that share their KV with peers."""
+        self._all_ids_cache: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
+        self.on_capacity_freed: Callable[[], None] = _no_queue
+        """Called when capacity may have become free other than by `mark_first_token` or `release`. Set by a queue."""
         client.on_change(self._on_change)
-        self.selector = Selector(holders, policy, now, rng, settings, watch, self.eligible.breakers)
+        self.selector = Selector(
+            prefix_index, policy, now, rng, settings, observer, self.candidate_filter.breakers
+        )
 
     @property
     def endpoint(self) -> EndpointAddress:
@@ -65,21 +67,21 @@ class KvRouter:
         return self.selector.stats
 
     @property
-    def num_under_way(self) -> int:
-        """Decisions that are not over."""
-        return self.selector.num_under_way
+    def num_in_flight(self) -> int:
+        """Decisions not released yet."""
+        return self.selector.num_in_flight
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        """However busy all are: who lets requests wait asks `try_route`."""
-        return self._decide(self._choose(request, excluded))
+        """Route regardless of load. Queues use `try_route`."""
+        return self._to_decision(self._choose(request, excluded))
 
     def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """None when every instance that could take it has enough to do already. Unavailable as `route`."""
+        """Route, or return None if all candidates are saturated. Raises Unavailable like `route`."""
         choice = self._choose(request, excluded)
-        return None if choice.is_saturated else self._decide(choice)
+        return None if choice.is_saturated else self._to_decision(choice)
 
-    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
-        """Until its first token, if it were routed now; None where `try_route` would give nothing. Books nothing."""
+    def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
+        """Predicted TTFT if the request were routed now; None if `try_route` would return None. Reserves nothing."""
         choice = self._choose(request, excluded)
         return None if choice.is_saturated else choice.predicted_s
 
@@ -87,107 +89,109 @@ class KvRouter:
         return self.selector.forecast(request, self._candidates(request, frozenset()))
 
     def queue_s(self, decision: Decision) -> float:
-        """Until the prompts are computed that were sent to its place, this and later ones included; once that time is
-        over, what they were to take."""
-        return self.selector.queue_s(decision.booking)
+        """Predicted time until all prompts sent to the decision's worker rank are computed, later ones included. Once
+        that time has passed: the predicted duration of the prompts still pending."""
+        return self.selector.queue_s(decision.reservation_id)
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
-        self.selector.begun(decision.booking, cached_tokens)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.candidate_filter.breakers.mark_first_token(decision.instance.id, decision.attempt)
+        self.selector.mark_first_token(decision.reservation_id, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.eligible.end_attempt(decision.instance.id, decision.attempt, outcome)
-        self.selector.free(decision.booking, usage)
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.candidate_filter.end_attempt(decision.instance.id, decision.attempt, outcome)
+        self.selector.release(decision.reservation_id, usage)
 
     async def close(self) -> None:
-        """What feeds the index is somebody else's."""
+        """The prefix index belongs to the caller."""
 
     def on_report(self, report: LoadReport) -> None:
-        self._look()
+        self._refresh_workers()
         self.selector.on_report(report)
-        self.on_relief()
+        self.on_capacity_freed()
 
     def _on_change(self) -> None:
-        self.on_relief()
+        self.on_capacity_freed()
 
-    def own_loads(self) -> Sequence[PlaceBookings]:
-        """For gossip: what is booked here."""
+    def own_loads(self) -> Sequence[ReservedLoad]:
+        """Loads reserved by this router, for gossip."""
         return self.selector.own_loads()
 
-    def set_others(self, told: PlaceBookings) -> None:
-        """From gossip: what all other routers have booked at a place."""
-        self._look()
-        self.selector.set_others(told)
-        self.on_relief()
+    def set_replica_load(self, load: ReservedLoad) -> None:
+        """Set the load that all other routers have reserved on a worker rank."""
+        self._refresh_workers()
+        self.selector.set_replica_load(load)
+        self.on_capacity_freed()
 
-    def explain(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> list[Explained]:
-        """Every candidate with the terms of its cost, the least costly first."""
+    def explain(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> list[CandidateCost]:
+        """All candidates with their cost terms, cheapest first."""
         return self.selector.explain(request, self._candidates(request, excluded))
 
-    def left_out(self, request: Request) -> list[tuple[Instance, str]]:
-        """Every registered worker that may not take a request, and why, for people."""
-        told = [(each, self.eligible.why_not(each, request)) for each in self._client.instances()]
-        return [(instance, why) for instance, why in told if why is not None]
+    def excluded_workers(self, request: Request) -> list[tuple[Instance, str]]:
+        """Registered workers that cannot take the request, with reasons for display."""
+        reasons = [
+            (each, self.candidate_filter.exclusion_reason(each, request)) for each in self._client.instances()
+        ]
+        return [(instance, why) for instance, why in reasons if why is not None]
 
-    def held_by(self, instance_id: InstanceId) -> str:
-        """How it is known what a worker holds, for people."""
+    def index_source(self, instance_id: InstanceId) -> str:
+        """Source of the index entries of a worker, for display."""
         return "index"
 
     def process_of(self, instance_id: InstanceId) -> str:
-        """Of a worker that is registered."""
-        return self._client.instance(instance_id).process
+        """Process name of a registered worker."""
+        return self._client.get_instance(instance_id).process
 
-    def loads(self) -> list[PlaceLoad]:
-        self._look()
-        return self.selector.loads()
+    def worker_loads(self) -> list[WorkerRankLoad]:
+        self._refresh_workers()
+        return self.selector.worker_loads()
 
     # ---
 
     def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> Choice:
-        candidates = self._candidates(request, excluded)  # and who gives is known
-        givers = self._givers
-        if excluded and givers:  # who has failed this request is not asked for its blocks either
-            givers = tuple(place for place in givers if place.instance_id not in excluded)
-        return self.selector.choose(request, candidates, givers)
+        candidates = self._candidates(request, excluded)
+        sources = self._kv_sources
+        if excluded and sources:  # a worker that failed this request is no KV source either
+            sources = tuple(each for each in sources if each.instance_id not in excluded)
+        return self.selector.choose(request, candidates, sources)
 
     def _all_ids(self) -> Sequence[InstanceId]:
-        """Of those that can be reached; the same tuple as long as they are the same."""
-        everyone = self._client.candidates()
-        if self._everyone is None or self._everyone[0] is not everyone:
-            self._everyone = (everyone, _ids(everyone))
-        return self._everyone[1]
+        """Ids of all reachable workers; the same tuple until the set changes."""
+        reachable = self._client.candidates()
+        if self._all_ids_cache is None or self._all_ids_cache[0] is not reachable:
+            self._all_ids_cache = (reachable, _ids(reachable))
+        return self._all_ids_cache[1]
 
-    def _decide(self, choice: Choice) -> Decision:
+    def _to_decision(self, choice: Choice) -> Decision:
         is_query = choice.request.routing.query_only
-        instance_id, dp_rank = choice.place
-        infos = self.eligible.registered.infos()
+        instance_id, dp_rank = choice.worker_rank
+        infos = self.candidate_filter.registrations.infos()
         has_several = len(ranks_of(infos.get(instance_id))) > 1
         return Decision(
-            self._client.instance(instance_id),
+            self._client.get_instance(instance_id),
             choice.overlap_blocks,
             choice.predicted_s * 1e3,
             _sources(choice, infos),
-            booking=0 if is_query else self.selector.book(choice),
+            reservation_id=0 if is_query else self.selector.reserve(choice),
             dp_rank=dp_rank if has_several else None,
-            attempt=None if is_query else self.eligible.breakers.send(instance_id),
+            attempt=None if is_query else self.candidate_filter.breakers.start_attempt(instance_id),
         )
 
     def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> Sequence[InstanceId]:
-        self._look()
-        if self.eligible.is_anyone(request, excluded):
-            everyone = self._all_ids()
-            if everyone:
-                return everyone
-        return _ids(self.eligible.of(request, excluded))
+        self._refresh_workers()
+        if self.candidate_filter.is_unrestricted(request, excluded):
+            reachable = self._all_ids()
+            if reachable:
+                return reachable
+        return _ids(self.candidate_filter.candidates(request, excluded))
 
-    def _look(self) -> None:
-        registered = self.eligible.registered
+    def _refresh_workers(self) -> None:
+        registered = self.candidate_filter.registrations
         if registered.version != self._known_version:
             self._known_version = registered.version
             infos = registered.infos()
             self.selector.set_workers(infos)
-            self._givers = tuple(
-                Place(instance_id, dp_rank)
+            self._kv_sources = tuple(
+                WorkerDpRank(instance_id, dp_rank)
                 for instance_id, info in infos.items()
                 if info is not None and info.shares_kv
                 for dp_rank in ranks_of(info)
@@ -195,15 +199,15 @@ class KvRouter:
 
 
 def _sources(choice: Choice, infos: Mapping[InstanceId, EngineInfo | None]) -> tuple[KvSource, ...]:
-    """Who has more of the prompt than the chosen one, if that one takes it."""
-    info = infos.get(choice.place.instance_id)
+    """The peer that holds more of the prompt than the chosen worker, if that worker shares KV."""
+    info = infos.get(choice.worker_rank.instance_id)
     if choice.source is None or info is None or not info.shares_kv:
         return ()
     source = choice.source
     return (KvSource(source.instance_id, Tier.HOST, choice.source_blocks, source.dp_rank),)
 
 
-def _nobody_waits() -> None:
+def _no_queue() -> None:
     pass
 
 

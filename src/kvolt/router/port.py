@@ -1,4 +1,4 @@
-"""The router port: which instance gets a request."""
+"""Router port: chooses an instance for each request."""
 
 from __future__ import annotations
 
@@ -12,113 +12,113 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Attempt, Breakers, Outcome
-from kvolt.router.filters import Eligible
+from kvolt.router.filters import CandidateFilter
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.runtime import Runtime
 
 
-class Recall:
-    """How a router moves a request that has not begun: who carries the request puts in how."""
+class WithdrawHook:
+    """Callback slot through which a router moves a request that has not started."""
 
-    __slots__ = ("move",)
+    __slots__ = ("try_move",)
 
     def __init__(self) -> None:
-        self.move: Callable[[Decision], bool] | None = None
-        """Told where else it could go, already booked there; whether it tries to. If not, or if it is too late, that is
-        given to `free`, as everything that is booked. None while it cannot be moved. Must not raise."""
+        self.try_move: Callable[[Decision], bool] | None = None
+        """Set by the component that carries the request. Receives a decision for another worker, already reserved;
+        returns whether it tries to move. If it does not, or is too late, it releases that decision like any other. None
+        while the request cannot be moved. Must not raise."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes, and what the router expects of it."""
+    """Target of a request and the router's predictions for it."""
 
     instance: Instance
     overlap_blocks: int = 0
     predicted_ms: float | None = None
     kv_sources: tuple[KvSource, ...] = ()
-    booking: int = 0
-    """For the router that made it: what it counts as under way."""
+    reservation_id: int = 0
+    """Key of the reservation in the router that made the decision."""
     dp_rank: int | None = None
-    """Which data-parallel rank of the instance; None where the instance may choose."""
-    recall: Recall | None = None
-    """Of a router that may want the request back before it has begun."""
+    """Data-parallel rank of the instance; None if the instance may choose."""
+    withdraw_hook: WithdrawHook | None = None
+    """Set by routers that may withdraw the request before it starts."""
     attempt: Attempt | None = None
-    """For the router that made it: what its breaker of the instance keeps of it."""
+    """State kept by the router's circuit breaker."""
 
 
-_AS_THEY_COME = RouterSettings()
+_DEFAULT_SETTINGS = RouterSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
-    """What a router may need: the workers it chooses from, and the process that it lives in."""
+    """Dependencies of a router: the workers to choose from, and its process."""
 
     client: EndpointClient
     runtime: Runtime
     block_size: int
-    """Of the hashes that requests come with."""
-    settings: RouterSettings = _AS_THEY_COME
+    """Block size of the requests' hashes."""
+    settings: RouterSettings = _DEFAULT_SETTINGS
     role: Role = Role.AGGREGATED
-    """Of these workers: a request may pin one of each role."""
+    """Role of these workers: a request may pin one instance per role."""
 
 
 class Router(Protocol):
-    """The port. Asynchronous, since a router may let a request wait for its turn or live elsewhere."""
+    """The port. `route` is asynchronous: a router may queue the request or run in another process."""
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        """Any instance but the excluded ones, which have failed this request already, and with its adapter.
+        """Choose an instance that is not excluded (it failed this request before) and has the request's adapter.
 
-        Unavailable when no instance can take the request; Overloaded when too many wait. What it returns is booked
-        at that instance until it is given to `free`; when it raises, or is cancelled, nothing is.
+        Raises Unavailable if no instance can take the request, Overloaded if the queue is full. The decision holds a
+        reservation until it is passed to `release`; a call that raises or is cancelled reserves nothing.
         """
         ...
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        """The first token of the answer has come, and how much of the prompt was not computed, if the worker says.
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        """Record the first token, and the cached prompt tokens that the worker reported, if any.
 
-        At most once for each, and before `free`. Must not raise.
+        At most once per decision, before `release`. Must not raise.
         """
         ...
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        """What came of this decision is over: answered, failed, cancelled or never begun. Once for each.
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """End the reservation of a decision: answered, failed, cancelled or never sent. Exactly once per decision.
 
-        With the worker's own counts where it was answered to its end, and with what that says about the worker. Must
-        not raise.
+        `usage` is set for complete answers; `outcome` feeds the circuit breaker. Must not raise.
         """
         ...
 
     async def close(self) -> None:
-        """It is asked no more."""
+        """Stop the router. It receives no calls after this."""
         ...
 
 
 class RoundRobinRouter:
-    """Each candidate in turn. A pin for its role is obeyed, and who lacks the request's adapter is left out;
-    nothing else about the request matters."""
+    """Round-robin over the candidates. Respects pins and LoRA adapters and ignores everything else about the
+    request."""
 
     def __init__(
         self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
     ) -> None:
         self._client = client
-        self.eligible = Eligible(client, role, breakers)
+        self.candidate_filter = CandidateFilter(client, role, breakers)
         self._turn = 0
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if self.eligible.is_anyone(request, excluded):
-            chosen = self._client.round_robin()
+        if self.candidate_filter.is_unrestricted(request, excluded):
+            chosen = self._client.pick_round_robin()
         else:
-            left = self.eligible.of(request, excluded)
+            candidates = self.candidate_filter.candidates(request, excluded)
             self._turn += 1
-            chosen = left[self._turn % len(left)]
-        return Decision(chosen, attempt=self.eligible.breakers.send(chosen.id))
+            chosen = candidates[self._turn % len(candidates)]
+        return Decision(chosen, attempt=self.candidate_filter.breakers.start_attempt(chosen.id))
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.candidate_filter.breakers.mark_first_token(decision.instance.id, decision.attempt)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.eligible.end_attempt(decision.instance.id, decision.attempt, outcome)
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.candidate_filter.end_attempt(decision.instance.id, decision.attempt, outcome)
 
     async def close(self) -> None:
-        """It has nothing of its own."""
+        """Holds no resources."""

@@ -1,6 +1,6 @@
-"""What the workers of an endpoint said of themselves when they registered.
+"""Registered engine metadata of the workers of an endpoint.
 
-Read off once per change of the instances, not once per request.
+Decoded once per change of the instances, not per request.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ log = logging.getLogger(__name__)
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 
-class Registered:
-    """Of one endpoint, for as long as its client lives."""
+class Registrations:
+    """EngineInfo by instance; lives as long as its client."""
 
     def __init__(self, client: EndpointClient) -> None:
         self._client = client
         self._infos: dict[InstanceId, EngineInfo | None] | None = None
         self.version = 0
-        """Another one whenever they may have changed."""
-        client.on_change(self._forget)
+        """Incremented when the registrations may have changed."""
+        client.on_change(self._invalidate)
 
-    def _forget(self) -> None:
+    def _invalidate(self) -> None:
         self._infos = None
         self.version += 1
 
     def infos(self) -> Mapping[InstanceId, EngineInfo | None]:
-        """Of all that are registered, reachable or not; None for one that cannot be read."""
+        """All registered instances, reachable or not; None if the metadata cannot be decoded."""
         if self._infos is None:
             self._infos = {instance.id: _info_of(instance) for instance in self._client.instances()}
         return self._infos
 
     def has_taints(self, instance_id: InstanceId, taints: tuple[str, ...]) -> bool:
-        """All of them."""
+        """Whether the instance has all of these taints."""
         info = self.infos().get(instance_id)
         return info is not None and set(taints) <= set(info.taints)
 
@@ -51,5 +51,5 @@ def _info_of(instance: Instance) -> EngineInfo | None:
     try:
         return _decode_info(instance.info)
     except MALFORMED:
-        log.warning("instance %s says of itself what cannot be read", instance.id)
+        log.warning("cannot decode the registration: instance=%s", instance.id)
         return None

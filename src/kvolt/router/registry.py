@@ -7,11 +7,11 @@ from collections.abc import Callable
 from kvolt.core.errors import ConfigError
 from kvolt.router.breaker import Breakers
 from kvolt.router.direct import DirectRouter
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
 from kvolt.router.policy.custom import CustomPolicy, is_custom
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.registry import classic_of, latency_of, policy_named, shadow_of
+from kvolt.router.policy.registry import classic_policy, find_policy, latency_policy, shadow_policy
 from kvolt.router.port import RoundRobinRouter, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter
 from kvolt.runtime.config.router_settings import RouterSettings
@@ -24,8 +24,8 @@ def _breakers(context: RouterContext) -> Breakers:
 NewRouter = Callable[[RouterContext], Router]
 
 ROUTERS: dict[str, NewRouter] = {
-    "latency": lambda context: _late(context, "latency", latency_of(context.settings)),
-    "classic": lambda context: _late(context, "classic", classic_of(context.settings)),
+    "latency": lambda context: _kv_aware(context, "latency", latency_policy(context.settings)),
+    "classic": lambda context: _kv_aware(context, "classic", classic_policy(context.settings)),
     "round-robin": lambda context: RoundRobinRouter(context.client, context.role, _breakers(context)),
     "least-loaded": lambda context: LeastLoadedRouter(context.client, context.role, _breakers(context)),
     "power-of-two": lambda context: PowerOfTwoRouter(
@@ -42,27 +42,29 @@ _BLIND = frozenset(("round-robin", "least-loaded", "power-of-two", "random", "di
 
 
 def reads_kv_events(name: str) -> bool:
-    """Whether a router looks at what workers hold; others need not be told."""
+    """Whether a router uses KV events; if not, workers need not publish them."""
     return name not in _BLIND
 
 
 def find_router(name: str, settings: RouterSettings | None = None) -> NewRouter:
-    """One of ROUTERS, or one with somebody's own policy. ConfigError before anything runs: for a name that there is
-    not, and for a policy, or a shadow of the settings, that does not work."""
+    """Factory of a named router or of a user-defined policy.
+
+    Raises ConfigError before anything starts: unknown name, or a policy or shadow policy that does not load.
+    """
     if settings is not None:
-        shadow_of(settings)
+        shadow_policy(settings)
     if not is_custom(name):
         if name not in ROUTERS:
             known = f"known: {', '.join(ROUTERS)}, FILE.py:FUNCTION, MODULE:FUNCTION"
-            raise ConfigError(f"there is no router {name!r}", key="router", remedy=known)
+            raise ConfigError(f"unknown router: {name!r}", key="router", remedy=known)
         return ROUTERS[name]
-    CustomPolicy(name, latency_of(RouterSettings()))
-    return lambda context: _late(context, name, policy_named(name, context.settings))
+    CustomPolicy(name, latency_policy(RouterSettings()))
+    return lambda context: _kv_aware(context, name, find_policy(name, context.settings))
 
 
-def _late(context: RouterContext, name: str, policy: Policy) -> Router:
-    """One that knows what workers hold; requests wait in it while all of them have enough to do."""
-    inner = ExactRouter(context, policy)
+def _kv_aware(context: RouterContext, name: str, policy: Policy) -> Router:
+    """KV-aware router, behind a queue for requests that arrive while all workers are saturated."""
+    inner = EventFedRouter(context, policy)
     inner.selector.stats.policy = name
     settings = context.settings
     if not settings.queue:

@@ -1,4 +1,4 @@
-"""RouterStats: what came of a router's decisions, counted; `metrics` tells it to Prometheus. Pure, and bounded."""
+"""RouterStats: outcome counters of a router's decisions, exported by the collectors. Pure, and bounded."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ _RATIOS = (0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 
 
 @dataclass(slots=True)
 class RouterStats:
-    """Of one router."""
+    """Counters of one router."""
 
     policy: str = ""
-    """By name, where it has one."""
+    """Policy name, if it has one."""
     num_started: int = 0
-    """Booked."""
+    """Reservations made."""
     num_ended: int = 0
-    """Freed, however that came."""
+    """Reservations released."""
     num_saturated: int = 0
-    """Booked though every worker had enough to do already."""
-    num_less_overlap: int = 0
-    """Sent to somebody though another held more of the prompt."""
+    """Reservations made while all workers were saturated."""
+    num_non_max_overlap: int = 0
+    """Requests sent to a worker other than the one with the longest cached prefix."""
     hit_rate: Histogram = field(default_factory=lambda: Histogram(_SHARES))
-    """The share of each prompt's blocks that its worker was said to hold."""
-    real_hit_rate: Histogram = field(default_factory=lambda: Histogram(_SHARES))
-    """The same, by the worker's own word."""
+    """Predicted share of the prompt's blocks that the chosen worker held."""
+    reported_hit_rate: Histogram = field(default_factory=lambda: Histogram(_SHARES))
+    """Share of the prompt that the worker reported as cached."""
     overlap_lost: Histogram = field(default_factory=lambda: Histogram(_BLOCKS))
-    """Blocks that another held beyond who got the request."""
+    """Blocks that the worker with the longest prefix held beyond the chosen one."""
     input_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
     ttft_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     predicted_ttft_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     ttft_ratio: Histogram = field(default_factory=lambda: Histogram(_RATIOS))
-    """Real over predicted, of each."""
-    find_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))
-    weigh_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))
+    """Measured over predicted TTFT, per request."""
+    lookup_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))
+    scheduling_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))
     total_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))
 
-    def decided(self, num_blocks: int, overlap: int, most_overlap: int, prompt_tokens: int) -> None:
-        """A request was sent."""
+    def record_decision(
+        self, num_blocks: int, overlap: int, max_overlap_blocks: int, prompt_tokens: int
+    ) -> None:
+        """Count a reservation."""
         self.num_started += 1
         self.input_tokens.observe(prompt_tokens)
         if num_blocks:
             self.hit_rate.observe(overlap / num_blocks)
-        if overlap < most_overlap:
-            self.num_less_overlap += 1
-            self.overlap_lost.observe(most_overlap - overlap)
+        if overlap < max_overlap_blocks:
+            self.num_non_max_overlap += 1
+            self.overlap_lost.observe(max_overlap_blocks - overlap)
 
-    def took(self, find_s: float, total_s: float) -> None:
-        """What a decision took: the index, and all of it."""
-        self.find_ms.observe(find_s * 1e3)
-        self.weigh_ms.observe(max(total_s - find_s, 0.0) * 1e3)
+    def record_overhead(self, find_s: float, total_s: float) -> None:
+        """Count the overhead of a decision: index lookup, and total."""
+        self.lookup_ms.observe(find_s * 1e3)
+        self.scheduling_ms.observe(max(total_s - find_s, 0.0) * 1e3)
         self.total_ms.observe(total_s * 1e3)
 
-    def begun(self, real_s: float, predicted_s: float) -> None:
-        """An answer has begun so long after its request was sent."""
-        self.ttft_s.observe(real_s)
+    def record_first_token(self, measured_s: float, predicted_s: float) -> None:
+        """Count a first token, with the time since the reservation."""
+        self.ttft_s.observe(measured_s)
         self.predicted_ttft_s.observe(predicted_s)
         if predicted_s > 0.0:
-            self.ttft_ratio.observe(real_s / predicted_s)
+            self.ttft_ratio.observe(measured_s / predicted_s)

@@ -1,1 +1,1 @@
-"""Discovery, planes, leases, tasks, clock, config, supervisor: what every process stands on."""
+"""Process runtime: discovery, request and event planes, leases, tasks, clock, configuration, supervisor."""

@@ -1,7 +1,6 @@
-"""The admin server of a process: health, metrics, and the controls an operator needs.
+"""Admin server of a process: health, metrics, and controls for operators.
 
-Owns the paths and their answers. What cordon, drain and resume do is behind `Controls`; where the
-server listens is config's business.
+Defines the paths and responses. `Controls` implements cordon, drain, resume and the commands.
 """
 
 from __future__ import annotations
@@ -38,40 +37,40 @@ COMMANDS = {
     "/v1/load_lora_adapter": "load_lora_adapter",
     "/v1/unload_lora_adapter": "unload_lora_adapter",
 }
-"""By path: what some processes can be asked besides. The paths of adapters are vLLM's."""
+"""Path -> command; each process supports some of them. The paths for adapters are vLLM's."""
 
 
 class Controls(Protocol):
-    """What an operator may do to this process.
+    """Operations that an operator can apply to this process.
 
-    Calls run in the request's task: a caller that hangs up cancels them, and `drain` must then leave
-    the process cordoned.
+    Calls run in the request's task. A client that disconnects cancels them, and `drain` must then leave the process
+    cordoned.
     """
 
     async def cordon(self) -> None:
-        """Take no new work; what runs goes on."""
+        """Refuse new work; running work continues."""
         ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Cordon, then wait until nothing runs or the time is over."""
+        """Cordon, then wait until no work is running or the time-out expires."""
         ...
 
     async def resume(self) -> None:
-        """Take work again."""
+        """Accept work again."""
         ...
 
     async def command(self, name: str, body: bytes) -> Any:
-        """One of COMMANDS, here or at all workers that are known here. Unsupported when this process has no such."""
+        """Run one of COMMANDS, here or on all known workers. Raises Unsupported if this process does not have it."""
         ...
 
     async def status(self) -> Any:
-        """Anything that encodes to JSON."""
+        """Return the status; it must encode to JSON."""
         ...
 
 
 class AdminServer:
-    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`, and
-    COMMANDS."""
+    """HTTP server with `/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`,
+    `/resume` and COMMANDS."""
 
     def __init__(
         self,
@@ -118,8 +117,8 @@ class AdminServer:
     async def _show_ready(self, request: HttpRequest) -> Response:
         return self._report(self._health.ready())
 
-    def _report(self, good: bool) -> Response:
-        return Response(200 if good else 503, msgspec.json.encode(self._health.report()))
+    def _report(self, ok: bool) -> Response:
+        return Response(200 if ok else 503, msgspec.json.encode(self._health.report()))
 
     async def _show_metrics(self, request: HttpRequest) -> Response:
         body, content_type = self._metrics.render()
@@ -159,11 +158,12 @@ class AdminServer:
         return timeout_s
 
 
-_WEB_PAGE = json_error(403, "controls do not take requests from web pages", "forbidden")
+_WEB_PAGE = json_error(403, "the admin API refuses requests from web pages", "forbidden")
 
 
 def _not_for_web_pages(handler: Handler) -> Handler:
-    # Loopback is no shield from a browser on the same machine: any page may post to it. Browsers say so.
+    # Loopback does not protect from a browser on the same machine: any page can post to it. Browsers send these
+    # headers.
     async def guarded(request: HttpRequest) -> AnyResponse | WrittenResponse:
         if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
             return _WEB_PAGE

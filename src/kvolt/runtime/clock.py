@@ -1,7 +1,7 @@
-"""Time, randomness and blocking work as ports.
+"""Ports for time, randomness and blocking work.
 
-Nothing else in kvolt reads a clock, draws a random number or starts a thread, so that a virtual loop
-can own all three.
+No other module of kvolt reads a clock, draws a random number or starts a thread, so that virtual time can replace all
+three.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Two clocks: one for durations, one for people and for files shared with other processes."""
+    """A monotonic clock for durations, and a wall clock for display and for files shared with other processes."""
 
     def monotonic(self) -> float: ...
 
@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """Clocks of the operating system."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -40,19 +40,19 @@ class SystemClock:
 
 
 class Blocking(Protocol):
-    """Runs a blocking call (a file, a resolver) off the loop, for at most `timeout_s`.
+    """Runs blocking calls (files, name resolution) outside the event loop, for at most `timeout_s`.
 
-    Raises DeadlineExceeded when the time is over, Overloaded when too many calls wait already, Unavailable
-    when the process is stopping. A call given up, by the deadline or by a cancellation, may still be
-    running (a hung file system cannot be interrupted), so it must be safe to abandon.
+    Raises DeadlineExceeded after the time-out, Overloaded if too many calls are queued, Unavailable while the process
+    stops. A call abandoned by time-out or cancellation may still be running (a hung file system cannot be
+    interrupted), so it must be safe to abandon.
     """
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T: ...
 
     def dedicated(self, name: str, num_threads: int = 1) -> Blocking:
-        """A port with threads of its own, which takes its calls in order: neither port can hold up the other.
+        """Create a port with threads of its own, so that neither port delays the other. Calls run in order.
 
-        An abandoned call keeps its place until it ends. The new port closes with this one.
+        An abandoned call keeps its thread until it ends. The new port closes with this one.
         """
         ...
 
@@ -64,13 +64,13 @@ class _Job:
 
     def run(self) -> None:
         if not self.outcome.set_running_or_notify_cancel():
-            return  # given up while it waited
+            return  # abandoned while it was queued
         try:
             result = self.call()
-        except BaseException as error:  # whatever it is, it belongs to whoever waits
+        except BaseException as error:  # raised to the caller, whatever it is
             self.outcome.set_exception(error)
-            # The error holds this frame, which would hold it: all that the call had at hand would stay in that
-            # circle until a collection.
+            # The error refers to this frame, and this frame to the error: without this, everything the call referred
+            # to would stay in that cycle until a garbage collection.
             del self
         else:
             self.outcome.set_result(result)
@@ -81,18 +81,18 @@ class _Job:
 
 
 class ThreadBlocking:
-    """A few threads, started as they are needed.
+    """A pool of threads that are started on demand.
 
-    They are daemons, which an executor's are not: a call that hangs keeps no process from exiting.
-    Calls wait in a bounded queue; when it is full a new one is Overloaded.
+    Unlike the threads of an executor they are daemons: a hung call does not keep the process from exiting. Calls wait
+    in a bounded queue; if it is full, new ones are rejected with Overloaded.
     """
 
     def __init__(self, num_threads: int = 4, queue_limit: int = 256, name: str = "kvolt-blocking") -> None:
         self._max_threads = num_threads
         self._queue_limit = queue_limit
         self._name = name
-        self._waiting: deque[_Job] = deque()
-        self._changed = threading.Condition()
+        self._queued: deque[_Job] = deque()
+        self._condition = threading.Condition()
         self._num_threads = 0
         self._num_idle = 0
         self._closed = False
@@ -100,11 +100,11 @@ class ThreadBlocking:
 
     @property
     def num_idle(self) -> int:
-        """Threads that wait for work."""
+        """Threads without a call."""
         return self._num_idle
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        # Not wait_for(): until 3.12 it swallows a cancellation that meets the result.
+        # Not wait_for(): before 3.12 it swallows a cancellation that coincides with the result.
         outcome: Future[T] = Future()
         self._submit(_Job(call, outcome))
         deadline = asyncio.timeout(timeout_s)
@@ -113,64 +113,64 @@ class ThreadBlocking:
                 return await asyncio.wrap_future(outcome)
         except TimeoutError:
             if not deadline.expired():
-                raise  # the call's own
+                raise  # raised by the call itself
             raise DeadlineExceeded(
                 "blocking call took too long", stage="blocking", after_s=timeout_s
             ) from None
         finally:
-            del outcome, call  # an error that goes on from here holds this frame
+            del outcome, call  # an error that propagates refers to this frame
 
     def dedicated(self, name: str, num_threads: int = 1) -> ThreadBlocking:
-        made = ThreadBlocking(num_threads, self._queue_limit, f"{self._name}-{name}")
-        self._dedicated.append(made)
+        dedicated_port = ThreadBlocking(num_threads, self._queue_limit, f"{self._name}-{name}")
+        self._dedicated.append(dedicated_port)
         if self._closed:
-            made.close()
-        return made
+            dedicated_port.close()
+        return dedicated_port
 
     def close(self) -> None:
-        """Refuse what waits and what comes; running calls end by themselves, or with the process."""
-        with self._changed:
+        """Reject queued and new calls; running calls end by themselves or with the process."""
+        with self._condition:
             self._closed = True
-            waiting, self._waiting = self._waiting, deque()
-            self._changed.notify_all()
+            queued, self._queued = self._queued, deque()
+            self._condition.notify_all()
         for port in self._dedicated:
             port.close()
-        for job in waiting:
-            job.refuse(self._stopping())
+        for job in queued:
+            job.refuse(self._stopping_error())
 
     def _submit(self, job: _Job) -> None:
-        with self._changed:
+        with self._condition:
             if self._closed:
-                raise self._stopping()
-            if len(self._waiting) >= self._queue_limit:
-                self._waiting = deque(each for each in self._waiting if not each.outcome.cancelled())
-            if len(self._waiting) >= self._queue_limit:
-                raise Overloaded("too many blocking calls wait", queue=self._name, limit=self._queue_limit)
-            self._waiting.append(job)
-            if self._num_idle >= len(self._waiting) or self._num_threads >= self._max_threads:
-                self._changed.notify()
+                raise self._stopping_error()
+            if len(self._queued) >= self._queue_limit:
+                self._queued = deque(other for other in self._queued if not other.outcome.cancelled())
+            if len(self._queued) >= self._queue_limit:
+                raise Overloaded("too many queued blocking calls", queue=self._name, limit=self._queue_limit)
+            self._queued.append(job)
+            if self._num_idle >= len(self._queued) or self._num_threads >= self._max_threads:
+                self._condition.notify()
                 return
             self._num_threads += 1
             name = f"{self._name}-{self._num_threads}"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=self._run_jobs, name=name, daemon=True).start()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
-            with self._changed:
+            with self._condition:
                 self._num_idle += 1
-                while not self._waiting and not self._closed:
-                    self._changed.wait()
+                while not self._queued and not self._closed:
+                    self._condition.wait()
                 self._num_idle -= 1
-                if not self._waiting:
+                if not self._queued:
                     return
-                job = self._waiting.popleft()
+                job = self._queued.popleft()
             job.run()
-            del job  # what it returned is not kept until the next one comes
+            del job  # free the result before waiting for the next job
 
-    def _stopping(self) -> Unavailable:
+    def _stopping_error(self) -> Unavailable:
         return Unavailable("this process is stopping", reason="stopping")
 
 
 def new_id(rng: random.Random) -> str:
-    """64 random bits as hex, for instances, leases and publishers."""
+    """Random 64-bit id as hex, for instances, leases and publishers."""
     return f"{rng.getrandbits(64):016x}"

@@ -1,7 +1,7 @@
-"""Whether this process works and whether it may be sent work.
+"""Liveness and readiness of this process.
 
-Owns the states of named checks, one per endpoint or component that must be up. Knows nothing of HTTP
-or of how a check is made: whoever owns the endpoint says what state it is in.
+Keeps the state of named checks, one per endpoint or component that must be up. Independent of HTTP; the owner of a
+check sets its state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class State(StrEnum):
 
 
 class Check(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One check as it stands."""
+    """Current state of one check."""
 
     state: State
     reason: str = ""
@@ -28,20 +28,20 @@ class Check(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """All of it at one moment, as `/health` shows it."""
+    """Health of the process, as shown by `/health`."""
 
     live: bool
     ready: bool
     not_ready: dict[str, str]
-    """What keeps the process from being ready: name and why."""
+    """Checks that keep the process from being ready, with the reason."""
     checks: dict[str, Check]
 
 
 class Health:
-    """Liveness and readiness.
+    """Liveness and readiness of the process.
 
-    Live until `mark_dead`: a process that can still drain must not be killed for being unready. Ready
-    when every required check is; a process with no check yet is starting, hence not ready.
+    Live until `mark_dead`: a process that can still drain must not be killed because it is unready. Ready when all
+    required checks are ready; a process without checks is starting, and so not ready.
     """
 
     def __init__(self) -> None:
@@ -49,19 +49,19 @@ class Health:
         self._dead_reason: str | None = None
 
     def set(self, name: str, state: State, reason: str = "") -> None:
-        """Add a check, or move it to another state."""
-        before = self._checks.get(name)
-        self._checks[name] = Check(state, reason, before.required if before is not None else True)
+        """Add a check or change its state."""
+        previous = self._checks.get(name)
+        self._checks[name] = Check(state, reason, previous.required if previous is not None else True)
 
     def set_optional(self, name: str, state: State, reason: str = "") -> None:
-        """As `set`, for a check that is shown and does not decide readiness."""
+        """Like `set`, for a check that is reported but does not affect readiness."""
         self._checks[name] = Check(state, reason, required=False)
 
     def remove(self, name: str) -> None:
         self._checks.pop(name, None)
 
     def mark_dead(self, reason: str) -> None:
-        """The process cannot go on, not even to stop in order: whoever watches it should kill it."""
+        """Report the process as dead: it cannot recover or stop gracefully, and should be killed."""
         self._dead_reason = reason
 
     def live(self) -> bool:
@@ -71,7 +71,7 @@ class Health:
         return not self.not_ready()
 
     def healthy(self) -> bool:
-        """Live, and no check has failed; starting, cordoned and draining are health."""
+        """Whether the process is live and no check is unhealthy; starting, cordoned and draining count as healthy."""
         return self.live() and all(check.state is not State.UNHEALTHY for check in self._checks.values())
 
     def not_ready(self) -> dict[str, str]:

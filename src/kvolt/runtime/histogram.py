@@ -1,6 +1,7 @@
-"""A histogram that costs a few list operations; turned into a Prometheus family when somebody asks.
+"""A mergeable histogram with fixed bounds: a few list operations per observation. Pure.
 
-What is observed once per token or decision must not cost a call into a metrics library.
+Observed once per token or decision, where a call into a metrics library would cost too much; turned into a Prometheus
+family at a scrape.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SECONDS = (
     300.0,
     600.0,
 )
-"""Bounds for what takes a moment or minutes: first tokens, whole answers."""
+"""Bounds for times from a millisecond to minutes, such as TTFT and E2E."""
 
 
 class Histogram:
-    """Counts by bucket; `observe` takes several equal values at once."""
+    """Counts per bucket and the sum of all values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -45,12 +46,18 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
+    def merge(self, other: Histogram) -> None:
+        """Add the observations of a histogram with the same bounds."""
+        assert tuple(other.bounds) == tuple(self.bounds)
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     @property
     def num_observed(self) -> int:
         return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus counts them: by upper bound, each with all below it."""
+        """Cumulative counts by upper bound, as Prometheus expects them."""
         running, out = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
             running += count

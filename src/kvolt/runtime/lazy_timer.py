@@ -1,10 +1,9 @@
-"""A deadline that moves often and is reached rarely.
+"""A timer for a deadline that moves often and rarely expires.
 
-A connection's deadline changes with every request. Cancelling and adding a loop timer each time costs
-more than the rest of the bookkeeping, so the loop's timer stays where it is and looks at the deadline
-when it fires. Knows nothing of what the deadline is for.
+A connection's deadline changes with every request. Cancelling and adding a loop timer each time costs more than the
+rest of the bookkeeping, so the loop timer stays and compares the deadline when it fires.
 
-A loop that was stalled gets a moment more: what would have moved the deadline may wait in a socket.
+After a stall of the loop the deadline is extended, because data that would have moved it may be waiting in a socket.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import asyncio
 from collections.abc import Callable
 
 _STALL_S = 1.0
-"""A timer that fires later than this shows a stall; it is also the moment that follows one."""
+"""Lateness of a timer that indicates a stall, and the extension that follows it."""
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     pass
 
 
 class LazyTimer:
-    """Calls `expired` once, when the latest `arm` runs out without a `disarm`."""
+    """Calls `expired` once, when the deadline of the latest `arm` passes without a `disarm`."""
 
     __slots__ = ("_deadline", "_expired", "_handle", "_handle_at", "_loop")
 
@@ -33,34 +32,34 @@ class LazyTimer:
         self._handle_at = 0.0
 
     def arm(self, seconds: float) -> None:
-        """Set the deadline, replacing an earlier one."""
+        """Set the deadline, replacing any previous one."""
         self._deadline = deadline = self._loop.time() + seconds
         if self._handle is None or deadline < self._handle_at:
-            self._move(deadline)
+            self._set_timer(deadline)
 
     def disarm(self) -> None:
-        """No deadline; the loop's timer may stay and fire once for nothing."""
+        """Remove the deadline; the loop timer may stay and fire once without effect."""
         self._deadline = None
 
     def close(self) -> None:
-        """Never again: nothing is left on the loop, and who would have been called is let go."""
+        """Cancel for good: also drops the callback, so that its object can be freed."""
         self.cancel()
-        self._expired = _nothing
+        self._expired = _ignore
 
     def cancel(self) -> None:
-        """No deadline, and nothing left on the loop."""
+        """Remove the deadline and the loop timer."""
         self._deadline = None
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
-    def _move(self, when: float) -> None:
+    def _set_timer(self, when: float) -> None:
         if self._handle is not None:
             self._handle.cancel()
         self._handle_at = when
-        self._handle = self._loop.call_at(when, self._tick)
+        self._handle = self._loop.call_at(when, self._on_timer)
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         self._handle = None
         if self._deadline is None:
             return
@@ -68,7 +67,7 @@ class LazyTimer:
         if now - self._handle_at > _STALL_S:
             self._deadline = max(self._deadline, now + _STALL_S)
         if now < self._deadline:
-            self._move(self._deadline)
+            self._set_timer(self._deadline)
             return
         self._deadline = None
         self._expired()

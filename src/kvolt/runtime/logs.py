@@ -1,9 +1,8 @@
-"""Structured logs over the standard `logging`, and the context that they carry.
+"""Structured logs over the standard `logging`, with the request and trace ids of the current task.
 
-Owns the two formats (lines for people, JSON lines for machines) and the request and trace ids of the
-current task. Modules log with `logging.getLogger(__name__)` and `extra={...}`; only the entry of a process
-calls `setup_logs`. Knows nothing of HTTP or of the request plane: they bind what arrived and carry
-`current_context()` onward.
+Two formats: lines for people and JSON lines for machines. Modules log with `logging.getLogger(__name__)`; only the
+entry point of a process calls `setup_logs`. HTTP and the request plane bind the ids that they receive and forward
+`current_context()`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PLAIN = "\x1b[0m"
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A W3C trace context: the trace, and the span that called us."""
+    """W3C trace context: trace id and the caller's span id."""
 
     trace_id: str
     span_id: str
@@ -41,11 +40,11 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def parse_traceparent(text: str) -> Trace | None:
-    """None for anything that the W3C recommendation calls invalid: a bad header starts a new trace."""
-    found = _TRACEPARENT.fullmatch(text.strip())
-    if found is None:
+    """Parse a traceparent header; None if the W3C recommendation calls it invalid, which starts a new trace."""
+    match = _TRACEPARENT.fullmatch(text.strip())
+    if match is None:
         return None
-    version, trace_id, span_id, flags, rest = found.groups()
+    version, trace_id, span_id, flags, rest = match.groups()
     if version == "ff" or (version == "00" and rest) or not trace_id.strip("0") or not span_id.strip("0"):
         return None
     return Trace(trace_id, span_id, flags)
@@ -60,30 +59,30 @@ _trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 class Binding:
-    """What `bind` returns; as a `with` block it restores what was bound before."""
+    """Result of `bind`; as a `with` block it restores the previous ids on exit."""
 
     __slots__ = ("_request_id", "_trace")
 
-    def __init__(self, before_request_id: str | None, before_trace: Trace | None) -> None:
-        self._request_id = before_request_id
-        self._trace = before_trace
+    def __init__(self, previous_request_id: str | None, previous_trace: Trace | None) -> None:
+        self._request_id = previous_request_id
+        self._trace = previous_trace
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Set, not reset by token: an async generator may be closed from another context than it began in.
+        # Set instead of reset by token: an async generator may be closed in another context than it started in.
         _request_id.set(self._request_id)
         _trace.set(self._trace)
 
 
 def bind(*, request_id: str | None = None, traceparent: str | None = None) -> Binding:
-    """Put ids on every log record of the current task from here on, or only inside a `with` block.
+    """Attach ids to all log records of the current task, or only within a `with` block.
 
-    Both may come from a client: an id that is not 1 to 128 visible ASCII characters, or a bad
-    traceparent, is ignored.
+    Both may come from a client: an id that is not 1 to 128 visible ASCII characters or an invalid traceparent is
+    ignored.
     """
     binding = Binding(_request_id.get(), _trace.get())
     if request_id is not None and _REQUEST_ID.fullmatch(request_id):
@@ -95,7 +94,7 @@ def bind(*, request_id: str | None = None, traceparent: str | None = None) -> Bi
 
 
 def unbind() -> Binding:
-    """The opposite of `bind`: for work that outlives the request that starts it."""
+    """Detach the ids, for work that outlives the request that starts it."""
     binding = Binding(_request_id.get(), _trace.get())
     _request_id.set(None)
     _trace.set(None)
@@ -103,7 +102,7 @@ def unbind() -> Binding:
 
 
 def current_context() -> dict[str, str]:
-    """The bound ids as the request plane carries them in its headers; empty when none are."""
+    """The bound ids as sent by the request plane; empty if none are bound."""
     context: dict[str, str] = {}
     bound_id, bound_trace = _request_id.get(), _trace.get()
     if bound_id is not None:
@@ -114,12 +113,12 @@ def current_context() -> dict[str, str]:
 
 
 def bind_context(context: Mapping[str, str]) -> Binding:
-    """The other end of `current_context`; unknown keys are a newer peer's and are ignored."""
+    """Bind the ids of a received `current_context`; unknown keys (of newer peers) are ignored."""
     return bind(request_id=context.get("request_id"), traceparent=context.get("traceparent"))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line; an exception is one escaped string in it."""
+    """One JSON object per line; an exception is one escaped string."""
 
     def __init__(self, process_name: str, clock: Clock) -> None:
         super().__init__()
@@ -142,12 +141,12 @@ class JsonFormatter(logging.Formatter):
         try:
             return json.dumps(line | extra, default=_plain_value, allow_nan=False)
         except (ValueError, TypeError, RecursionError):
-            # Logging must not fail on what it is given: a cycle, a NaN, a key that is no string.
+            # Logging must not fail because of its values: a cycle, a NaN, a key that is not a string.
             return json.dumps(line | {name: repr(value) for name, value in extra.items()})
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:00:00.000 INFO  worker  message key=value`; a traceback follows, indented."""
+    """`12:00:00.000 INFO  worker  message key=value`, followed by the indented traceback."""
 
     def __init__(self, process_name: str, clock: Clock, colours: bool) -> None:
         super().__init__()
@@ -165,18 +164,18 @@ class HumanFormatter(logging.Formatter):
         parts += [f"{_escape(name)}={_quoted(value)}" for name, value in fields.items()]
         text = " ".join(parts)
         exception = _exception_text(self, record)
-        # Indented and escaped line by line, so that nothing inside it can pass for a record of its own.
+        # Indented and escaped line by line, so that no part of it can be mistaken for a record.
         return "\n    ".join([text, *(_escape(line) for line in exception.split("\n") if line)])
 
 
 class _KvoltHandler(logging.StreamHandler[IO[str]]):
-    """Ours, so that a second `setup_logs` replaces it and leaves the handlers of others alone."""
+    """Separate class, so that a second `setup_logs` replaces it and keeps handlers of other libraries."""
 
 
 def setup_logs(
     level: str, format: LogFormat, process_name: str, stream: IO[str], clock: Clock
 ) -> logging.Handler:
-    """Send all logs of the process to `stream`. `auto` is human on a terminal and JSON elsewhere."""
+    """Send all logs of the process to `stream`. `auto`: human on a terminal, JSON otherwise."""
     terminal = stream.isatty()
     handler = _KvoltHandler(stream)
     if format == "human" or (format == "auto" and terminal):
@@ -184,8 +183,8 @@ def setup_logs(
     else:
         handler.setFormatter(JsonFormatter(process_name, clock))
     root = logging.getLogger()
-    for old in [old for old in root.handlers if isinstance(old, _KvoltHandler)]:
-        root.removeHandler(old)
+    for existing in [existing for existing in root.handlers if isinstance(existing, _KvoltHandler)]:
+        root.removeHandler(existing)
     root.addHandler(handler)
     root.setLevel(level.upper())
     return handler
@@ -222,7 +221,7 @@ def _rfc3339(seconds: float) -> str:
 
 def _escape(text: str) -> str:
     return _UNSAFE.sub(
-        lambda found: found.group().encode("unicode_escape", "surrogatepass").decode("ascii"), text
+        lambda match: match.group().encode("unicode_escape", "surrogatepass").decode("ascii"), text
     )
 
 

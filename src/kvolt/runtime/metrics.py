@@ -24,6 +24,8 @@ from prometheus_client import (
 )
 
 from kvolt.runtime.clock import Clock
+from kvolt.runtime.config.settings import AliasScheme
+from kvolt.runtime.metric_aliases import WithAliases
 
 Child = TypeVar("Child", bound=Counter | Gauge | Histogram)
 
@@ -64,39 +66,44 @@ class ByLabel(dict[str, Child]):
 class Metrics:
     """The runtime's metrics but for the request plane's, which `plane_metrics` reads off at each scrape."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, aliases: AliasScheme = "none") -> None:
         self.registry = registry
+        self.aliases = aliases
         ProcessCollector(registry=registry)
         self._discovery()
         self._event_plane()
         self._http()
         self.loop_lag = Histogram(
             "kvolt_event_loop_lag_seconds",
-            "How late the event loop ran a timer",
+            "Delay of event loop timers",
             buckets=_LAG_BUCKETS_S,
             registry=registry,
         )
 
     def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Export the number of the loop's tasks: one that only grows tells of a leak."""
-        tasks = self._gauge("tasks", "Tasks of the event loop that have not ended")
+        """Export the number of the loop's tasks; a number that only grows shows a leak."""
+        tasks = self._gauge("tasks", "Pending tasks of the event loop")
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def _discovery(self) -> None:
         state = self._gauge(
-            "discovery_connected", "1 while discovery answers, 0 on last known state", "backend"
+            "discovery_connected",
+            "1 while discovery is reachable, 0 while the last known state is used",
+            "backend",
         )
         self.discovery_connected: ByLabel[Gauge] = ByLabel(state.labels)
-        self.discovery_losses = self._counter("discovery_losses", "Times that discovery stopped answering")
+        self.discovery_losses = self._counter("discovery_losses", "Times that discovery became unreachable")
 
     def _event_plane(self) -> None:
         published = self._counter("events_published", "Events published", "topic")
         self.events_published: ByLabel[Counter] = ByLabel(published.labels)
         received = self._counter("events_received", "Events received", "topic")
         self.events_received: ByLabel[Counter] = ByLabel(received.labels)
-        dropped = self._counter("events_dropped", "Own events that could not be sent", "topic")
+        dropped = self._counter("events_dropped", "Events that could not be sent", "topic")
         self.events_dropped: ByLabel[Counter] = ByLabel(dropped.labels)
-        rejected = self._counter("events_rejected", "Messages and publishers that were skipped", "reason")
+        rejected = self._counter(
+            "events_rejected", "Event messages and publishers rejected, by reason", "reason"
+        )
         self.events_rejected: ByLabel[Counter] = ByLabel(rejected.labels)
         missed = self._counter("events_missed", "Events lost between publisher and subscriber", "topic")
         self.events_missed: ByLabel[Counter] = ByLabel(missed.labels)
@@ -105,7 +112,7 @@ class Metrics:
         self._http_requests = self._counter("http_requests", "HTTP responses", "server", "method", "status")
         self._http_duration = Histogram(
             "kvolt_http_request_duration_seconds",
-            "From a complete HTTP request to the end of its response",
+            "Time from a complete HTTP request to the end of its response",
             ("server",),
             buckets=_HTTP_BUCKETS_S,
             registry=self.registry,
@@ -128,7 +135,7 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        return generate_latest(WithAliases(self.registry.collect(), self.aliases)), CONTENT_TYPE_LATEST
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"kvolt_{name}", help_text, labels, registry=self.registry)

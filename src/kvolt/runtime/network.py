@@ -1,7 +1,7 @@
-"""Byte streams between processes: the port that the request plane and the HTTP server stand on.
+"""Network port: byte streams between processes, used by the request plane and the HTTP server.
 
-A protocol is an ordinary `asyncio.Protocol`, so the same connection code runs over real sockets and
-over the in-memory network of `kvolt.testing`.
+A protocol is an ordinary `asyncio.Protocol`, so the same connection code runs over sockets and over the in-memory
+network of `kvolt.testing`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvolt.core.errors import ConfigError, ConnectFailed
 ProtocolFactory = Callable[[], asyncio.Protocol]
 
 _UNSENT_LOW_WATER_BYTES = 128 * 1024
-"""Unsent bytes that may wait in the kernel: what waits there cannot be overtaken by a delta."""
+"""Limit of unsent bytes in the kernel, which a delta cannot overtake."""
 
 
 class Listener(Protocol):
-    """A listening address. `address` is the real one, with the port chosen by the system."""
+    """A listening address. `address` is the bound one, with the port chosen by the system."""
 
     @property
     def address(self) -> str: ...
@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 class Network(Protocol):
-    """Opens byte streams. Addresses are `host:port`; port 0 lets the system choose."""
+    """Opens byte streams. Addresses are `host:port`; with port 0 the system chooses."""
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener: ...
 
@@ -43,7 +43,7 @@ class Network(Protocol):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` as a pair; ConfigError names the remedy when it is neither."""
+    """Split `host:port` or `[v6]:port`; raises ConfigError with a remedy if it is neither."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
@@ -53,7 +53,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def split_host(text: str) -> tuple[str, int | None]:
-    """`host` or `v6` alone, or with a port as `host:port` or `[v6]:port`."""
+    """Split `host:port` or `[v6]:port`; the port is None for `host` or `v6` alone."""
     host, colon, port = text.rpartition(":")
     bare_v6 = ":" in host and not host.endswith("]")
     if not colon or not host or bare_v6 or not port.isdecimal():
@@ -63,9 +63,9 @@ def split_host(text: str) -> tuple[str, int | None]:
 
 @lru_cache(maxsize=4096)
 def peer_group(host: str) -> str:
-    """Hosts that share one limit: an IPv4 address, the /64 of an IPv6 address, or any other name as it is.
+    """Group of hosts that share one limit: an IPv4 address, the /64 of an IPv6 address, or another name unchanged.
 
-    A host chooses among 2**64 addresses of its own, so a limit per IPv6 address is no limit.
+    A host can choose among 2**64 IPv6 addresses, so a limit per IPv6 address would be ineffective.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -83,22 +83,22 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Reached from this machine only."""
+    """Whether the host is reachable from this machine only."""
     return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def is_wildcard(host: str) -> bool:
-    """Every address of this machine: good to listen on, not to be told to others."""
+    """Whether the host means every address of this machine: valid for listening, not for advertising."""
     return host in ("0.0.0.0", "::", "*", "")
 
 
-def same_host(one: str, other: str) -> bool:
-    """Whether two hosts are written as the same address or name; nothing is resolved.
+def same_host(first: str, second: str) -> bool:
+    """Whether two hosts are the same address or name; names are not resolved.
 
-    Loopback and wildcard hosts are all this machine; an IPv4 address mapped into IPv6 is that IPv4 address.
+    Loopback and wildcard hosts are the same machine; an IPv4 address mapped into IPv6 equals the IPv4 address.
     """
-    one, other = _canonical_host(one), _canonical_host(other)
-    return one == other or all(is_loopback(host) or is_wildcard(host) for host in (one, other))
+    first, second = _canonical_host(first), _canonical_host(second)
+    return first == second or all(is_loopback(host) or is_wildcard(host) for host in (first, second))
 
 
 def _canonical_host(host: str) -> str:
@@ -120,13 +120,15 @@ class _SocketListener:
         return self._address
 
     async def close(self) -> None:
-        # Not wait_closed(): from 3.12 on it waits for the open connections, which outlive the listener here.
+        # Not wait_closed(): from 3.12 on it waits for the open connections, which outlive the listener.
         self._server.close()
 
 
 class SocketNetwork:
-    """TCP over the running event loop. With `reuse_port` others that have it too may listen on the same port:
-    the system spreads new connections over them."""
+    """TCP over the running event loop.
+
+    With `reuse_port`, several processes can listen on one port, and the system distributes new connections over them.
+    """
 
     def __init__(self, reuse_port: bool = False) -> None:
         self._reuse_port = reuse_port
@@ -150,7 +152,7 @@ class SocketNetwork:
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
         try:
             host, port = split_address(address)
-        except ConfigError as error:  # somebody registered nonsense: to the caller just one that is not there
+        except ConfigError as error:  # malformed registration: to the caller it is an unreachable address
             raise ConnectFailed(error.message, address=address) from error
         loop = asyncio.get_running_loop()
         try:
@@ -166,19 +168,19 @@ class SocketNetwork:
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Keep a port (0: any free one) for listeners with `reuse_port`, of this process and of others.
+    """Reserve a port (0: any free one) for listeners with `reuse_port`, of this process and of others.
 
-    Nothing listens here, so no connection comes; but the port stays ours while every listener is away.
+    The socket does not listen, so it gets no connections; it keeps the port reserved while no listener is running.
     """
     address = join_address(host, port)
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(
-            "this system lets only one process listen on a port",
+            "SO_REUSEPORT is not supported on this system",
             key="frontend.processes",
             remedy="leave frontend.processes at 1",
         )
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         holder = socket.socket(family, kind, protocol)
@@ -188,14 +190,14 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(place)
+            holder.bind(socket_address)
         except OSError as error:
             raise _listen_error(address, error) from error
         yield int(holder.getsockname()[1])
 
 
 def tune_socket(transport: asyncio.BaseTransport) -> None:
-    """Small writes leave at once, and bulk waits in our queue, not in the kernel's."""
+    """Disable Nagle's algorithm, and limit unsent bytes in the kernel so that bulk data waits in this process."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return
@@ -204,13 +206,13 @@ def tune_socket(transport: asyncio.BaseTransport) -> None:
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LOW_WATER_BYTES)
     except OSError:
-        pass  # a hint only: some socket kinds refuse it
+        pass  # optional: some socket types do not support it
 
 
 def _listen_error(address: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"{address} is taken by another process",
+            f"{address} is already in use",
             key="port",
             remedy="choose another port, or 0 for any free one",
         )

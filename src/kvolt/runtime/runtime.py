@@ -1,6 +1,6 @@
-"""A process of kvolt: its ports, its request plane, its registrations, its stopping.
+"""A kvolt process: request plane, registrations, endpoints, clients, and graceful stop.
 
-Composes what the other modules own and adds no mechanism of its own.
+Composes the other modules of `runtime`; adds no mechanism of its own.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceSt
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.registration import RegisteredKey
-from kvolt.runtime.endpoint.server import EndpointServer, Handler, StreamHandler, decoder
+from kvolt.runtime.endpoint.server import EndpointServer, Handler, StreamHandler, msgpack_decoder
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
 from kvolt.runtime.plane.port import PlaneFactory, RequestPlane
 from kvolt.runtime.stop import graceful_stop
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 
 log = logging.getLogger(__name__)
 
 STATUS_ENDPOINT = "kvolt.process.status"
 CONTROL_ENDPOINT = "kvolt.process.control"
-"""Served by every process under its own address, without registration."""
+"""Served by every process at its address, without registration."""
 
 Command = Callable[[bytes], Awaitable[Any]]
-"""From a request's body to a result that encodes to JSON."""
+"""Maps a request body to a result that encodes to JSON."""
 
 _RETRY_S = 1.0
 _LEAVE_TIMEOUT_S = 2.0
-"""For a word to discovery when the process changes state or stops: it may be away."""
+"""Time limit for discovery calls on state changes and at shutdown: the store may be unreachable."""
 
 
 @dataclass(slots=True)
 class Ports:
-    """What a process needs of the outside; tests and the twin bring their own."""
+    """External dependencies of a process; tests and the twin supply their own."""
 
     clock: Clock
     rng: random.Random
@@ -64,11 +64,11 @@ class ProcessOptions:
     advertise: str | None = None
     lease_ttl_s: float = 5.0
     announce_s: float = 0.1
-    """Between telling that no new streams are wanted and refusing them: the time the news takes."""
+    """Delay between publishing `cordoned` or `draining` and refusing streams, so that clients see it first."""
     start_timeout_s: float = 30.0
     deadlines: Deadlines = field(default_factory=Deadlines)
     stall_grace_s: float = 30.0
-    """How long requests wait while no instance of an endpoint can be reached."""
+    """How long requests wait while no instance of an endpoint is reachable."""
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `kvolt status` shows of a process."""
+    """Status of a process as shown by `kvolt status`."""
 
     name: str
     address: str
@@ -88,7 +88,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     calls_open: int
     endpoints: tuple[EndpointStatus, ...]
     details: dict[str, Any] = {}
-    """What the component adds: a worker its role and load."""
+    """Component details: for a worker, role and load."""
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class _Served:
 
 
 class Runtime:
-    """One process. `start`, then `serve` and `client`, then `close`."""
+    """One process. Call `start`, then `serve` and `client`, then `close`."""
 
     def __init__(self, ports: Ports, options: ProcessOptions) -> None:
         self.ports = ports
@@ -115,32 +115,34 @@ class Runtime:
         self.events = ports.events(self.discovery)
         self.admin_address: str | None = None
         self.commands: dict[str, Command] = {}
-        """What `command` can do, by name: set by who has KV or adapters, or knows who has."""
-        self.parts: list[Runtime] = []
-        """Others in the same process that share this one's fate: what an operator does to it is done to them."""
+        """Commands by name, registered by components that own KV or LoRA adapters."""
+        self.children: list[Runtime] = []
+        """Other Runtimes in the same process: cordon, drain, resume and close apply to them too."""
         self._lease: LeaseId | None = None
         self._served: dict[str, _Served] = {}
         self._clients: list[EndpointClient] = []
         self._details: dict[str, Callable[[], Any]] = {}
-        self._crew = Crew(options.name)
+        self._task_group = TaskGroup(options.name)
         self._started_at = ports.clock.monotonic()
 
-    # --- life
+    # --- lifecycle
 
     async def start(self) -> None:
-        """Listen, and wait for discovery up to the start time-out."""
+        """Listen, and wait for discovery up to `start_timeout_s`."""
         await self.plane.listen(self.options.listen, self.options.advertise)
         for endpoint, handler, kind in (
             (STATUS_ENDPOINT, self._serve_status, Any),
             (CONTROL_ENDPOINT, self._serve_control, ControlRequest),
         ):
-            self.server.add(endpoint, InstanceId(""), self.server.generator(handler, decoder(kind)))
+            self.server.register(
+                endpoint, InstanceId(""), self.server.wrap_generator(handler, msgpack_decoder(kind))
+            )
         self._lease = await self._first_lease()
         await self.events.start()
 
     async def _first_lease(self) -> LeaseId:
         started = self.ports.clock.monotonic()
-        told = False
+        logged = False
         while True:
             try:
                 return await self.discovery.lease(self.options.lease_ttl_s)
@@ -148,20 +150,24 @@ class Runtime:
                 waited_s = self.ports.clock.monotonic() - started
                 if waited_s + _RETRY_S >= self.options.start_timeout_s:
                     raise ConfigError(
-                        f"discovery cannot be reached after {waited_s:.0f} s: {error.message}",
+                        f"discovery unreachable after {waited_s:.0f} s: {error.message}",
                         key="discovery",
                         remedy="check the address or directory, or start the process that serves it",
                     ) from error
-                if not told:
-                    told = True
-                    log.warning("%s; retrying for %g s", error.message, self.options.start_timeout_s)
+                if not logged:
+                    logged = True
+                    log.warning(
+                        "discovery unreachable: %s; retrying for %g s",
+                        error.message,
+                        self.options.start_timeout_s,
+                    )
                 await asyncio.sleep(_RETRY_S)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
-        if self._crew.closed:
+        """Stop accepting, drain until the deadline, cancel the rest, deregister. Idempotent."""
+        if self._task_group.closed:
             return
-        await self._in_parts(lambda part: part.close(drain_s))
+        await self._apply_to_children(lambda child: child.close(drain_s))
         if not self._served and not self.server.num_active:
             await self.abort()
             return
@@ -171,12 +177,12 @@ class Runtime:
         await self._set_state(InstanceState.DRAINING)
 
     async def _drain_served(self) -> None:
-        """Until nothing runs, endpoints withdrawn before included; what others watch through us does not count."""
+        """Wait until no stream is active, including those of endpoints no longer registered."""
         await self.server.drain()
 
     async def abort(self) -> None:
-        """Stop at once: whatever runs is cancelled. Safe to repeat."""
-        await self._in_parts(lambda part: part.abort())
+        """Cancel everything and stop at once. Idempotent."""
+        await self._apply_to_children(lambda child: child.abort())
         await self.plane.stop_listening()
         self.plane.go_away()
         await self.server.close()
@@ -187,8 +193,8 @@ class Runtime:
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                     await close()
             except TimeoutError:
-                log.warning("discovery does not answer; leaving without a word")
-        await self._crew.close()
+                log.warning("discovery unreachable; exiting without deregistering")
+        await self._task_group.close()
         await self.plane.close()
 
     # --- serving
@@ -196,13 +202,15 @@ class Runtime:
     async def serve(
         self, endpoint: EndpointAddress, handler: Handler, request_type: Any = Any, info: Any = None
     ) -> Instance:
-        """Serve an endpoint with an async generator per request; registers it."""
-        return await self.serve_streams(endpoint, self.server.generator(handler, decoder(request_type)), info)
+        """Serve and register an endpoint whose handler is an async generator per request."""
+        return await self.serve_streams(
+            endpoint, self.server.wrap_generator(handler, msgpack_decoder(request_type)), info
+        )
 
     async def serve_streams(
         self, endpoint: EndpointAddress, handler: StreamHandler, info: Any = None
     ) -> Instance:
-        """Serve an endpoint with a handler that gets the streams themselves; registers it."""
+        """Serve and register an endpoint whose handler gets the raw streams."""
         assert self.plane.address is not None, "start() first"
         assert self._lease is not None
         instance = Instance(
@@ -213,12 +221,12 @@ class Runtime:
             admin=self.admin_address,
             info=msgspec.Raw(msgspec.msgpack.encode(info)),
         )
-        self.server.add(str(endpoint), instance.id, handler)
+        self.server.register(str(endpoint), instance.id, handler)
         registration = RegisteredKey(
             self.discovery,
             self._lease,
             instance.key,
-            self._crew,
+            self._task_group,
             self.ports.rng,
             lambda missing: self._set_registered(str(endpoint), missing),
         )
@@ -228,26 +236,26 @@ class Runtime:
         return instance
 
     async def update_info(self, endpoint: EndpointAddress, info: Any) -> None:
-        """Register an endpoint anew with other info: the same instance, in the state that it has."""
+        """Republish an endpoint's registration with new info; instance id and state stay."""
         served = self._served.get(str(endpoint))
         if served is not None:
             raw = msgspec.Raw(msgspec.msgpack.encode(info))
             served.instance = msgspec.structs.replace(served.instance, info=raw)
             await self._publish(served)
 
-    async def withdraw(self, endpoint: EndpointAddress) -> None:
-        """Stop serving an endpoint; its running streams go on."""
+    async def stop_serving(self, endpoint: EndpointAddress) -> None:
+        """Deregister an endpoint and refuse new streams; active streams continue."""
         served = self._served.pop(str(endpoint), None)
         if served is not None:
-            self.server.remove(str(endpoint))
+            self.server.unregister(str(endpoint))
             self.health.remove(str(endpoint))
             try:
-                await served.registration.withdraw()
+                await served.registration.unregister()
             except DiscoveryLost as error:
-                log.warning("could not withdraw %s: %s", endpoint, error.message)
+                log.warning("endpoint not deregistered: endpoint=%s reason=%s", endpoint, error.message)
 
-    def add_details(self, name: str, describe: Callable[[], Any]) -> None:
-        """Add to what `status` tells of this process."""
+    def add_status_details(self, name: str, describe: Callable[[], Any]) -> None:
+        """Add a section to the details of `status`."""
         self._details[name] = describe
 
     # --- calling
@@ -255,7 +263,7 @@ class Runtime:
     async def client(
         self, endpoint: EndpointAddress, static: Sequence[str] = (), deadlines: Deadlines | None = None
     ) -> EndpointClient:
-        """A live view of an endpoint. With static addresses discovery is not asked."""
+        """A live view of an endpoint. With static addresses discovery is not used."""
         client = EndpointClient(
             endpoint,
             self.plane,
@@ -266,19 +274,19 @@ class Runtime:
             stall_grace_s=self.options.stall_grace_s,
         )
         await client.start()
-        self._clients = [known for known in self._clients if not known.closed] + [client]
+        self._clients = [open_client for open_client in self._clients if not open_client.closed] + [client]
         return client
 
     # --- admin.Controls
 
     async def cordon(self) -> None:
-        """Take no new streams; what runs goes on."""
-        await self._in_parts(lambda part: part.cordon())
+        """Refuse new streams; active streams continue."""
+        await self._apply_to_children(lambda child: child.cordon())
         await self._set_state(InstanceState.CORDONED)
 
     async def drain(self, timeout_s: float) -> None:
-        """Cordon, then wait until nothing runs or the time is over."""
-        await self._in_parts(lambda part: part.drain(timeout_s))
+        """Refuse new streams, then wait until none is active or the time-out."""
+        await self._apply_to_children(lambda child: child.drain(timeout_s))
         await self._set_state(InstanceState.DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
@@ -287,14 +295,14 @@ class Runtime:
             pass
 
     async def resume(self) -> None:
-        await self._in_parts(lambda part: part.resume())
+        await self._apply_to_children(lambda child: child.resume())
         await self._set_state(InstanceState.READY)
 
     async def command(self, name: str, body: bytes) -> Any:
         command = self.commands.get(name)
         if command is None:
             raise Unsupported(
-                f"this process does not take {name}; a frontend's admin port does", feature=name
+                f"this process does not support {name}; use a frontend's admin port", feature=name
             )
         return await command(body)
 
@@ -308,7 +316,10 @@ class Runtime:
             calls_open=plane.num_calls,
             endpoints=tuple(
                 EndpointStatus(
-                    endpoint, served.instance.id, served.instance.state, self.server.active(endpoint)
+                    endpoint,
+                    served.instance.id,
+                    served.instance.state,
+                    self.server.num_active_streams(endpoint),
                 )
                 for endpoint, served in self._served.items()
             ),
@@ -317,16 +328,16 @@ class Runtime:
 
     # ---
 
-    async def _in_parts(self, work: Callable[[Runtime], Coroutine[Any, Any, None]]) -> None:
-        """The same in all parts at once: hundreds that drain one after the other would take minutes."""
-        if not self.parts:
+    async def _apply_to_children(self, operation: Callable[[Runtime], Coroutine[Any, Any, None]]) -> None:
+        """Apply to all children concurrently: draining hundreds one after the other would take minutes."""
+        if not self.children:
             return
-        async with Scope("parts") as scope:
-            for number, part in enumerate(self.parts):
-                scope.start(work(part), str(number))
+        async with Scope("children") as scope:
+            for number, child in enumerate(self.children):
+                scope.start(operation(child), str(number))
 
     async def _set_state(self, state: InstanceState) -> None:
-        """Tell first, then act: who has not heard yet must not be refused. The last call wins."""
+        """Publish the state, then enforce it, so that clients see it before they are refused. The last call wins."""
         ready_before = any(served.instance.state is InstanceState.READY for served in self._served.values())
         for endpoint, served in self._served.items():
             served.instance = msgspec.structs.replace(served.instance, state=state)
@@ -338,21 +349,21 @@ class Runtime:
                 if state is not InstanceState.READY and ready_before:
                     await asyncio.sleep(self.options.announce_s)
         except TimeoutError:
-            log.warning("discovery does not answer; going on to %s without it", state)
+            log.warning("discovery unreachable; continuing without publishing: state=%s", state)
         finally:
             self._enforce_states()
 
     def _enforce_states(self) -> None:
-        """Refuse where the published state says so: whoever set it last."""
+        """Refuse streams of every endpoint that is not READY, after the latest state change."""
         for endpoint, served in self._served.items():
             state = served.instance.state
-            self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
+            self.server.set_refusal(endpoint, None if state is InstanceState.READY else state.value)
 
     async def _publish(self, served: _Served) -> None:
         await served.registration.publish(encode_instance(served.instance))
 
     def _set_registered(self, endpoint: str, missing: str | None) -> None:
-        """Without its registration an endpoint gets no requests: the process is not ready until it is back."""
+        """Health check per registration: an unregistered endpoint gets no requests, so the process is not ready."""
         check = f"{endpoint} registration"
         if missing is None:
             self.health.remove(check)

@@ -1,15 +1,15 @@
-"""How a process ends: asked politely, told twice, or left behind by its parent.
+"""Process shutdown: stop signals, graceful stop, and cleanup of child processes if the parent dies.
 
-`StopSignal` and `graceful_stop` are for every process. `die_with_parent` and `OrphanGuard` are for
-the one that starts others: when it is killed (SIGKILL, out of memory), nothing of it can run any more,
-so whatever is to end its children must stand outside of it.
+`StopSignal` and `graceful_stop` are for every process. `die_with_parent` and `OrphanGuard` are for a process that
+starts others: if it is killed (SIGKILL, out of memory), none of its code runs any more, so its children have to be
+ended from outside:
 
-* Linux: each child asks the kernel for SIGKILL at its parent's death (`die_with_parent`). The kernel
-  means the parent's *thread* that started it, so children are started from the loop's thread only.
-* Everywhere: a tiny guard process waits on a pipe that breaks with its owner, then kills each child's
-  process group, which also ends what the children started. On macOS this is the only one of the two.
+* Linux: each child asks the kernel for SIGKILL at its parent's death (`die_with_parent`). For the kernel the parent
+  is the *thread* that started it, so children are started from the event loop's thread only.
+* All systems: a small guard process waits on a pipe that breaks when its owner dies, then kills each child's process
+  group, including processes that the children started. macOS has only this one.
 
-What makes a session of its own escapes both.
+A process that creates its own session escapes both.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Step = Callable[[], Awaitable[object]]
 
 
 def exit_at_once(code: int) -> None:
-    """End this process now, with no clean-up at all."""
+    """End this process immediately, without cleanup."""
     os._exit(code)
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT asks for a graceful stop; the second ends the process at once.
+    """Graceful stop at the first SIGTERM or SIGINT, immediate exit at the second.
 
-    Without `install` it is a plain event for tests and for a process that ends by its own decision.
-    Only signals count towards the second: a stop requested in code may be followed by one polite signal.
+    Without `install` it is a plain event, for tests and for processes that stop by themselves. Only signals count as
+    a second one: a stop requested in code may be followed by one signal.
     """
 
     def __init__(self, exit_now: Callable[[int], None] = exit_at_once) -> None:
@@ -51,7 +51,7 @@ class StopSignal:
         self._reason: str | None = None
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -59,71 +59,71 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """Why the stop was requested; the first reason stays."""
+        """Why the stop was requested; the first reason wins."""
         return self._reason
 
     def request_stop(self, reason: str) -> None:
-        """Ask for a graceful stop. Asking again changes nothing."""
+        """Request a graceful stop. Idempotent."""
         if self._reason is None:
             self._reason = reason
             self._event.set()
 
     async def wait(self) -> str:
-        """The reason, once a stop is requested. Cancelling the wait leaves nothing behind."""
+        """Wait for a stop request and return its reason."""
         await self._event.wait()
         assert self._reason is not None
         return self._reason
 
     def install(self) -> None:
-        """Take over the signals on the running loop (main thread only)."""
+        """Install the signal handlers on the running loop (main thread only)."""
         self._loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            self._before[number] = signal.getsignal(number)
+            self._previous_handlers[number] = signal.getsignal(number)
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them before `install`."""
+        """Restore the previous signal handlers."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        self._previous_handlers.clear()
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
-            log.info("%s: stopping; a second signal ends the process at once", number.name)
+            log.info("stop requested: signal=%s; a second signal exits immediately", number.name)
             self.request_stop(number.name)
             return
-        log.warning("%s again: ending at once", number.name)
+        log.warning("second stop signal: signal=%s; exiting immediately", number.name)
         self._exit_now(128 + number)
 
 
 async def graceful_stop(stop_accepting: Step, drain: Step, cancel: Step, drain_timeout_s: float) -> bool:
-    """Stop accepting, finish what runs up to a deadline, cancel the rest. True when nothing was cut off.
+    """Stop accepting work, drain until the deadline, cancel the rest. Returns True if nothing was cancelled.
 
-    `cancel` is called in any case, also after a full drain and when an earlier step fails or this call is
-    cancelled; it must then find nothing left to do. A failed step is raised after all three were tried.
+    `cancel` is always called, also after a complete drain, a failed step or a cancellation of this call, and must be
+    idempotent. The error of a failed step is raised after all three steps.
     """
     drained = False
     try:
-        log.info("stop: no longer accepting")
+        log.info("stopping: no longer accepting work")
         async with asyncio.timeout(_STEP_TIMEOUT_S):
             await stop_accepting()
     finally:
         try:
-            log.info("stop: finishing what runs, for at most %g s", drain_timeout_s)
-            drained = await _within(drain, drain_timeout_s)
+            log.info("draining: timeout=%g s", drain_timeout_s)
+            drained = await _finishes_within(drain, drain_timeout_s)
         finally:
-            log.info("stop: everything was finished" if drained else "stop: cancelling what is left")
+            log.info("drained" if drained else "drain timed out; cancelling remaining work")
             async with asyncio.timeout(_STEP_TIMEOUT_S):
                 await cancel()
     return drained
 
 
-async def _within(step: Step, timeout_s: float) -> bool:
+async def _finishes_within(step: Step, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             await step()
@@ -134,9 +134,9 @@ async def _within(step: Step, timeout_s: float) -> bool:
     return True
 
 
-# The first program in a child's process, replaced by the real one at its end: `preexec_fn` would run
-# Python between fork and exec, which is unsafe once the parent has threads. Costs about 20 ms.
-_FIRST_IN_CHILD = """
+# Wrapper that runs first in a child process and then execs the real program: `preexec_fn` would run Python between
+# fork and exec, which is unsafe in a parent with threads. Costs about 20 ms.
+_CHILD_WRAPPER = """
 import os, signal, sys
 parent, cores, argv = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 try:
@@ -176,16 +176,16 @@ def _bare_python(program: str) -> list[str]:
 
 
 def die_with_parent(argv: Sequence[str], affinity: Sequence[int] = ()) -> list[str]:
-    """The command that runs `argv` (by exec: same pid) so that the kernel ends it with this process.
+    """Return a command that runs `argv` (by exec: same pid) and is killed by the kernel when this process dies.
 
-    Also pins it to the cores in `affinity`. Where the system knows neither, it just runs `argv`.
+    Also pins it to the cores in `affinity`. On systems that support neither it only runs `argv`.
     """
     cores = ",".join(str(core) for core in affinity)
-    return [*_bare_python(_FIRST_IN_CHILD), str(os.getpid()), cores, *argv]
+    return [*_bare_python(_CHILD_WRAPPER), str(os.getpid()), cores, *argv]
 
 
 class OrphanGuard:
-    """A process that kills the watched process groups when this process is gone, however it went."""
+    """A process that kills the watched process groups when this process ends, in whatever way."""
 
     def __init__(self, process: Process, pipe: int) -> None:
         self._process = process
@@ -193,39 +193,37 @@ class OrphanGuard:
 
     @classmethod
     async def start(cls) -> OrphanGuard:
-        reads, writes = os.pipe()
+        read_end, write_end = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *_bare_python(_GUARD), stdin=reads, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+                *_bare_python(_GUARD), stdin=read_end, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
             )
         except BaseException:
-            os.close(writes)
+            os.close(write_end)
             raise
         finally:
-            os.close(reads)
-        return cls(process, writes)
+            os.close(read_end)
+        return cls(process, write_end)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def watch(self, group: int) -> None:
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
-    def forget(self, group: int) -> None:
-        """Call it once the group is empty: its number may be given to someone else then."""
-        self._tell(f"-{group}\n")
+    def unwatch(self, group: int) -> None:
+        """Stop watching an empty group: its number may be reused."""
+        self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         try:
-            os.write(self._pipe, line.encode())  # short, so it is written whole or not at all
+            os.write(self._pipe, line.encode())  # short, so the write is atomic
         except BrokenPipeError:
-            log.warning(
-                "the orphan guard (pid %d) is gone: a killed supervisor may leave processes", self.pid
-            )
+            log.warning("orphan guard died: pid=%d; a killed supervisor may leave processes behind", self.pid)
 
     async def close(self) -> None:
-        """End the guard. It kills what is still watched."""
+        """End the guard. It kills the groups that are still watched."""
         os.close(self._pipe)
         try:
             async with asyncio.timeout(_GUARD_END_TIMEOUT_S):

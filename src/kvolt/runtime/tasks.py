@@ -1,13 +1,10 @@
-"""Structured concurrency with a fixed order: the only module that creates tasks.
+"""Structured concurrency with a deterministic order: the only module that creates tasks.
 
-`asyncio.TaskGroup` keeps its tasks in a set and cancels them in address order, so two runs with one
-seed differ. Both scopes here keep start order.
+`asyncio.TaskGroup` keeps its tasks in a set and cancels them in address order, so that two runs with one seed differ.
+Both classes here keep start order, and both wait at exit until every task has ended.
 
-* `Scope`: tasks that share fate. The first failure cancels the rest and is raised at the exit.
-* `Crew`: tasks that do not (requests, connections). A failure is handed to `on_error` and ends only
-  that task.
-
-What cancellation leaves behind: nothing. Both exits wait until every task has ended.
+* `Scope`: tasks that succeed or fail together. The first failure cancels the others and is raised at exit.
+* `TaskGroup`: independent tasks (requests, connections). A failure is passed to `on_error` and ends only its task.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ Work = Coroutine[Any, Any, Any]
 
 
 class Scope:
-    """Tasks that share fate; use as `async with Scope("name") as scope`.
+    """Tasks that succeed or fail together; use as `async with Scope("name") as scope`.
 
     Leaving the block waits for all tasks; leaving it by an exception cancels them in start order.
     """
@@ -56,7 +53,7 @@ class Scope:
         return task
 
     def cancel(self) -> None:
-        """Cancel every task, oldest first; the block's exit then ends without an error."""
+        """Cancel all tasks, oldest first; the block then exits without an error."""
         self._stopping = True
         for task in list(self._tasks):
             task.cancel()
@@ -69,7 +66,7 @@ class Scope:
             return
         error = task.exception()
         if error is not None and self._failure is not None:
-            log.error("task %s failed too", task.get_name(), exc_info=error)  # only the first one is raised
+            log.error("task failed: task=%s", task.get_name(), exc_info=error)  # only the first one is raised
         elif error is not None:
             self._failure = error
             self.cancel()
@@ -93,7 +90,7 @@ class Scope:
                 self.cancel()
         self._parent, parent = None, self._parent
         if self._woke_parent and parent is not None:
-            # Swallow exactly the one cancellation that this scope sent to wake its parent.
+            # Swallow only the cancellation that this scope sent to wake its parent.
             interrupted = parent.uncancel() > 0 or interrupted
         if interrupted:
             if isinstance(error, asyncio.CancelledError):
@@ -106,8 +103,8 @@ class Scope:
         return isinstance(error, asyncio.CancelledError) and self._woke_parent
 
 
-class Crew:
-    """Independent tasks that end together when the crew is closed. Their number is their starter's to bound."""
+class TaskGroup:
+    """Independent tasks that end when the group is closed. The caller bounds their number."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
@@ -126,7 +123,7 @@ class Crew:
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
         if self._closed:
             work.close()
-            raise RuntimeError(f"crew {self._name} is closed")
+            raise RuntimeError(f"task group {self._name} is closed")
         task = asyncio.get_running_loop().create_task(work, name=f"{self._name}/{name}")
         self._tasks[task] = None
         task.add_done_callback(self._done)
@@ -134,7 +131,7 @@ class Crew:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
-        if self._idle is not None and len(self._tasks) <= 1:  # the one left may be who waits
+        if self._idle is not None and len(self._tasks) <= 1:  # the remaining task may be the waiting one
             self._idle.set()
         if task.cancelled():
             return
@@ -144,20 +141,20 @@ class Crew:
         if self._on_error is not None:
             self._on_error(error)
         else:
-            log.error("task %s failed", task.get_name(), exc_info=error)
+            log.error("task failed: task=%s", task.get_name(), exc_info=error)
 
     async def drain(self) -> None:
-        """Wait until no task is left but the caller's own; cancels nothing."""
-        own = asyncio.current_task()
-        while any(task is not own for task in self._tasks):
+        """Wait until no task is left except the caller's own; cancels nothing."""
+        current = asyncio.current_task()
+        while any(task is not current for task in self._tasks):
             if self._idle is None or self._idle.is_set():
                 self._idle = asyncio.Event()
             await self._idle.wait()
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new tasks, give the running ones `drain_s`, cancel the rest in start order, wait for all.
+        """Refuse new tasks, wait `drain_s` for running ones, cancel the rest in start order, and wait for them.
 
-        A task that closes its own crew is not waited for.
+        A task that closes its own group is not waited for.
         """
         self._closed = True
         if drain_s > 0 and self._tasks:
@@ -166,8 +163,8 @@ class Crew:
                     await self.drain()
             except TimeoutError:
                 pass
-        own = asyncio.current_task()
-        others = [task for task in self._tasks if task is not own]
+        current = asyncio.current_task()
+        others = [task for task in self._tasks if task is not current]
         for task in others:
             task.cancel()
         for task in others:

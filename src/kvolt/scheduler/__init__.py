@@ -1,1 +1,1 @@
-"""Continuous batching: admission, chunked prefill, preemption, and the time of a step. Pure: no torch, no clock."""
+"""Continuous batching: admission, chunked prefill, preemption, step time limits. Pure: no torch, no clock."""

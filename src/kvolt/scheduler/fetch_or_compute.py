@@ -1,6 +1,6 @@
-"""FetchOrCompute: decides whether blocks in lower tiers are onboarded, computed again, or both until they meet.
+"""FetchOrCompute: decides whether blocks in lower tiers are onboarded, recomputed, or both concurrently.
 
-Owns the guess: by the engine's step model, and the speed at which blocks came from each tier so far. Pure.
+Predicts from the engine's latency model and the measured time per block of each tier. Pure.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from typing import NamedTuple
 from kvolt.core.kv_events import Tier
 from kvolt.core.latency import StepModel, prompt_s
 from kvolt.core.load import StepStats
-from kvolt.scheduler.step_plan import meeting_tokens
+from kvolt.scheduler.step_plan import shared_prefill_tokens
 
-_SPARE = 0.9
-"""Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
-_SPENT_LOOKING = 0.25
-"""Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
+_MAX_FETCH_SHARE = 0.9
+"""Fetching must take less than this share of the recompute time: both are estimates, and computing cannot
+fail."""
+_LOOKUP_SHARE = 0.25
+"""Share of the time to compute the rest of a prompt that a lookup in a remote tier may take."""
 _PROBE_EVERY = 16
-"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same: meanwhile,
-where the engine is at it for some steps, which costs nobody anything; the very first is such a one then, too."""
-_FEWEST_BOTH = 8
-"""Blocks: fewer are brought or computed, and not both."""
+"""Every n-th prompt for which computing is faster is fetched nevertheless, to keep tier speeds current;
+concurrently with computing if that takes several steps, which delays nothing. The very first such prompt is
+then a probe, too."""
+_MIN_CONCURRENT_BLOCKS = 8
+"""Minimum number of blocks for fetching and computing concurrently."""
 
 
-class Verdict(NamedTuple):
+class FetchDecision(NamedTuple):
     num_blocks: int
-    """To bring, from the first that the engine lacks."""
-    is_meanwhile: bool = False
-    """While the prompt is computed from its beginning; else before."""
+    """Number of blocks to fetch, from the first one that the engine lacks."""
+    is_concurrent: bool = False
+    """Whether the engine computes the prompt from its start while the blocks are fetched."""
 
 
 class FetchOrCompute:
@@ -45,9 +47,9 @@ class FetchOrCompute:
         *,
         can_share: bool = True,
     ) -> None:
-        """`model`: how long the engine takes for a step. `step_tokens`: of prompts that it computes in one at most.
-        `block_s`: to bring a block from there. Where either is not known (None), whatever can be brought is.
-        `can_share`: whether blocks may come while the engine computes those before them."""
+        """`model`: the engine's latency model. `step_tokens`: most prompt tokens per step. `block_s`: time to
+        fetch a block from a tier. If either returns None, everything available is fetched. `can_share`:
+        whether fetching and computing can overlap."""
         self._model = model
         self._block_size = block_size
         self._step_tokens = max(step_tokens, block_size)
@@ -55,47 +57,51 @@ class FetchOrCompute:
         self._can_share = can_share
         self._num_refusals = 0
         self.num_declined = 0
-        """Blocks that were computed again though they could have been brought, since that was sooner."""
+        """Available blocks that were recomputed because that was faster."""
 
-    def looking_s(self, num_tokens: int, num_known: int, num_keys: int) -> float:
-        """How long it may take to ask whether a prompt's blocks from `num_known` to `num_keys` are there."""
+    def lookup_budget_s(self, num_tokens: int, num_known: int, num_keys: int) -> float:
+        """Time budget for looking up whether the blocks of a prompt from `num_known` to `num_keys` exist."""
         model = self._model()
         if model is None:
             return inf
         saved_s = self._rest_s(model, num_tokens, num_known) - self._rest_s(model, num_tokens, num_keys)
-        return _SPENT_LOOKING * saved_s
+        return _LOOKUP_SHARE * saved_s
 
-    def judge(self, num_tokens: int, num_present: int, tiers: Sequence[Tier]) -> Verdict:
-        """Of a prompt of which the engine has so many blocks, and of which the next lie in these tiers."""
+    def decide(self, num_tokens: int, num_present: int, tiers: Sequence[Tier]) -> FetchDecision:
+        """Decide for a prompt with `num_present` blocks in the engine and the next blocks in these tiers."""
         model, each_s = self._model(), [self._block_s(tier) for tier in tiers]
-        known_s = [block_s / _SPARE for block_s in each_s if block_s is not None]
+        known_s = [block_s / _MAX_FETCH_SHARE for block_s in each_s if block_s is not None]
         if model is None or not tiers or len(known_s) < len(tiers):
-            return Verdict(len(tiers))
+            return FetchDecision(len(tiers))
         fetch_s = list(accumulate(known_s, initial=0.0))
-        best, best_s = 0, self._rest_s(model, num_tokens, num_present)
+        best_count, best_s = 0, self._rest_s(model, num_tokens, num_present)
         for count in range(1, len(tiers) + 1):
             if count == len(tiers) or tiers[count] is not tiers[count - 1]:
-                # only where the tier changes can it be better to stop
+                # stopping can only pay off where the tier changes
                 total_s = fetch_s[count] + self._rest_s(model, num_tokens, num_present + count)
                 if total_s < best_s:
-                    best, best_s = count, total_s
-        if self._can_share and len(tiers) >= _FEWEST_BOTH:
-            both_s = self._both_s(model, num_present, fetch_s)
-            if both_s + self._rest_s(model, num_tokens, num_present + len(tiers)) < best_s * _SPARE:
-                return Verdict(len(tiers), is_meanwhile=True)
-        if best < len(tiers):
+                    best_count, best_s = count, total_s
+        if self._can_share and len(tiers) >= _MIN_CONCURRENT_BLOCKS:
+            concurrent_s = self._concurrent_s(model, num_present, fetch_s)
+            if (
+                concurrent_s + self._rest_s(model, num_tokens, num_present + len(tiers))
+                < best_s * _MAX_FETCH_SHARE
+            ):
+                return FetchDecision(len(tiers), is_concurrent=True)
+        if best_count < len(tiers):
             self._num_refusals += 1
             takes_steps = len(tiers) * self._block_size > self._step_tokens
-            is_beside = self._can_share and takes_steps and not best
-            if self._num_refusals % _PROBE_EVERY == 0 or (self._num_refusals == 1 and is_beside):
-                # A tier that was slow once, or is believed to be, would be held to be so for ever.
-                return Verdict(len(tiers), is_meanwhile=is_beside)
-        self.num_declined += len(tiers) - best
-        return Verdict(best)
+            is_concurrent = self._can_share and takes_steps and not best_count
+            if self._num_refusals % _PROBE_EVERY == 0 or (self._num_refusals == 1 and is_concurrent):
+                # Otherwise the estimate of a tier that was slow once would never be updated.
+                return FetchDecision(len(tiers), is_concurrent=is_concurrent)
+        self.num_declined += len(tiers) - best_count
+        return FetchDecision(best_count)
 
-    def _both_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
-        """Until all blocks are there: the engine computes them from the first on, a step at a time, and they come from
-        the last on. What came until the step before has ended is not computed."""
+    def _concurrent_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
+        """Time until all blocks are present, if the engine computes them from the first on, step by step,
+        while they are fetched from the last on. Blocks that arrived before a step started are not
+        computed."""
         start = num_present * self._block_size
         end = start + (len(fetch_s) - 1) * self._block_size
         computed_s = 0.0
@@ -103,8 +109,8 @@ class FetchOrCompute:
             if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
                 return computed_s
             num_tokens = min(self._step_tokens, end - start)
-            if computed_s:  # else nothing has come yet
-                num_tokens = min(num_tokens, meeting_tokens(end - start, self._step_tokens))
+            if computed_s:  # before the first step nothing has arrived
+                num_tokens = min(num_tokens, shared_prefill_tokens(end - start, self._step_tokens))
             start += num_tokens
             computed_s += model.step_s(
                 StepStats(prefill_tokens=num_tokens, prefill_context=num_tokens * start)
@@ -112,5 +118,5 @@ class FetchOrCompute:
         return inf
 
     def _rest_s(self, model: StepModel, num_tokens: int, num_blocks: int) -> float:
-        """To compute what follows so many blocks."""
+        """Time to compute the prompt after its first `num_blocks` blocks."""
         return prompt_s(model, num_tokens, num_blocks * self._block_size, self._step_tokens)

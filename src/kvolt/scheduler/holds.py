@@ -1,9 +1,11 @@
-"""Holds: blocks kept for the other end of a handoff.
+"""BlockHolds: blocks held for transfers to and from other workers and tiers.
 
-Owns the blocks *kept* of a finished request until a peer has fetched them, those *left* of one that failed while a
-peer may be reading them, those *pinned* while they are copied elsewhere, and those *adopted*: allocated for KV that
-comes from elsewhere, until it is here (then they may be `arrivals`). Knows no deadlines and moves no bytes; who keeps
-blocks must also release them, or the engine has that much less room.
+- kept: blocks of a finished request, until a peer has fetched them
+- orphaned: blocks of a failed request, while a peer may still be reading them
+- pinned: blocks being copied to another tier
+- incoming: blocks allocated for received KV, until it is complete (then they may become `prefetched_blocks`)
+
+Knows no deadlines and moves no bytes. Holds that are not released reduce the engine's capacity.
 """
 
 from __future__ import annotations
@@ -13,64 +15,65 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvolt.core.ids import BlockKey, RequestId
-from kvolt.kv import BlockId, BlockPool, Names
+from kvolt.kv import BlockId, BlockNames, BlockPool
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Blocks from the start of a sequence on; the last ones may have no name yet."""
+    """Blocks from the start of a sequence; the last ones may be unnamed."""
 
     blocks: list[BlockId]
-    names: Names
+    names: BlockNames
     num_present: int = 0
-    """Of those adopted, how many were in the pool already."""
-    is_forgotten: bool = False
-    """Whether all was to be forgotten since: what comes for it is not to be found."""
+    """For incoming blocks: how many of the chain were in the pool already."""
+    is_cleared: bool = False
+    """Whether the cache was cleared since: blocks that arrive later must not be registered."""
 
 
-class Holds:
+class BlockHolds:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._kept: dict[RequestId, _Chain] = {}
-        self._left: dict[RequestId, list[BlockId]] = {}
+        self._orphaned: dict[RequestId, list[BlockId]] = {}
         self._pinned: dict[RequestId, list[list[BlockId]]] = {}
-        """By the name under which they are let go."""
-        self._adopted: dict[BlockId, _Chain] = {}  # by the first block that is to be filled
+        """By the name under which they are released."""
+        self._incoming: dict[BlockId, _Chain] = {}  # by the first block to be filled
 
     def __iter__(self) -> Iterator[BlockId]:
-        """Every block, as often as it is held."""
-        held = (each.blocks for each in chain(self._kept.values(), self._adopted.values()))
+        """Every block, once per hold."""
+        held = (each.blocks for each in chain(self._kept.values(), self._incoming.values()))
         pinned = chain.from_iterable(self._pinned.values())
-        return chain.from_iterable(chain(held, self._left.values(), pinned))
+        return chain.from_iterable(chain(held, self._orphaned.values(), pinned))
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._kept or request_id in self._left or request_id in self._pinned
+        return request_id in self._kept or request_id in self._orphaned or request_id in self._pinned
 
-    def keep(self, request_id: RequestId, blocks: list[BlockId], names: Names) -> None:
-        """Take over blocks from their holder."""
+    def keep(self, request_id: RequestId, blocks: list[BlockId], names: BlockNames) -> None:
+        """Hold the blocks of a finished request; ownership passes from the caller."""
         self._kept[request_id] = _Chain(blocks, names)
 
-    def kept(self, request_id: RequestId) -> tuple[list[BlockId], Names] | None:
-        """The blocks of a request and the names of the full ones; None when none are kept."""
+    def find(self, request_id: RequestId) -> tuple[list[BlockId], BlockNames] | None:
+        """The blocks of a request and the names of the full ones; None if none are kept."""
         held = self._kept.get(request_id)
         return None if held is None else (held.blocks, held.names)
 
-    def leave(self, request_id: RequestId, blocks: list[BlockId]) -> None:
-        """Take over blocks of one that is over before its end: they are held, but not to be had any more."""
-        self._left[request_id] = blocks
+    def keep_orphaned(self, request_id: RequestId, blocks: list[BlockId]) -> None:
+        """Hold the blocks of a sequence that ended early, no longer available to peers; ownership passes from
+        the caller."""
+        self._orphaned[request_id] = blocks
 
-    def forsake(self, request_id: RequestId) -> None:
-        """What is kept of a request, if anything is, is left."""
+    def orphan(self, request_id: RequestId) -> None:
+        """Turn the kept blocks of a request into orphaned ones."""
         held = self._kept.pop(request_id, None)
         if held is not None:
-            self.leave(request_id, held.blocks)
+            self.keep_orphaned(request_id, held.blocks)
 
-    def take_left(self, request_id: RequestId) -> list[BlockId]:
-        """They are the caller's to release."""
-        return self._left.pop(request_id, [])
+    def pop_orphaned(self, request_id: RequestId) -> list[BlockId]:
+        """Returns orphaned blocks to the caller, which must release them."""
+        return self._orphaned.pop(request_id, [])
 
-    def pin(self, name: RequestId, tip: BlockKey) -> tuple[list[BlockId], Names]:
-        """Hold a block and all before it in its sequence; none where it is not here any more."""
+    def pin(self, name: RequestId, tip: BlockKey) -> tuple[list[BlockId], BlockNames]:
+        """Hold a block and all blocks before it in its sequence; empty if it is no longer cached."""
         names = self._pool.lineage(tip)
         blocks = self._pool.acquire(names.keys)
         if blocks:
@@ -78,6 +81,7 @@ class Holds:
         return blocks, names
 
     def release_kept(self, request_id: RequestId) -> bool:
+        """Release kept and pinned blocks; returns whether any were kept."""
         for blocks in self._pinned.pop(request_id, ()):
             self._pool.release(reversed(blocks))
         held = self._kept.pop(request_id, None)
@@ -86,52 +90,52 @@ class Holds:
         self._pool.release(reversed(held.blocks))
         return True
 
-    def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
-        """A block for each of `names` that is not here, by its index: the caller fills them, then seals.
+    def allocate_incoming(self, names: BlockNames) -> list[tuple[int, BlockId]]:
+        """Allocate a block for each of `names` that is not cached; the caller fills them and commits.
 
-        `names` are those of a sequence from its first block on. The list ends where the pool is full.
+        `names` must start at the first block of a sequence. Returns (index, block) pairs, fewer if the pool
+        is full.
         """
         present = self._pool.acquire(names.keys)
-        fresh = self._pool.allocate(min(len(names) - len(present), self._pool.num_free))
-        if not fresh:
+        allocated = self._pool.allocate(min(len(names) - len(present), self._pool.num_free))
+        if not allocated:
             self._pool.release(reversed(present))
             return []
-        self._adopted[fresh[0]] = _Chain(present + fresh, names, len(present))
-        return list(enumerate(fresh, len(present)))
+        self._incoming[allocated[0]] = _Chain(present + allocated, names, len(present))
+        return list(enumerate(allocated, len(present)))
 
     def clear(self) -> None:
-        """What comes for an `adopt` that is under way was computed before everything was to be forgotten."""
-        for held in self._adopted.values():
-            held.is_forgotten = True
+        """Mark incoming blocks as cleared: they were computed before the cache was cleared."""
+        for held in self._incoming.values():
+            held.is_cleared = True
 
-    def take_last(
-        self, adopted: Sequence[tuple[int, BlockId]], start: int, keys: Sequence[BlockKey]
+    def attach_last(
+        self, incoming: Sequence[tuple[int, BlockId]], start: int, keys: Sequence[BlockKey]
     ) -> tuple[int, list[BlockId]]:
-        """The blocks of an `adopt` from the place `start` of its sequence on, which are filled, become the caller's:
-        all that are left of them, or none where they are not of these keys. Where they end, and they. The first block
-        of the adoption stays: it goes by that."""
-        held = self._adopted[adopted[0][1]]
+        """Hand the filled incoming blocks from index `start` on to the caller. Returns the end index and the
+        blocks: all that remain, or none if their keys differ. The first incoming block stays, since the hold
+        is found by it."""
+        held = self._incoming[incoming[0][1]]
         start, end = max(start, held.num_present + 1), len(held.blocks)
         is_other = end > len(keys) or held.names.keys[end - 1] != keys[end - 1]
-        if start >= end or is_other or held.is_forgotten:
+        if start >= end or is_other or held.is_cleared:
             return end, []
-        taken = held.blocks[start:]
+        attached = held.blocks[start:]
         del held.blocks[start:]
-        return end, taken
+        return end, attached
 
-    def seal_adopted(
-        self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None
+    def commit_incoming(
+        self, incoming: Sequence[tuple[int, BlockId]], num_filled: int | None = None
     ) -> list[BlockKey]:
-        """The first `num_filled` of an `adopt` (None: all) are filled, and found from now on; the rest is freed.
-
-        The keys of its sequence up to the last that is filled: those that were here already come first."""
-        if not adopted:
+        """Register the first `num_filled` incoming blocks (None: all) as cached and free the rest. Returns
+        the keys up to the last filled block, including those present before."""
+        if not incoming:
             return []
-        held = self._adopted.pop(adopted[0][1])
-        end = len(held.blocks)  # fewer than there were, where some were taken
+        held = self._incoming.pop(incoming[0][1])
+        end = len(held.blocks)  # fewer than allocated if some were attached
         if num_filled is not None:
             end = min(end, held.num_present + num_filled)
-        if held.is_forgotten:
+        if held.is_cleared:
             end = held.num_present
         self._pool.register_run(held.blocks, held.names, held.num_present, end)
         self._pool.release(reversed(held.blocks))

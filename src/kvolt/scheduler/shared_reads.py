@@ -1,8 +1,8 @@
-"""KV blocks that several decoding sequences read. Pure.
+"""Counts KV blocks that several decoding sequences read. Pure.
 
-Counts how much of the context of a decode step is read more than once: what that costs is a property of the kernels
-(`core.latency`, `shared_kv_read`). Only blocks of the prompt can be shared, so a sequence is counted once, at its first
-decode, and until it leaves.
+Gives the part of a decode step's context that is read more than once; its cost is a property of the kernels
+(`core.latency`, `shared_kv_read`). Only prompt blocks can be shared, so a sequence is counted once, from its
+first decode until it leaves.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class SharedReads:
         self._block_size = block_size
         self._num_readers: dict[BlockId, int] = {}
         self._blocks: dict[Sequence, list[BlockId]] = {}
-        """Counted blocks of each sequence that decodes."""
+        """Counted blocks of each decoding sequence."""
         self._num_repeated = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a step reads again after another sequence has read them."""
+        """Tokens per step whose KV another sequence has read as well."""
         return self._num_repeated * self._block_size
 
     def add(self, sequence: Sequence) -> None:
-        """Count the blocks of a prompt that is computed. No effect if it is counted already."""
+        """Count the blocks of a computed prompt. No effect if it is counted already."""
         if sequence in self._blocks:
             return
         blocks = self._blocks[sequence] = sequence.blocks[: sequence.num_to_prefill // self._block_size]
@@ -39,7 +39,7 @@ class SharedReads:
                 self._num_repeated += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence decodes no more. No effect if it is not counted."""
+        """The sequence no longer decodes. No effect if it is not counted."""
         num_readers = self._num_readers
         for block in self._blocks.pop(sequence, ()):
             readers = num_readers[block] - 1

@@ -1,9 +1,8 @@
-"""What a scheduler is asked for and what it answers: limits, what to mix, the plan of a step, and what came of it.
+"""Types of the scheduler's interface: limits, scheduling mode, the plan of a step, and its results.
 
-Owns the check of a request against the limits. Decides nothing else.
-
-Work and Advanced are made for each sequence at each step: as Structs they cost a third of a named tuple, and the
-collector need not look at them, since no sequence leads back to one.
+Owns the check of a request against the limits. Work and NewToken are created per sequence and step: as
+Structs they cost a third of a named tuple, and the garbage collector can ignore them since no sequence refers
+back to one.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from enum import StrEnum
 
 import msgspec
 
-from kvolt.core.ending import End
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request
+from kvolt.core.stop_check import ChoiceEnd
 from kvolt.scheduler.sequence import Sequence
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much an engine takes on."""
+    """Capacity limits of an engine."""
 
     max_num_seqs: int
     max_batch_tokens: int
@@ -44,37 +43,37 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-_FEWEST_MEETING = 32
-"""Tokens: steps of fewer take about as long."""
+_MIN_SHARED_TOKENS = 32
+"""Smaller steps take about as long."""
 
 
-def meeting_tokens(num_left: int, max_batch_tokens: int) -> int:
-    """Of a prompt whose last blocks come from elsewhere meanwhile, with so many tokens to compute before those that are
-    here, what a step computes at most. What comes during a step for tokens that are in it came for nothing; but small
-    steps take longer for each token."""
-    return max(num_left // 2, max_batch_tokens // 4, _FEWEST_MEETING)
+def shared_prefill_tokens(num_left: int, max_batch_tokens: int) -> int:
+    """Most prompt tokens per step while the last blocks of the prompt are fetched, with `num_left` tokens to
+    compute before them. A block that arrives during the step that computes it is wasted; but small steps cost
+    more per token."""
+    return max(num_left // 2, max_batch_tokens // 4, _MIN_SHARED_TOKENS)
 
 
 class Scheduling(StrEnum):
-    """What goes into a step when there are prompts to compute and answers to go on with."""
+    """How steps combine prefills and decodes."""
 
     VLLM = "vllm"
-    """Both: a token of each answer, and chunks of prompts in what room is left."""
+    """Mixed: a token of each decode, and prefill chunks in the remaining budget."""
     SGLANG = "sglang"
-    """Prompts alone, for as long as one can be computed; answers wait meanwhile."""
+    """Prefills first: decodes wait while a prefill can run."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one sequence that a step computes."""
+    """Tokens of one sequence computed in a step."""
 
     sequence: Sequence
     start: int
-    """Tokens before them, all computed."""
+    """Tokens before these, all computed."""
     num_tokens: int
 
     @property
     def samples(self) -> bool:
-        """Whether a new token comes out of it. Not to be asked after `commit`, when it has come."""
+        """Whether it produces a new token. Not valid after `commit`, which appends that token."""
         return self.start + self.num_tokens == len(self.sequence.tokens)
 
 
@@ -88,7 +87,7 @@ class StepPlan:
 
 
 def with_chunk(step: StepStats, start: int, num_tokens: int) -> StepStats:
-    """A step with a chunk more of a prompt."""
+    """The step with an additional prefill chunk."""
     return StepStats(
         step.batch,
         step.prefill_tokens + num_tokens,
@@ -99,56 +98,57 @@ def with_chunk(step: StepStats, start: int, num_tokens: int) -> StepStats:
     )
 
 
-class Advanced(msgspec.Struct, frozen=True, gc=False):
-    """A sequence has a new token, which may be its last."""
+class NewToken(msgspec.Struct, frozen=True, gc=False):
+    """A new token of a sequence, possibly its last."""
 
     sequence: Sequence
     token: int
-    end: End | None
+    end: ChoiceEnd | None
     is_first: bool
-    """The first that was generated here."""
+    """Whether it is the first token generated here."""
 
 
-class Ran(msgspec.Struct, frozen=True, gc=False):
-    """A sequence has the tokens of several steps, the last of which may be its end."""
+class NewTokenRun(msgspec.Struct, frozen=True, gc=False):
+    """New tokens of a sequence from several steps; the last one may end it."""
 
     sequence: Sequence
     tokens: Items[int]
-    end: End | None
+    end: ChoiceEnd | None
 
 
 class PlainBatch:
-    """The new tokens of a step that are all there is to tell of their requests, as most are in most steps.
+    """Tokens of a step that need no further information: ids and tokens only, the usual case.
 
-    While the batch stays the same its ids are the same object: who reads them need not look up its members again.
+    While the batch stays the same, `drain` returns the same ids object, so that readers can compare it by
+    identity.
     """
 
-    __slots__ = ("_told", "ids", "tokens")
+    __slots__ = ("_last_ids", "ids", "tokens")
 
     def __init__(self) -> None:
         self.ids: list[RequestId] = []
         self.tokens: list[int] = []
-        self._told: tuple[RequestId, ...] = ()
+        self._last_ids: tuple[RequestId, ...] = ()
 
-    def take(self) -> tuple[tuple[RequestId, ...], tuple[int, ...]]:
-        """Ids and tokens, once."""
+    def drain(self) -> tuple[tuple[RequestId, ...], tuple[int, ...]]:
+        """Return and clear the ids and tokens."""
         ids, tokens = tuple(self.ids), tuple(self.tokens)
         self.ids.clear()
         self.tokens.clear()
-        if ids != self._told:
-            self._told = ids
-        return self._told, tokens
+        if ids != self._last_ids:
+            self._last_ids = ids
+        return self._last_ids, tokens
 
 
-def check_request(request: Request, limits: Limits, num_blocks: int, on_paper: bool = False) -> None:
-    """InvalidRequest for what could not end here: nothing to start from, nothing left to say, or too long."""
-    prompt, stop = request.num_prompt_tokens if on_paper else len(request.token_ids), request.stop
+def check_request(request: Request, limits: Limits, num_blocks: int, tokenless: bool = False) -> None:
+    """InvalidRequest if the request is empty, requests no output, or can never fit."""
+    prompt, stop = request.num_prompt_tokens if tokenless else len(request.token_ids), request.stop
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="token_ids")
     if request.sampling.num_choices < 1:
-        raise InvalidRequest("at least one choice must be asked for", param="n")
+        raise InvalidRequest("n must be 1 or more", param="n")
     if stop.max_tokens < 1:
-        raise InvalidRequest("at least one token must be asked for", param="max_tokens")
+        raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
     if not 0 <= stop.min_tokens <= stop.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {stop.min_tokens}; it must be from 0 to max_tokens, which is {stop.max_tokens}",
@@ -156,50 +156,61 @@ def check_request(request: Request, limits: Limits, num_blocks: int, on_paper: b
         )
     _check_resumed(request)
     num_tokens = prompt + stop.max_tokens
-    asked = f"{prompt} prompt tokens and {stop.max_tokens} new ones"
+    needed_tokens = f"{prompt} prompt tokens and {stop.max_tokens} new ones"
     if num_tokens > limits.context_length:
-        raise InvalidRequest(f"{asked} are over the context of {limits.context_length}", param="max_tokens")
-    needed = -(-(num_tokens - 1) // limits.block_size)  # the last token is not computed
-    if needed > num_blocks:
         raise InvalidRequest(
-            f"{asked} need {needed} KV blocks, and the engine has {num_blocks}", param="max_tokens"
+            f"{needed_tokens} exceed the context of {limits.context_length}", param="max_tokens"
+        )
+    num_needed = -(-(num_tokens - 1) // limits.block_size)  # the last token is not computed
+    if num_needed > num_blocks:
+        raise InvalidRequest(
+            f"{needed_tokens} need {num_needed} KV blocks, but the engine has {num_blocks}",
+            param="max_tokens",
         )
 
 
 def _check_resumed(request: Request) -> None:
     num_choices = request.sampling.num_choices
-    if request.resume_choices and (len(request.resume_choices) != num_choices or request.resume):
+    if request.prior_tokens_by_choice and (
+        len(request.prior_tokens_by_choice) != num_choices or request.prior_tokens
+    ):
         raise InvalidRequest(
-            f"resume_choices must have one entry for each of the {num_choices} choices, and resume none",
-            param="resume_choices",
+            f"prior_tokens_by_choice must have one entry per choice ({num_choices}) and prior_tokens must be empty",
+            param="prior_tokens_by_choice",
         )
-    handed_over = request.handoff is not None and request.handoff.first_tokens is not None
-    most = max((len(request.resumed(index)) or handed_over for index in request.open_choices), default=None)
+    has_first_tokens = request.handoff is not None and request.handoff.first_tokens is not None
+    most = max(
+        (len(request.prior_tokens_of(index)) or has_first_tokens for index in request.open_choices),
+        default=None,
+    )
     if most is None or most >= request.stop.max_tokens:
-        raise InvalidRequest("all tokens asked for have been generated already", param="resume")
+        raise InvalidRequest("all requested tokens have been generated already", param="prior_tokens")
 
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """InvalidRequest for tokens that the model does not have: computing them would hurt all others."""
+    """InvalidRequest for tokens outside the vocabulary, which would fail the whole step."""
     sampling = request.sampling
     handoff = request.handoff
     for param, tokens in (
         ("token_ids", request.token_ids),
-        ("resume", request.resume),
-        *(("resume_choices", resumed or ()) for resumed in request.resume_choices),
+        ("prior_tokens", request.prior_tokens),
+        *(("prior_tokens_by_choice", tokens or ()) for tokens in request.prior_tokens_by_choice),
         ("handoff", (handoff.first_tokens if handoff is not None else None) or ()),
         ("stop_token_ids", request.stop.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ("logit_bias", tuple(sampling.logit_bias)),
     ):
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            strange = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"token {strange} is not one of the model's {vocab_size}", param=param)
+            invalid = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise InvalidRequest(
+                f"token {invalid} is outside the model's vocabulary of {vocab_size}", param=param
+            )
 
 
 def run_length(plan: StepPlan, block_size: int, num_free: int) -> int:
-    """Steps like this one that the free blocks allow, until one of its sequences ends; 1 for any but plain decodes."""
-    if plan.prefills or any(work.sequence.enders or not work.sequence.is_plain for work in plan.decodes):
+    """Number of consecutive steps equal to this one until a sequence ends or blocks run out; 1 unless all are
+    plain decodes."""
+    if plan.prefills or any(work.sequence.ending_ids or not work.sequence.is_plain for work in plan.decodes):
         return 1
     shortest = 1
     longest = min(work.sequence.max_length - len(work.sequence.tokens) for work in plan.decodes)

@@ -1,7 +1,6 @@
-"""Shipped to users: a virtual-time loop, an in-memory network, and conformance suites.
+"""Test tools for users: an event loop with virtual time, an in-memory network, and conformance suites.
 
-There is a suite for Discovery, one for EventPlane, and one in two parts for the request plane; Network,
-Blocking and Clock have none.
+Suites exist for Discovery, EventPlane, the request plane (two parts), engines and lower tiers.
 """
 
 from kvolt.testing import events_suite

@@ -1,13 +1,13 @@
-"""What every event plane must do, as cases for any implementation and any loop.
+"""Conformance suite of the EventPlane port, for any implementation and any event loop.
 
-A case is an async function of a `Harness`; it raises AssertionError when the plane is wrong. With pytest:
+A case is an async function of a `Harness`; it raises AssertionError when the plane violates the port. With pytest:
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
     async def test_conformance(case):
         await case(MyHarness())
 
-Cases close every plane they open. They never rely on absolute sequence numbers, so a harness may
-publish while it waits for a connection (`probe` does).
+Cases close every plane they open. They do not depend on absolute sequence numbers, so a harness may publish while it
+waits for a connection (`probe` does).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _PROBE_END = b"probe-end"
 
 
 class Harness(Protocol):
-    """What a case needs of an implementation. All planes of one harness hear each other."""
+    """Creates planes of an implementation. All planes of one harness are connected."""
 
     async def plane(self) -> EventPlane:
-        """A started plane with a publisher id of its own."""
+        """Return a started plane with its own publisher id."""
         ...
 
     async def connected(self, publisher: EventPlane, topic: str, *streams: EventStream) -> None:
-        """Return when what is published next reaches the streams, and they hold nothing older."""
+        """Wait until the next published event reaches the streams and no older event is queued in them."""
         ...
 
     def lose(self, publisher: EventPlane, num_events: int) -> None:
-        """The publisher's next events get their numbers and reach nobody."""
+        """Drop the publisher's next events after they are numbered."""
         ...
 
 
 async def probe(publisher: EventPlane, topic: str, *streams: EventStream) -> None:
-    """`Harness.connected` for planes that connect in their own time: publish until every stream hears."""
+    """`Harness.connected` for planes that connect asynchronously: publish until every stream receives an event."""
     async with asyncio.timeout(_DEADLINE_S):
         for stream in streams:
             await _first(publisher, topic, stream, _PROBE)
@@ -57,7 +57,7 @@ async def probe(publisher: EventPlane, topic: str, *streams: EventStream) -> Non
 
 
 async def _first(publisher: EventPlane, topic: str, stream: EventStream, payload: bytes) -> Event:
-    """Publish until the stream hears this publisher; what it heard first."""
+    """Publish until the stream receives an event of this publisher; return that event."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
             publisher.publish(topic, payload)
@@ -89,7 +89,7 @@ async def _take(stream: EventStream, num_events: int) -> list[Event]:
 
 
 async def _rest(stream: EventStream) -> list[Event]:
-    """What a closed plane's stream still holds."""
+    """Events still queued in the stream of a closed plane."""
     async with asyncio.timeout(_DEADLINE_S):
         return [event async for event in stream]
 
@@ -126,7 +126,7 @@ async def keeps_order_per_publisher(harness: Harness) -> None:
         assert [event.sequence for event in events] == list(range(first, first + len(sent)))
 
 
-async def joins_many_publishers_and_subscribers(harness: Harness) -> None:
+async def connects_all_publishers_and_subscribers(harness: Harness) -> None:
     async with _planes(harness, 4) as (one, two, left, right):
         assert len({plane.publisher for plane in (one, two, left, right)}) == 4
         streams = (left.subscribe("kv"), right.subscribe("kv"), right.subscribe("kv"))
@@ -143,7 +143,7 @@ async def joins_many_publishers_and_subscribers(harness: Harness) -> None:
                 assert _payloads(mine) == _numbered(name, 50)
 
 
-async def hears_itself(harness: Harness) -> None:
+async def delivers_to_own_subscribers(harness: Harness) -> None:
     async with _planes(harness, 1) as (plane,):
         stream = plane.subscribe("kv")
         await harness.connected(plane, "kv", stream)
@@ -151,7 +151,7 @@ async def hears_itself(harness: Harness) -> None:
         assert _payloads(await _take(stream, 1)) == [b"mine"]
 
 
-async def keeps_topics_apart(harness: Harness) -> None:
+async def separates_topics(harness: Harness) -> None:
     async with _planes(harness, 2) as (sender, receiver):
         short, long = receiver.subscribe("kv"), receiver.subscribe("kv2")
         await harness.connected(sender, "kv", short)
@@ -166,7 +166,7 @@ async def keeps_topics_apart(harness: Harness) -> None:
         await _assert_quiet(short)
 
 
-async def numbers_each_topic_apart(harness: Harness) -> None:
+async def numbers_topics_separately(harness: Harness) -> None:
     async with _planes(harness, 2) as (sender, receiver):
         stream = receiver.subscribe("kv")
         await harness.connected(sender, "kv", stream)
@@ -192,7 +192,7 @@ async def reports_a_gap(harness: Harness) -> None:
         assert after.sequence == before.sequence + 4
 
 
-async def a_gap_is_one_publishers_own(harness: Harness) -> None:
+async def gaps_are_per_publisher(harness: Harness) -> None:
     async with _planes(harness, 3) as (lossy, sound, receiver):
         stream = receiver.subscribe("kv")
         for sender in (lossy, sound):
@@ -208,8 +208,8 @@ async def a_gap_is_one_publishers_own(harness: Harness) -> None:
         assert sorted(missed) == sorted([(lossy.publisher, 2), *[(sound.publisher, 0)] * 3])
 
 
-async def a_slow_reader_loses_the_oldest(harness: Harness) -> None:
-    """Both streams are of one plane, so when the wide one has all, the narrow one was offered all."""
+async def slow_reader_drops_oldest(harness: Harness) -> None:
+    """Both streams belong to one plane: once the wide one has all events, all were offered to the narrow one."""
     async with _planes(harness, 2) as (sender, receiver):
         wide, narrow = receiver.subscribe("kv"), receiver.subscribe("kv", queue_limit=4)
         await harness.connected(sender, "kv", wide, narrow)
@@ -228,7 +228,7 @@ async def a_slow_reader_loses_the_oldest(harness: Harness) -> None:
         assert (after.payload, after.missed) == (b"after", 0)
 
 
-async def a_late_joiner_missed_nothing(harness: Harness) -> None:
+async def late_subscriber_sees_no_gap(harness: Harness) -> None:
     async with _planes(harness, 2) as (sender, receiver):
         for payload in _numbered("early", 5):
             sender.publish("kv", payload)
@@ -238,7 +238,7 @@ async def a_late_joiner_missed_nothing(harness: Harness) -> None:
         assert event.sequence > 5
 
 
-async def a_restart_is_no_gap(harness: Harness) -> None:
+async def restarted_publisher_shows_no_gap(harness: Harness) -> None:
     async with _planes(harness, 2) as (old, receiver):
         stream = receiver.subscribe("kv")
         await harness.connected(old, "kv", stream)
@@ -262,7 +262,7 @@ async def carries_empty_and_large_payloads(harness: Harness) -> None:
         assert _payloads(await _take(stream, 3)) == [b"", large, b""]
 
 
-async def a_cancelled_read_loses_nothing(harness: Harness) -> None:
+async def cancelled_read_drops_nothing(harness: Harness) -> None:
     async with _planes(harness, 2) as (sender, receiver):
         stream = receiver.subscribe("kv")
         await harness.connected(sender, "kv", stream)
@@ -304,14 +304,14 @@ async def close_ends_the_iterators(harness: Harness) -> None:
         await plane.close()
 
 
-async def publishing_to_nobody_is_fine(harness: Harness) -> None:
+async def publishes_without_subscribers(harness: Harness) -> None:
     async with _planes(harness, 1) as (sender,):
         for payload in _numbered("e", 100):
             sender.publish("kv", payload)
 
 
 async def publishing_after_close_is_ignored(harness: Harness) -> None:
-    """A process stops its parts in some order: a late event is no error, and reaches nobody."""
+    """The parts of a process stop in some order: a late event is no error and is dropped."""
     async with _planes(harness, 2) as (sender, receiver):
         stream = receiver.subscribe("kv")
         await harness.connected(sender, "kv", stream)
@@ -320,7 +320,7 @@ async def publishing_after_close_is_ignored(harness: Harness) -> None:
         await _assert_quiet(stream)
 
 
-async def refuses_a_bad_topic(harness: Harness) -> None:
+async def rejects_bad_topics(harness: Harness) -> None:
     async with _planes(harness, 1) as (plane,):
         for topic in ("", "kv\0more", "\ud800"):
             for call in (
@@ -336,20 +336,20 @@ async def refuses_a_bad_topic(harness: Harness) -> None:
 
 CASES: tuple[Callable[[Harness], Awaitable[None]], ...] = (
     keeps_order_per_publisher,
-    joins_many_publishers_and_subscribers,
-    hears_itself,
-    keeps_topics_apart,
-    numbers_each_topic_apart,
+    connects_all_publishers_and_subscribers,
+    delivers_to_own_subscribers,
+    separates_topics,
+    numbers_topics_separately,
     reports_a_gap,
-    a_gap_is_one_publishers_own,
-    a_slow_reader_loses_the_oldest,
-    a_late_joiner_missed_nothing,
-    a_restart_is_no_gap,
+    gaps_are_per_publisher,
+    slow_reader_drops_oldest,
+    late_subscriber_sees_no_gap,
+    restarted_publisher_shows_no_gap,
     carries_empty_and_large_payloads,
-    a_cancelled_read_loses_nothing,
+    cancelled_read_drops_nothing,
     aclose_ends_one_stream,
     close_ends_the_iterators,
-    publishing_to_nobody_is_fine,
+    publishes_without_subscribers,
     publishing_after_close_is_ignored,
-    refuses_a_bad_topic,
+    rejects_bad_topics,
 )

@@ -1,8 +1,8 @@
-"""Conformance suite of the LowerTier port: what a tier below the host's memory promises, whatever it is made of.
+"""Conformance suite of the LowerTier port: tiers below host memory.
 
     for case in CASES: await run_case(case, harness)
 
-A harness says how to open the tier over one place, again after it was closed, and how to spoil a block at rest.
+A harness opens and reopens the tier on the same storage, and corrupts stored blocks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kvolt.testing.discovery.observer import expect
 from kvolt.transfer.memory.slabs import Numbers
 
 SHAPE = BlockShape(3000, 2, "float16")
-"""No whole number of pages, of two ranks."""
+"""Two ranks; not a whole number of pages."""
 NUM_SLOTS = 32
 
 
 class Harness(Protocol):
-    """What the suite needs besides the port."""
+    """Test access to an implementation."""
 
     async def open(self) -> LowerTier:
-        """The tier over its one place, with room for 32 blocks of `SHAPE` or more. Of each the one before is closed."""
+        """Open the tier on its storage, with capacity for at least 32 blocks of `SHAPE`. The previous one is closed."""
         ...
 
-    def spoil(self, key: BlockKey) -> None:
-        """Change a bit of a block that is there, behind the tier's back."""
+    def corrupt(self, key: BlockKey) -> None:
+        """Flip a bit of a stored block, bypassing the tier."""
         ...
 
-    def kept(self, data: bytes) -> bytes:
-        """What comes back of a block with these bytes: the same, but of a tier that is lossy."""
+    def expected_bytes(self, data: bytes) -> bytes:
+        """Bytes that a read returns for a block written with `data`: equal unless the tier is lossy."""
         ...
 
     async def close(self) -> None:
-        """What is over when a case is."""
+        """Release the resources of a case."""
         ...
 
 
@@ -51,7 +51,7 @@ Case = Callable[[Harness], Awaitable[None]]
 
 
 def chain(name: str, num_blocks: int) -> list[TierBlock]:
-    """Blocks one below the other."""
+    """Blocks of one prefix, each the parent of the next."""
     blocks: list[TierBlock] = []
     parent, parent_hash = None, None
     for position in range(num_blocks):
@@ -63,15 +63,15 @@ def chain(name: str, num_blocks: int) -> list[TierBlock]:
 
 
 class _Bench:
-    """A tier, and a memory that its blocks come from and go to."""
+    """A tier, and the memory that its blocks are copied from and to."""
 
-    def __init__(self, tier: LowerTier, kept: Callable[[bytes], bytes]) -> None:
+    def __init__(self, tier: LowerTier, expected_bytes: Callable[[bytes], bytes]) -> None:
         self.tier = tier
-        self.kept = kept
+        self.expected_bytes = expected_bytes
         self.memory = SlotMemory(SHAPE, NUM_SLOTS)
 
     def fill(self, blocks: Sequence[TierBlock]) -> list[int]:
-        """Slots from the first on get what these hold; checksums."""
+        """Fill the first slots with the contents of these blocks; return their checksums."""
         for slot, block in enumerate(blocks):
             with self.memory.block(slot) as view:
                 view[:] = _contents(block)
@@ -84,27 +84,27 @@ class _Bench:
 
     def holds(self, slot: int, block: TierBlock) -> bool:
         with self.memory.block(slot) as view:
-            return view == self.kept(_contents(block))
+            return view == self.expected_bytes(_contents(block))
 
     async def write(self, blocks: Sequence[TierBlock]) -> None:
         await self.tier.write(blocks, self.fill(blocks), self.memory, _slots(len(blocks)))
         self.wipe()
 
     async def read(self, blocks: Sequence[TierBlock]) -> list[bool]:
-        """Which of these came, each into a slot of its own. What came is what was written, or this fails."""
+        """Read each block into its own slot and check its bytes; return which blocks were read."""
         self.wipe()
-        came = await self.tier.read(blocks, self.memory, _slots(len(blocks)))
-        expect(len(came) == len(blocks), "one answer for each block")
+        checksums = await self.tier.read(blocks, self.memory, _slots(len(blocks)))
+        expect(len(checksums) == len(blocks), "one result for each block")
         sums = self.memory.checksums(_slots(len(blocks)), _keys(blocks)).tolist()
-        for slot, (block, checksum) in enumerate(zip(blocks, came, strict=True)):
+        for slot, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
             if checksum is not None:
-                expect(self.holds(slot, block), f"block {slot} came as it was written")
-                expect(checksum == sums[slot], f"block {slot} came with its checksum")
-        return [checksum is not None for checksum in came]
+                expect(self.holds(slot, block), f"block {slot} is read as it was written")
+                expect(checksum == sums[slot], f"block {slot} is read with its checksum")
+        return [checksum is not None for checksum in checksums]
 
 
 def _contents(block: TierBlock) -> bytes:
-    """Numbers of its dtype, such as KV is."""
+    """Random numbers of the block's dtype, like KV."""
     draw = np.random.default_rng(int.from_bytes(block.key[:4], "little"))
     return draw.standard_normal(SHAPE.block_bytes // 2).astype(np.float16).tobytes()
 
@@ -121,7 +121,7 @@ def _keys(blocks: Sequence[TierBlock]) -> list[BlockKey]:
 async def _bench(harness: Harness) -> AsyncIterator[_Bench]:
     tier = await harness.open()
     await tier.start()
-    bench = _Bench(tier, harness.kept)
+    bench = _Bench(tier, harness.expected_bytes)
     try:
         yield bench
         tier.check_integrity()
@@ -131,86 +131,88 @@ async def _bench(harness: Harness) -> AsyncIterator[_Bench]:
 
 
 async def _find(tier: LowerTier, blocks: Sequence[TierBlock]) -> list[bool]:
-    await tier.look(_keys(blocks))
+    await tier.lookup(_keys(blocks))
     return [tier.has(block.key) for block in blocks]
 
 
 # --- cases
 
 
-async def what_is_written_comes_back(harness: Harness) -> None:
+async def written_blocks_are_read_back(harness: Harness) -> None:
     blocks = chain("a", 9)
     async with _bench(harness) as bench:
-        expect(not any(await _find(bench.tier, blocks)), "nothing is there at first")
+        expect(not any(await _find(bench.tier, blocks)), "a new tier is empty")
         await bench.write(blocks)
         expect(
-            all(bench.tier.has(block.key) and bench.tier.knows(block.key) for block in blocks), "it is there"
+            all(bench.tier.has(block.key) and bench.tier.has_or_pending(block.key) for block in blocks),
+            "written blocks are found",
         )
-        expect(bench.tier.stats.num_stored == 9, "and counted")
-        expect(await bench.read(blocks[3:7]) == [True] * 4, "some of it comes")
-        expect(await bench.read(blocks) == [True] * 9, "all of it comes")
-        expect(bench.tier.stats.num_loaded == 13, "and is counted")
+        expect(bench.tier.stats.num_stored == 9, "stored blocks are counted")
+        expect(await bench.read(blocks[3:7]) == [True] * 4, "a part can be read")
+        expect(await bench.read(blocks) == [True] * 9, "all can be read")
+        expect(bench.tier.stats.num_loaded == 13, "loaded blocks are counted")
 
 
-async def it_is_found_by_who_opens_it_next(harness: Harness) -> None:
+async def blocks_survive_reopening(harness: Harness) -> None:
     blocks = chain("a", 20)
     async with _bench(harness) as bench:
         await bench.write(blocks)
     async with _bench(harness) as bench:
         others = chain("b", 20)
-        expect(not any(await _find(bench.tier, others)), "what is not there is not found")
-        expect(await _find(bench.tier, blocks) == [True] * 20, "all of it is found")
-        expect(await bench.read(blocks) == [True] * 20, "and comes")
+        expect(not any(await _find(bench.tier, others)), "unwritten blocks are not found")
+        expect(await _find(bench.tier, blocks) == [True] * 20, "all blocks are found")
+        expect(await bench.read(blocks) == [True] * 20, "all blocks can be read")
 
 
-async def the_end_of_what_is_there_is_found(harness: Harness) -> None:
+async def partial_prefix_is_found(harness: Harness) -> None:
     blocks = chain("a", 31)
     async with _bench(harness) as bench:
         await bench.write(blocks[:23])
     async with _bench(harness) as bench:
-        expect(await _find(bench.tier, blocks) == [True] * 23 + [False] * 8, "the first 23 are there")
+        expect(await _find(bench.tier, blocks) == [True] * 23 + [False] * 8, "the first 23 are found")
 
 
-async def what_is_spoiled_does_not_come(harness: Harness) -> None:
+async def corrupt_block_is_not_returned(harness: Harness) -> None:
     blocks = chain("a", 6)
     async with _bench(harness) as bench:
         await bench.write(blocks)
-        harness.spoil(blocks[2].key)
+        harness.corrupt(blocks[2].key)
         expect(
             await bench.read(blocks) == [True, True, False, True, True, True],
-            "one does not come, the others do",
+            "all but the corrupt block are read",
         )
-        expect(bench.tier.stats.failures["corrupt"] == 1, "which is counted")
-        expect(not bench.tier.has(blocks[2].key), "and it is not asked for again")
+        expect(bench.tier.stats.failures["corrupt"] == 1, "the failure is counted")
+        expect(not bench.tier.has(blocks[2].key), "the corrupt block is dropped")
 
 
-async def what_is_forgotten_is_not_found(harness: Harness) -> None:
+async def removed_blocks_are_not_found(harness: Harness) -> None:
     blocks = chain("a", 6)
     async with _bench(harness) as bench:
         await bench.write(blocks)
         bench.tier.forget(_keys(blocks[4:]))
         expect(
-            [bench.tier.has(block.key) for block in blocks] == [True] * 4 + [False] * 2, "two are forgotten"
+            [bench.tier.has(block.key) for block in blocks] == [True] * 4 + [False] * 2,
+            "two blocks are removed",
         )
         bench.tier.forget()
-        expect(not any(bench.tier.has(block.key) for block in blocks), "all are forgotten")
-        while bench.tier.has_chores:
+        expect(not any(bench.tier.has(block.key) for block in blocks), "all blocks are removed")
+        while bench.tier.has_pending_work:
             await bench.tier.write([], [], bench.memory, _slots(0))
         await bench.write(blocks)
-        expect(await bench.read(blocks) == [True] * 6, "and can be written again")
+        expect(await bench.read(blocks) == [True] * 6, "removed blocks can be written again")
 
 
-async def writing_it_again_changes_nothing(harness: Harness) -> None:
+async def rewriting_is_idempotent(harness: Harness) -> None:
     blocks = chain("a", 8)
     async with _bench(harness) as bench:
         await bench.write(blocks[:6])
         await bench.write(blocks)
-        expect(bench.tier.stats.num_stored == 8, "each is written once")
-        expect(await bench.read(blocks) == [True] * 8, "and comes back")
+        expect(bench.tier.stats.num_stored == 8, "each block is written once")
+        expect(await bench.read(blocks) == [True] * 8, "all blocks can be read")
 
 
-async def a_write_that_is_given_up_is_over_when_it_returns(harness: Harness) -> None:
-    """The slots are another's afterwards: what is read then must not be theirs."""
+async def cancelled_write_stops_before_returning(harness: Harness) -> None:
+    """The slots are reused afterwards: their new contents must not reach the tier."""
     blocks = chain("a", 24)
     async with _bench(harness) as bench:
         sums = bench.fill(blocks)
@@ -222,35 +224,35 @@ async def a_write_that_is_given_up_is_over_when_it_returns(harness: Harness) -> 
                 pass
             bench.wipe()
             present = [block for block in blocks if bench.tier.has(block.key)]
-            expect(all(await bench.read(present)), "what is there is whole")
+            expect(all(await bench.read(present)), "stored blocks are intact")
             bench.fill(blocks)
 
 
-async def reading_while_it_writes_is_right(harness: Harness) -> None:
+async def reads_during_writes_are_correct(harness: Harness) -> None:
     old, new = chain("old", 12), chain("new", 12)
     async with _bench(harness) as bench:
         await bench.write(old)
-        other = _Bench(bench.tier, bench.kept)
+        other = _Bench(bench.tier, bench.expected_bytes)
         sums = other.fill(new)
         try:
-            _, came = await asyncio.gather(
+            _, read = await asyncio.gather(
                 bench.tier.write(new, sums, other.memory, _slots(12)), bench.read(old)
             )
-            expect(came == [True] * 12, "what was there comes")
-            expect(await bench.read(new) == [True] * 12, "and what came meanwhile")
+            expect(read == [True] * 12, "old blocks are read")
+            expect(await bench.read(new) == [True] * 12, "new blocks are read")
         finally:
             other.memory.close()
 
 
 CASES: tuple[Case, ...] = (
-    what_is_written_comes_back,
-    it_is_found_by_who_opens_it_next,
-    the_end_of_what_is_there_is_found,
-    what_is_spoiled_does_not_come,
-    what_is_forgotten_is_not_found,
-    writing_it_again_changes_nothing,
-    a_write_that_is_given_up_is_over_when_it_returns,
-    reading_while_it_writes_is_right,
+    written_blocks_are_read_back,
+    blocks_survive_reopening,
+    partial_prefix_is_found,
+    corrupt_block_is_not_returned,
+    removed_blocks_are_not_found,
+    rewriting_is_idempotent,
+    cancelled_write_stops_before_returning,
+    reads_during_writes_are_correct,
 )
 
 

@@ -1,8 +1,8 @@
 """Tiny random models on disk, for tests of engines that load real files.
 
-Each is a whole checkpoint: config, weights, the simulated model's tokenizer and chat template. Weights are
-large enough for greedy answers to vary. The same arguments give the same weights, as a folder or as a GGUF
-file. torch, safetensors and gguf are imported when a model is made, not before.
+Each is a complete checkpoint: config, weights, and the tokenizer and chat template of the simulated model. Weights are
+large enough for greedy outputs to vary. The same arguments give the same weights, as a directory or as a GGUF file.
+torch, safetensors and gguf are imported only when a model is written.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _SPREAD = 0.2
-"""Standard deviation of the weights; with the usual 0.02 a model this small says one token for ever."""
+"""Standard deviation of the weights; with the usual 0.02 a model this small repeats one token."""
 
 
 def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
-    """A config.json of 3 layers, 4 heads and 2 KV heads of 16; `overrides` are fields of it."""
+    """config.json with 3 layers, 4 heads and 2 KV heads of size 16; `overrides` replace its fields."""
     config = {
         "architectures": [architecture],
         "model_type": _MODEL_TYPES[architecture],
@@ -82,7 +82,7 @@ def tiny_checkpoint(
     generation: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """A folder in Hugging Face's layout; with several shards also their index. Returns `folder`."""
+    """Write a directory in Hugging Face's layout, with an index if there are several shards. Return `folder`."""
     import torch
     from safetensors.torch import save_file
 
@@ -124,8 +124,10 @@ def tiny_gguf(
     metadata: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """The same model as a GGUF file, as llama.cpp's converter would write it. Matrices are stored as
-    `quantization` (F32, F16, BF16, Q8_0, ...); `metadata` replaces pairs, None leaves one out. Returns `path`."""
+    """Write the same model as a GGUF file, like llama.cpp's converter. Return `path`.
+
+    Matrices are stored as `quantization` (F32, F16, BF16, Q8_0, ...); `metadata` replaces pairs, None removes one.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
@@ -160,7 +162,7 @@ def _model_config(config: dict[str, Any]) -> ModelConfig:
 def _weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
-    from kvolt.models.checkpoint import expected_shapes
+    from kvolt.models.weights import expected_shapes
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -190,7 +192,7 @@ def _gguf_weights(config: ModelConfig, own: str, seed: int) -> dict[str, torch.T
 
 
 def _interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The two halves of each head, row by row in turn."""
+    """Interleave the rows of the two halves of each head."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

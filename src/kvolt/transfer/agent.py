@@ -1,19 +1,19 @@
-"""TransferAgent: moves blocks between this process and others. The public face of `kvolt.transfer`.
+"""TransferAgent: moves blocks between this process and others. The public interface of `kvolt.transfer`.
 
     agent = TransferAgent()
-    slab = Slab.shared(num_blocks=1024, block_bytes=65536)       # once; blocks are its numbers
-    offer = agent.offer(slab, [3, 4, 5], timeout_s=30)           # here: these may be read ...
-    read = agent.read(offer.ticket, slab, [7, 8, 9], timeout_s=30)   # ... there, by who has the ticket
-    await read                                                   # they are here, with the checksums they left with
-    await offer                                                  # and may change again there
+    slab = Slab.shared(num_blocks=1024, block_bytes=65536)           # allocate once; blocks are indexes
+    offer = agent.offer(slab, [3, 4, 5], timeout_s=30)               # source: offer blocks
+    read = agent.read(offer.ticket, slab, [7, 8, 9], timeout_s=30)   # destination: read them with the ticket
+    await read                                                       # the blocks have arrived, checksums verified
+    await offer                                                      # the source may reuse its blocks
 
-The other way round `accept` gives a ticket for blocks that a peer may fill, by `write`; in any order and in parts. All
-four are operations: awaited, cancelled, with a deadline; one that is over moves no byte any more.
+For writes, `accept` returns a ticket for blocks that a peer may fill with `write`, in parts and in any order. All four
+return an operation that can be awaited and cancelled and has a deadline. A finished operation moves no more bytes.
 
-Two that know of each other only a number and an address meet in a room, whoever comes first:
+Two agents that share only a mailbox number and an address exchange a message in either order:
 
-    agent.post(room, note, timeout_s=30)                         # here; ...
-    note = await agent.meet(where, room, timeout_s=30)           # ... there, with what `agent.where` is here
+    agent.post(mailbox, message, timeout_s=30)                       # one side
+    message = await agent.receive(address, mailbox, timeout_s=30)    # other side; `agent.address_text` of the first
 """
 
 from __future__ import annotations
@@ -29,68 +29,68 @@ import numpy as np
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError, Overloaded, PayloadTooLarge
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.address import read_where, where_of
+from kvolt.transfer.address import format_address, parse_address
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
-from kvolt.transfer.paths.machine import look
+from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer.hub import Hub, Writable
-from kvolt.transfer.peer.mailbox import LAST_ROOM, Guest, Posted
-from kvolt.transfer.peer.offers import Offered
-from kvolt.transfer.peer.read_op import Reading
-from kvolt.transfer.peer.read_request import ALL, Wanted, new_wanted
+from kvolt.transfer.peer.mailbox import MAX_MAILBOX, PostedMessage, Waiter
+from kvolt.transfer.peer.offers import Offer
+from kvolt.transfer.peer.read_op import ReadOp
+from kvolt.transfer.peer.read_request import ALL, ReadRequest, new_read_request
 from kvolt.transfer.peer.wire import (
     MAX_BLOCKS,
-    MAX_NOTE_BYTES,
+    MAX_MESSAGE_BYTES,
     Address,
-    Offer,
     Ticket,
-    read_ticket,
-    ticket_bytes,
+    WriteRequest,
+    decode_ticket,
+    encode_ticket,
 )
-from kvolt.transfer.transfer_handle import Meeting, Posting, Undertaking
+from kvolt.transfer.transfer_handle import PostHandle, ReceiveHandle, TransferHandle
 
 Blocks = Sequence[int] | Numbers
 
 
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an agent is reached, and how."""
+    """Listening address and enabled transfer paths of an agent."""
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
-    """The address that peers are told; None for `host`."""
+    """Address published to peers; None: `host`."""
     shared_memory: bool = True
-    """Off, peers of the same host use TCP, too."""
+    """If False, peers on the same host use TCP."""
     nixl: bool = False
-    """Read over NIXL from peers that have it on, too, wherever it does not have to emulate. It must be installed."""
+    """Read over NIXL from peers that also enable it, where NIXL has a one-sided path. NIXL must be installed."""
     self_test: bool = False
-    """Measure the paths to a peer when something was first read from it, and let peers measure those from here."""
+    """Measure the paths to a peer after the first read from it, and allow peers to measure paths to this agent."""
 
 
-class Operation(Undertaking[str]):
-    """One transfer, or one offer. Its path at the end."""
+class Operation(TransferHandle[str]):
+    """Handle of one transfer or offer. Its result is the name of the path."""
 
     def __init__(self, name: str, num_bytes: int, cancel: Callable[[], object]) -> None:
         super().__init__(name, cancel)
         self.num_bytes = num_bytes
         self.path = ""
-        """How its bytes went, once that is known."""
+        """Path the blocks took, once known."""
 
-    def _outcome(self) -> str:
+    def _result(self) -> str:
         return self.path
 
 
-class Offering(Operation):
-    """An operation that waits for a peer, who is given the ticket."""
+class OfferHandle(Operation):
+    """Operation that waits for a peer holding its ticket."""
 
     def __init__(self, ticket: Ticket, num_bytes: int, cancel: Callable[[], object]) -> None:
-        super().__init__(f"{ticket.is_for} {ticket.secret:016x}", num_bytes, cancel)
-        self.ticket = ticket_bytes(ticket)
+        super().__init__(f"{ticket.access} {ticket.secret:016x}", num_bytes, cancel)
+        self.ticket = encode_ticket(ticket)
 
 
 class TransferAgent:
-    """See the module. Its calls may come from any thread, and never wait."""
+    """See the module. Methods may be called from any thread and never block."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class TransferAgent:
         clock: Clock | None = None,
         facts: MachineFacts | None = None,
     ) -> None:
-        """`facts`: what `machine.look` found; looked up without UCX's settings where it is None.
+        """`facts`: result of `machine.probe_machine`; None: probe without UCX settings.
 
-        ConfigError when it cannot be reached as asked.
+        ConfigError if the address cannot be bound.
         """
         options = options or TransferOptions()
-        can = capabilities_of(facts or look({}), options.shared_memory, options.nixl)
+        capabilities = capabilities_of(facts or probe_machine({}), options.shared_memory, options.nixl)
         self._hub = Hub(
             options.host,
             options.port,
@@ -111,58 +111,58 @@ class TransferAgent:
             options.shared_memory,
             clock or SystemClock(),
             options.nixl,
-            PathOptions(can=can, self_test=options.self_test),
+            PathOptions(capabilities=capabilities, self_test=options.self_test),
         )
         self._hub.progress.start()
-        self._hub.progress.call(self._hub.start)
+        self._hub.progress.call_soon(self._hub.start)
 
     @property
     def address(self) -> Address:
         return self._hub.address
 
     @property
-    def where(self) -> str:
-        """The address as text: what `meet` takes."""
-        return where_of(self._hub.address)
+    def address_text(self) -> str:
+        """Address as text, the argument of `receive`."""
+        return format_address(self._hub.address)
 
     @property
     def paths(self) -> PathWatch:
-        """How fast blocks come from where, and where they come slowly."""
+        """Measured path speeds and slow-path reports."""
         return self._hub.paths
 
     @property
-    def unfinished(self) -> ByteBudget:
-        """Of messages that peers have not finished."""
-        return self._hub.unfinished
+    def frame_budget(self) -> ByteBudget:
+        """Budget for incomplete frames of peers."""
+        return self._hub.frame_budget
 
     @property
     def num_refused(self) -> int:
-        """Connections over the limits."""
+        """Connections refused because of a limit."""
         return self._hub.num_refused
 
     def close(self) -> None:
-        """All that is under way is cancelled. Waits for it."""
+        """Cancel all operations and wait for them."""
         self._hub.progress.close(self._hub.close)
 
-    # --- to be read
+    # --- reading
 
-    def offer(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> Offering:
-        """These blocks may be read once by who has the ticket; they must not change until that is over.
+    def offer(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> OfferHandle:
+        """Allow the holder of the ticket to read these blocks once; they must not change until the offer is done.
 
-        `seeds`: eight bytes a block, which go into its checksum: who reads with others will not have it.
+        `seeds`: eight bytes per block, mixed into its checksum. A reader with different seeds fails verification.
         """
-        numbers, deadline = _some(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
+        numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers, "read")
-        offering = Offering(
+        handle = OfferHandle(
             ticket,
             len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call(lambda: hub.offers.take_back(ticket.secret)),
+            lambda: hub.progress.call_soon(lambda: hub.offers.withdraw(ticket.secret)),
         )
-        self._do(
-            offering,
-            lambda: hub.offer(ticket.secret, Offered(slab, numbers, deadline, offering.end, seeds)),
+        self._start(
+            handle,
+            lambda: hub.offer(ticket.secret, Offer(slab, numbers, deadline, handle.finish, seeds)),
         )
-        return offering
+        return handle
 
     def read(
         self,
@@ -176,13 +176,13 @@ class TransferAgent:
         is_checked: bool = True,
         is_last: bool = True,
     ) -> Operation:
-        """Blocks of a ticket, those at `positions` or all, into these of ours, one each.
+        """Read a ticket's blocks (all, or those at `positions`) into local blocks, one each.
 
-        `is_last`: with this the offer is over. Who shares the heads of its blocks among several slabs reads the ticket
-        once for each of them, one after the other.
+        `is_last`: this read completes the offer. A reader that splits the heads of blocks over several slabs reads the
+        ticket once per slab, sequentially.
         """
         source = _ticket(ticket, "read")
-        wanted = new_wanted(
+        request = new_read_request(
             source,
             slab,
             slab.numbers(blocks),
@@ -190,59 +190,59 @@ class TransferAgent:
             seeds,
             is_checked,
         )
-        return self._read(wanted, timeout_s, is_last)
+        return self._read(request, timeout_s, is_last)
 
-    def _read(self, wanted: Wanted, timeout_s: float, is_last: bool) -> Operation:
+    def _read(self, request: ReadRequest, timeout_s: float, is_last: bool) -> Operation:
         hub, deadline = self._hub, self._hub.deadline_in(timeout_s)
 
-        def over(error: KvoltError | None) -> None:
-            operation.path = reading.path
-            operation.end(error)
+        def on_done(error: KvoltError | None) -> None:
+            operation.path = read_op.path
+            operation.finish(error)
 
-        reading = Reading(wanted, over, is_last)
+        read_op = ReadOp(request, on_done, is_last)
         operation = Operation(
-            f"read {wanted.ticket.secret:016x}",
-            wanted.num_bytes,
-            lambda: hub.progress.call(lambda: reading.stop(Cancelled("the read was cancelled"))),
+            f"read {request.ticket.secret:016x}",
+            request.num_bytes,
+            lambda: hub.progress.call_soon(lambda: read_op.stop(Cancelled("the read was cancelled"))),
         )
-        self._do(operation, lambda: hub.read(reading, deadline))
+        self._start(operation, lambda: hub.read(read_op, deadline))
         return operation
 
     def decline(self, ticket: bytes) -> None:
-        """Nobody will read these blocks: their owner need not wait. Told as well as can be, and not answered."""
+        """Tell the owner, best effort, that the ticket will not be used."""
         source, hub = _ticket(ticket, "read"), self._hub
 
         def decline() -> None:
             if source.address == hub.address:
-                hub.offers.take_back(source.secret)
+                hub.offers.withdraw(source.secret)
             elif not hub.is_closed:
                 with contextlib.suppress(Overloaded):
                     hub.link_to(source.address).decline(source.secret)
 
-        hub.progress.call(decline)
+        hub.progress.call_soon(decline)
 
-    # --- to be written to
+    # --- writing
 
-    def accept(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> Offering:
-        """A peer may fill these blocks, each once, until all of them are or the time is over."""
-        numbers, deadline = _some(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
+    def accept(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> OfferHandle:
+        """Allow a peer to fill these blocks, each once. Done when all are filled or at the deadline."""
+        numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers, "write")
-        offering = Offering(
+        handle = OfferHandle(
             ticket,
             len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call(lambda: hub.withdraw_writable(ticket.secret)),
+            lambda: hub.progress.call_soon(lambda: hub.withdraw_writable(ticket.secret)),
         )
         writable = Writable(
             slab,
             numbers,
             seeds,
             deadline,
-            offering.end,
+            handle.finish,
             np.zeros(len(numbers), dtype=bool),
             len(numbers),
         )
-        self._do(offering, lambda: hub.let_write(ticket.secret, writable))
-        return offering
+        self._start(handle, lambda: hub.add_writable(ticket.secret, writable))
+        return handle
 
     def write(
         self,
@@ -255,9 +255,9 @@ class TransferAgent:
         seeds: bytes | None = None,
         is_checked: bool = True,
     ) -> Operation:
-        """Blocks of ours into those of a ticket, at `positions` or all. Over when the peer has them."""
+        """Write local blocks into a ticket's blocks, all or those at `positions`. Done when the peer has them."""
         target = _ticket(ticket, "write")
-        numbers, deadline = _some(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
+        numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         num_places = target.num_blocks if positions is None else len(positions)
         if num_places != len(numbers):
             raise InvalidRequest(f"{len(numbers)} blocks for {num_places} of the peer", param="blocks")
@@ -266,116 +266,119 @@ class TransferAgent:
         operation = Operation(
             f"write {target.secret:016x}",
             len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call(lambda: hub.offers.take_back(source.secret)),
+            lambda: hub.progress.call_soon(lambda: hub.offers.withdraw(source.secret)),
         )
 
-        def taken(error: KvoltError | None) -> None:
-            """By the peer's word; that it has read is told by its Ended."""
+        def on_result(error: KvoltError | None) -> None:
+            """The peer's WriteResult. Its Ended message completes the source side."""
             if error is not None:
-                told.append(error)
-                hub.offers.take_back(source.secret)
+                errors.append(error)
+                hub.offers.withdraw(source.secret)
 
-        def over(error: KvoltError | None) -> None:
-            if not operation.state.is_over:
-                operation.end(told[0] if told and error is not None else error)
+        def on_done(error: KvoltError | None) -> None:
+            if not operation.state.is_done:
+                operation.finish(errors[0] if errors and error is not None else error)
 
-        told: list[KvoltError] = []
+        errors: list[KvoltError] = []
 
         def begin() -> None:
             is_own = target.address == hub.address
             link = None if is_own else hub.link_to(target.address)
-            hub.offer(source.secret, Offered(slab, numbers, deadline, over, seeds))
+            hub.offer(source.secret, Offer(slab, numbers, deadline, on_done, seeds))
             if link is None:
-                hub.take_offer(Offer(0, target.secret, packed, source, is_checked), taken)
+                hub.handle_write_request(
+                    WriteRequest(0, target.secret, packed, source, is_checked), on_result
+                )
             else:
-                link.offer(lambda op: Offer(op, target.secret, packed, source, is_checked), taken)
+                link.send_write_request(
+                    lambda op: WriteRequest(op, target.secret, packed, source, is_checked), on_result
+                )
 
-        self._do(operation, begin)
+        self._start(operation, begin)
         return operation
 
-    # --- rooms
+    # --- mailboxes
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> Posting:
-        """Who comes to this agent with the room's number may have the note, once. The number is the secret: 63 random
-        bits.
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> PostHandle:
+        """Leave a message that one peer can fetch once. The mailbox number, 63 random bits, is the secret.
 
-        Over when the note was sent, taken back or late. InvalidRequest, by awaiting it, for a room that is taken.
+        Done when the message was sent, withdrawn or expired. A mailbox number in use raises InvalidRequest on await.
         """
-        _check_room(room)
-        if len(note) > MAX_NOTE_BYTES:
+        _check_mailbox(mailbox)
+        if len(message) > MAX_MESSAGE_BYTES:
             raise PayloadTooLarge(
-                f"a note of {len(note)} bytes: {MAX_NOTE_BYTES} at most",
-                limit_bytes=MAX_NOTE_BYTES,
-                size_bytes=len(note),
+                f"message has {len(message)} bytes, limit is {MAX_MESSAGE_BYTES}",
+                limit_bytes=MAX_MESSAGE_BYTES,
+                size_bytes=len(message),
             )
         hub = self._hub
-        posting = Posting(f"post {room:016x}", lambda: hub.progress.call(lambda: hub.rooms.take_back(posted)))
-        posted = Posted(room, bytes(note), hub.deadline_in(timeout_s), posting.end)
-        self._do(posting, lambda: hub.rooms.post(posted))
-        return posting
+        handle = PostHandle(
+            f"post {mailbox:016x}", lambda: hub.progress.call_soon(lambda: hub.mailboxes.withdraw(posted))
+        )
+        posted = PostedMessage(mailbox, bytes(message), hub.deadline_in(timeout_s), handle.finish)
+        self._start(handle, lambda: hub.mailboxes.post(posted))
+        return handle
 
-    def meet(self, address: str, room: int, timeout_s: float) -> Meeting:
-        """The note of a room of the agent at this address (its `where`), when it is posted."""
-        _check_room(room)
-        to, hub = read_where(address), self._hub
+    def receive(self, address: str, mailbox: int, timeout_s: float) -> ReceiveHandle:
+        """Wait for the message in a mailbox of the agent at `address` (its `address_text`)."""
+        _check_mailbox(mailbox)
+        peer, hub = parse_address(address), self._hub
 
-        def met(note: bytes) -> bool:
-            meeting.note = note
-            meeting.end(None)
+        def on_message(message: bytes) -> bool:
+            handle.message = message
+            handle.finish(None)
             return True
 
         def stop() -> None:
-            if not meeting.state.is_over:  # also where it could not begin
-                guest.fail(Cancelled("the meeting was cancelled"))
+            if not handle.state.is_done:
+                waiter.fail(Cancelled("the receive was cancelled"))
 
-        meeting = Meeting(f"meet {room:016x}", lambda: hub.progress.call(stop))
-        guest = Guest(room, hub.deadline_in(timeout_s), met, meeting.end)
-        self._do(meeting, lambda: hub.meet(to, guest))
-        return meeting
+        handle = ReceiveHandle(f"receive {mailbox:016x}", lambda: hub.progress.call_soon(stop))
+        waiter = Waiter(mailbox, hub.deadline_in(timeout_s), on_message, handle.finish)
+        self._start(handle, lambda: hub.receive(peer, waiter))
+        return handle
 
-    # ---
+    def _ticket(self, slab: Slab, numbers: Numbers, access: Any) -> Ticket:
+        number = self._hub.slab_number(slab)
+        return Ticket(self._hub.address, secrets.randbits(64), slab.info(number), len(numbers), access)
 
-    def _ticket(self, slab: Slab, numbers: Numbers, is_for: Any) -> Ticket:
-        number = self._hub.number_of(slab)
-        return Ticket(self._hub.address, secrets.randbits(64), slab.info(number), len(numbers), is_for)
-
-    def _do(self, operation: Undertaking[Any], begin: Callable[[], object]) -> None:
-        """In the progress thread; what cannot begin is over."""
+    def _start(self, operation: TransferHandle[Any], begin: Callable[[], object]) -> None:
+        """Run `begin` in the progress thread; finish the operation with its error if it fails."""
 
         def run() -> None:
-            operation.begin()
+            operation.start()
             if self._hub.is_closed:
-                operation.end(Cancelled("the agent is closed"))
+                operation.finish(Cancelled("the agent is closed"))
                 return
             try:
                 begin()
             except KvoltError as error:
-                operation.end(error)
+                operation.finish(error)
 
-        if not self._hub.progress.call(run):
+        if not self._hub.progress.call_soon(run):
             run()
 
 
-def _ticket(data: bytes, is_for: str) -> Ticket:
-    ticket = read_ticket(data)
-    if ticket.is_for != is_for:
-        raise InvalidRequest(f"a ticket to {ticket.is_for} is none to {is_for}", param="ticket")
+def _ticket(data: bytes, access: str) -> Ticket:
+    ticket = decode_ticket(data)
+    if ticket.access != access:
+        raise InvalidRequest(f"ticket allows {ticket.access}, not {access}", param="ticket")
     return ticket
 
 
-def _check_room(room: int) -> None:
-    if not 0 <= room <= LAST_ROOM:
-        raise InvalidRequest("the number of a room has 63 bits", param="room")
+def _check_mailbox(mailbox: int) -> None:
+    if not 0 <= mailbox <= MAX_MAILBOX:
+        raise InvalidRequest("a mailbox number has 63 bits", param="mailbox")
 
 
-def _some(slab: Slab, blocks: Blocks, seeds: bytes | None) -> Numbers:
+def _check_blocks(slab: Slab, blocks: Blocks, seeds: bytes | None) -> Numbers:
     numbers = slab.numbers(blocks)
     if not len(numbers):
-        raise InvalidRequest("no blocks are nothing to move", param="blocks")
+        raise InvalidRequest("the list of blocks is empty", param="blocks")
     if len(numbers) > MAX_BLOCKS:
-        raise InvalidRequest(f"{MAX_BLOCKS} blocks at a time at most: move them in parts", param="blocks")
-    if not slab.are_apart(numbers):
-        raise InvalidRequest("a block is named twice", param="blocks")
+        raise InvalidRequest(f"at most {MAX_BLOCKS} blocks per transfer: split it", param="blocks")
+    if not slab.are_unique(numbers):
+        raise InvalidRequest("duplicate block number", param="blocks")
     if seeds is not None and len(seeds) != 8 * len(numbers):
-        raise InvalidRequest("a seed has eight bytes, and every block has one", param="seeds")
+        raise InvalidRequest("seeds must have eight bytes per block", param="seeds")
     return numbers

@@ -1,4 +1,4 @@
-"""The life of one transfer: its states, and what may happen in each as a table. Pure.
+"""State machine of one transfer, with its transition table. Pure.
 
     INITIALIZED --start--> IN_PROGRESS --finish--> COMPLETE
          |                     |
@@ -6,9 +6,8 @@
          +------- expire ------+-----------------> ERRORED
          +------- cancel ------+-----------------> CANCELLED
 
-An operation that is over moves no byte any more, so its blocks may go to somebody else. Whoever drives it keeps that
-promise: copying is stopped first, and the event is told afterwards. Knows no memory, no peer and no clock: who sees
-a deadline pass says so.
+A finished operation moves no more bytes, so its blocks may be reused. The driver guarantees this: it stops copying
+before it reports the event. Deadlines are also the driver's responsibility.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from kvolt.core.errors import KvoltError
 
 class OperationState(StrEnum):
     INITIALIZED = "initialized"
-    """Asked for; no byte has moved."""
+    """Submitted; no byte has moved."""
     IN_PROGRESS = "in_progress"
     COMPLETE = "complete"
-    """All blocks have arrived, with their checksums."""
+    """All blocks have arrived and their checksums match."""
     ERRORED = "errored"
     CANCELLED = "cancelled"
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self not in (OperationState.INITIALIZED, OperationState.IN_PROGRESS)
 
 
@@ -39,9 +38,9 @@ class OperationEvent(StrEnum):
     FINISH = "finish"
     FAIL = "fail"
     CANCEL = "cancel"
-    """Whoever asked no longer wants it."""
+    """The caller cancelled it."""
     EXPIRE = "expire"
-    """Its deadline has passed, on whichever side."""
+    """The deadline passed on either side."""
 
 
 TRANSITIONS: Mapping[tuple[OperationState, OperationEvent], OperationState] = MappingProxyType(
@@ -59,17 +58,17 @@ TRANSITIONS: Mapping[tuple[OperationState, OperationEvent], OperationState] = Ma
 
 
 class IllegalTransition(KvoltError):
-    """A defect of the driver: nothing was changed. Fields: operation, state, event."""
+    """A defect of the driver; the state is unchanged. Fields: operation, state, event."""
 
 
 def next_state(operation: str, state: OperationState, event: OperationEvent) -> OperationState:
-    """Where `event` leads; IllegalTransition where it leads nowhere. `operation` is its name, for the error."""
-    found = TRANSITIONS.get((state, event))
-    if found is None:
+    """State after `event`. IllegalTransition if the table has none. `operation` is named in the error."""
+    successor = TRANSITIONS.get((state, event))
+    if successor is None:
         raise IllegalTransition(
             f"transfer {operation} is {state}: it cannot {event}",
             operation=operation,
             state=state.value,
             event=event.value,
         )
-    return found
+    return successor

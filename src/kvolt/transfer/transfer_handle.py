@@ -1,7 +1,4 @@
-"""Undertaking: what the public calls of an agent give back: awaited, cancelled, asked how it stands, from any thread.
-
-Owns how an end reaches whoever waits for it. How it comes about is the agent's matter.
-"""
+"""TransferHandle: awaitable handle that agent calls return. It can be awaited and cancelled from any thread."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from kvolt.transfer.operation import OperationEvent, OperationState, next_state
 Result = TypeVar("Result")
 
 
-class Undertaking(ABC, Generic[Result]):
-    """Await it, from any loop: what came of it at the end, or why nothing did."""
+class TransferHandle(ABC, Generic[Result]):
+    """Await it from any event loop for the result or the error."""
 
     def __init__(self, name: str, cancel: Callable[[], object]) -> None:
         self.name = name
@@ -32,55 +29,55 @@ class Undertaking(ABC, Generic[Result]):
         return self._state
 
     def cancel(self) -> None:
-        """Ask for its end; it is over when awaiting it says so."""
+        """Request cancellation; the handle is done when awaiting it returns."""
         self._cancel()
 
     def __await__(self) -> Generator[Any, None, Result]:
-        """Whoever awaits may go; the operation goes on."""
+        """Cancelling the awaiting task does not cancel the operation."""
         end = asyncio.wrap_future(self._future)
-        end.add_done_callback(_hear)
+        end.add_done_callback(_retrieve_exception)
         return asyncio.shield(end).__await__()
 
-    async def over(self) -> None:
-        """Returns when no byte moves any more, however that came."""
+    async def wait_done(self) -> None:
+        """Wait until no more bytes move, whatever the outcome. Never raises the operation's error."""
         with contextlib.suppress(KvoltError):
             await self
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """For threads without a loop. TimeoutError when it is not over by then."""
+        """Block for the result, for threads without an event loop. TimeoutError after `timeout_s`."""
         return self._future.result(timeout_s)
 
-    def begin(self) -> None:
-        """By the agent: it has been asked for."""
+    def start(self) -> None:
+        """For the agent: mark as submitted."""
         self._state = next_state(self.name, self._state, OperationEvent.START)
 
-    def end(self, error: KvoltError | None) -> None:
-        """By the agent: no byte moves any more."""
-        self._state = next_state(self.name, self._state, _event_of(error))
+    def finish(self, error: KvoltError | None) -> None:
+        """For the agent: set the outcome; no more bytes move."""
+        self._state = next_state(self.name, self._state, _finish_event(error))
         if error is None:
-            self._future.set_result(self._outcome())
+            self._future.set_result(self._result())
         else:
             self._future.set_exception(error)
-            self._future.exception()  # known here: nobody has to ask
+            self._future.exception()  # mark as retrieved
 
     @abstractmethod
-    def _outcome(self) -> Result:
-        """Of one that has ended well."""
+    def _result(self) -> Result:
+        """Result of a successful operation."""
 
 
-class Posting(Undertaking[None]):
-    """A note that waits in its room; it ends well when it went to somebody."""
+class PostHandle(TransferHandle[None]):
+    """Handle of a posted message; succeeds when a peer has fetched it."""
 
-    def _outcome(self) -> None:
+    def _result(self) -> None:
         return None
 
 
-class Meeting(Undertaking[bytes]):
-    """The note of a room, once it is posted. Whoever awaits it and goes gives it up: the note is for nobody else."""
+class ReceiveHandle(TransferHandle[bytes]):
+    """Handle of a receive. Cancelling the awaiting task cancels it, since the message has no other receiver."""
 
     def __init__(self, name: str, cancel: Callable[[], object]) -> None:
         super().__init__(name, cancel)
-        self.note = b""
+        self.message = b""
 
     def __await__(self) -> Generator[Any, None, bytes]:
         try:
@@ -89,17 +86,17 @@ class Meeting(Undertaking[bytes]):
             self.cancel()
             raise
 
-    def _outcome(self) -> bytes:
-        return self.note
+    def _result(self) -> bytes:
+        return self.message
 
 
-def _hear(end: asyncio.Future[Any]) -> None:
-    """Who awaited it may have gone: the loop need not complain that nobody has heard of an error."""
+def _retrieve_exception(end: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, so that the loop does not log it as never retrieved."""
     if not end.cancelled():
         end.exception()
 
 
-def _event_of(error: KvoltError | None) -> OperationEvent:
+def _finish_event(error: KvoltError | None) -> OperationEvent:
     match error:
         case None:
             return OperationEvent.FINISH

@@ -1,1 +1,1 @@
-"""The cluster as a model of itself: the real runtime, workers and journeys on virtual time, with simulated engines."""
+"""Digital twin: the real runtime, workers and journeys on virtual time, with simulated engines."""

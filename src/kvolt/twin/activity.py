@@ -1,7 +1,4 @@
-"""What workers did over time, in a bounded number of intervals: when there are too many, two become one. Pure.
-
-Fed with steps as they end and with nothing else: while nothing happens nothing is done here either.
-"""
+"""Time series of worker activity in a bounded number of intervals, merged pairwise when there are too many. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +9,25 @@ import msgspec
 MAX_INTERVALS = 512
 _FIRST_WIDTH_S = 0.25
 _NOTHING = 1e-9
-"""So little of an interval is left out: what is in it is the rounding of times."""
+"""Fraction of an interval that is ignored as a rounding error."""
 
 
 class ActivityData(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all workers together, per interval from the start of the run."""
+    """Activity of all workers per interval since the start of the run."""
 
     width_s: float
     busy: list[float]
-    """The share of the workers' time in which they computed."""
+    """Fraction of the workers' time spent computing."""
     running: list[float]
-    """Requests in steps, on average over the interval."""
+    """Mean number of running requests."""
     waiting: list[float]
-    """Requests that waited at a worker, as it said at the end of each step."""
+    """Mean number of requests waiting at workers, as reported at the end of each step."""
     kv_used: list[float]
-    """The share of all KV blocks that somebody held."""
+    """Fraction of KV blocks in use."""
 
 
 class Activity:
-    """Sums of time x number per interval."""
+    """Sums of time x count per interval."""
 
     def __init__(self) -> None:
         self._width_s = _FIRST_WIDTH_S
@@ -40,9 +37,9 @@ class Activity:
         self._kv_blocks = [0.0] * MAX_INTERVALS
 
     def add(self, begin_s: float, end_s: float, running: int, waiting: float, kv_blocks: int) -> None:
-        """One step, or several that are one event, of one worker. Times from the start of the run.
+        """Add one step, or several merged ones, of one worker. Times from the start of the run.
 
-        It is asked for each of them, and nearly all lie within one interval.
+        Called for every step; nearly all lie within one interval.
         """
         while end_s >= self._width_s * MAX_INTERVALS:
             self._widen()
@@ -66,7 +63,7 @@ class Activity:
             sums[:] = pairs + [0.0] * (MAX_INTERVALS - len(pairs))
 
     def data(self, end_s: float, num_workers: int, kv_blocks: int) -> ActivityData:
-        """Up to `end_s`, for so many workers with so many blocks each; the last interval may be a short one."""
+        """Series until `end_s` for a cluster of this size; the last interval may be shorter."""
         width_s = self._width_s
         num_intervals = min(MAX_INTERVALS, max(0, math.ceil(end_s / width_s - _NOTHING)))
         lengths = [min(width_s, end_s - at * width_s) for at in range(num_intervals)]

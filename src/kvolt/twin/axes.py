@@ -1,7 +1,6 @@
-"""What a sweep varies: axes by name, each with its values; the points of their grid; the cluster of each point. Pure.
+"""Axes of a sweep: names with values, the points of their grid, and the cluster of each point. Pure.
 
-An axis is data: a name of `_OF_CLUSTER`, a setting of the router (`router.temperature`), or any argument of the sim
-engine. What will be a setting of the twin one day is an axis by having a line there.
+An axis is a name of `_OF_CLUSTER`, a router setting (`router.temperature`), or an argument of the sim engine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvolt.twin.cluster import TwinSettings
 
 Axes = Mapping[str, Sequence[Any]]
 Point = dict[str, Any]
-"""A value for each axis."""
+"""One value per axis."""
 
 ARRIVALS = "arrivals"
 _OF_CLUSTER = {
@@ -43,16 +42,16 @@ _OF_CLUSTER = {
     "link_s": "link_s",
     "seed": "seed",
 }
-"""Axis and field of TwinSettings."""
+"""Field of TwinSettings by axis."""
 _OF_ROUTER = "router."
-"""What an axis begins with that is a setting of the router."""
+"""Prefix of axes that are router settings."""
 
 MAX_POINTS = 10_000
 _EXAMPLE = "for example --axis workers=2,4,8 --axis kv_blocks=4096,16384"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a point comes to: a cluster, and how much faster than in the trace requests arrive."""
+    """Cluster settings and arrival speed-up of a point."""
 
     settings: TwinSettings
     arrivals: float = 1.0
@@ -66,11 +65,11 @@ def axis_names() -> list[str]:
 
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
-    """`NAME=V1,V2,...` as it is typed; each value is JSON or a word."""
+    """Parse `NAME=V1,V2,...`; each value is JSON or a string."""
     name, equals, values = text.partition("=")
     name = name.strip()
     if not equals or not name:
-        raise ConfigError(f"--axis {text!r} is not NAME=V1,V2,...", key="axis", remedy=_EXAMPLE)
+        raise ConfigError(f"--axis {text!r}: expected NAME=V1,V2,...", key="axis", remedy=_EXAMPLE)
     try:
         return name, list(json.loads(f"[{values}]"))
     except ValueError:
@@ -85,22 +84,22 @@ def _value(word: str) -> Any:
 
 
 def check_axes(axes: Axes, sample: int | None = None) -> None:
-    """ConfigError for a name that nothing has, an axis without values, or too many points if none are drawn."""
+    """Raise ConfigError for an unknown axis, an axis without values, or too many points without `sample`."""
     if not axes:
-        raise ConfigError("a sweep needs something to vary", key="axis", remedy=_EXAMPLE)
+        raise ConfigError("a sweep needs at least one axis", key="axis", remedy=_EXAMPLE)
     known = axis_names()
     for name, values in axes.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"there is no axis {name!r}", key="axis", remedy=hint)
+            raise ConfigError(f"unknown axis {name!r}", key="axis", remedy=hint)
         if not values or "" in values:
-            raise ConfigError(f"the axis {name!r} lacks a value", key="axis", remedy=_EXAMPLE)
+            raise ConfigError(f"axis {name!r} has no values", key="axis", remedy=_EXAMPLE)
     if min(num_points(axes), sample or MAX_POINTS + 1) > MAX_POINTS:
         raise ConfigError(
-            f"these axes make {num_points(axes)} points, and {MAX_POINTS} are the most",
+            f"the axes have {num_points(axes)} points, the maximum is {MAX_POINTS}",
             key="axis",
-            remedy="leave out values, or draw fewer with --sample N",
+            remedy="remove values, or use --sample N",
         )
 
 
@@ -109,7 +108,7 @@ def num_points(axes: Axes) -> int:
 
 
 def points_of(axes: Axes, sample: int | None = None, seed: int = 0) -> list[Point]:
-    """Every combination, the last axis fastest; or so many of them, drawn by chance, in the same order."""
+    """All combinations, the last axis varying fastest, or a random sample of them in the same order."""
     total = num_points(axes)
     if sample is None or sample >= total:
         return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
@@ -118,7 +117,7 @@ def points_of(axes: Axes, sample: int | None = None, seed: int = 0) -> list[Poin
 
 
 def _point_at(axes: Axes, place: int) -> Point:
-    """The point at a place of the grid, without making all of it."""
+    """Point at an index of the grid."""
     point: Point = {}
     left = place
     for name in reversed(list(axes)):
@@ -128,7 +127,7 @@ def _point_at(axes: Axes, place: int) -> Point:
 
 
 def setup_of(base: Setup, point: Point) -> Setup:
-    """The base with the point's values in it; ConfigError names the axis whose value cannot be."""
+    """The base setup with the point's values. Raises ConfigError with the axis of an invalid value."""
     settings = msgspec.to_builtins(base.settings)
     engine = settings.pop("engine")
     arrivals = base.arrivals
@@ -146,13 +145,13 @@ def setup_of(base: Setup, point: Point) -> Setup:
     try:
         made = msgspec.convert(settings, TwinSettings)
     except msgspec.ValidationError as error:
-        told = ", ".join(
+        assignment = ", ".join(
             f"{name}={value}"
             for name, value in point.items()
             if name in _OF_CLUSTER or name.startswith(_OF_ROUTER)
         )
         raise ConfigError(
-            f"no cluster has {told}: {error}", key="axis", remedy="correct the value"
+            f"invalid value {assignment}: {error}", key="axis", remedy="correct the value"
         ) from error
     return Setup(settings=replace(made, engine=arguments), arrivals=arrivals)
 
@@ -160,6 +159,6 @@ def setup_of(base: Setup, point: Point) -> Setup:
 def _factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(
-            f"arrivals={value} is no factor", key="axis", remedy="give numbers above 0: 2 is twice as fast"
+            f"arrivals={value} is not a factor", key="axis", remedy="use numbers above 0: 2 is twice as fast"
         )
     return float(value)

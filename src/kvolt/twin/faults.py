@@ -1,7 +1,6 @@
-"""What goes wrong in a twin, on purpose: events that are lost, routers that start anew, workers that come and go, or
-are slower than they say.
+"""Faults injected into a twin: lost events, router restarts, worker churn, and slow or failing workers.
 
-Owns when; how is the cluster's matter. Without trouble nothing of this is there, and nothing is drawn.
+Without faults none of this code runs and no random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _Every = Annotated[float, Meta(gt=0)]
 
 
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """None of it unless it is said."""
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
+    """Faults to inject; none by default."""
 
     event_loss: _Share = 0.0
-    """Of all events of workers, KV and load, so many reach nobody."""
+    """Fraction of worker events (KV and load) that are lost."""
     router_restart_s: _Every | None = None
-    """So often the router begins anew and knows nothing. Requests under way go on."""
+    """Interval at which the router restarts with an empty state. Running requests continue."""
     churn_s: _Every | None = None
-    """So often a worker comes, and then one of the others finishes what it has and goes, with all that it holds."""
+    """Interval at which a worker joins and a random other one drains and leaves with its cache."""
     slow_workers: Annotated[int, Meta(ge=0)] = 0
-    """The first so many take `slow_by` times as long for everything as they say of themselves."""
+    """Number of workers that are `slow_by` times slower than their published latency model."""
     slow_by: Annotated[float, Meta(ge=1)] = 3.0
     failing_workers: Annotated[int, Meta(ge=0)] = 0
-    """The first so many refuse every request with EngineFailed, at once."""
+    """Number of workers that fail every request with EngineFailed."""
 
 
 class FailingEngine(SimEngine):
-    """An engine that is broken: it starts, reports no load, and fails whatever it gets."""
+    """Engine that starts, reports no load, and fails every request."""
 
     def submit(self, request: Request) -> None:
         raise EngineFailed("a kernel could not be launched", engine="sim")
 
 
 class LossyBus(MemBus):
-    """Loses a share of all events, each by chance."""
+    """Event bus that drops a random fraction of events."""
 
     def __init__(self, share: float, rng: random.Random) -> None:
         super().__init__()
@@ -66,14 +65,14 @@ class LossyBus(MemBus):
         self._share = 0.0
 
 
-def new_bus(trouble: Trouble, seed: int) -> MemBus:
-    if not trouble.event_loss:
+def new_bus(faults: Faults, seed: int) -> MemBus:
+    if not faults.event_loss:
         return MemBus()
-    return LossyBus(trouble.event_loss, random.Random(f"{seed}/losses"))
+    return LossyBus(faults.event_loss, random.Random(f"{seed}/losses"))
 
 
 async def every(period_s: float, act: Callable[[], Awaitable[None]]) -> None:
-    """Until it is cancelled."""
+    """Call `act` periodically until cancelled."""
     while True:
         await asyncio.sleep(period_s)
         await act()

@@ -1,11 +1,11 @@
-"""Requests that missed the SLA, and why: each gets one chief reason, from where its time went. Pure.
+"""Requests that missed the SLA, each with its main reason, from a breakdown of its time. Pure.
 
-An answer's time is cut into parts:
+The time of a request is divided into parts:
 
-    due          began            first token                  last token
+    due          start            first token                  last token
      |  queued    |  own prompt, others  |  decode, others, preempted  |
 
-Of the figure that is furthest over its limit (the first token, the gaps, all of it) the largest part is the reason.
+The reason is the largest part of the metric that exceeds its limit most (first token, gaps or total).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Reason(StrEnum):
 
 
 MEANINGS = {
-    Reason.QUEUED: "waited at a worker before any of it was computed",
-    Reason.PROMPT: "its own prompt took long to compute, less what was cached of it",
-    Reason.OTHERS: "steps took longer for what others had in them: prompts, mostly",
-    Reason.PREEMPTED: "lost its blocks to others and was computed again",
-    Reason.DECODE: "decoding itself was too slow: large batches, long contexts, or a long answer",
-    Reason.FAILED: "brought no whole answer",
+    Reason.QUEUED: "waited at a worker before its prefill started",
+    Reason.PROMPT: "long prefill of its own prompt, without the cached part",
+    Reason.OTHERS: "steps were longer because of other requests, mostly prefills",
+    Reason.PREEMPTED: "preempted and recomputed",
+    Reason.DECODE: "slow decoding: large batches, long contexts, or a long output",
+    Reason.FAILED: "no complete response",
 }
 
 
 class Parts(NamedTuple):
-    """Where the time of an answer went, before its first token and after; seconds."""
+    """Breakdown of the time of a request before and after its first token, in seconds."""
 
     queued: float
     prompt: float
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
         }
 
     def one_gap(self, gap_s: float, num_gaps: int, is_longest: bool) -> dict[Reason, float]:
-        """Of a single gap: what a decode takes, and the rest, which is the preemption's if it is the longest one."""
+        """Breakdown of a single gap: decode time, and the rest, attributed to preemption for the longest gap."""
         decode = min(gap_s, self.decode / max(1, num_gaps))
         cause = Reason.PREEMPTED if self.preempted_after and is_longest else Reason.OTHERS
         return {Reason.DECODE: decode, cause: gap_s - decode}
@@ -84,19 +84,19 @@ class Parts(NamedTuple):
 
 
 def parts_of(sample: Sample, visit: Visit, alone_s: float) -> Parts:
-    """Of a whole answer. `alone_s` is what its prompt would have taken with nobody else there."""
+    """Breakdown of a complete request. `alone_s` is the prefill time on an idle worker."""
     assert sample.first_s is not None
     assert sample.last_s is not None
-    until_first = max(0.0, sample.first_s - visit.began_s)
+    until_first = max(0.0, sample.first_s - visit.started_s)
     prompt = min(alone_s, until_first)
     lost = until_first - prompt
     after = sample.last_s - sample.first_s
-    # When it was preempted after its first token, the longest gap is where that was.
+    # A preemption after the first token is the longest gap.
     is_later = visit.num_preemptions > visit.num_preemptions_before_first
     preempted = min(sample.max_gap_s, after) if is_later else 0.0
     others = min(visit.prompts_since_s, after - preempted)
     return Parts(
-        queued=max(0.0, visit.began_s - sample.from_s),
+        queued=max(0.0, visit.started_s - sample.from_s),
         prompt=prompt,
         others_before=0.0 if visit.num_preemptions_before_first else lost,
         preempted_before=lost if visit.num_preemptions_before_first else 0.0,
@@ -113,7 +113,7 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     worker: str
     figure: str
-    """Of those over their limits the one that is furthest over."""
+    """Metric that exceeds its limit most."""
     value_s: float
     limit_s: float
     reason: Reason
@@ -127,21 +127,21 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
 class MissesData(msgspec.Struct, frozen=True, kw_only=True):
     missed: int
     reasons: dict[Reason, int]
-    """All of them, by chief reason."""
+    """Number of missed requests by main reason."""
     worst: list[Miss]
-    """The furthest over their limits first; of those that failed `errors` tells."""
+    """Requests that exceed their limits most, worst first. Failed requests are in `errors`."""
 
 
 class Misses:
-    """Samples in, reasons out; holds the worst few."""
+    """Classifies samples and keeps the worst ones."""
 
     def __init__(self, sla: Sla | None, alone_s: Callable[[int, int], float]) -> None:
-        """`alone_s` tells the time of a prompt from its tokens and how many of them are cached."""
+        """`alone_s` returns the prefill time of a prompt from its total and cached tokens."""
         self._limits = sla.limits if sla is not None else {}
         self._alone_s = alone_s
         self._reasons = dict.fromkeys(Reason, 0)
         self._worst: list[tuple[float, int, Miss]] = []
-        """A heap: the least bad of the worst is at its top."""
+        """Heap with the least bad entry on top."""
 
     def add(self, sample: Sample, visit: Visit | None) -> None:
         if sample.error == Failure.CUT:
@@ -170,17 +170,17 @@ class Misses:
         )
 
     def _furthest_over(self, sample: Sample) -> tuple[str | None, float]:
-        """The figure that is the most times its limit, and how many times; None if all are kept."""
+        """Metric with the highest ratio to its limit, and the ratio; None if all limits are met."""
         figures = sample.figures()
-        found, most = None, 1.0
+        worst, most = None, 1.0
         for name, limit_s in self._limits.items():
             value = figures[name]
             if value is None or value <= limit_s:
                 continue
             over = value / limit_s if limit_s else float("inf")
-            if found is None or over > most:
-                found, most = name, over
-        return found, most
+            if worst is None or over > most:
+                worst, most = name, over
+        return worst, most
 
     def _miss(self, sample: Sample, visit: Visit, figure: str) -> Miss:
         cached = sample.cached_tokens or 0

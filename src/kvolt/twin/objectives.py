@@ -1,4 +1,4 @@
-"""The figures by which clusters are chosen: each a number of a report, and whether more of it is better. Pure."""
+"""Objectives of a sweep: metrics of a report and their directions. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = dict[str, float | None]
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """How to read it off. Times are in seconds."""
+    """A metric of a report, and whether more is better. Times in seconds."""
 
     read: Callable[[TwinReport], float | None]
     more_is_better: bool = False
@@ -61,7 +61,7 @@ def figures_of(report: TwinReport) -> Figures:
 
 
 def default_objectives(has_sla: bool) -> list[str]:
-    """The share and not the rate of what was good: as many come in all clusters, but some take longer to end."""
+    """Share of good requests and cost. The share, since all clusters get the same requests but take different times."""
     return ["good_share", "gpu_seconds"] if has_sla else ["ttft_p90", "itl_p90", "gpu_seconds"]
 
 
@@ -69,20 +69,20 @@ def check_objectives(names: Sequence[str], has_sla: bool) -> None:
     for name in names:
         if name not in FIGURES:
             raise ConfigError(
-                f"{name!r} is no figure", key="objective", remedy=f"known: {', '.join(FIGURES)}"
+                f"unknown objective {name!r}", key="objective", remedy=f"known: {', '.join(FIGURES)}"
             )
         if name.startswith("good") and not has_sla:
             raise ConfigError(
-                f"{name} needs to know what is good",
+                f"{name} requires an SLA",
                 key="objective",
-                remedy="give --sla, for example --sla ttft=2s,itl=50ms",
+                remedy="for example --sla ttft=2s,itl=50ms",
             )
 
 
 def pareto(points: Sequence[Figures], objectives: Sequence[str]) -> list[int]:
-    """The places of those than which none is better in one objective and at least as good in all others.
+    """Indexes of the Pareto-optimal points.
 
-    A point that lacks an objective is not among them. Those with equal figures all are.
+    Points without an objective are excluded; points with equal values are all included.
     """
     costs: list[tuple[tuple[float, ...], int]] = []
     for place, figures in enumerate(points):
@@ -92,7 +92,7 @@ def pareto(points: Sequence[Figures], objectives: Sequence[str]) -> list[int]:
             signs = [-1.0 if FIGURES[name].more_is_better else 1.0 for name in objectives]
             costs.append((tuple(sign * value for sign, value in zip(signs, known, strict=True)), place))
     front: list[tuple[tuple[float, ...], int]] = []
-    for cost, place in sorted(costs):  # whoever is better than it in this order comes before it
+    for cost, place in sorted(costs):  # dominating points come first in this order
         if not any(other != cost and _is_within(other, cost) for other, _ in front):
             front.append((cost, place))
     return sorted(place for _, place in front)

@@ -1,4 +1,4 @@
-"""A twin's report as one HTML file: `kvolt bench`'s page, with what happened inside the cluster. Pure."""
+"""HTML page of a twin's report: the page of `kvolt bench` with details of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _plots(report: TwinReport) -> list[str]:
 
     return [
         plot(
-            "Workers busy, KV blocks held",
+            "Workers busy, KV blocks used",
             "s",
             "%",
             [series("busy", line.busy, 100), series("KV", line.kv_used, 100)],
@@ -51,5 +51,5 @@ def _misses(report: TwinReport) -> list[str]:
     sections = [f"<h2>Missed the SLA: {report.twin.misses.missed}</h2>{table(header, reasons)}"]
     header, *worst = worst_rows(report)
     if worst:
-        sections.append(f"<h2>The worst of them (ms)</h2>{table(header, worst)}")
+        sections.append(f"<h2>Worst requests (ms)</h2>{table(header, worst)}")
     return sections

@@ -1,7 +1,6 @@
-"""The file of a sweep: a line of JSON for each point that was run, so that none has to be run again.
+"""Result file of a sweep: one JSON line per point, so that points are not run again.
 
-Lines are appended as points end and known by a digest of all that decides their figures. A last line that was torn,
-by a kill or a full disk, is as if it had not been written.
+Lines are keyed by a digest of everything that determines their results. An incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.arguments import step_model_of
-from kvolt.router.policy.custom import is_custom, policy_text
+from kvolt.router.policy.custom import is_custom, read_policy_source
 from kvolt.twin.axes import Point, Setup
 from kvolt.twin.objectives import Figures
 
 FORMAT = "kvolt-sweep/1"
-"""In every digest: figures of a twin that counts otherwise are not taken for its own."""
+"""Part of every digest, so that results of incompatible versions are not reused."""
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 class PointResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One point of a sweep, with what came of it."""
+    """One point of a sweep with its results."""
 
     digest: str
     point: Point
@@ -47,7 +46,7 @@ def trace_digest(records: Iterable[TraceRecord]) -> str:
 
 
 def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
-    """Of all that decides the figures; of a preset and a policy what is in them, for a file may change."""
+    """Digest of everything that determines the results, including the contents of preset and policy files."""
     model = step_model_of(setup.settings.engine)
     told: dict[str, Any] = {
         "format": FORMAT,
@@ -61,19 +60,21 @@ def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
 
 
 def _policy_digest(name: str | None) -> str | None:
-    """Of a policy in a file, what is in it; of others their name is enough."""
-    return hashlib.sha256(policy_text(name)).hexdigest() if name is not None and is_custom(name) else None
+    """Digest of a policy file's contents; other policies are identified by name."""
+    return (
+        hashlib.sha256(read_policy_source(name)).hexdigest() if name is not None and is_custom(name) else None
+    )
 
 
 class PointsFile:
-    """The results in a folder. `read`, then `append` to it; `close` at the end."""
+    """Result file in a directory: call `read`, then `append`, and `close` at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab")
 
     def read(self) -> dict[str, PointResult]:
-        """What is there, by digest. ConfigError names the line that is no result."""
+        """Results by digest. Raises ConfigError with the line number of an invalid line."""
         whole, torn = _split(self._path.read_bytes())
         results: dict[str, PointResult] = {}
         for number, line in enumerate(whole, 1):
@@ -81,9 +82,9 @@ class PointsFile:
                 result = _decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(
-                    f"{self._path} line {number} is no result of a sweep: {error}",
+                    f"{self._path} line {number} is not a sweep result: {error}",
                     key="out",
-                    remedy="take the line out, or name another folder",
+                    remedy="remove the line, or choose another directory",
                 ) from error
             results[result.digest] = result
         if torn:
@@ -99,6 +100,6 @@ class PointsFile:
 
 
 def _split(data: bytes) -> tuple[list[bytes], int]:
-    """The lines that have their ends, and how many bytes come after them."""
+    """Complete lines, and the number of bytes after them."""
     *whole, rest = data.split(b"\n")
     return whole, len(rest)

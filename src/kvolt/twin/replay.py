@@ -1,7 +1,6 @@
-"""A trace through a twin: every request at its time, measured as a load generator would.
+"""Replay of a trace on a twin: every request at its time, measured like a load generator.
 
-Owns arrivals and what a client sees of each answer. What is counted and told is `kvolt.bench.load`'s: the twin's
-report is that of a real run, so that the two can be compared.
+Statistics and reports are those of `kvolt.bench.load`, so that a twin's report can be compared with a real run's.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.core.trace import TraceRecord
 from kvolt.journey.journey import Journey
-from kvolt.journey.migration import Heard
+from kvolt.journey.migration import ChoiceTokens
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 from kvolt.testing.virtual.loop import run_virtual
 from kvolt.twin.cluster import MODEL, TwinCluster, TwinSettings
 from kvolt.twin.engine_watch import ClusterWatch
@@ -36,10 +35,10 @@ from kvolt.twin.misses import Misses
 
 _PATIENCE_S = 10 * 86_400.0
 _DEADLINES = Deadlines(connect_s=60.0, first_s=_PATIENCE_S, between_s=_PATIENCE_S, total_s=_PATIENCE_S)
-"""A request of a trace waits as long as it takes: how long is what the twin is asked for."""
+"""Requests never time out: their latency is the result."""
 
 _OWN = b"a prompt of its own"
-"""Hashed where the trace says nothing of a prompt: it shares nothing with others."""
+"""Hash input for prompts without hash ids, which share nothing."""
 
 OnSample = Callable[[Sample], None]
 
@@ -54,26 +53,26 @@ def run_twin(
     tally: Tally,
     on_sample: OnSample = lambda sample: None,
 ) -> None:
-    """All of the trace, on virtual time, into `tally`; the same for the same arguments, on any machine."""
+    """Replay the trace on virtual time into `tally`; deterministic."""
     TwinRun(settings, tally).run(records, on_sample)
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """The collector looks at everything that lives again and again, and a run leaves next to nothing for it."""
-    before = gc.get_threshold()
+    """Reduce garbage collections: a run creates almost no cyclic garbage."""
+    previous = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 10, 100)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*previous)
         gc.unfreeze()
 
 
 class TwinRun:
-    """One run and all that is counted in it; `run` it once. What was counted before an interrupt stays counted."""
+    """One run and its statistics; call `run` once. Statistics until an interrupt are kept."""
 
     def __init__(self, settings: TwinSettings, tally: Tally) -> None:
         self.settings = settings
@@ -82,11 +81,11 @@ class TwinRun:
         self.misses = Misses(tally.sla, self.watch.prompt_alone_s)
         self.was_cut = False
         self.cluster: TwinCluster | None = None
-        """While it runs."""
+        """Set during the run."""
         self._replay: Replay | None = None
 
     def run(self, records: Iterable[TraceRecord], on_sample: OnSample = lambda sample: None) -> None:
-        """To the end, or until `end`."""
+        """Run to the end of the trace, or until `end`."""
         settings = self.settings
 
         async def main() -> None:
@@ -103,14 +102,14 @@ class TwinRun:
             run_virtual(main, until_s=_PATIENCE_S, max_iterations=10**10)
 
     def end(self) -> None:
-        """End the run before its time: what is under way counts as cut. From its own thread, a signal's handler too."""
+        """End the run early; running requests count as interrupted. Callable from a signal handler."""
         self.was_cut = True
         if self._replay is not None:
             self._replay.end()
 
 
 class Replay:
-    """One trace on the road of one cluster."""
+    """Replays one trace on one cluster."""
 
     def __init__(self, cluster: TwinCluster, run: TwinRun, on_sample: OnSample) -> None:
         self._cluster = cluster
@@ -122,10 +121,10 @@ class Replay:
         self._origin_s = self._watch.origin_s = self._loop.time()
         self._scope = Scope("replay")
         self._turns: dict[str, tuple[int, asyncio.Future[None]]] = {}
-        """Of each session: how many there were, and the end of the last."""
+        """Number of turns and end of the latest turn by session."""
 
     async def run(self, records: Iterable[TraceRecord]) -> None:
-        requests = Crew("requests")
+        requests = TaskGroup("requests")
         try:
             async with self._scope:
                 self._scope.start(self._arrive(records, requests), "arrivals")
@@ -134,32 +133,32 @@ class Replay:
             await requests.close()
 
     def end(self) -> None:
-        """Nobody comes any more, and nobody is waited for."""
+        """Stop arrivals and abandon running requests."""
         self._loop.call_soon(self._scope.cancel)
 
-    async def _arrive(self, records: Iterable[TraceRecord], requests: Crew) -> None:
+    async def _arrive(self, records: Iterable[TraceRecord], requests: TaskGroup) -> None:
         for number, record in enumerate(records):
             due = self._origin_s + record.timestamp / 1000.0
             await asyncio.sleep(due - self._loop.time())
-            requests.start(self._ask(number, record), f"request {number}")
+            requests.start(self._send(number, record), f"request {number}")
         await requests.drain()
 
-    async def _ask(self, number: int, record: TraceRecord) -> None:
+    async def _send(self, number: int, record: TraceRecord) -> None:
         turn = 0
-        over: asyncio.Future[None] = self._loop.create_future()
+        turn_end: asyncio.Future[None] = self._loop.create_future()
         if record.session is not None:
-            before = self._turns.get(record.session)
-            turn = before[0] + 1 if before is not None else 0
-            self._turns[record.session] = (turn, over)
-            if before is not None and record.delay is not None:  # nobody answers before having read
-                await before[1]
+            previous = self._turns.get(record.session)
+            turn = previous[0] + 1 if previous is not None else 0
+            self._turns[record.session] = (turn, turn_end)
+            if previous is not None and record.delay is not None:  # a turn follows the previous response
+                await previous[1]
                 await asyncio.sleep(record.delay / 1000.0)
-        watch = Watch(number, turn, record, self._origin_s, self._tally.latencies["itl"].record)
+        watch = ResponseWatch(number, turn, record, self._origin_s, self._tally.latencies["itl"].record)
         self._tally.started(watch.due_s)
         request = self._request(number, record)
-        journey = Journey(self._cluster.road, request, watch, _DEADLINES)
+        journey = Journey(self._cluster.journey_context, request, watch, _DEADLINES)
         try:
-            await journey.begin()
+            await journey.start()
             sample = await watch.done
         except KvoltError as error:
             sample = watch.sample(error.code, error.message)
@@ -168,11 +167,11 @@ class Replay:
             self._count(request, watch.sample(Failure.CUT, "the run was ended"))
             raise
         self._count(request, sample)
-        over.set_result(None)
+        turn_end.set_result(None)
 
     def _count(self, request: Request, sample: Sample) -> None:
         self._tally.add(sample)
-        self._misses.add(sample, self._watch.take(request.request_id))
+        self._misses.add(sample, self._watch.end_visit(request.request_id))
         self._on_sample(sample)
 
     def _request(self, number: int, record: TraceRecord) -> Request:
@@ -183,7 +182,7 @@ class Replay:
             request_id=RequestId(f"r{number}"),
             model=MODEL,
             token_ids=(),
-            paper_length=record.input_length,  # nobody knows its tokens: the blocks are known by their hashes
+            trace_prompt_length=record.input_length,  # the tokens are unknown; blocks are identified by their hashes
             block_size=record.block_size,
             sequence_hashes=cast("tuple[SequenceHash, ...]", tuple(hashes)),
             stop=StopConditions(max_tokens=max(1, record.output_length), ignore_eos=True),
@@ -191,8 +190,8 @@ class Replay:
         )
 
 
-class Watch:
-    """What a client sees of one answer; a Receiver."""
+class ResponseWatch:
+    """Receiver that measures one response like a client."""
 
     steps: StepSink | None = None
 
@@ -220,18 +219,18 @@ class Watch:
         self._cached: int | None = None
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self._num_tokens > 0
 
-    def so_far(self) -> Heard:
-        return [(0,) * self._num_tokens]  # on paper it only matters how many there are
+    def received_tokens(self) -> ChoiceTokens:
+        return [(0,) * self._num_tokens]  # trace prompts have a length but no tokens
 
     def on_item(self, delta: Any) -> None:
         now = self._loop.time() - self._origin_s
         assert isinstance(delta, Delta)
         count = len(delta.token_ids)
         if self._num_tokens:
-            # Several at once are those of steps that are alike: they came one after the other.
+            # Several tokens at once are those of merged steps: distribute them evenly.
             gap_s = (now - self._last_s) / count
             self._on_gaps(gap_s, count)
             self._max_gap_s = max(self._max_gap_s, gap_s)
@@ -249,7 +248,7 @@ class Watch:
             self.done.set_result(self.sample() if error is None else self.sample(error.code, error.message))
 
     def sample(self, error: str | None = None, message: str | None = None) -> Sample:
-        """All that was seen of it, now that it is over."""
+        """Measurement of the ended request."""
         return Sample(
             number=self._number,
             session=self._number,

@@ -1,6 +1,6 @@
-"""What a twin says of a run: the report of `kvolt bench`, and what only the twin can see. Pure.
+"""Report of a twin: the report of `kvolt bench` plus details of the cluster. Pure.
 
-The JSON file is this struct. Whoever reads reports of `kvolt bench` reads it too, and passes over the rest.
+Also the format of the JSON file. Readers of `kvolt bench` reports can read it and ignore the additional fields.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from kvolt.twin.replay import TwinRun
 
 
 class TierHits(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that one tier had."""
+    """Prompt tokens found in one tier."""
 
     tokens: int
     share: float
-    """Of all prompt tokens of whole answers."""
+    """Fraction of all prompt tokens of complete requests."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     requests: int
     prompt_tokens: int
-    """That it computed: what was cached is not in it."""
+    """Computed prompt tokens, without cached ones."""
     busy_s: float
     busy_share: float
 
 
 class TwinFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is seen inside a cluster."""
+    """Details of the cluster."""
 
     router: str
     gpus_per_worker: int
     gpu_seconds: float
-    """All workers for as long as they were there, busy or not."""
+    """GPU time of all workers during their lifetime, busy or idle."""
     busy_gpu_seconds: float
     hits: dict[str, TierHits]
-    """By tier, the nearest first."""
+    """Cache hits by tier, fastest first."""
     preemptions: int
     activity: ActivityData
     workers: list[WorkerFacts]
@@ -53,7 +53,7 @@ class TwinFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TwinReport(Report, frozen=True, kw_only=True):
-    """One run of a twin."""
+    """Report of one twin run."""
 
     twin: TwinFacts
 
@@ -84,8 +84,8 @@ def _twin_facts(run: TwinRun) -> TwinFacts:
 
 
 def _hits(num_cached: int, num_input: int, watch: ClusterWatch) -> dict[str, TierHits]:
-    """What was not brought from below was on a device."""
-    tokens = {tier: count for tier in Tier if (count := watch.brought_tokens[tier])}
+    """Hits by tier. Cached tokens that were not onboarded were on the device."""
+    tokens = {tier: count for tier in Tier if (count := watch.onboarded_tokens[tier])}
     tokens = {Tier.DEVICE: max(num_cached - sum(tokens.values()), 0)} | tokens
     return {
         tier: TierHits(tokens=count, share=count / num_input if num_input else 0.0)

@@ -1,4 +1,4 @@
-"""A twin's figures as rows of text, the same for terminal and HTML. Pure."""
+"""Rows of text of a twin's report, for terminal and HTML output. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ _MAX_WORKERS = 32
 
 
 def cluster_rows(report: TwinReport) -> list[tuple[str, str]]:
-    """What the cluster was, what it cost and how it was used, as name and value."""
+    """Cluster, cost and utilization as names and values."""
     twin = report.twin
     workers = twin.workers
     rows = [
         ("workers", f"{len(workers)}, {twin.gpus_per_worker} GPU each, {twin.router}"),
         (
             "GPU-seconds",
-            f"{twin.gpu_seconds:.1f}, of which busy {twin.busy_gpu_seconds:.1f} ({_percent(twin.busy_share)})",
+            f"{twin.gpu_seconds:.1f}, busy {twin.busy_gpu_seconds:.1f} ({_percent(twin.busy_share)})",
         ),
     ]
     if report.counts.whole:
         per_request = twin.gpu_seconds / report.counts.whole
-        rows.append(("GPU-seconds per whole answer", f"{per_request:.3g}"))
+        rows.append(("GPU-seconds per complete request", f"{per_request:.3g}"))
     if len(workers) > 1:
         shares = [worker.busy_share for worker in workers]
-        rows.append(("busy, least and most of a worker", f"{_percent(min(shares))}, {_percent(max(shares))}"))
+        rows.append(
+            ("busy, least and most loaded worker", f"{_percent(min(shares))}, {_percent(max(shares))}")
+        )
     rows += [
         (f"hit rate, {tier}", f"{_percent(hits.share)} of input tokens ({hits.tokens})")
         for tier, hits in twin.hits.items()
@@ -38,7 +40,7 @@ def cluster_rows(report: TwinReport) -> list[tuple[str, str]]:
 
 
 def period_rows(report: TwinReport) -> list[list[str]]:
-    """A header, then the run in a few periods of equal length: what a plot shows in more detail."""
+    """Header and a few periods of equal length of the run."""
     line = report.twin.activity
     per_row = max(1, -(-len(line.busy) // _NUM_PERIODS))
     digits = 0 if per_row * line.width_s >= 1 else 2
@@ -58,7 +60,7 @@ def period_rows(report: TwinReport) -> list[list[str]]:
 
 
 def worker_rows(report: TwinReport) -> list[list[str]]:
-    """A header, then one row for each worker; of very many the first."""
+    """Header and one row per worker, up to a limit."""
     rows = [["worker", "requests", "prompt tokens computed", "busy"]]
     rows += [
         [worker.name, str(worker.requests), str(worker.prompt_tokens), _percent(worker.busy_share)]
@@ -69,15 +71,15 @@ def worker_rows(report: TwinReport) -> list[list[str]]:
 
 
 def reason_rows(report: TwinReport) -> list[list[str]]:
-    """A header, then why requests missed the SLA, the most frequent reason first."""
-    found = sorted(report.twin.misses.reasons.items(), key=lambda item: -item[1])
+    """Header and reasons of SLA misses, most frequent first."""
+    reasons = sorted(report.twin.misses.reasons.items(), key=lambda item: -item[1])
     return [["chief reason", "requests", "which means"]] + [
-        [str(reason), str(number), MEANINGS[Reason(reason)]] for reason, number in found
+        [str(reason), str(number), MEANINGS[Reason(reason)]] for reason, number in reasons
     ]
 
 
 def worst_rows(report: TwinReport) -> list[list[str]]:
-    """A header, then the requests furthest over their limits; times in milliseconds."""
+    """Header and the worst requests; times in milliseconds."""
     header = ["request", "due", "worker", "missed", "reason", *(str(part) for part in _PARTS)]
     return [[*header, "input", "cached", "output", "preemptions"], *map(_worst_row, report.twin.misses.worst)]
 

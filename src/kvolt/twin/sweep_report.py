@@ -1,4 +1,4 @@
-"""What a sweep found, as one value, as rows of text, as CSV and as one HTML file. Pure."""
+"""Report of a sweep as a struct, rows of text, CSV and HTML. Pure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvolt.bench.load.svg import Series, plot
 from kvolt.twin.objectives import FIGURES, pareto
 from kvolt.twin.points import FORMAT, PointResult
 
-_BESIDE = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")
-"""Shown with the objectives, where they are none."""
+_OTHER_FIGURES = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")
+"""Metrics shown besides the objectives."""
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file is this struct."""
+    """Report of a sweep, also the format of the JSON file."""
 
     format: str = FORMAT
     settings: dict[str, Setting]
-    """What all points share."""
+    """Settings common to all points."""
     axes: dict[str, list[Any]]
     objectives: list[str]
     num_points: int
-    """Wanted; `points` are those that were run."""
+    """Number of requested points; `points` contains those that were run."""
     points: list[PointResult]
     pareto: list[str]
-    """Digests of those that no other point is better than."""
+    """Digests of the Pareto-optimal points."""
     sla: dict[str, float] | None
 
 
@@ -42,9 +42,9 @@ def pareto_digests(points: Sequence[PointResult], objectives: Sequence[str]) -> 
 
 
 def point_rows(report: SweepReport, only_best: bool) -> list[list[str]]:
-    """A header, then the points by objectives, the best of the first one first."""
+    """Header and points sorted by objectives, best first."""
     axes = list(report.axes)
-    names = [*report.objectives, *(name for name in _BESIDE if name not in report.objectives)]
+    names = [*report.objectives, *(name for name in _OTHER_FIGURES if name not in report.objectives)]
     names = [
         name
         for name in names
@@ -61,7 +61,7 @@ def point_rows(report: SweepReport, only_best: bool) -> list[list[str]]:
 
 
 def csv_text(report: SweepReport) -> str:
-    """All points with all figures, in the order of the grid."""
+    """CSV of all points with all metrics, in grid order."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["pareto", *report.axes, *FIGURES, "digest"])
@@ -84,7 +84,7 @@ def sweep_page(report: SweepReport) -> str:
         title,
         [
             f"<h1>{escape(title)}</h1>{warning}",
-            f"<h2>No other is better: {len(best)}</h2>{table(header, best)}",
+            f"<h2>Pareto set: {len(best)}</h2>{table(header, best)}",
             f'<div class="plots">{"".join(_plots(report))}</div>',
             f"<h2>All points</h2>{table(every_header, every)}",
             f"<h2>Settings</h2>{table(None, settings)}",
@@ -93,7 +93,7 @@ def sweep_page(report: SweepReport) -> str:
 
 
 def _plots(report: SweepReport) -> list[str]:
-    """Every other objective over the last one, which is what it costs by default."""
+    """Plots of each objective over the last one, which is the cost by default."""
     *others, cost = report.objectives
     best = set(report.pareto)
     plots = []
@@ -112,7 +112,7 @@ def _plots(report: SweepReport) -> list[str]:
 
 
 def _order(point: PointResult, objectives: Sequence[str]) -> tuple[tuple[bool, float], ...]:
-    """What is not known comes last."""
+    """Sort key; missing values last."""
 
     def key(name: str) -> tuple[bool, float]:
         value = point.figures.get(name)

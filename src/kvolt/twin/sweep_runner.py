@@ -1,7 +1,7 @@
-"""Runs the points of a sweep in processes of their own, as many at once as it is given.
+"""Runner of a sweep's points in a pool of processes.
 
-Owns the processes: who is free gets the next point, who dies is replaced, and at the end, however it comes, none is
-left. A point that fails is an answer; it must not end the others.
+A free process gets the next point, a dead process is replaced, and all processes end with the run. A failed point does
+not affect the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _decode_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class Common(msgspec.Struct, frozen=True):
-    """What all points of a sweep share; each process is sent it once."""
+    """Settings common to all points; sent to each process once."""
 
     records: list[TraceRecord]
     sla: Sla | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of the point at this place: its figures, or why there are none."""
+    """Results of a point, or the error."""
 
     place: int
     figures: Figures | None = None
@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def solve(common: Common, setup: Setup) -> Figures:
-    """One point, here and now."""
+    """Run one point in this process."""
     run = TwinRun(setup.settings, new_tally(setup.settings, common.sla))
     run.run(scale_time(common.records, setup.arrivals))
     facts = RunFacts(
@@ -63,7 +63,7 @@ def solve(common: Common, setup: Setup) -> Figures:
 
 
 def run_points(common: Common, setups: Sequence[Setup], num_processes: int) -> Generator[Outcome, None, None]:
-    """The outcomes as they come, in no certain order. Leaving early ends what is under way."""
+    """Yield outcomes in order of completion. Closing the generator ends running points."""
     pool = _Pool(_encode(common), [(place, _encode(setup)) for place, setup in enumerate(setups)])
     try:
         for _ in range(min(num_processes, len(setups))):
@@ -75,85 +75,85 @@ def run_points(common: Common, setups: Sequence[Setup], num_processes: int) -> G
 
 
 @dataclass(slots=True)
-class _Helper:
+class _PoolProcess:
     process: SpawnProcess
     connection: Connection[Any, Any]
     place: int = 0
-    """Of the point that it works on."""
+    """Index of its current point."""
 
 
 class _Pool:
     def __init__(self, common: bytes, jobs: list[tuple[int, bytes]]) -> None:
         self._common = common
         self._jobs = jobs[::-1]  # the next one is last
-        self._helpers: dict[Connection[Any, Any], _Helper] = {}
-        # A fork would inherit whatever threads there are.
+        self._processes: dict[Connection[Any, Any], _PoolProcess] = {}
+        # A fork would inherit the state of threads.
         self._context = multiprocessing.get_context("spawn")
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._helpers)
+        return bool(self._processes)
 
     def start(self) -> None:
-        """One more process, with the next point."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_help, args=(theirs, self._common), daemon=True)
+        """Start a process with the next point."""
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=_run_assigned, args=(child_end, self._common), daemon=True)
         process.start()
-        theirs.close()  # so that its end is the connection's
-        helper = self._helpers[ours] = _Helper(process, ours)
-        self._give(helper)
+        child_end.close()  # so that the connection ends with the process
+        member = self._processes[parent_end] = _PoolProcess(process, parent_end)
+        self._assign(member)
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Wait for one at least."""
-        for ready in wait(list(self._helpers)):
+        """Wait for at least one outcome."""
+        for ready in wait(list(self._processes)):
             assert isinstance(ready, Connection)
-            helper = self._helpers[ready]
+            member = self._processes[ready]
             try:
                 outcome: Outcome = ready.recv()
             except (EOFError, OSError):
-                yield self._lost(helper)
+                yield self._lost(member)
                 continue
             yield outcome
             if self._jobs:
-                self._give(helper)
+                self._assign(member)
             else:
-                self._dismiss(helper)
+                self._stop(member)
 
-    def _lost(self, helper: _Helper) -> Outcome:
-        del self._helpers[helper.connection]
-        helper.connection.close()
-        helper.process.join(_JOIN_S)
+    def _lost(self, member: _PoolProcess) -> Outcome:
+        del self._processes[member.connection]
+        member.connection.close()
+        member.process.join(_JOIN_S)
         if self._jobs:
             self.start()
-        code = helper.process.exitcode
-        return Outcome(helper.place, error=f"its process ended with {code}: was there too little memory?")
+        code = member.process.exitcode
+        return Outcome(member.place, error=f"the process exited with code {code} (out of memory?)")
 
-    def _give(self, helper: _Helper) -> None:
-        """The next point. One that is dead by now is found out when its answer is waited for."""
-        helper.place, setup = self._jobs.pop()
+    def _assign(self, member: _PoolProcess) -> None:
+        """Send the next point. A dead process is detected when its result is awaited."""
+        member.place, setup = self._jobs.pop()
         with suppress(OSError):
-            helper.connection.send((helper.place, setup))
+            member.connection.send((member.place, setup))
 
-    def _dismiss(self, helper: _Helper) -> None:
-        """It ends by itself, since nobody sends any more."""
-        del self._helpers[helper.connection]
-        helper.connection.close()
-        helper.process.join(_JOIN_S)
+    def _stop(self, member: _PoolProcess) -> None:
+        """Close the connection, which ends the process."""
+        del self._processes[member.connection]
+        member.connection.close()
+        member.process.join(_JOIN_S)
 
     def close(self) -> None:
-        for helper in self._helpers.values():
-            helper.process.terminate()
-        for helper in self._helpers.values():
-            helper.process.join(_JOIN_S)
-            if helper.process.is_alive():
-                helper.process.kill()
-            helper.connection.close()
-        self._helpers.clear()
+        for member in self._processes.values():
+            member.process.terminate()
+        for member in self._processes.values():
+            member.process.join(_JOIN_S)
+            if member.process.is_alive():
+                member.process.kill()
+            member.connection.close()
+        self._processes.clear()
 
 
-def _help(connection: Connection[Any, Any], encoded: bytes) -> None:
-    """A process of the pool: one point after the other, until nobody sends any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us, and that one ends us
+def _run_assigned(connection: Connection[Any, Any], encoded: bytes) -> None:
+    """Main loop of a pool process: run points until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which ends this process
     common = msgspec.msgpack.decode(encoded, type=Common)
     while True:
         try:
@@ -162,6 +162,6 @@ def _help(connection: Connection[Any, Any], encoded: bytes) -> None:
             return
         try:
             outcome = Outcome(place, solve(common, _decode_setup(setup)))
-        except Exception as error:  # of this point; the next may do better
+        except Exception as error:  # affects this point only
             outcome = Outcome(place, error=f"{type(error).__name__}: {error}")
         connection.send(outcome)

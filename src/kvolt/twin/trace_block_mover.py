@@ -1,4 +1,4 @@
-"""KV between workers of a twin: blocks have no bytes there, only a size, and take time on the links of both."""
+"""KV transfers between workers of a twin: blocks have a size but no bytes, and take time on simulated links."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvolt.core.ids import BlockKey
 from kvolt.engines.sim.transfers import SimTransfers
 
 
-class PaperOffer:
-    """A KvOffer."""
+class TraceBlockOffer:
+    """KvOffer of a twin."""
 
-    def __init__(self, board: PaperBoard, number: int, worker: str, timeout_s: float) -> None:
+    def __init__(self, board: TraceBlockBoard, number: int, worker: str, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._board = board
         self._over: asyncio.Future[None] = loop.create_future()
@@ -31,40 +31,40 @@ class PaperOffer:
 
     def end(self) -> None:
         self._expiry.cancel()
-        self._board.forget(self.number)
+        self._board.remove_offer(self.number)
         if not self._over.done():
             self._over.set_result(None)
 
-    def over(self) -> Awaitable[object]:
+    def wait_done(self) -> Awaitable[object]:
         return asyncio.shield(self._over)
 
 
-class PaperBoard:
-    """What the workers of one twin offer each other."""
+class TraceBlockBoard:
+    """Offers and mailboxes of all workers of a twin."""
 
     def __init__(self, transfers: SimTransfers, racks: Mapping[str, str]) -> None:
-        """`racks`: of each worker, the name of its rack."""
+        """`racks` maps workers to their racks."""
         self.transfers = transfers
         self._racks = racks
-        self._offers: dict[int, PaperOffer] = {}
-        self._rooms: dict[int, asyncio.Future[bytes]] = {}
+        self._offers: dict[int, TraceBlockOffer] = {}
+        self._mailboxes: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = count(1)
         self.num_bytes = 0
-        """That have been moved."""
+        """Transferred bytes."""
 
-    def offer(self, worker: str, timeout_s: float) -> PaperOffer:
+    def offer(self, worker: str, timeout_s: float) -> TraceBlockOffer:
         number = next(self._numbers)
-        offer = self._offers[number] = PaperOffer(self, number, worker, timeout_s)
+        offer = self._offers[number] = TraceBlockOffer(self, number, worker, timeout_s)
         return offer
 
-    def find(self, ticket: bytes) -> PaperOffer:
+    def find(self, ticket: bytes) -> TraceBlockOffer:
         offer = self._offers.get(int(ticket))
         if offer is None:
-            raise NotFound("these blocks are not offered any more", kind="ticket", name=ticket.decode())
+            raise NotFound("the offer has ended", kind="ticket", name=ticket.decode())
         return offer
 
     def path(self, source: str, target: str) -> list[str]:
-        """The links between two workers."""
+        """Links between two workers."""
         racks = self._racks.get(source), self._racks.get(target)
         between = (
             []
@@ -73,17 +73,17 @@ class PaperBoard:
         )
         return [link_out(source), *between, link_in(target)]
 
-    def forget(self, number: int) -> None:
+    def remove_offer(self, number: int) -> None:
         self._offers.pop(number, None)
 
-    def room(self, number: int) -> asyncio.Future[bytes]:
-        """Whoever comes first opens it."""
-        if number not in self._rooms:
-            self._rooms[number] = asyncio.get_running_loop().create_future()
-        return self._rooms[number]
+    def mailbox(self, number: int) -> asyncio.Future[bytes]:
+        """Future of a mailbox's message, created by the sender or the receiver."""
+        if number not in self._mailboxes:
+            self._mailboxes[number] = asyncio.get_running_loop().create_future()
+        return self._mailboxes[number]
 
-    def leave(self, number: int) -> None:
-        self._rooms.pop(number, None)
+    def remove_mailbox(self, number: int) -> None:
+        self._mailboxes.pop(number, None)
 
     def close(self) -> None:
         self.transfers.close()
@@ -91,31 +91,30 @@ class PaperBoard:
             offer.end()
 
 
-class PaperPost:
-    """A KvPost."""
+class TraceBlockMessage:
+    """KvMessage of a twin."""
 
-    def __init__(self, board: PaperBoard, room: int, note: bytes, timeout_s: float) -> None:
+    def __init__(self, board: TraceBlockBoard, mailbox: int, message: bytes, timeout_s: float) -> None:
         self._board = board
-        self._room = room
-        self._note = board.room(room)
-        self._note.set_result(note)
+        self._mailbox = mailbox
+        board.mailbox(mailbox).set_result(message)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
 
     def cancel(self) -> None:
         self._expiry.cancel()
-        self._board.leave(self._room)
+        self._board.remove_mailbox(self._mailbox)
         if not self._over.done():
             self._over.set_result(None)
 
-    def over(self) -> Awaitable[object]:
+    def wait_done(self) -> Awaitable[object]:
         return asyncio.shield(self._over)
 
 
-class PaperMover:
-    """A KvMover for one worker."""
+class TraceBlockMover:
+    """KvMover of one worker of a twin."""
 
-    def __init__(self, board: PaperBoard, worker: str, block_bytes: int) -> None:
+    def __init__(self, board: TraceBlockBoard, worker: str, block_bytes: int) -> None:
         self._board = board
         self._worker = worker
         self._block_bytes = block_bytes
@@ -124,7 +123,7 @@ class PaperMover:
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> PaperOffer:
+    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> TraceBlockOffer:
         return self._board.offer(self._worker, timeout_s)
 
     async def pull(
@@ -135,30 +134,30 @@ class PaperMover:
         try:
             async with asyncio.timeout(timeout_s):
                 path = self._board.path(offer.worker, self._worker)
-                has_come = await self._board.transfers.move(num_bytes, *path)
+                is_complete = await self._board.transfers.move(num_bytes, *path)
         except TimeoutError:
-            raise DeadlineExceeded("KV did not come in time", stage="total", after_s=timeout_s) from None
-        if not has_come:
+            raise DeadlineExceeded("KV transfer timed out", stage="total", after_s=timeout_s) from None
+        if not is_complete:
             raise TransferFailed("the twin was closed", path="link", reason="closed")
         self._board.num_bytes += num_bytes
         offer.end()
         return "link"
 
     @property
-    def where(self) -> str:
+    def address(self) -> str:
         return self._worker
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> PaperPost:
-        return PaperPost(self._board, room, note, timeout_s)
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> TraceBlockMessage:
+        return TraceBlockMessage(self._board, mailbox, message, timeout_s)
 
-    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
+    async def receive(self, address: str, mailbox: int, timeout_s: float) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._board.room(room))
+                return await asyncio.shield(self._board.mailbox(mailbox))
         except TimeoutError:
-            raise DeadlineExceeded("nobody came to the room", stage="total", after_s=timeout_s) from None
+            raise DeadlineExceeded("message timed out", stage="total", after_s=timeout_s) from None
         finally:
-            self._board.leave(room)
+            self._board.remove_mailbox(mailbox)
 
     def decline(self, ticket: bytes) -> None:
         try:

@@ -1,6 +1,6 @@
-"""KV tiers of a twin's workers: blocks without bytes that take time on a worker's own links.
+"""KV tiers of a twin's workers: blocks without bytes that take time on simulated links.
 
-What is kept, what goes for what, what is brought and what is computed again is decided by the code of real workers.
+Eviction, onboarding and recomputation are decided by the code of real workers.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.lower_tier import LowerTier, TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.kv.tiers.slot_table import TierBlock, TierBooks
-from kvolt.transfer.memory.device_memory import Sums
+from kvolt.kv.tiers.slot_table import SlotTable, TierBlock
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.worker.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
 
 _DOWN, _UP, _WRITE, _READ = "host_down", "host_up", "disk_write", "disk_read"
 
 
 class TwinTiers(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each worker."""
+    """KV tiers of each worker."""
 
     host_blocks: Annotated[int, Meta(ge=0)] = 0
-    """0: there are none."""
+    """Host tier capacity in blocks; 0 disables all tiers."""
     disk_blocks: Annotated[int, Meta(ge=0)] = 0
     disk_touches: Annotated[int, Meta(ge=1, le=15)] = 1
     eviction: str = "lru"
     host_bytes_per_s: Annotated[float, Meta(gt=0)] = 48e9
-    """Each way: what an H200 was measured to do, checksums included."""
+    """Bandwidth in each direction, as measured on an H200 with checksums."""
     disk_bytes_per_s: Annotated[float, Meta(gt=0)] = 3e9
 
     def __post_init__(self) -> None:
         if self.eviction not in EVICTIONS:
-            raise ValueError(f"no rule of eviction is {self.eviction!r}; known: {', '.join(EVICTIONS)}")
+            raise ValueError(f"unknown eviction policy {self.eviction!r}; known: {', '.join(EVICTIONS)}")
         if self.disk_blocks and not self.host_blocks:
-            raise ValueError("blocks go to a disk by way of the host's memory: give it some")
+            raise ValueError("disk_blocks requires host_blocks")
 
 
-def tiering_on_paper(tiers: TwinTiers, block_bytes: int) -> NewTiering | None:
+def trace_block_tiering(tiers: TwinTiers, block_bytes: int) -> TieringFactory | None:
     if not tiers.host_blocks:
         return None
 
@@ -61,7 +61,7 @@ def tiering_on_paper(tiers: TwinTiers, block_bytes: int) -> NewTiering | None:
         engine: Engine,
         info: EngineInfo,
         now: Callable[[], float],
-        tell: Callable[[tuple[KvChange, ...]], None],
+        publish: Callable[[tuple[KvChange, ...]], None],
     ) -> Tiering:
         shape = BlockShape(block_bytes)
         transfers = SimTransfers(
@@ -76,116 +76,116 @@ def tiering_on_paper(tiers: TwinTiers, block_bytes: int) -> NewTiering | None:
         lower: list[tuple[LowerTier, int]] = []
         if tiers.disk_blocks:
             lower.append(
-                (_PaperDisk(tiers.disk_blocks, tiers.eviction, shape, transfers), tiers.disk_touches)
+                (_TraceBlockDisk(tiers.disk_blocks, tiers.eviction, shape, transfers), tiers.disk_touches)
             )
-        memory = _PaperMemory(shape, tiers.host_blocks)
+        memory = _TraceBlockMemory(shape, tiers.host_blocks)
         host = HostTier(shape, tiers.host_blocks, lower, tiers.eviction, memory=memory)
-        cache = TieredCache(host, _PaperCopies(shape, transfers), info.capacity.kv_total_blocks)
+        cache = TieredCache(host, _TraceBlockCopies(shape, transfers), info.capacity.kv_total_blocks)
         step_tokens = info.capacity.max_batch_tokens
         return Tiering(
-            cast("TieredEngine", engine), cache, now, tell, info.step_model, info.block_size, step_tokens
+            cast("TieredEngine", engine), cache, now, publish, info.step_model, info.block_size, step_tokens
         )
 
     return new
 
 
-class _PaperMemory(SlotMemory):
-    """Slots that hold nothing."""
+class _TraceBlockMemory(SlotMemory):
+    """Slots without memory."""
 
     def steps(self) -> Iterator[int]:
         yield from ()
 
 
-class _PaperCopies:
-    """A `Copies`."""
+class _TraceBlockCopies:
+    """`Copies` on simulated links."""
 
     def __init__(self, shape: BlockShape, transfers: SimTransfers) -> None:
         self._shape = shape
         self._transfers = transfers
 
-    async def down(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
+    async def offload(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
         return await self._move(len(keys), _DOWN)
 
-    async def up(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
+    async def onboard(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
         return await self._move(len(keys), _UP)
 
     async def close(self) -> None:
         self._transfers.close()
 
     async def _move(self, num_blocks: int, link: str) -> tuple[Sums, float]:
-        took_s = await moved_s(self._transfers, num_blocks * self._shape.block_bytes, link)
+        took_s = await transfer_s(self._transfers, num_blocks * self._shape.block_bytes, link)
         return np.zeros(num_blocks, dtype=np.uint64), took_s
 
 
-async def moved_s(transfers: SimTransfers, num_bytes: int, link: str) -> float:
+async def transfer_s(transfers: SimTransfers, num_bytes: int, link: str) -> float:
     loop = asyncio.get_running_loop()
     began_at = loop.time()
     await transfers.move(num_bytes, link)
     return loop.time() - began_at
 
 
-class _PaperDisk:
-    """A `LowerTier`."""
+class _TraceBlockDisk:
+    """`LowerTier` on simulated links."""
 
     tier = Tier.DISK
-    look_s: float | None = None
-    has_chores = False
+    lookup_s: float | None = None
+    has_pending_work = False
 
     def __init__(self, num_slots: int, eviction: str, shape: BlockShape, transfers: SimTransfers) -> None:
-        self._books = TierBooks(Tier.DISK, num_slots, eviction)
+        self._slot_table = SlotTable(Tier.DISK, num_slots, eviction)
         self._shape = shape
         self._transfers = transfers
         self.stats = TierStats()
 
     @property
     def num_slots(self) -> int | None:
-        return self._books.num_slots
+        return self._slot_table.num_slots
 
     def __len__(self) -> int:
-        return len(self._books)
+        return len(self._slot_table)
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     def has(self, key: BlockKey) -> bool:
-        return self._books.has(key)
+        return self._slot_table.has(key)
 
-    def knows(self, key: BlockKey) -> bool:
-        return self._books.knows(key)
+    def has_or_pending(self, key: BlockKey) -> bool:
+        return self._slot_table.has_or_pending(key)
 
-    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """The books know all."""
+    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """No effect: the slot table is complete."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
     ) -> None:
-        keys = [blocks[index].key for index, _ in self._books.reserve(blocks)]
+        keys = [blocks[index].key for index, _ in self._slot_table.reserve(blocks)]
         try:
-            took_s = await moved_s(self._transfers, len(keys) * self._shape.block_bytes, _WRITE)
+            took_s = await transfer_s(self._transfers, len(keys) * self._shape.block_bytes, _WRITE)
         except BaseException:
-            self._books.cancel(keys)
+            self._slot_table.cancel(keys)
             raise
         for key in keys:
-            self._books.seal(key, 0)
-        self._books.register(keys)
-        self.stats.stored(len(keys), took_s)
+            self._slot_table.seal(key, 0)
+        self._slot_table.register(keys)
+        self.stats.record_stored(len(keys), took_s)
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
         keys = [block.key for block in blocks]
-        self._books.hold(keys)
+        self._slot_table.hold(keys)
         try:
-            took_s = await moved_s(self._transfers, len(keys) * self._shape.block_bytes, _READ)
+            took_s = await transfer_s(self._transfers, len(keys) * self._shape.block_bytes, _READ)
         finally:
-            self._books.release(keys)
-        self.stats.loaded(len(keys), took_s)
+            self._slot_table.release(keys)
+        self.stats.record_loaded(len(keys), took_s)
         return [0] * len(keys)
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        return self._books.forget(self._books if keys is None else keys)
+        return self._slot_table.forget(self._slot_table if keys is None else keys)
 
     def take_changes(self) -> tuple[Change, ...]:
-        return self._books.take_changes()
+        return self._slot_table.take_changes()
 
     def check_integrity(self) -> None:
-        self._books.check_integrity()
+        self._slot_table.check_integrity()

@@ -1,4 +1,4 @@
-"""Control endpoint of a worker: its messages, and how an engine answers them."""
+"""Messages of a worker's control endpoint, and their execution."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.errors import Unavailable, Unsupported
-from kvolt.core.kv_recovery import KvAnswer, KvQuestion
+from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.withdrawal import Withdraw
 from kvolt.engines.contract import Engine, KvEvents, Lora
 from kvolt.worker.kv_event_publisher import KvJournal
 
 
 class ClearKv(msgspec.Struct, frozen=True, tag="clear_kv"):
-    """Forget all cached KV blocks."""
+    """Drop all cached KV blocks."""
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
@@ -28,25 +28,25 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
 
 
 class ListFeatures(msgspec.Struct, frozen=True, tag="list"):
-    """What the engine offers, and its adapters."""
+    """List the engine's features and LoRA adapters."""
 
 
 WorkerCommand = ClearKv | LoadLora | UnloadLora | ListFeatures
-ControlRequest = WorkerCommand | KvQuestion | Withdraw
-"""All that the control endpoint takes: what operators want done, what routers want to know (`kv_recovery`), and which
-request somebody wants back (`withdrawal`)."""
+ControlRequest = WorkerCommand | KvRecoveryRequest | Withdraw
+"""Messages of the control endpoint: operator commands, KV recovery of routers (`core.kv_recovery`) and withdrawals
+(`core.withdrawal`)."""
 
 
-class WorkerAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the engine stands after the command."""
+class CommandResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """State of the engine after the command."""
 
     features: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     cleared_blocks: int | None = None
 
 
-async def perform(engine: Engine, features: tuple[str, ...], command: WorkerCommand) -> WorkerAnswer:
-    """Unsupported when the engine does not offer it; the engine's own errors otherwise."""
+async def perform(engine: Engine, features: tuple[str, ...], command: WorkerCommand) -> CommandResult:
+    """Run a command. Unsupported if the engine lacks the feature; otherwise errors of the engine."""
     cleared: int | None = None
     match command:
         case ClearKv():
@@ -57,30 +57,32 @@ async def perform(engine: Engine, features: tuple[str, ...], command: WorkerComm
             await _lora(engine, features).unload_lora(name)
         case ListFeatures():
             pass
-    return WorkerAnswer(features, loras_of(engine, features), cleared)
+    return CommandResult(features, adapter_names(engine, features), cleared)
 
 
-def recall(journal: KvJournal | None, info: EngineInfo | None, question: KvQuestion) -> Iterator[KvAnswer]:
-    """What a router is answered about our blocks."""
-    if info is not None and not info.tells_kv:
-        raise Unsupported("this engine does not tell which blocks it holds", feature="kv_events")
+def kv_recovery(
+    journal: KvJournal | None, info: EngineInfo | None, request: KvRecoveryRequest
+) -> Iterator[KvRecoveryResponse]:
+    """Answer a router's request for lost KV events or held blocks."""
+    if info is not None and not info.publishes_kv_events:
+        raise Unsupported("this engine publishes no KV events", feature="kv_events")
     if journal is None:
-        raise Unavailable("this worker is about to start", reason="starting")
-    return journal.answer(question)
+        raise Unavailable("this worker is starting", reason="starting")
+    return journal.recover(request)
 
 
-def loras_of(engine: Engine, features: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of its adapters; none where it takes none."""
+def adapter_names(engine: Engine, features: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the loaded LoRA adapters."""
     return engine.loras() if isinstance(engine, Lora) and "Lora" in features else ()
 
 
 def _kv_events(engine: Engine, features: tuple[str, ...]) -> KvEvents:
     if "KvEvents" not in features or not isinstance(engine, KvEvents):
-        raise Unsupported("this engine has no KV blocks that can be cleared", feature="clear_kv_blocks")
+        raise Unsupported("this engine cannot clear its KV blocks", feature="clear_kv_blocks")
     return engine
 
 
 def _lora(engine: Engine, features: tuple[str, ...]) -> Lora:
     if "Lora" not in features or not isinstance(engine, Lora):
-        raise Unsupported("this engine takes no adapters", feature="lora")
+        raise Unsupported("this engine does not support LoRA adapters", feature="lora")
     return engine

@@ -12,7 +12,7 @@ from kvolt.worker.handoffs import HandoffStats
 
 
 class HandoffMetrics(Collector):
-    """Of all of them together; nothing where none takes part."""
+    """Sum over all workers of the process; empty if none takes part in handoffs."""
 
     def __init__(self, stats: Callable[[], Sequence[HandoffStats]]) -> None:
         self._stats = stats
@@ -22,10 +22,14 @@ class HandoffMetrics(Collector):
         if not every:
             return
         for name, text, value in (
-            ("handoffs_given", "Prompts computed for other workers", sum(each.num_given for each in every)),
-            ("handoffs_taken", "Prompts that others had computed", sum(each.num_taken for each in every)),
-            ("handoff_bytes", "KV bytes that came from others", sum(each.num_bytes for each in every)),
-            ("handoff_pull_seconds", "Time that KV was on its way here", sum(each.pull_s for each in every)),
+            ("handoffs_given", "Prompts computed for other workers", sum(each.num_sent for each in every)),
+            (
+                "handoffs_taken",
+                "Handoffs accepted from other workers",
+                sum(each.num_received for each in every),
+            ),
+            ("handoff_bytes", "KV bytes pulled from other workers", sum(each.num_bytes for each in every)),
+            ("handoff_pull_seconds", "Time of KV pulls", sum(each.pull_s for each in every)),
         ):
             family = CounterMetricFamily(f"kvolt_{name}", text)
             family.add_metric((), value)
@@ -33,8 +37,13 @@ class HandoffMetrics(Collector):
         by_path = sum((each.by_path for each in every), Counter[str]())
         failures = sum((each.failures for each in every), Counter[str]())
         for name, text, label, counts in (
-            ("handoff_blocks", "KV blocks that came from others", "path", by_path),
-            ("handoff_failures", "KV of handoffs that did not come and was computed again", "code", failures),
+            ("handoff_blocks", "KV blocks pulled from other workers", "path", by_path),
+            (
+                "handoff_failures",
+                "Handoffs whose KV could not be pulled and was recomputed",
+                "code",
+                failures,
+            ),
         ):
             family = CounterMetricFamily(f"kvolt_{name}", text, labels=(label,))
             for kind, count in sorted(counts.items()):

@@ -1,9 +1,7 @@
-"""Holdings: the set of blocks that a worker holds, derived from its KV events.
+"""Blocks that a worker holds, derived from its KV events.
 
-Kept beside the journal and not asked of the engine: an answer must stand at an event, and an engine that is asked
-is between two. Bounded by what the engine holds, and by a bound of its own for one that forgets to tell what it
-removed. Kept in the same index as a router's, so that both sides have the same digests at the same cost. Knows no
-numbers of events and no router.
+Derived from events and not queried from the engine, so that a snapshot is exact as of an event number. Uses the same
+index as routers, so that digests are equal. Bounded, for engines that publish no removals.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ from kvolt.router.index.prefix_index import MIN_MAX_BYTES, BlockIndex
 MAX_BLOCKS = 2_000_000
 
 _BYTES_PER_BLOCK = 256
-"""More than the index takes: nothing may go from it before the bound in blocks is seen to be reached."""
+"""More than the index needs: the bound in blocks must be reached before the index evicts."""
 
 
-class Holdings:
-    """See the module. Past its bound it forgets all and says so by `is_lost`, for good."""
+class HeldBlocks:
+    """See the module. Above its bound it drops everything and sets `is_lost`, permanently."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._index = BlockIndex(max(max_blocks * _BYTES_PER_BLOCK, MIN_MAX_BYTES))
         self._slots: dict[int, int] = {}
-        """By rank."""
-        self._shelves: dict[tuple[int, Tier], None] = {}
-        """Ranks and tiers that ever held a block."""
+        """Index slot per DP rank."""
+        self._rank_tiers: dict[tuple[int, Tier], None] = {}
+        """DP ranks and tiers that have held a block, in order of their first one."""
         self.is_lost = False
 
     @property
@@ -45,7 +43,7 @@ class Holdings:
             match change:
                 case Stored(hashes=hashes, tier=tier):
                     self._index.store(slot, hashes, TIER_LEVEL[tier])
-                    self._shelves[dp_rank, tier] = None
+                    self._rank_tiers[dp_rank, tier] = None
                 case Removed(hashes=hashes, tier=tier):
                     self._index.remove(slot, hashes, TIER_LEVEL[tier])
                 case Cleared(tier=tier):
@@ -54,20 +52,20 @@ class Holdings:
             self._lose()
 
     def digests(self, dp_rank: int | None = None) -> tuple[KvDigest, ...]:
-        """Of every tier of one rank that ever held a block, or of all ranks."""
+        """Digests per tier of one DP rank, or of all ranks."""
         return tuple(
             KvDigest(*self._index.digest(self._slots[rank], TIER_LEVEL[tier]), rank, tier)
-            for rank, tier in self._shelves
+            for rank, tier in self._rank_tiers
             if dp_rank is None or rank == dp_rank
         )
 
     def contents(self) -> Iterator[tuple[int, Tier, list[int]]]:
-        """Rank, tier and blocks."""
-        for rank, tier in self._shelves:
+        """DP rank, tier and block hashes."""
+        for rank, tier in self._rank_tiers:
             yield rank, tier, self._index.contents(self._slots[rank], TIER_LEVEL[tier])
 
     def _lose(self) -> None:
         self.is_lost = True
         self._index = BlockIndex(MIN_MAX_BYTES)
         self._slots.clear()
-        self._shelves.clear()
+        self._rank_tiers.clear()

@@ -1,8 +1,4 @@
-"""Publishes KV events: numbered, and kept for a while so that a router can ask for those it missed.
-
-Owns the numbers of one worker's events, the recent batches, and what a router is answered that asks for more. Knows
-no engine and no router.
-"""
+"""Publishes a worker's KV events with numbers, and keeps recent batches for routers that missed some."""
 
 from __future__ import annotations
 
@@ -16,17 +12,17 @@ from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, KvEventBatch, Removed, Stored
 from kvolt.core.kv_recovery import (
-    KvAnswer,
     KvContents,
     KvEventsSince,
-    KvQuestion,
+    KvRecoveryRequest,
+    KvRecoveryResponse,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
-    pack_hashes,
+    pack_hash_parts,
     split_batches,
 )
-from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.held_blocks import HeldBlocks
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +30,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 HISTORY_BYTES = 4 * 1024 * 1024
 _DIGEST_EVERY = 16
-"""Batches of which one carries digests."""
+"""Interval of digests, in batches."""
 
 
 class KvJournal:
-    """Numbers changes from 0 within an epoch and publishes them, one batch for each step that made any.
+    """Numbers changes from 0 within an epoch and publishes them, one batch per step with changes.
 
-    The latest batches stay up to a bound in bytes; the oldest go first.
+    Keeps the latest batches up to a bound in bytes.
     """
 
     def __init__(
@@ -49,20 +45,20 @@ class KvJournal:
         instance: InstanceId,
         publish: Callable[[bytes], None],
         max_bytes: int = HISTORY_BYTES,
-        holdings: Holdings | None = None,
+        held_blocks: HeldBlocks | None = None,
     ) -> None:
         self.epoch = epoch
         self.next_id = 0
         self.num_bytes = 0
         self.counts: Counter[str] = Counter()
-        """Blocks and clearings told so far, by kind of change."""
+        """Blocks and clears published, by kind of change."""
         self._instance = instance
         self._publish = publish
         self._max_bytes = max_bytes
-        self._holdings = holdings or Holdings()
+        self._held_blocks = held_blocks or HeldBlocks()
         self._num_batches = 0
         self._recent: deque[tuple[int, bytes]] = deque()
-        """Id of the first event of each batch, and the batch."""
+        """First event id and payload of each batch."""
 
     def record(self, changes: tuple[KvChange, ...], dp_rank: int = 0) -> None:
         first = self.next_id
@@ -71,15 +67,15 @@ class KvJournal:
         )
         self.next_id += len(events)
         self._count(changes)
-        payload = _encode(KvEventBatch(events, self._instance, self._follow(changes, dp_rank)))
+        payload = _encode(KvEventBatch(events, self._instance, self._apply(changes, dp_rank)))
         self._publish(payload)
         self._recent.append((first, payload))
         self.num_bytes += len(payload)
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= len(self._recent.popleft()[1])
 
-    def since(self, event_id: int) -> list[bytes] | None:
-        """The batches with this event and all after it; None when the first of them is gone already."""
+    def batches_since(self, event_id: int) -> list[bytes] | None:
+        """Batches from this event on; None if the first of them was dropped."""
         if event_id >= self.next_id:
             return []
         if not self._recent or event_id < self._recent[0][0]:
@@ -88,47 +84,46 @@ class KvJournal:
         last = max(index for index, (first, _) in enumerate(batches) if first <= event_id)
         return [payload for _, payload in batches[last:]]
 
-    def answer(self, question: KvQuestion) -> Iterator[KvAnswer]:
-        """The parts of an answer, all of them as of now. Unsupported when what is held is not known any more."""
-        match question:
+    def recover(self, request: KvRecoveryRequest) -> Iterator[KvRecoveryResponse]:
+        """Parts of the response, all as of now. Unsupported if the held blocks are unknown (see `HeldBlocks`)."""
+        match request:
             case KvEventsSince(epoch, event_id):
-                return self._replay(self.since(event_id) if epoch == self.epoch else None)
+                return self._replay(self.batches_since(event_id) if epoch == self.epoch else None)
             case KvContents():
                 return iter(self._snapshot())
 
     def _replay(self, batches: list[bytes] | None) -> Iterator[KvReplay]:
-        """Its sizes are bounded by the history's."""
-        now = KvReplay(
-            self._instance, self.epoch, self.next_id, (), batches is None, self._holdings.digests()
+        state = KvReplay(
+            self._instance, self.epoch, self.next_id, (), batches is None, self._held_blocks.digests()
         )
-        return (msgspec.structs.replace(now, batches=group) for group in list(split_batches(batches or ())))
+        return (msgspec.structs.replace(state, batches=group) for group in list(split_batches(batches or ())))
 
-    def _snapshot(self) -> list[KvAnswer]:
-        """Eight bytes a block: the holdings' bound is its own."""
-        holdings = self._holdings
-        if holdings.is_lost:
+    def _snapshot(self) -> list[KvRecoveryResponse]:
+        """Eight bytes per block; bounded by `HeldBlocks`."""
+        held_blocks = self._held_blocks
+        if held_blocks.is_lost:
             raise Unsupported(
-                "what this worker holds is not known: its engine told of more blocks than can be followed",
+                "the blocks of this worker are unknown: its engine published more blocks than can be tracked",
                 feature="kv_contents",
             )
-        parts: list[KvAnswer] = [
-            KvSnapshot(self._instance, self.epoch, self.next_id, holdings.digests()),
+        parts: list[KvRecoveryResponse] = [
+            KvSnapshot(self._instance, self.epoch, self.next_id, held_blocks.digests()),
         ]
-        for dp_rank, tier, blocks in holdings.contents():
-            parts += (KvSnapshotPart(packed, dp_rank, tier) for packed in pack_hashes(blocks))
+        for dp_rank, tier, blocks in held_blocks.contents():
+            parts += (KvSnapshotPart(packed, dp_rank, tier) for packed in pack_hash_parts(blocks))
         return parts
 
-    def _follow(self, changes: tuple[KvChange, ...], dp_rank: int) -> tuple[KvDigest, ...]:
-        """What is held now; the digests where it is their turn."""
-        was_lost = self._holdings.is_lost
-        self._holdings.apply(changes, dp_rank)
-        if self._holdings.is_lost and not was_lost:
+    def _apply(self, changes: tuple[KvChange, ...], dp_rank: int) -> tuple[KvDigest, ...]:
+        """Track held blocks; returns digests if this batch carries them."""
+        was_lost = self._held_blocks.is_lost
+        self._held_blocks.apply(changes, dp_rank)
+        if self._held_blocks.is_lost and not was_lost:
             log.error(
-                "the engine told of more blocks than can be followed: routers that start from now on learn only "
-                "what is stored from then on (does it tell what it removes?)"
+                "engine published more blocks than can be tracked: routers that start later index only blocks stored "
+                "from then on (does the engine publish removals?)"
             )
         self._num_batches += 1
-        return self._holdings.digests(dp_rank) if self._num_batches % _DIGEST_EVERY == 0 else ()
+        return self._held_blocks.digests(dp_rank) if self._num_batches % _DIGEST_EVERY == 0 else ()
 
     def _count(self, changes: tuple[KvChange, ...]) -> None:
         for change in changes:

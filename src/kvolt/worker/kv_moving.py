@@ -1,7 +1,6 @@
-"""KvMover: how the blocks of a handoff get from one worker's memory into another's.
+"""KvMover: port for KV transfers between workers.
 
-A port: real workers have a transfer agent (`AgentMover`); on virtual time, where blocks have no bytes, the twin has one
-of its own. Knows no request and no engine.
+`AgentMover` implements it over the transfer agent; simulations have one of their own, since their blocks have no bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import msgspec
 from kvolt.core.errors import KvoltError, ProtocolError
 from kvolt.core.ids import BlockKey
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.transfer.agent import Offering, Operation, TransferAgent
+from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.layout import SlabLayout, sources_for
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.peer.wire import read_ticket
+from kvolt.transfer.peer.wire import decode_ticket
 
 _SEED_BYTES = 8
 _MAX_RANKS = 1024
@@ -37,70 +36,70 @@ class KvMover(Protocol):
     def block_bytes(self) -> int: ...
 
     def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> KvOffer:
-        """These blocks of ours may be pulled, once, by who has the ticket. They stay as they are meanwhile."""
+        """Offer blocks to the holder of the ticket, once. They must not change until the offer is done."""
         ...
 
     async def pull(
         self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
     ) -> str:
-        """The blocks of a ticket from the `first` on into these of ours; the path that they took.
+        """Read the blocks of a ticket, from `first` on, into local blocks. Returns the transfer path.
 
-        KvoltError where they did not come whole. Cancelled or not: when it is over nothing is written any more.
+        KvoltError if any block is missing. Nothing is written after it returns, raises or is cancelled.
         """
         ...
 
     def decline(self, ticket: bytes) -> None:
-        """Nobody wants these blocks."""
+        """Release the offered blocks without reading them."""
         ...
 
     @property
-    def where(self) -> str:
-        """Where others meet us."""
+    def address(self) -> str:
+        """Address of the local mailboxes."""
         ...
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> KvPost:
-        """For who asks for it by that number, once, before or after."""
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> KvMessage:
+        """Post a message for one reader, which may ask before or after."""
         ...
 
-    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
-        """What a peer posts under that number, once it has. KvoltError where that does not come."""
+    async def receive(self, address: str, mailbox: int, timeout_s: float) -> bytes:
+        """Wait for the message in a peer's mailbox. KvoltError if none is posted in time."""
         ...
 
 
-class KvPost(Protocol):
-    """A note that waits to be asked for."""
+class KvMessage(Protocol):
+    """A posted message that waits for its reader."""
 
     def cancel(self) -> None: ...
 
-    def over(self) -> Awaitable[object]:
-        """Nobody can ask for it any more, or somebody has. Errors are told, and none to be handled."""
+    def wait_done(self) -> Awaitable[object]:
+        """Wait until the message was read, has expired or was cancelled. Errors are logged, not raised."""
         ...
 
 
 class KvOffer(Protocol):
-    """Blocks that wait to be pulled."""
+    """Offered blocks."""
 
     @property
     def ticket(self) -> bytes: ...
 
     def cancel(self) -> None:
-        """Nobody may begin to pull any more."""
+        """Refuse new reads."""
         ...
 
-    def over(self) -> Awaitable[object]:
-        """They may change again: pulled, declined, expired or cancelled. Errors are told, and none to be handled."""
+    def wait_done(self) -> Awaitable[object]:
+        """Wait until the blocks may change: read, declined, expired or cancelled. Errors are logged, not raised."""
         ...
 
 
 class AgentMover:
-    """A KvMover over a process's transfer agent, for blocks whose heads are shared by the slabs of one rank or several.
+    """KvMover over a process's transfer agent, with one slab per TP rank.
 
-    Its ticket has one of the agent's for each rank. Who pulls reads from each the heads that its own ranks need: from
-    two ranks into one slab at once, from one into two slabs one after the other: with the last read an offer is over.
+    A ticket contains one agent ticket per rank. The reader reads the heads that its own ranks need: from two ranks into
+    one slab concurrently; from one rank into two slabs sequentially, since the last read ends the offer.
     """
 
     def __init__(self, agent: TransferAgent, slabs: Sequence[Slab]) -> None:
-        """`slabs`: in order of ranks."""
+        """`slabs`: in rank order."""
         self._agent = agent
         self._slabs = tuple(slabs)
 
@@ -110,7 +109,7 @@ class AgentMover:
 
     def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> KvOffer:
         seeds = _seeds(keys)
-        offers: list[Offering] = []
+        offers: list[OfferHandle] = []
         try:
             for slab in self._slabs:
                 offers.append(self._agent.offer(slab, blocks, timeout_s, seeds=seeds))
@@ -128,12 +127,12 @@ class AgentMover:
         positions = range(first, first + len(into))
         seeds = _seeds([keys[each] for each in positions])
         tickets = _read_tickets(ticket)
-        slabs_of = _slabs_by_ticket(tickets, self._slabs)
+        slabs_by_ticket = _slabs_by_ticket(tickets, self._slabs)
         paths: set[str] = set()
-        for turn in range(max(map(len, slabs_of.values()))):
+        for turn in range(max(map(len, slabs_by_ticket.values()))):
             reads: list[Operation] = []
             try:
-                for source, slabs in slabs_of.items():
+                for source, slabs in slabs_by_ticket.items():
                     if turn < len(slabs):
                         read = self._agent.read(
                             source,
@@ -150,32 +149,32 @@ class AgentMover:
                 for read in reads:
                     read.cancel()
                 for read in reads:
-                    await read.over()
+                    await read.wait_done()
         for replica in tickets:
-            if replica not in slabs_of:
+            if replica not in slabs_by_ticket:
                 self._agent.decline(replica)
         return "+".join(sorted(paths))
 
     def decline(self, ticket: bytes) -> None:
-        with contextlib.suppress(ProtocolError):  # then there is nobody to be told
+        with contextlib.suppress(ProtocolError):  # an invalid ticket has no peer to notify
             for each in _read_tickets(ticket):
                 self._agent.decline(each)
 
     @property
-    def where(self) -> str:
-        return self._agent.where
+    def address(self) -> str:
+        return self._agent.address_text
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> KvPost:
-        return self._agent.post(room, note, timeout_s)
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> KvMessage:
+        return self._agent.post(mailbox, message, timeout_s)
 
-    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
-        return await self._agent.meet(where, room, timeout_s)
+    async def receive(self, address: str, mailbox: int, timeout_s: float) -> bytes:
+        return await self._agent.receive(address, mailbox, timeout_s)
 
 
 class _RankOffers:
-    """The same blocks in the slabs of all ranks: over when none of them is waited for any more."""
+    """Offers of the same blocks on all ranks; done when every one of them is."""
 
-    def __init__(self, offers: Sequence[Offering]) -> None:
+    def __init__(self, offers: Sequence[OfferHandle]) -> None:
         self._offers = offers
         self.ticket = _encode_tickets([offer.ticket for offer in offers])
 
@@ -183,39 +182,36 @@ class _RankOffers:
         for offer in self._offers:
             offer.cancel()
 
-    async def over(self) -> None:
+    async def wait_done(self) -> None:
         for offer in self._offers:
-            await offer.over()
+            await offer.wait_done()
 
 
 def _read_tickets(data: bytes) -> tuple[bytes, ...]:
-    """Of the ranks. ProtocolError for what is none."""
+    """Agent tickets per rank. ProtocolError if malformed."""
     try:
         tickets: tuple[bytes, ...] = _decode_tickets(data)
     except MALFORMED as error:
-        raise ProtocolError(f"tickets that cannot be read: {error}", rule="ticket") from None
+        raise ProtocolError(f"malformed ticket: {error}", rule="ticket") from None
     return tickets
 
 
 def _slabs_by_ticket(tickets: Sequence[bytes], ours: Sequence[Slab]) -> dict[bytes, list[Slab]]:
-    """Into which of our slabs heads of which rank of the peer's go; a rank that none needs is left out.
-
-    Errors as of `sources_for`: no head of a block may be missing.
-    """
+    """Local slabs that read from each ticket; unneeded tickets are left out. Errors as of `sources_for`."""
     by_rank: dict[SlabLayout, bytes] = {}
     for ticket in tickets:
-        layout = read_ticket(ticket).slab.layout
+        layout = decode_ticket(ticket).slab.layout
         if layout is None:
-            raise ProtocolError("a ticket for blocks that are no KV", rule="ticket")
+            raise ProtocolError("the ticket is for memory that is not KV", rule="ticket")
         by_rank[layout] = ticket
-    found: dict[bytes, list[Slab]] = {}
+    slabs_by_ticket: dict[bytes, list[Slab]] = {}
     for slab in ours:
-        assert slab.layout is not None, "the slabs of an engine say what lies in them"
+        assert slab.layout is not None, "slabs of an engine have a layout"
         for source, _ in sources_for(slab.layout, list(by_rank)):
-            found.setdefault(by_rank[source], []).append(slab)
-    return found
+            slabs_by_ticket.setdefault(by_rank[source], []).append(slab)
+    return slabs_by_ticket
 
 
 def _seeds(keys: Sequence[BlockKey]) -> bytes:
-    """Of checksums: bytes that are under another name than they left with are as wrong as a flipped bit."""
+    """Checksum seeds from block keys: the bytes of another block fail the check as well."""
     return b"".join(key[:_SEED_BYTES] for key in keys)

@@ -1,7 +1,7 @@
-"""OnboardPipeline: onboards blocks from the end of a prompt while the engine computes it from the start.
+"""Onboards blocks from the end of a prompt while the engine computes it from the start.
 
-A part at a time is brought into blocks that the engine made room for, and given to the request, which goes on behind
-it once it is there. Which of the two is the faster need not be known: nobody waits for the other.
+Blocks are copied part by part into an allocation and attached to the request, which skips them. Neither side waits
+for the other, so their relative speed need not be known.
 """
 
 from __future__ import annotations
@@ -13,118 +13,125 @@ from collections.abc import Sequence
 
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Tier
-from kvolt.engines.contract import KvRoom, KvTierable
+from kvolt.engines.contract import KvAllocation, KvTierable
 from kvolt.engines.wakeup import Wakeup
-from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 
 log = logging.getLogger(__name__)
 
 _PARTS = 8
-"""That a prompt's blocks come in, about: what is told late is computed, and each part costs a message."""
-_UNDER_WAY = 2
-"""Parts at a time: far tiers answer late, and not slower for being asked twice."""
-_LOOK_S = 0.25
-"""While a part does not come, how often the request is asked whether it is still of use."""
+"""Approximate number of parts: a late part is computed instead, and each part costs a message."""
+_MAX_PARTS = 2
+"""Parts fetched concurrently, to hide the latency of remote tiers."""
+_POLL_S = 0.25
+"""Interval of checks, while no part arrives, whether the request can still use one."""
 
 
 class OnboardPipeline:
-    """One prompt's. See the module."""
+    """Pipeline of one prompt. See the module."""
 
-    def __init__(self, engine: KvTierable, cache: TieredCache, request_id: RequestId, room: KvRoom) -> None:
+    def __init__(
+        self, engine: KvTierable, cache: TieredCache, request_id: RequestId, allocation: KvAllocation
+    ) -> None:
         self._engine = engine
         self._cache = cache
         self._request_id = request_id
-        self._room = room
-        self._num_last = 0
-        """Blocks at the end of the room that hold what they should."""
-        self._num_reached = 0
-        self._was_here = False
-        self._num_taken = 0
-        self._came: Counter[Tier] = Counter()
-        self._num_asked = 0
-        """Calls of the engine that it has not answered."""
+        self._allocation = allocation
+        self._num_fetched = 0
+        """Blocks at the end of the allocation that have been filled."""
+        self._num_computed = 0
+        self._was_known = False
+        self._num_attached = 0
+        self._fetched_by_tier: Counter[Tier] = Counter()
+        self._num_pending = 0
+        """Calls of `attach_kv` in flight."""
         self._is_uncertain = False
-        """Whether the engine was told of blocks, and nobody has heard whether it took some."""
-        self._is_useless = False
-        """Whether the request could use no more."""
-        self._news = Wakeup()
+        """Whether a call of `attach_kv` was cancelled, so that its effect is unknown."""
+        self._is_obsolete = False
+        """Whether the request can use no further block."""
+        self._wakeup = Wakeup()
 
     @property
     def num_filled(self) -> int:
-        """Blocks of the room that can be found, now that nobody fills them: all or none. None where some were taken, or
-        the prompt is being computed all the same."""
-        is_whole = self._num_last == len(self._room.blocks) and not self._is_uncertain
-        return self._num_last if is_whole and not self._num_taken and not self._num_reached else 0
+        """Blocks of the allocation to commit to the prefix cache at the end: all or none. None if some were attached,
+        or the prompt is computed."""
+        is_whole = self._num_fetched == len(self._allocation.blocks) and not self._is_uncertain
+        return self._num_fetched if is_whole and not self._num_attached and not self._num_computed else 0
 
     @property
-    def fetched(self) -> Fetched:
-        """What need not be computed."""
-        left = count = self._num_taken or self.num_filled
+    def fetched(self) -> OnboardResult:
+        """Blocks that need not be computed."""
+        left = count = self._num_attached or self.num_filled
         used: list[tuple[Tier, int]] = []
-        for tier, came in sorted(self._came.items()):
-            used.append((tier, min(came, left)))
+        for tier, num_fetched in sorted(self._fetched_by_tier.items()):
+            used.append((tier, min(num_fetched, left)))
             left -= used[-1][1]
-        return Fetched(count, tuple(each for each in used if each[1]))
+        return OnboardResult(count, tuple(each for each in used if each[1]))
 
-    async def bring(self, blocks: Sequence[TierBlock], timeout_s: float) -> None:
-        """`blocks`: those that the room is for. Nothing is under way after this, however it ends."""
+    async def run(self, blocks: Sequence[TierBlock], timeout_s: float) -> None:
+        """Onboard the blocks of the allocation. Nothing is in flight afterwards, also after an error."""
         try:
-            async with asyncio.timeout(timeout_s), Scope("ahead") as scope:
+            async with asyncio.timeout(timeout_s), Scope("onboarding") as scope:
                 fetching = scope.start(self._fetch(blocks), "fetch")
-                num_given, is_due = -1, True
-                while not self._is_useless and not (fetching.done() and num_given == self._num_last):
-                    # At once: an engine hears between its steps, all that it was told until then.
-                    if num_given != self._num_last or (is_due and not self._num_asked):
-                        num_given = self._num_last
-                        scope.start(self._give(), "give")
-                    is_due = not await self._news.wait(_LOOK_S)
-                    self._news.silence()
-                while self._num_asked:
-                    await self._news.wait()
-                    self._news.silence()
+                num_sent, is_due = -1, True
+                while not self._is_obsolete and not (fetching.done() and num_sent == self._num_fetched):
+                    # Concurrently: an engine handles all calls between two steps.
+                    if num_sent != self._num_fetched or (is_due and not self._num_pending):
+                        num_sent = self._num_fetched
+                        scope.start(self._attach(), "attach")
+                    is_due = not await self._wakeup.wait(_POLL_S)
+                    self._wakeup.clear()
+                while self._num_pending:
+                    await self._wakeup.wait()
+                    self._wakeup.clear()
                 scope.cancel()
         except TimeoutError:
-            log.warning("of %d blocks %d came within %g s", len(blocks), self._num_last, timeout_s)
+            log.warning(
+                "onboarding timed out: blocks=%d fetched=%d timeout_s=%g",
+                len(blocks),
+                self._num_fetched,
+                timeout_s,
+            )
 
     async def _fetch(self, blocks: Sequence[TierBlock]) -> None:
-        """From the last on, up to a part that does not come whole: what lies before it is of no use without it."""
-        size = max(min(self._cache.host.at_once, -(-len(blocks) // _PARTS)), 1)
+        """Fetch parts from the last to the first, up to an incomplete part: earlier ones are useless without it."""
+        size = max(min(self._cache.host.batch_blocks, -(-len(blocks) // _PARTS)), 1)
         ends = deque(range(len(blocks), 0, -size))
-        under_way: deque[tuple[int, asyncio.Task[Fetched]]] = deque()
+        in_flight: deque[tuple[int, asyncio.Task[OnboardResult]]] = deque()
         async with Scope("parts") as scope:
-            while ends or under_way:
-                while ends and len(under_way) < _UNDER_WAY:
+            while ends or in_flight:
+                while ends and len(in_flight) < _MAX_PARTS:
                     end = ends.popleft()
                     part = slice(max(end - size, 0), end)
-                    fetching = self._cache.fetch(blocks[part], self._room.blocks[part])
-                    under_way.append((end - part.start, scope.start(fetching, "fetch")))
-                num_blocks, task = under_way.popleft()
+                    fetching = self._cache.onboard(blocks[part], self._allocation.blocks[part])
+                    in_flight.append((end - part.start, scope.start(fetching, "fetch")))
+                num_blocks, task = in_flight.popleft()
                 fetched = await task
                 if fetched.num_blocks < num_blocks:
                     break
-                self._num_last += num_blocks
-                self._came.update(dict(fetched.by_tier))
-                self._news.ring()
+                self._num_fetched += num_blocks
+                self._fetched_by_tier.update(dict(fetched.by_tier))
+                self._wakeup.set()
             scope.cancel()
-        self._news.ring()
+        self._wakeup.set()
 
-    async def _give(self) -> None:
-        """What is here, to the request."""
-        num_given = self._num_last  # more may come while the engine answers
-        self._num_asked += 1
+    async def _attach(self) -> None:
+        """Attach the fetched blocks to the request."""
+        num_sent = self._num_fetched  # more may come while the engine answers
+        self._num_pending += 1
         try:
-            taken = await self._engine.take_kv(self._room, num_given, self._request_id)
+            attached = await self._engine.attach_kv(self._allocation, num_sent, self._request_id)
         except asyncio.CancelledError:
             self._is_uncertain = True
             raise
         finally:
-            self._num_asked -= 1
-            self._news.ring()
-        self._num_taken += taken.num_taken
-        self._num_reached = max(self._num_reached, taken.num_reached)
-        is_gone = self._was_here and not taken.is_here
-        self._was_here = taken.is_here
-        num_left = self._room.num_present + len(self._room.blocks) - num_given
-        self._is_useless = self._is_useless or is_gone or num_left <= self._num_reached
+            self._num_pending -= 1
+            self._wakeup.set()
+        self._num_attached += attached.num_attached
+        self._num_computed = max(self._num_computed, attached.num_reached)
+        is_gone = self._was_known and not attached.is_known
+        self._was_known = attached.is_known
+        num_left = self._allocation.num_present + len(self._allocation.blocks) - num_sent
+        self._is_obsolete = self._is_obsolete or is_gone or num_left <= self._num_computed

@@ -18,7 +18,7 @@ from kvolt.worker.tiering import Tiering
 log = logging.getLogger(__name__)
 
 
-async def bring_back(
+async def onboard_then_submit(
     tiering: Tiering,
     request: Request,
     keys: tuple[BlockKey, ...],
@@ -26,47 +26,49 @@ async def bring_back(
     submit: Callable[[Request], None],
     then: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> None:
-    """Bring what tiers have of a prompt, then give the request to the engine, or go on with `then`."""
+    """Onboard the prompt's blocks, then submit the request to the engine or run `then`."""
     request_id = request.request_id
     try:
         onboarded = await tiering.onboard(request, keys)
         if then is not None:
-            await _meanwhile(tiering, request, then())
+            await _run_concurrently(tiering, request, then())
             return
         entry = requests.get(request_id)
-        if entry is None:  # its caller has gone meanwhile
-            tiering.let_go(request_id)
+        if entry is None:  # cancelled while blocks were onboarded
+            tiering.release_kept(request_id)
             return
         if onboarded.num_blocks:
             entry.stages = onboarded.stages
-        requests.enter(entry)
+        requests.mark_submitted(entry)
         submit(request)
-        came = await tiering.bring_ahead(request_id)
-        if came.num_blocks:
-            entry.stages = came.stages
-    except Exception as error:  # one request's, whatever it was
+        onboarded = await tiering.onboard_concurrently(request_id)
+        if onboarded.num_blocks:
+            entry.stages = onboarded.stages
+    except Exception as error:  # fails this request only
         failure = (
-            error if isinstance(error, KvoltError) else EngineFailed(f"it failed ({type(error).__name__})")
+            error
+            if isinstance(error, KvoltError)
+            else EngineFailed(f"onboarding failed ({type(error).__name__})")
         )
         if failure is not error:
-            log.exception("bringing back KV for %s failed", request_id)
-        tiering.let_go(request_id)
+            log.exception("onboarding failed: request=%s", request_id)
+        tiering.release_kept(request_id)
         entry = requests.close(request_id, FAILED)
         if entry is not None:
             entry.stream.end(failure)
 
 
-async def _meanwhile(tiering: Tiering, request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, while what is to come ahead of the prompt's computation comes: of most requests nothing is."""
+async def _run_concurrently(tiering: Tiering, request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Run the handoff, and concurrent onboarding beside it if there is any."""
     try:
-        if not tiering.is_coming(request.request_id):
+        if not tiering.has_concurrent(request.request_id):
             await work
             return
-        async with Scope("meanwhile") as scope:
-            scope.start(tiering.bring_ahead(request.request_id), "bring ahead")
+        async with Scope("onboarding") as scope:
+            scope.start(tiering.onboard_concurrently(request.request_id), "onboard")
             await work
             scope.cancel()
     except asyncio.CancelledError:
-        if not request.prefill_only:  # of that the blocks may be others' by now
-            tiering.let_go(request.request_id)
+        if not request.prefill_only:  # a prefill-only request may have handed its blocks over
+            tiering.release_kept(request.request_id)
         raise

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests of a worker, each with the stream that carries its answer."""
+"""Requests that a worker has, each with the stream for its answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class OpenRequest:
     opened_at: float
     deadline: asyncio.TimerHandle | None = None
     stages: StageTimes | None = None
-    """How long what was brought here for it took, until that is told."""
-    handing_over: asyncio.Task[None] | None = None
-    """What is done before the engine has it, or in its place."""
-    moved_blocks: int = 0
-    """Of its prompt, those that were computed for it elsewhere: nothing that was found."""
-    is_inside: bool = False
-    """Whether the engine has it."""
+    """Transfer or onboarding times, until the first delta has carried them."""
+    preparation: asyncio.Task[None] | None = None
+    """Handoff or onboarding, before the engine gets the request or instead."""
+    transferred_blocks: int = 0
+    """Prompt blocks that came from a prefill worker; they are not counted as cached."""
+    is_submitted: bool = False
 
 
 class OpenRequests:
@@ -39,8 +38,8 @@ class OpenRequests:
         self._metrics = metrics
         self._progress = progress
         self._entries: dict[RequestId, OpenRequest] = {}
-        self.num_inside = 0
-        """That the engine has, and is to make steps for."""
+        self.num_submitted = 0
+        """Requests that the engine has."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,7 +48,7 @@ class OpenRequests:
         return request_id in self._entries
 
     def __iter__(self) -> Iterator[RequestId]:
-        """As of now: they may be closed meanwhile."""
+        """Iterate over a copy, so that requests may be closed during the iteration."""
         return iter(list(self._entries))
 
     def get(self, request_id: RequestId) -> OpenRequest | None:
@@ -64,14 +63,14 @@ class OpenRequests:
         request: Request,
         stream: IncomingStream,
         on_deadline: Callable[[RequestId, float], None],
-        is_inside: bool = True,
+        is_submitted: bool = True,
     ) -> OpenRequest:
-        """With what is left of its time, if that is known."""
+        """Add a request and start its deadline timer, if it has a deadline."""
         entry = self._entries[request.request_id] = OpenRequest(
             stream, len(request.open_choices), request.num_prompt_tokens, self._now()
         )
-        if is_inside:
-            self.enter(entry)
+        if is_submitted:
+            self.mark_submitted(entry)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(
@@ -79,29 +78,27 @@ class OpenRequests:
             )
         return entry
 
-    def enter(self, entry: OpenRequest) -> None:
-        """The engine has it from now on."""
-        entry.is_inside = True
-        self.num_inside += 1
-        if self.num_inside == 1:
-            self._progress.begin()
+    def mark_submitted(self, entry: OpenRequest) -> None:
+        entry.is_submitted = True
+        self.num_submitted += 1
+        if self.num_submitted == 1:
+            self._progress.on_work()
 
-    def prompt_done(self, entry: OpenRequest, cached_tokens: int) -> None:
-        """Its first token is there."""
+    def on_first_token(self, entry: OpenRequest, cached_tokens: int) -> None:
         self._metrics.on_prompt(entry.num_prompt_tokens, cached_tokens, self._now() - entry.opened_at)
 
     def close(self, request_id: RequestId, outcome: str) -> OpenRequest | None:
-        """Over, one way or another; None for one that is over already."""
+        """Remove a request and cancel its timers and preparation. None if it is closed already."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        if entry.handing_over is not None and entry.handing_over is not asyncio.current_task():
-            entry.handing_over.cancel()
+        if entry.preparation is not None and entry.preparation is not asyncio.current_task():
+            entry.preparation.cancel()
         if entry.deadline is not None:
             entry.deadline.cancel()
         self._metrics.on_end(outcome, self._now() - entry.opened_at)
-        if entry.is_inside:
-            self.num_inside -= 1
-            if not self.num_inside:
-                self._progress.rest()
+        if entry.is_submitted:
+            self.num_submitted -= 1
+            if not self.num_submitted:
+                self._progress.on_idle()
         return entry

@@ -12,7 +12,7 @@ from kvolt.transfer.paths.path_watch import PathWatch
 
 
 class PathMetrics(Collector):
-    """Of one process; nothing where nothing moves KV."""
+    """Collector of one process; empty without KV transfers."""
 
     def __init__(
         self,
@@ -28,18 +28,20 @@ class PathMetrics(Collector):
             return
         slow = CounterMetricFamily(
             "kvolt_transfer_slow_path",
-            "Peers whose KV took this path, and what a faster one lacks",
+            "Peers whose KV took a slower path, by path and reason",
             labels=("path", "lack"),
         )
         for (path, lack), count in sorted(paths.slow_paths().items()):
             slow.add_metric((path, lack), count)
         yield slow
         speed = GaugeMetricFamily(
-            "kvolt_transfer_link_bytes_per_second", "Measured speed of a path", labels=("path", "peer")
+            "kvolt_transfer_link_bytes_per_second",
+            "Measured bandwidth of a transfer path",
+            labels=("path", "peer"),
         )
         latency = GaugeMetricFamily(
             "kvolt_transfer_link_latency_seconds",
-            "What a read over it costs whatever its size",
+            "Fixed latency of a read over a transfer path",
             labels=("path", "peer"),
         )
         for name, link in paths.links().items():
@@ -54,14 +56,22 @@ class PathMetrics(Collector):
 
 
 def _limits(agent: TransferAgent) -> Iterator[Metric]:
-    budget = agent.unfinished
+    budget = agent.frame_budget
     for name, text, value in (
-        ("unfinished_bytes", "Bytes kept for messages that peers have not finished", budget.used_bytes),
-        ("unfinished_limit_bytes", "Budget for them; one address gets half of it", budget.limit_bytes),
+        ("unfinished_bytes", "Bytes buffered for incomplete messages of peers", budget.used_bytes),
+        (
+            "unfinished_limit_bytes",
+            "Budget for incomplete messages; one address may use half of it",
+            budget.limit_bytes,
+        ),
     ):
         yield GaugeMetricFamily(f"kvolt_transfer_{name}", text, value)
     for name, text, value in (
-        ("shed_connections", "Connections closed because that budget was exceeded", budget.num_shed),
-        ("refused_connections", "Connections refused over the limits", agent.num_refused),
+        (
+            "shed_connections",
+            "Connections closed because the budget for incomplete messages was exceeded",
+            budget.num_shed,
+        ),
+        ("refused_connections", "Connections refused because of a limit", agent.num_refused),
     ):
         yield CounterMetricFamily(f"kvolt_transfer_{name}", text, value)

@@ -1,7 +1,7 @@
-"""PeerWorkers: discovery of, and requests to, workers of the same kind that share KV.
+"""Discovery of, and requests to, peer workers that share KV.
 
-Over the request plane, at an endpoint that is not registered: it is found at the address of `generate`, and answers
-while the worker is cordoned. Bytes go by the transfer agents.
+Uses the request plane; the endpoint is not registered in discovery but reached at the address of `generate`, so it
+also answers while a worker is cordoned. Transfer agents move the bytes.
 """
 
 from __future__ import annotations
@@ -14,56 +14,60 @@ import msgspec
 from kvolt.core.endpoints import KV
 from kvolt.core.errors import ProtocolError
 from kvolt.core.ids import InstanceId
-from kvolt.kv.shared_pool.wire import Bring, Brought
-from kvolt.kv.tiers.peer_server import PeerGiving
+from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
+from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient, open_stream
-from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 
 _DEADLINES = Deadlines(connect_s=1.0, first_s=5.0, between_s=20.0, total_s=20.0)
 
-_decode_brought = msgspec.msgpack.Decoder(Brought).decode
+_decode_result = msgspec.msgpack.Decoder(FetchResult).decode
 
 
 class PeerWorkers:
-    """See the module. `start` before the worker registers, `begin` once it has, `close` before its tiers."""
+    """See the module. `start` before the worker registers, `connect` afterwards, `close` before its tiers."""
 
     def __init__(
-        self, runtime: Runtime, generate: EndpointAddress, peers: PeerTier, giving: PeerGiving
+        self, runtime: Runtime, generate: EndpointAddress, peers: PeerTier, peer_server: PeerServer
     ) -> None:
         self._runtime = runtime
         self._generate = generate
         self._endpoint = str(EndpointAddress(generate.namespace, generate.component, KV))
         self._peers = peers
-        self._giving = giving
+        self._peer_server = peer_server
         self._client: EndpointClient | None = None
 
     async def start(self) -> None:
-        """Others are answered from now on."""
+        """Start to serve peers."""
         server = self._runtime.server
-        server.add(self._endpoint, InstanceId(""), server.generator(self._giving.give, decoder(Bring)))
+        server.register(
+            self._endpoint,
+            InstanceId(""),
+            server.wrap_generator(self._peer_server.serve, msgpack_decoder(FetchBlocks)),
+        )
         self._client = await self._runtime.client(self._generate)
 
-    def begin(self, me: InstanceId) -> None:
-        """Others are asked from now on."""
-        self._peers.connect(self._ask, me)
+    def connect(self, own_id: InstanceId) -> None:
+        """Start to fetch blocks from peers."""
+        self._peers.connect(self._fetch, own_id)
 
     async def close(self) -> None:
-        self._giving.close()
-        self._runtime.server.remove(self._endpoint)
+        self._peer_server.close()
+        self._runtime.server.unregister(self._endpoint)
         if self._client is not None:
             await self._client.close()
 
     @asynccontextmanager
-    async def _ask(self, instance_id: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
+    async def _fetch(self, instance_id: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
         assert self._client is not None
-        to = Destination(self._client.instance(instance_id).address, self._endpoint)
-        async with await open_stream(self._runtime.plane, to, bring, _DEADLINES, _decode_brought) as answers:
-            brought: Brought | None = await anext(answers, None)
-            if brought is None:
-                raise ProtocolError("the worker's answer has no beginning", rule="kv")
-            yield brought
+        to = Destination(self._client.get_instance(instance_id).address, self._endpoint)
+        async with await open_stream(self._runtime.plane, to, request, _DEADLINES, _decode_result) as results:
+            result: FetchResult | None = await anext(results, None)
+            if result is None:
+                raise ProtocolError("the worker sent an empty response", rule="kv")
+            yield result

@@ -1,6 +1,6 @@
-"""Requests with remote prefill: what a worker does before the engine gets them, or instead of it.
+"""Requests with remote prefill: the worker's part before the engine gets them, or instead.
 
-One task for each such request, since it waits for a peer; requests of the usual kind have none.
+Runs in a task per request, since it waits for a peer. Other requests have no task.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
-from kvolt.engines.contract import Engine, KvPlaced, Prefill
+from kvolt.engines.contract import Engine, KvAddressable, Prefill
 from kvolt.worker.engine_handoffs import EngineHandoffs
-from kvolt.worker.handoffs import Handoffs, Pulled
+from kvolt.worker.handoffs import Handoffs, PullResult
 from kvolt.worker.kv_moving import KvMover
 from kvolt.worker.metrics import FAILED, FINISHED
 from kvolt.worker.open_requests import OpenRequests
-from kvolt.worker.rendezvous import MeetingEngine
+from kvolt.worker.rendezvous import RendezvousEngine
 
 log = logging.getLogger(__name__)
 
@@ -30,31 +30,31 @@ log = logging.getLogger(__name__)
 def new_handoffs(
     engine: Engine,
     info: EngineInfo,
-    new_mover: Callable[[KvPlaced], KvMover] | None,
+    new_mover: Callable[[KvAddressable], KvMover] | None,
     now: Callable[[], float],
 ) -> Handoffs | EngineHandoffs | None:
-    """For the roles that need them. ConfigError where the engine cannot move its blocks."""
+    """Handoffs for the roles prefill and decode. ConfigError if the engine cannot move its blocks."""
     if info.role not in (Role.PREFILL, Role.DECODE):
         return None
     features = set(info.features)
-    if "Prefill" in features and "KvPlaced" not in features and isinstance(engine, Prefill):
+    if "Prefill" in features and "KvAddressable" not in features and isinstance(engine, Prefill):
         return EngineHandoffs(engine)
-    can = {"KvPlaced", "Prefill"} <= features
+    can_move = {"KvAddressable", "Prefill"} <= features
     reason = ""
-    if can and new_mover is not None and isinstance(engine, KvPlaced):
+    if can_move and new_mover is not None and isinstance(engine, KvAddressable):
         try:
-            return Handoffs(cast("MeetingEngine", engine), new_mover(engine), now)
-        except Unsupported as error:  # its blocks lie where nobody reaches them
+            return Handoffs(cast("RendezvousEngine", engine), new_mover(engine), now)
+        except Unsupported as error:  # its blocks are in memory that cannot be mapped
             reason = f": {error.message}"
     raise ConfigError(
-        f"a {info.role} worker moves KV, which the {info.engine} engine cannot do in this setup{reason}",
+        f"a {info.role} worker transfers KV, which the {info.engine} engine cannot do in this setup{reason}",
         key="role",
         remedy="serve it as aggregated",
     )
 
 
-def as_expanded(request: Request) -> Request:
-    """With its prompt as prefill has expanded it, if it has: nothing of that is done twice."""
+def with_expanded_prompt(request: Request) -> Request:
+    """The request with the prompt as expanded by prefill (media), so that it is not expanded twice."""
     handoff = request.handoff
     if handoff is None or not (handoff.token_ids or handoff.media):
         return request
@@ -63,59 +63,60 @@ def as_expanded(request: Request) -> Request:
     )
 
 
-async def hand_over(
+async def run_handoff(
     handoffs: Handoffs | EngineHandoffs,
     request: Request,
     requests: OpenRequests,
     submit: Callable[[Request], None],
     instance: InstanceId,
 ) -> None:
-    """Compute a prompt for others, or go on with one that others have computed."""
+    """Compute a prompt for a decode worker, or pull a remote prompt's KV and submit the request."""
     request_id = request.request_id
     failure: KvoltError
-    pulled: Pulled | None
+    pulled: PullResult | None
     try:
-        meeting = request.rendezvous
+        rendezvous = request.rendezvous
         if request.prefill_only:
-            if meeting is None:
-                handoff = await handoffs.give(request, instance)
+            if rendezvous is None:
+                handoff = await handoffs.serve_prefill(request, instance)
             else:
-                handoff = await handoffs.push(request, meeting, instance)
+                handoff = await handoffs.serve_rendezvous(request, rendezvous, instance)
             entry = requests.close(request_id, FINISHED)
             if entry is not None:
-                requests.prompt_done(entry, handoff.cached_tokens or 0)
+                requests.on_first_token(entry, handoff.cached_tokens or 0)
                 entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
                 entry.stream.end()
             return
-        if meeting is not None:
-            pulled = received = await handoffs.receive(request, meeting, keep_for=request_id)
+        if rendezvous is not None:
+            received = await handoffs.pull_rendezvous(request, rendezvous, keep_for=request_id)
+            pulled = received
             if (entry := requests.get(request_id)) is not None:
-                entry.moved_blocks = received.num_blocks
+                entry.transferred_blocks = received.num_blocks
         else:
             assert request.handoff is not None
-            pulled = await handoffs.take(request.handoff, keep_for=request_id)
+            pulled = await handoffs.pull(request.handoff, keep_for=request_id)
         entry = requests.get(request_id)
-        if entry is not None:  # its caller has not gone meanwhile
+        if entry is not None:  # not cancelled during the pull
             entry.stages = None if pulled is None else pulled.stages
-            requests.enter(entry)
+            requests.mark_submitted(entry)
             submit(request)
         else:
-            handoffs.let_go(request_id)
+            handoffs.release_kept(request_id)
         return
     except KvoltError as error:
         failure = error
-    except Exception as error:  # one request's, whatever it was
-        log.exception("the handoff of %s failed", request_id)
+    except Exception as error:  # fails this request only
+        log.exception("handoff failed: request=%s", request_id)
         failure = EngineFailed(f"the handoff failed ({type(error).__name__})")
     if not request.prefill_only:
-        handoffs.let_go(request_id)  # the engine would not have it
+        handoffs.release_kept(request_id)  # the engine did not get the request
     entry = requests.close(request_id, FAILED)
     if entry is not None:
         entry.stream.end(failure)
 
 
-def without_moved(delta: Delta, num_tokens: int) -> Delta:
-    """So many of a prompt's tokens were computed for it elsewhere: they were found here, and nobody had them before."""
+def without_transferred(delta: Delta, num_tokens: int) -> Delta:
+    """Do not report transferred prompt tokens as cached: a prefill worker computed them for this request."""
     if delta.cached_tokens is not None:
         delta = msgspec.structs.replace(delta, cached_tokens=max(delta.cached_tokens - num_tokens, 0))
     if delta.usage is not None:

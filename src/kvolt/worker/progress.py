@@ -1,4 +1,4 @@
-"""Whether an engine that has work makes steps. Owns that question's timer; what follows from it is the worker's."""
+"""Watchdog for an engine that has work and makes no steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_STEP_FACTOR = 10
 
 
 class Progress:
-    """Tells `on_stuck` why when work lies there and no step comes, and `on_moving` when one comes after all."""
+    """Calls `on_stuck` with a reason if no step comes while there is work, and `on_moving` at the next step."""
 
     def __init__(
         self,
@@ -29,21 +29,21 @@ class Progress:
         self._on_moving = on_moving
         self._timer = LazyTimer(asyncio.get_running_loop(), self._expired)
         self._since: float | None = None
-        """The latest step, or when work came to an idle engine; None while there is none."""
+        """Time of the latest step, or of the first work of an idle engine; None without work."""
         self.stuck = False
 
     @property
     def age_s(self) -> float:
-        """How long work has been waiting for a step; 0 while there is none."""
+        """Time that work has waited for a step; 0 without work."""
         return 0.0 if self._since is None else self._clock.monotonic() - self._since
 
-    def begin(self) -> None:
-        """Work came to an engine that had none."""
+    def on_work(self) -> None:
+        """An idle engine got work."""
         self._since = self._clock.monotonic()
         if not self.stuck:
             self._timer.arm(self._limit_s)
 
-    def step(self, now: float, has_work: bool) -> None:
+    def on_step(self, now: float, has_work: bool) -> None:
         self._limit_s = self._stuck_after_s
         if self.stuck:
             self.stuck = False
@@ -52,10 +52,9 @@ class Progress:
             self._since = now
             self._timer.arm(self._limit_s)
         else:
-            self.rest()
+            self.on_idle()
 
-    def rest(self) -> None:
-        """There is nothing to do."""
+    def on_idle(self) -> None:
         self._since = None
         self._timer.disarm()
 

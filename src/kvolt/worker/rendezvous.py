@@ -1,9 +1,9 @@
-"""Decode-first handoffs: KV sent while a prompt is computed, and received in the order of its parts.
+"""Decode-first handoffs: KV is transferred in parts while the prompt is computed.
 
-Prefill and decode have the request at the same time, and a number that nobody else knows. Decode makes room, then asks
-prefill for one part of the prompt after the other; either may come first, since a part is told by prefill's own agent
-and waits there. Decode goes on once the last part is here, and computes what did not come. Where the parts are told is
-the prefill worker's side: only the owner of a memory writes to it, so it is the reader that asks (docs/adr/0010).
+The prefill and the decode worker get the request at the same time, with a random mailbox number. The prefill worker
+posts a message per part of the prompt to its own agent; the decode worker allocates blocks and receives the messages
+in order, before or after they are posted. It continues after the last part and computes what did not arrive. The
+reader asks and pulls because only the owner of a memory writes to it (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -19,132 +19,140 @@ import msgspec
 from kvolt.core.errors import KvoltError, NotFound, ProtocolError
 from kvolt.core.ids import BlockKey
 from kvolt.core.request import Handoff, Rendezvous, Request
-from kvolt.engines.contract import KvMovable, KvPlaced, KvRoom, Prefill
+from kvolt.engines.contract import KvAddressable, KvAllocation, KvMovable, Prefill
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.worker.kv_moving import KvMover, KvOffer, KvPost
+from kvolt.worker.kv_moving import KvMessage, KvMover, KvOffer
 
 log = logging.getLogger(__name__)
 
 BEGIN_S = 5.0
-"""For prefill to have the request: after that it will not come."""
+"""Time for the prefill worker to start the request; later it is not expected to."""
 WAIT_S = 60.0
-"""For all parts to come: to compute them here would have taken less."""
+"""Time for all parts; recomputing them takes less."""
 
 
-class MeetingEngine(Prefill, KvPlaced, KvMovable, Protocol):
-    """An engine that takes part."""
+class RendezvousEngine(Prefill, KvAddressable, KvMovable, Protocol):
+    """Engine interface of decode-first handoffs."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Some blocks of a prompt, one after the other."""
+    """Consecutive blocks of a prompt."""
 
     first: Annotated[int, msgspec.Meta(ge=0)]
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
-    """0 for word that the prompt is begun."""
+    """0 announces that the prompt has started."""
     ticket: bytes
     is_over: bool = False
-    """Nothing comes any more."""
+    """Whether no further part comes."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Part).decode
 
 
-class Parts:
-    """What prefill has told of one prompt; a KvOffer that has no ticket of its own."""
+class PromptParts:
+    """Parts of one prompt announced by the prefill worker. A KvOffer without a ticket of its own."""
 
     ticket = b""
 
-    def __init__(self, mover: KvMover, meeting: Rendezvous, hold_s: float) -> None:
+    def __init__(self, mover: KvMover, rendezvous: Rendezvous, hold_s: float) -> None:
         self._mover = mover
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._hold_s = hold_s
         self._offers: list[KvOffer] = []
-        self._posts: list[KvPost] = []
+        self._messages: list[KvMessage] = []
 
-    def tell(self, first: int = 0, blocks: Sequence[int] = (), keys: Sequence[BlockKey] = ()) -> None:
+    def announce(self, first: int = 0, blocks: Sequence[int] = (), keys: Sequence[BlockKey] = ()) -> None:
         offer = self._mover.offer(blocks, keys, self._hold_s) if blocks else None
         if offer is not None:
             self._offers.append(offer)
         self._post(Part(first, len(blocks), b"" if offer is None else offer.ticket))
 
     def end(self) -> None:
-        """Nothing more comes, and nobody shall wait for it."""
+        """Announce that no further part comes."""
         self._post(Part(0, 0, b"", is_over=True))
 
     def _post(self, part: Part) -> None:
-        room = self._meeting.room + len(self._posts)
-        self._posts.append(self._mover.post(room, _encode(part), WAIT_S))
+        mailbox = self._rendezvous.mailbox + len(self._messages)
+        self._messages.append(self._mover.post(mailbox, _encode(part), WAIT_S))
 
     def cancel(self) -> None:
-        """Nobody may fetch it any more. Who asks is still told of it: that shows at once that it is gone."""
+        """Cancel the offers. The messages stay: a reader fails at once instead of waiting."""
         for offer in self._offers:
             offer.cancel()
 
-    def take_back(self) -> None:
-        """Nobody will ask, either."""
-        for post in self._posts:
-            post.cancel()
+    def withdraw(self) -> None:
+        """Cancel the messages as well; no reader is expected."""
+        for message in self._messages:
+            message.cancel()
         self.cancel()
 
-    async def over(self) -> None:
-        """No block of it is read any more."""
+    async def wait_done(self) -> None:
+        """Wait until no block is read any more."""
         for offer in self._offers:
-            await offer.over()
+            await offer.wait_done()
 
 
-async def push(
-    engine: MeetingEngine, request: Request, parts: Parts, computing: asyncio.Task[Handoff | KvoltError]
+async def announce_parts(
+    engine: RendezvousEngine,
+    request: Request,
+    parts: PromptParts,
+    computing: asyncio.Task[Handoff | KvoltError],
 ) -> Handoff:
-    """Tell of the blocks of a prompt as they are there. Errors as of the engine's `prefill`; cancelled, the prompt is
-    still computed: its blocks may be on their way."""
-    parts.tell()
-    num_told = 0
-    await asyncio.sleep(0)  # the engine has been asked for the prompt before it is asked how far that is
+    """Announce the blocks of a prompt as they are computed. Errors as of the engine's `prefill`. If this is cancelled,
+    the prompt is still computed: blocks may be in transfer."""
+    parts.announce()
+    num_announced = 0
+    await asyncio.sleep(0)  # `prefill` must be called before `computed_kv`
     try:
         while True:
-            held = await engine.computed_kv(request.request_id, num_told)
-            if len(held.blocks) <= num_told:
+            held = await engine.computed_kv(request.request_id, num_announced)
+            if len(held.blocks) <= num_announced:
                 break
-            parts.tell(num_told, held.blocks[num_told:], held.keys[num_told:])
-            num_told = len(held.blocks)
+            parts.announce(num_announced, held.blocks[num_announced:], held.keys[num_announced:])
+            num_announced = len(held.blocks)
     except NotFound:
-        log.debug("the prompt of %s ended before its last part", request.request_id)  # and says itself why
+        log.debug("prompt ended early: request=%s", request.request_id)  # `computing` has the reason
     outcome = await asyncio.shield(computing)
     if isinstance(outcome, KvoltError):
         raise outcome
     return outcome
 
 
-async def compute(engine: MeetingEngine, request: Request) -> Handoff | KvoltError:
-    """As `prefill`, for a task of its own: what it raises is told by who asked for it."""
+async def compute_prompt(engine: RendezvousEngine, request: Request) -> Handoff | KvoltError:
+    """As `prefill`, but returns the error: a task must not raise before it is awaited."""
     try:
         return await engine.prefill(request)
     except KvoltError as error:
         return error
 
 
-class Receiving:
-    """The parts of one prompt, as they come into the room that was made for them."""
+class PartReceiver:
+    """Receives the parts of one prompt into an allocation."""
 
     def __init__(
-        self, mover: KvMover, meeting: Rendezvous, keys: Sequence[BlockKey], room: KvRoom, pull_s: float
+        self,
+        mover: KvMover,
+        rendezvous: Rendezvous,
+        keys: Sequence[BlockKey],
+        allocation: KvAllocation,
+        pull_s: float,
     ) -> None:
         self._mover = mover
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._keys = keys
-        self._room = room
+        self._allocation = allocation
         self._pull_s = pull_s
-        self._num_asked = 0
+        self._num_requested = 0
         self.by_path: Counter[str] = Counter()
-        """Blocks that have come. They are good, though the rest may not come."""
+        """Received blocks, by path. They are valid even if a later part fails."""
         self.moving_s = 0.0
-        """That they were on their way: not what it took to compute them."""
+        """Transfer time, without the time to compute the parts."""
 
-    async def run(self, limit_s: float, came: Callable[[int, str], None]) -> None:
-        """Ask for one part after the other until the room is full. `came` hears how many blocks came by which path."""
-        begin = reached = self._room.num_present
-        end = begin + len(self._room.blocks)
+    async def run(self, limit_s: float, on_part: Callable[[int, str], None]) -> None:
+        """Receive parts until the allocation is full. `on_part`: called with the number of blocks and the path."""
+        begin = reached = self._allocation.num_present
+        end = begin + len(self._allocation.blocks)
         now = asyncio.get_running_loop().time
         ends_at = now() + limit_s
         while reached < end:
@@ -156,25 +164,25 @@ class Receiving:
                 continue
             if part.first > reached:
                 raise ProtocolError("a part of a prompt is missing", rule="parts in order")
-            asked_at = now()
+            started_at = now()
             try:
                 path = await self._mover.pull(
                     part.ticket,
                     reached - part.first,
                     self._keys[part.first : part.first + part.num_blocks],
-                    self._room.blocks[reached - begin : last - begin],
+                    self._allocation.blocks[reached - begin : last - begin],
                     self._pull_s,
                 )
             except KvoltError:
                 self._mover.decline(part.ticket)
                 raise
-            self.moving_s += now() - asked_at
+            self.moving_s += now() - started_at
             self.by_path[path] += last - reached
-            came(last - reached, path)
+            on_part(last - reached, path)
             reached = last
 
-    async def turn_down(self, limit_s: float) -> None:
-        """Nothing more of it is wanted: who computes it need not keep it."""
+    async def decline(self, limit_s: float) -> None:
+        """Decline all further parts, so that the prefill worker can release them."""
         reached = 0
         while reached < len(self._keys):
             try:
@@ -186,17 +194,17 @@ class Receiving:
             reached = part.first + part.num_blocks
 
     async def _next(self, limit_s: float) -> Part:
-        room = self._meeting.room + self._num_asked
-        wait_s = min(limit_s, BEGIN_S) if not self._num_asked else limit_s
-        part = _read(await self._mover.meet(self._meeting.address, room, wait_s))
-        self._num_asked += 1
+        mailbox = self._rendezvous.mailbox + self._num_requested
+        wait_s = min(limit_s, BEGIN_S) if not self._num_requested else limit_s
+        part = _decode_part(await self._mover.receive(self._rendezvous.address, mailbox, wait_s))
+        self._num_requested += 1
         if part.is_over:
-            raise NotFound("the prompt was not computed to its end", kind="prompt", name=str(room))
+            raise NotFound("the prompt was not computed to its end", kind="prompt", name=str(mailbox))
         return part
 
 
-def _read(note: bytes) -> Part:
+def _decode_part(message: bytes) -> Part:
     try:
-        return _decode(note)
+        return _decode(message)
     except MALFORMED as error:
-        raise ProtocolError(f"no part of a prompt ({error})", rule="part") from error
+        raise ProtocolError(f"invalid message: not a part of a prompt ({error})", rule="part") from error

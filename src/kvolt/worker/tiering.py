@@ -1,8 +1,8 @@
-"""Tiering: an engine's blocks on their way to the tiers below it, and back before a request that can use them.
+"""Offloading of an engine's blocks to lower tiers, and onboarding for requests.
 
-Owns when blocks are copied down (once they are complete, a batch at a time, beside the steps) and whether a prompt's
-are brought back or computed again, whichever is expected to be sooner. Knows no tier's memory: `TieredCache` has them.
-Nothing here can make a request wrong: a block that does not come is computed.
+Decides when blocks are offloaded (complete blocks, in batches, between steps) and whether a prompt's blocks are
+onboarded or recomputed, whichever is predicted to be faster. `TieredCache` owns the memory. A block that cannot be
+onboarded is computed, so errors here never change an answer.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
 from kvolt.engines.contract import (
     Engine,
+    KvAddressable,
+    KvAllocation,
     KvMovable,
-    KvPlaced,
-    KvRoom,
     KvTierable,
     KvVisible,
     Prefill,
     SealedKv,
 )
 from kvolt.kv.tiers.admission import Admission
-from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.hit_window import HitWindow
-from kvolt.kv.tiers.peer_server import PeerGiving
+from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_table import TierBlock
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute
 from kvolt.worker.kv_settling import KvSettling
 from kvolt.worker.onboard_pipeline import OnboardPipeline
-from kvolt.worker.tier_event_publisher import in_parts
+from kvolt.worker.tier_event_publisher import split_change
 
 log = logging.getLogger(__name__)
 
-_PINNED = RequestId("kvolt/offload")
-"""What holds blocks while they are copied down; one batch at a time."""
-_ENOUGH_BLOCKS = 64
+_OFFLOAD_PIN = RequestId("kvolt/offload")
+"""Id under which blocks are pinned while they are offloaded; one batch at a time."""
+_BATCH_BLOCKS = 64
 _GATHER_S = 0.2
-"""What is completed goes down together, that many blocks or what there is after so long: each time a device is taken
-from who computes for a moment, however few they are."""
+"""A batch is offloaded when it has this many blocks or after this time: each copy interrupts the device for a moment,
+however small it is."""
 _POOL_PARTS = 16
-"""Of a small pool, what is enough is such a part: blocks that wait may go before it is their turn."""
+"""Minimum batch as a fraction of a small pool: waiting blocks may be evicted before they are offloaded."""
 _MARGIN_S = 2.0
-"""What may be between the engine's clock and ours."""
-_MOST_AT_ONCE = 16
-"""Requests that blocks are brought for."""
-_MOST_S = 10.0
-"""For the blocks of a request to come."""
+"""Allowance for delays between the engine's hold time and this process."""
+_MAX_ONBOARDING = 16
+"""Requests with onboarding in progress."""
+_ONBOARD_S = 10.0
+"""Timeout of onboarding for a request."""
 
 
-class TieredEngine(KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Protocol):
-    """What an engine must offer."""
+class TieredEngine(KvVisible, KvMovable, KvAddressable, KvTierable, Prefill, Protocol):
+    """Engine interface of tiering."""
 
 
 class Onboarded(msgspec.Struct, frozen=True):
-    """What was brought for a request."""
+    """Blocks onboarded for a request."""
 
     num_blocks: int = 0
     by_tier: tuple[tuple[Tier, int], ...] = ()
@@ -83,14 +83,14 @@ class Onboarded(msgspec.Struct, frozen=True):
 _NOTHING = Onboarded()
 
 
-class _Ahead(NamedTuple):
-    """What is to come while a request's prompt is computed."""
+class _ConcurrentOnboarding(NamedTuple):
+    """Blocks to onboard while the engine computes the prompt."""
 
     request: Request
-    room: KvRoom
+    allocation: KvAllocation
     blocks: list[TierBlock]
     num_keys: int
-    """Of its prompt."""
+    """Full blocks of the prompt."""
 
 
 class Tiering:
@@ -101,286 +101,290 @@ class Tiering:
         engine: TieredEngine,
         cache: TieredCache,
         now: Callable[[], float],
-        tell: Callable[[tuple[KvChange, ...]], None],
+        publish: Callable[[tuple[KvChange, ...]], None],
         model: StepModel | None,
         block_size: int,
         step_tokens: int,
-        peers: tuple[PeerTier, PeerGiving] | None = None,
+        peers: tuple[PeerTier, PeerServer] | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`tell`: of blocks that come to a tier and go. `model`, `step_tokens`: see `FetchOrCompute`. `peers`: of the
-        cache's tiers the one that is others', and what others are given. `admission`: which blocks are kept; all, where
-        there is none."""
+        """`publish`: called with changes of the tiers. `model`, `step_tokens`: see `FetchOrCompute`. `peers`: the tier
+        of peer workers' blocks, and the server for peers. `admission`: which blocks are offloaded; all by default."""
         self._engine = engine
         self.cache = cache
         self._now = now
-        self._tell = tell
+        self._publish = publish
         self._block_size = block_size
         self._choice = FetchOrCompute(lambda: model, block_size, step_tokens, cache.host.block_s)
         self.peers = peers
         self._admission = Admission() if admission is None else admission
         self._sealed = asyncio.Event()
         self._num_sealed = 0
-        """That wait for a batch, or have gone."""
-        self._enough = asyncio.Event()
-        self._num_enough = min(_ENOUGH_BLOCKS, max(cache.num_device_blocks // _POOL_PARTS, 1))
-        self._crew = Crew("tiering")
-        self._settling = KvSettling(engine, self._crew)
+        """Blocks that wait to be offloaded; some may have been evicted."""
+        self._batch_ready = asyncio.Event()
+        self._batch_blocks = min(_BATCH_BLOCKS, max(cache.num_device_blocks // _POOL_PARTS, 1))
+        self._task_group = TaskGroup("tiering")
+        self._settling = KvSettling(engine, self._task_group)
         self._offloading: asyncio.Task[None] | None = None
         self._num_onboarding = 0
         self.hits = HitWindow()
-        self.brought: Counter[Tier] = Counter()
-        """Blocks of prompts, by where they came from."""
-        self._ahead: dict[RequestId, _Ahead] = {}
-        """What is to come while a request's prompt is computed, until it is submitted."""
+        self.onboarded: Counter[Tier] = Counter()
+        """Onboarded blocks, by source tier."""
+        self._concurrent: dict[RequestId, _ConcurrentOnboarding] = {}
+        """Concurrent onboarding that has not started, by request."""
 
     async def start(self) -> None:
-        """Of what is found on a disk is told by the first `tell_changes`."""
+        """Start the tiers and offloading. The first `publish_changes` publishes blocks found on disk."""
         await self.cache.start()
-        await self._engine.pin_sealed(_PINNED)  # from now on it remembers what it completes
-        self.cache.host.on_change(self.tell_changes)
-        self._offloading = self._crew.start(self._offload_on(), "offload")
+        await self._engine.pin_sealed(_OFFLOAD_PIN)  # from now on the engine tracks completed blocks
+        self.cache.host.set_on_change(self.publish_changes)
+        self._offloading = self._task_group.start(self._offload_loop(), "offload")
 
     async def close(self) -> None:
-        if self._offloading is not None:  # before the crew, which lets go of what is held for it
+        if self._offloading is not None:  # before the task group, which releases its pins
             self._offloading.cancel()
             await asyncio.wait([self._offloading])
-        await self._crew.close()
+        await self._task_group.close()
         await self.cache.close()
 
-    # --- down
+    # --- offload
 
-    def saw(self, changes: tuple[KvChange, ...]) -> None:
-        """What the engine told of its blocks."""
+    def on_engine_changes(self, changes: tuple[KvChange, ...]) -> None:
+        """Count completed blocks for the next batch."""
         num_sealed = sum(change.num_blocks for change in changes if isinstance(change, Stored))
         if not num_sealed:
             return
         self._sealed.set()
         self._num_sealed += num_sealed
-        if self._num_sealed >= self._num_enough:
-            self._enough.set()
+        if self._num_sealed >= self._batch_blocks:
+            self._batch_ready.set()
 
-    async def _offload_on(self) -> None:
+    async def _offload_loop(self) -> None:
         while True:
             await self._sealed.wait()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GATHER_S):
-                    await self._enough.wait()
+                    await self._batch_ready.wait()
             try:
                 num_done = await self.offload()
-            except Exception as error:  # the engine has ended, or is about to; else the next may be better
-                log.warning("blocks are not offloaded: %r", error)
+            except Exception as error:  # the engine may have ended; otherwise the next batch may succeed
+                log.warning("offload failed: %r", error)
                 num_done = 0
-            # An engine gives no more at a time than it can hold: the rest goes on at once only if it is a batch of its
-            # own, since each one waits for a step. Some may have gone before it was their turn, and are never given.
+            # The engine limits the size of a batch. The rest is offloaded at once only if it fills a batch, since each
+            # one waits for a step. Blocks evicted before their turn are never returned.
             self._num_sealed = max(self._num_sealed - num_done, 0) if num_done else 0
             if not self._num_sealed:
                 self._sealed.clear()
-            if self._num_sealed < self._num_enough:
-                self._enough.clear()
+            if self._num_sealed < self._batch_blocks:
+                self._batch_ready.clear()
 
     async def offload(self) -> int:
-        """A batch of what was completed until now; of how many blocks."""
-        began_at = self._now()
-        sealed = await self._engine.pin_sealed(_PINNED)
+        """Offload a batch of completed blocks and return its size."""
+        started_at = self._now()
+        sealed = await self._engine.pin_sealed(_OFFLOAD_PIN)
         if not sealed:
             return 0
         try:
-            await self._offload(sealed, began_at)
+            await self._offload(sealed, started_at)
         finally:
-            await asyncio.shield(self._crew.start(self._release(_PINNED), "release"))
-        self.tell_changes()
+            await asyncio.shield(self._task_group.start(self._release(_OFFLOAD_PIN), "release"))
+        self.publish_changes()
         return sum(len(run.blocks) for run in sealed)
 
-    async def _offload(self, sealed: Sequence[SealedKv], began_at: float) -> None:
-        """All together: answers complete a block here and one there, and each copy of its own takes the device from who
-        computes. Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the
-        bytes may be another's, and the checksum would be right."""
+    async def _offload(self, sealed: Sequence[SealedKv], started_at: float) -> None:
+        """Copy all runs together, since each copy interrupts the device. Copies made after the hold time are dropped:
+        the blocks may hold other bytes by then, and the checksum would be computed over those."""
         held_s = min(run.expires_in_s for run in sealed)
-        ends_at = began_at + held_s - min(_MARGIN_S, held_s / 4)
-        wanted: list[TierBlock] = []
+        ends_at = started_at + held_s - min(_MARGIN_S, held_s / 4)
+        admitted: list[TierBlock] = []
         numbers: list[int] = []
         for run in sealed:
-            blocks = _blocks(run)
-            for place in self._admission.places(blocks):
-                wanted.append(blocks[place])
-                numbers.append(run.blocks[place])
-        await self.cache.offload(wanted, numbers, lambda: self._now() < ends_at)
+            blocks = _run_blocks(run)
+            for index in self._admission.admitted_indexes(blocks):
+                admitted.append(blocks[index])
+                numbers.append(run.blocks[index])
+        await self.cache.offload(admitted, numbers, lambda: self._now() < ends_at)
 
     def clear(self) -> int:
-        """Forget all that nobody is at; how many blocks."""
-        num_gone = self.cache.host.clear()
-        self.tell_changes()
-        return num_gone
+        """Drop all unused blocks of the tiers and return their number."""
+        num_cleared = self.cache.host.clear()
+        self.publish_changes()
+        return num_cleared
 
-    # --- up
+    # --- onboard
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts, those whose KV was brought."""
-        return self.brought.total() * self._block_size
+        """Prompt tokens whose KV was onboarded."""
+        return self.onboarded.total() * self._block_size
 
     @property
     def num_declined(self) -> int:
-        """Blocks that were computed again though they could have been brought, since that was sooner."""
+        """Available blocks that were recomputed because that was faster."""
         return self._choice.num_declined
 
-    def names_below(self, request: Request) -> tuple[BlockKey, ...]:
-        """Of its prompt's blocks, if a tier may have some of them; none where nothing can be brought."""
+    def find_offloaded(self, request: Request) -> tuple[BlockKey, ...]:
+        """Block keys of the prompt if a tier may have some of them, else none."""
         try:
             keys = self._engine.kv_keys(request)
-        except KvoltError:  # the engine says so itself
+        except KvoltError:  # `submit` raises it again
             return ()
-        self._admission.asked(keys, request.routing)
+        self._admission.add_request(keys, request.routing)
         if self.peers is not None:
-            self.peers[0].expect(keys, request.kv_sources)
-        is_far_asked = not self.cache.host.knows_all and not _is_handed_over(request)
-        if is_far_asked or self.cache.host.has_any(keys):
+            self.peers[0].add_sources(keys, request.kv_sources)
+        needs_lookup = not self.cache.host.has_complete_index and not _has_handoff(request)
+        if needs_lookup or self.cache.host.has_any(keys):
             return keys
-        self._count(request, len(keys), Fetched())
+        self._count(request, len(keys), OnboardResult())
         return ()
 
     async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
-        """Bring what is here of a request's prompt, if that is sooner than to compute it. `keys`: as `names_below` told
-        them. It is to be submitted at once, with `bring_ahead` after that, or `let_go`. Never an error but a
-        cancellation, which leaves nothing."""
-        if self._num_onboarding >= _MOST_AT_ONCE:  # they would wait for each other, and hold blocks meanwhile
+        """Onboard blocks of the prompt, if that is faster than computing them. `keys`: result of `find_offloaded`.
+
+        Submit the request next, then call `onboard_concurrently`; otherwise call `release_kept`. Raises nothing but
+        CancelledError, which releases all blocks."""
+        if self._num_onboarding >= _MAX_ONBOARDING:  # more would only wait for each other and hold blocks
             return _NOTHING
-        began_at = self._now()
+        started_at = self._now()
         self._num_onboarding += 1
         try:
-            found = await self._onboard(request, keys)
-            self.tell_changes()
-        except Exception as error:  # whatever it was, the prompt can be computed
-            log.warning("blocks of %s were not brought back: %r", request.request_id, error)
+            result = await self._onboard(request, keys)
+            self.publish_changes()
+        except Exception as error:  # the prompt can be computed
+            log.warning("onboarding failed: request=%s error=%r", request.request_id, error)
             return _NOTHING
         finally:
             self._num_onboarding -= 1
-        self.brought.update(dict(found.by_tier))
-        return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
+        self.onboarded.update(dict(result.by_tier))
+        return Onboarded(result.num_blocks, result.by_tier, self._now() - started_at)
 
-    async def _onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
+    async def _onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> OnboardResult:
         num_present = await self._engine.match(request) // self._block_size
-        tiers = self.cache.host.tiers_of(keys, num_present)
+        tiers = self.cache.host.find_tiers(keys, num_present)
         num_known = num_present + len(tiers)
-        if _is_handed_over(request):
-            # What the host has is nearer than who computed the prompt; nothing else is.
+        if _has_handoff(request):
+            # Only the host tier is faster than the prefill worker.
             tiers = list(takewhile(lambda tier: tier is Tier.HOST, tiers))
-        elif num_known < len(keys) and not self.cache.host.knows_all:
-            worth_s = self._choice.looking_s(request.num_prompt_tokens, num_known, len(keys))
-            await self.cache.host.look(keys[num_known:], worth_s)
-            tiers = self.cache.host.tiers_of(keys, num_present)
-        wanted = self._choice.judge(request.num_prompt_tokens, num_present, tiers)
-        found = Fetched()
-        if wanted.is_meanwhile and not _is_handed_over(request):
-            # The last token is computed whatever comes, and with it the block that it ends.
-            end = min(num_present + wanted.num_blocks, (request.num_prompt_tokens - 1) // self._block_size)
-            await self._prepare_ahead(request, keys[:end], len(keys))
-            return found
-        if wanted.num_blocks:
-            found = await self._bring(request, keys[: num_present + wanted.num_blocks])
-        self._count(request, len(keys), found)
-        return found
+        elif num_known < len(keys) and not self.cache.host.has_complete_index:
+            budget_s = self._choice.lookup_budget_s(request.num_prompt_tokens, num_known, len(keys))
+            await self.cache.host.lookup(keys[num_known:], budget_s)
+            tiers = self.cache.host.find_tiers(keys, num_present)
+        decision = self._choice.decide(request.num_prompt_tokens, num_present, tiers)
+        result = OnboardResult()
+        if decision.is_concurrent and not _has_handoff(request):
+            # The last token is always computed, and so is a block that ends with it.
+            end = min(num_present + decision.num_blocks, (request.num_prompt_tokens - 1) // self._block_size)
+            await self._prepare_concurrent(request, keys[:end], len(keys))
+            return result
+        if decision.num_blocks:
+            result = await self._onboard_allocated(request, keys[: num_present + decision.num_blocks])
+        self._count(request, len(keys), result)
+        return result
 
-    def _count(self, request: Request, num_keys: int, found: Fetched) -> None:
-        if not _is_handed_over(request):  # of that another says what was found
-            self.hits.add(num_keys, found.by_tier)
+    def _count(self, request: Request, num_keys: int, result: OnboardResult) -> None:
+        if not _has_handoff(request):  # the prefill worker counts those
+            self.hits.add(num_keys, result.by_tier)
 
-    async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
-        room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
-        if not room.blocks:
-            return Fetched()
-        found = Fetched()
-        kept_for: RequestId | None = None  # nobody, where this is cancelled
+    async def _onboard_allocated(self, request: Request, keys: tuple[BlockKey, ...]) -> OnboardResult:
+        allocation = await self._engine.allocate_kv(keys, request.sequence_hashes[: len(keys)])
+        if not allocation.blocks:
+            return OnboardResult()
+        result = OnboardResult()
+        kept_for: RequestId | None = None  # stays None if this is cancelled
         try:
-            blocks = _chain(keys, request.sequence_hashes)
-            wanted = blocks[room.num_present : room.num_present + len(room.blocks)]
-            found = await self.cache.fetch(wanted, room.blocks, _MOST_S)
+            blocks = _chain_blocks(keys, request.sequence_hashes)
+            missing = blocks[allocation.num_present : allocation.num_present + len(allocation.blocks)]
+            result = await self.cache.onboard(missing, allocation.blocks, _ONBOARD_S)
             kept_for = request.request_id
         finally:
-            await self._settling.settle(room, found.num_blocks, kept_for)
-        return found
+            await self._settling.settle(allocation, result.num_blocks, kept_for)
+        return result
 
-    async def _prepare_ahead(self, request: Request, keys: tuple[BlockKey, ...], num_keys: int) -> None:
-        room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
-        if room.blocks:
-            blocks = _chain(keys, request.sequence_hashes)[room.num_present :][: len(room.blocks)]
-            self._ahead[request.request_id] = _Ahead(request, room, blocks, num_keys)
+    async def _prepare_concurrent(self, request: Request, keys: tuple[BlockKey, ...], num_keys: int) -> None:
+        allocation = await self._engine.allocate_kv(keys, request.sequence_hashes[: len(keys)])
+        if allocation.blocks:
+            blocks = _chain_blocks(keys, request.sequence_hashes)[allocation.num_present :][
+                : len(allocation.blocks)
+            ]
+            self._concurrent[request.request_id] = _ConcurrentOnboarding(
+                request, allocation, blocks, num_keys
+            )
         else:
-            self._count(request, num_keys, Fetched())
+            self._count(request, num_keys, OnboardResult())
 
-    def is_coming(self, request_id: RequestId) -> bool:
-        """Whether `bring_ahead` has something to bring."""
-        return request_id in self._ahead
+    def has_concurrent(self, request_id: RequestId) -> bool:
+        """Whether `onboard_concurrently` has blocks to onboard."""
+        return request_id in self._concurrent
 
-    async def bring_ahead(self, request_id: RequestId) -> Onboarded:
-        """What is to come while the prompt is computed of a request that the engine has, or will at once: nothing for
-        most. To be cancelled when the request is over; never another error."""
-        ahead = self._ahead.pop(request_id, None)
-        if ahead is None:
+    async def onboard_concurrently(self, request_id: RequestId) -> Onboarded:
+        """Onboard while the engine computes the prompt of a submitted request; nothing for most requests.
+
+        Cancel it when the request ends. Raises nothing but CancelledError."""
+        concurrent = self._concurrent.pop(request_id, None)
+        if concurrent is None:
             return _NOTHING
-        bringing = OnboardPipeline(self._engine, self.cache, request_id, ahead.room)
-        began_at = self._now()
+        pipeline = OnboardPipeline(self._engine, self.cache, request_id, concurrent.allocation)
+        started_at = self._now()
         self._num_onboarding += 1
         try:
-            await bringing.bring(ahead.blocks, _MOST_S)
-        except Exception as error:  # whatever it was, the prompt is computed
-            log.warning("blocks of %s were not brought back: %r", request_id, error)
+            await pipeline.run(concurrent.blocks, _ONBOARD_S)
+        except Exception as error:  # the engine computes the prompt
+            log.warning("onboarding failed: request=%s error=%r", request_id, error)
         finally:
             self._num_onboarding -= 1
-            found = bringing.fetched
-            self.brought.update(dict(found.by_tier))
-            self._count(ahead.request, ahead.num_keys, found)
-            with contextlib.suppress(KvoltError):  # of an engine that is gone
-                await self._settling.settle(ahead.room, bringing.num_filled, None)
-        self.tell_changes()
-        return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
+            result = pipeline.fetched
+            self.onboarded.update(dict(result.by_tier))
+            self._count(concurrent.request, concurrent.num_keys, result)
+            with contextlib.suppress(KvoltError):  # the engine is dead
+                await self._settling.settle(concurrent.allocation, pipeline.num_filled, None)
+        self.publish_changes()
+        return Onboarded(result.num_blocks, result.by_tier, self._now() - started_at)
 
-    def let_go(self, request_id: RequestId) -> None:
-        """A request that blocks were brought for is not submitted after all."""
-        self._settling.let_go(request_id)
-        ahead = self._ahead.pop(request_id, None)
-        if ahead is not None and not self._crew.closed:
-            self._crew.start(self._give_back(ahead.room), "settle")
+    def release_kept(self, request_id: RequestId) -> None:
+        """Release blocks onboarded for a request that is not submitted."""
+        self._settling.release_kept(request_id)
+        concurrent = self._concurrent.pop(request_id, None)
+        if concurrent is not None and not self._task_group.closed:
+            self._task_group.start(self._release_allocation(concurrent.allocation), "settle")
 
-    async def _give_back(self, room: KvRoom) -> None:
+    async def _release_allocation(self, allocation: KvAllocation) -> None:
         with contextlib.suppress(KvoltError):
-            await self._engine.settle_kv(room, 0)
+            await self._engine.commit_kv(allocation, 0)
 
     async def _release(self, request_id: RequestId) -> None:
         with contextlib.suppress(KvoltError):
             await self._engine.release_prefill(request_id)
 
-    def tell_changes(self) -> None:
-        """Of blocks in tiers, to who routes."""
+    def publish_changes(self) -> None:
+        """Publish changes of the tiers to routers."""
         for change in self.cache.host.take_changes():
-            for part in in_parts(change):
-                self._tell((part,))
+            for part in split_change(change):
+                self._publish((part,))
 
 
-NewTiering = Callable[
+TieringFactory = Callable[
     [Engine, EngineInfo, Callable[[], float], Callable[[tuple[KvChange, ...]], None]], Tiering
 ]
-"""For an engine that has started, and this is what it is: the clock, and who is told of changes. ConfigError."""
+"""Creates the tiering of a started engine, from its info, the clock and a callback for changes. ConfigError."""
 
 
-def _is_handed_over(request: Request) -> bool:
-    """Whether the rest of its prompt comes from who computed it, and is not computed here."""
+def _has_handoff(request: Request) -> bool:
+    """Whether a prefill worker sends the rest of the prompt."""
     return request.handoff is not None and not request.prefill_only
 
 
-def _blocks(run: SealedKv) -> list[TierBlock]:
-    return _chain(run.keys, run.hashes, run.first, run.parent, run.parent_hash)
+def _run_blocks(run: SealedKv) -> list[TierBlock]:
+    return _chain_blocks(run.keys, run.hashes, run.first, run.parent, run.parent_hash)
 
 
-def _chain(
+def _chain_blocks(
     keys: Sequence[BlockKey],
     hashes: Sequence[SequenceHash],
     first: int = 0,
     parent: BlockKey | None = None,
     parent_hash: SequenceHash | None = None,
 ) -> list[TierBlock]:
-    """Blocks one below the other, for as many as there are keys."""
+    """A chain of blocks, one per key."""
     blocks: list[TierBlock] = []
     for index, (key, sequence_hash) in enumerate(zip(keys, hashes, strict=False), first):
         blocks.append(TierBlock(key, sequence_hash, parent, parent_hash, index))

@@ -1,25 +1,22 @@
 """Worker metrics under the names of vLLM, for existing dashboards and autoscalers.
 
-Part of `worker_metrics`, whose inside it looks at; counts nothing itself. What a worker cannot know (preemptions,
-time in the engine's queue) is not there.
+Reads the private state of WorkerMetrics. Series that a worker cannot measure (preemptions, time in the engine's queue)
+are absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvolt.core.load import WorkerLoad
-
-if TYPE_CHECKING:
-    from kvolt.worker.metrics import WorkerMetrics
+from kvolt.worker.metrics import WorkerMetrics
 
 WITH_VLLM_NAMES = ("sim",)
-"""Engines that stand in for vLLM. The real one tells its own."""
+"""Engines that simulate vLLM. The real vLLM exports its own metrics."""
 _FIRST_ENGINE = "0"
-"""What is not counted by rank is told as of the first."""
+"""Label of series that are not counted per rank."""
 
 
 def vllm_names(metrics: WorkerMetrics) -> Iterator[Metric]:
@@ -39,8 +36,8 @@ def _gauges(metrics: WorkerMetrics) -> Iterator[Metric]:
     of_load: tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...] = (
         ("num_requests_running", "Requests that the engine computes", lambda load: load.running),
         ("num_requests_waiting", "Requests that wait in the engine", lambda load: load.waiting),
-        ("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1", _usage),
-        ("gpu_cache_usage_perc", "The same under its name before vLLM 0.10", _usage),
+        ("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1", lambda load: load.kv_usage),
+        ("gpu_cache_usage_perc", "The same under its name before vLLM 0.10", lambda load: load.kv_usage),
     )
     for name, text, read in of_load:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name", "engine"))
@@ -52,10 +49,6 @@ def _gauges(metrics: WorkerMetrics) -> Iterator[Metric]:
     for dp_rank, load in sorted(metrics._loads.items()):
         config.add_metric((str(metrics.block_size), str(load.kv_total_blocks), str(dp_rank)), 1)
     yield config
-
-
-def _usage(load: WorkerLoad) -> float:
-    return load.kv_used_blocks / load.kv_total_blocks if load.kv_total_blocks else 0.0
 
 
 def _counters(metrics: WorkerMetrics) -> Iterator[Metric]:

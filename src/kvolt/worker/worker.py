@@ -1,8 +1,8 @@
-"""The worker shell: puts any engine behind an endpoint.
+"""Worker: serves an engine behind an endpoint.
 
-Owns the way from a stream to the engine and back, and what is told of it: load, KV events, metrics, health that
-means progress. No task per request: an engine step answers all its streams in one go, and the request plane sends
-them in one frame.
+Passes requests from streams to the engine and step outputs back, and publishes load, KV events, metrics and health
+(progress of the engine). There is no task per request: a step output goes to all its streams at once, and the request
+plane sends it in one frame per peer.
 """
 
 from __future__ import annotations
@@ -31,20 +31,27 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import KvChange
-from kvolt.core.kv_recovery import KvAnswer, KvQuestion
+from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import MEETING, Request
-from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
-from kvolt.engines.contract import Calibrated, Engine, KvPlaced, Measured, features_of
+from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY, Request
+from kvolt.core.withdrawal import Withdraw, WithdrawResult, withdrawn_error
+from kvolt.engines.contract import (
+    Calibrated,
+    Engine,
+    KvAddressable,
+    MetricsProvider,
+    check_sampling_fields,
+    features_of,
+)
 from kvolt.runtime.endpoint.address import EndpointAddress
-from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.health import State
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
-from kvolt.scheduler.step_pace import differ
-from kvolt.worker.control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
+from kvolt.runtime.tasks import TaskGroup
+from kvolt.scheduler.step_pace import models_differ
+from kvolt.worker.control import ClearKv, CommandResult, ControlRequest, adapter_names, kv_recovery, perform
 from kvolt.worker.engine_handoffs import EngineHandoffs
 from kvolt.worker.handoffs import Handoffs, HandoffStats
 from kvolt.worker.kv_compatibility import check_peers, with_slabs
@@ -60,35 +67,35 @@ from kvolt.worker.metrics import (
     Labels,
     WorkerMetrics,
 )
-from kvolt.worker.onboarding import bring_back
+from kvolt.worker.onboarding import onboard_then_submit
 from kvolt.worker.open_requests import OpenRequests
 from kvolt.worker.peer_workers import PeerWorkers
-from kvolt.worker.pool_event_publisher import tell_pool
-from kvolt.worker.prefill_requests import as_expanded, hand_over, new_handoffs, without_moved
+from kvolt.worker.pool_event_publisher import watch_pool
+from kvolt.worker.prefill_requests import new_handoffs, run_handoff, with_expanded_prompt, without_transferred
 from kvolt.worker.progress import Progress
-from kvolt.worker.tiering import NewTiering, Tiering
-from kvolt.worker.vllm_metric_names import WITH_VLLM_NAMES
+from kvolt.worker.tiering import Tiering, TieringFactory
+from kvolt.worker.vllm_metric_names import WITH_VLLM_NAMES, vllm_names
 
 log = logging.getLogger(__name__)
 
 _LOAD_INTERVAL_S = 0.1
 _LATENCY_INTERVAL_S = 10.0
-_TIERS_MADE_S = 600.0
-"""Room for terabytes on a disk."""
+_CREATE_TIERS_S = 600.0
+"""Time to create the tiers; allocating terabytes on a disk takes minutes."""
 
 _decode_request = msgspec.msgpack.Decoder(Request).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set about a worker, whatever its engine."""
+    """Settings of a worker, independent of its engine."""
 
     stuck_after_s: float = 30.0
-    """With requests inside and no step for this long the engine is unhealthy; ten times as long before its first."""
+    """The engine is unhealthy after this long with requests and no step; ten times as long before its first step."""
     kv_history_bytes: int = HISTORY_BYTES
-    """Recent KV events kept for who missed some."""
+    """Recent KV events kept for routers that missed some."""
     taints: tuple[str, ...] = ()
-    """Besides the engine's own: requests may demand or prefer them."""
+    """Taints in addition to the engine's; requests may require or prefer them."""
 
 
 class Worker:
@@ -100,10 +107,10 @@ class Worker:
         engine: Engine,
         namespace: str,
         options: WorkerOptions | None = None,
-        new_mover: Callable[[KvPlaced], KvMover] | None = None,
-        new_tiering: NewTiering | None = None,
+        new_mover: Callable[[KvAddressable], KvMover] | None = None,
+        create_tiering: TieringFactory | None = None,
     ) -> None:
-        """`new_mover`: how blocks come and go, for the roles that need it. `new_tiering`: where blocks are kept below
+        """`new_mover`: creates the KvMover, for the roles that exchange KV. `create_tiering`: creates the tiers below
         the device."""
         self._runtime = runtime
         self._engine = engine
@@ -111,37 +118,37 @@ class Worker:
         self._options = options or WorkerOptions()
         self._clock = runtime.ports.clock
         self._new_mover = new_mover
-        self._new_tiering = new_tiering
-        self._crew = Crew("worker")
+        self._create_tiering = create_tiering
+        self._task_group = TaskGroup("worker")
         self._loads: dict[int, tuple[WorkerLoad, float]] = {}
-        """Of each rank the latest, and when one was last published."""
+        """Latest load per DP rank, and the time it was last published."""
         self._instance = InstanceId("")
         self._generate: EndpointAddress | None = None
-        self._telling = asyncio.Lock()
+        self._registration_lock = asyncio.Lock()
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
-        self._is_over = False
-        """The engine has ended: what comes now would wait for steps that never come."""
+        self._has_engine_ended = False
+        """No more steps come; new requests are refused."""
         self._progress = Progress(
             self._clock, self._options.stuck_after_s, self._on_stuck, lambda: self._set_health(State.READY)
         )
         self.info: EngineInfo | None = None
         self.features: tuple[str, ...] = ()
         self.metrics = WorkerMetrics()
-        """For the process's registry."""
+        """Collector for the process's registry."""
         self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)
         self.journal: KvJournal | None = None
         self.handoffs: Handoffs | EngineHandoffs | None = None
         self.tiering: Tiering | None = None
-        self._neighbours: PeerWorkers | None = None
+        self._peer_workers: PeerWorkers | None = None
 
     async def start(self) -> None:
-        """Start the engine, then register: who is registered can compute."""
+        """Start the engine, then register: a registered worker can compute."""
         self._set_health(State.STARTING)
         began_at = self._clock.monotonic()
         info = await self._engine.start()
         self.features = info.features or features_of(self._engine)
-        loras = info.loras or loras_of(self._engine, self.features)
+        loras = info.loras or adapter_names(self._engine, self.features)
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
         info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         self.info = info = with_slabs(info, self._engine)
@@ -152,16 +159,15 @@ class Worker:
             raise
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
-        knows_blocks_before = "KvMovable" in self.features
-        if isinstance(self.handoffs, Handoffs) and knows_blocks_before:
-            info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
-            self.info = info
+        if isinstance(self.handoffs, Handoffs) and "KvMovable" in self.features:
+            addresses = {RENDEZVOUS_ADDRESS_KEY: self.handoffs.rendezvous_address}
+            self.info = info = msgspec.structs.replace(info, transfer_addresses=addresses)
         await self._start_tiers(info)
         if self.tiering is not None:
             shares = self.tiering.peers is not None
             self.info = info = msgspec.structs.replace(info, has_tiers=True, shares_kv=shares)
         self._set_health(State.READY)
-        self._runtime.add_details("engine", self._describe)
+        self._runtime.add_status_details("engine", self._describe)
         self._serve_control(component)
         card = self._engine.card
         await self._runtime.serve(
@@ -169,35 +175,35 @@ class Worker:
         )
         self._generate = EndpointAddress(self._namespace, component, GENERATE)
         if self.tiering is not None and self.tiering.peers is not None:
-            self._neighbours = PeerWorkers(self._runtime, self._generate, *self.tiering.peers)
-            await self._neighbours.start()
+            self._peer_workers = PeerWorkers(self._runtime, self._generate, *self.tiering.peers)
+            await self._peer_workers.start()
         instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
         self._instance = instance.id
-        self._measure(info, component, began_at)
+        self._start_metrics(info, component, began_at)
         if self.tiering is not None:
-            self.tiering.tell_changes()
-            self._crew.start(tell_pool(self.tiering.cache.host, self.tell_anew), "pool")
-        if self._neighbours is not None:
-            self._neighbours.begin(instance.id)
+            self.tiering.publish_changes()
+            self._task_group.start(watch_pool(self.tiering.cache.host, self.update_registration), "pool")
+        if self._peer_workers is not None:
+            self._peer_workers.connect(instance.id)
         if isinstance(self._engine, Calibrated) and self._engine.latency is not None:
-            self._crew.start(self._register_latency(self._engine), "latency")
-        log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
+            self._task_group.start(self._register_latency(self._engine), "latency")
+        log.info("worker serving: model=%s role=%s engine=%s", card.name, info.role, info.engine)
 
     async def _start_tiers(self, info: EngineInfo) -> None:
-        """Before anybody is served: what is wrong with them is told at the start."""
-        if self._new_tiering is None:
+        """Create the tiers before the worker registers, so that errors show at startup."""
+        if self._create_tiering is None:
             return
-        now, tell = self._clock.monotonic, self._tell_tiers
+        now, publish = self._clock.monotonic, self._publish_tier_changes
         try:
-            make = partial(self._new_tiering, self._engine, info, now, tell)
-            tiering = await self._runtime.ports.blocking.run(make, _TIERS_MADE_S)
+            create = partial(self._create_tiering, self._engine, info, now, publish)
+            tiering = await self._runtime.ports.blocking.run(create, _CREATE_TIERS_S)
             await tiering.start()
         except BaseException:
             await self._engine.close()
             raise
         self.tiering = tiering
 
-    def _measure(self, info: EngineInfo, component: str, began_at: float) -> None:
+    def _start_metrics(self, info: EngineInfo, component: str, began_at: float) -> None:
         clock, metrics = self._clock, self.metrics
         journal = self.journal = KvJournal(
             self._runtime.ports.rng.getrandbits(63),
@@ -214,8 +220,8 @@ class Worker:
             model=info.model,
         )
         metrics.block_size = info.block_size
-        metrics.of_engine = self._engine.metrics if isinstance(self._engine, Measured) else None
-        metrics.with_vllm_names = info.engine in WITH_VLLM_NAMES
+        metrics.engine_metrics = self._engine.metrics if isinstance(self._engine, MetricsProvider) else None
+        metrics.alias_families = vllm_names if info.engine in WITH_VLLM_NAMES else None
         metrics.load_time_s = started_at - began_at
         metrics.uptime_s = lambda: clock.monotonic() - started_at
         metrics.num_open = lambda: len(self._open)
@@ -228,14 +234,14 @@ class Worker:
             metrics.on_load(load)
 
     async def run(self) -> None:
-        """Carry the engine's output to the streams, until the engine is closed. EngineDied when it dies."""
+        """Deliver the engine's output to the streams until the engine is closed. Raises EngineDied if it dies."""
         try:
             async for step in self._engine.steps():
                 self._deliver(step)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # whatever it was, the engine is gone
-            failure = self._death(error)
+        except Exception as error:  # any error of `steps` means that the engine is dead
+            failure = self._engine_death(error)
             self._set_health(State.UNHEALTHY, failure.message)
             self._fail_all(failure)
             raise failure from error
@@ -243,20 +249,22 @@ class Worker:
             self._progress.close()
         self._fail_all(EngineDied("the engine was closed", engine=self._engine_name))
 
-    def _death(self, error: Exception) -> EngineDied:
-        """An engine that knows what happened to it says so in words; anything else needs its traceback."""
+    def _engine_death(self, error: Exception) -> EngineDied:
+        """The error for requests. EngineFailed explains itself; anything else is logged with its traceback."""
         if isinstance(error, EngineFailed):
-            log.error("the engine died: %s", error.message)
-            first_line = error.message.partition("\n")[0]  # the rest is what it wrote: in the log now
+            log.error("engine died: %s", error.message)
+            first_line = error.message.partition("\n")[
+                0
+            ]  # the rest is the engine's output, which is in the log
             return EngineDied(f"the engine died: {first_line}", engine=self._engine_name)
-        log.exception("the engine died")
+        log.exception("engine died")
         return EngineDied(f"the engine died ({type(error).__name__})", engine=self._engine_name)
 
     async def close(self) -> None:
         self._progress.close()
-        if self._neighbours is not None:
-            await self._neighbours.close()
-        await self._crew.close()
+        if self._peer_workers is not None:
+            await self._peer_workers.close()
+        await self._task_group.close()
         if self.handoffs is not None:
             await self.handoffs.close()
         if self.tiering is not None:
@@ -264,17 +272,17 @@ class Worker:
         await self._engine.close()
 
     async def clear_kv_blocks(self) -> dict[str, int | None]:
-        """Forget all cached blocks; how many. Unsupported when the engine has no such thing."""
+        """Drop all cached blocks and return their number. Unsupported if the engine cannot."""
         cleared = (await perform(self._engine, self.features, ClearKv())).cleared_blocks
         if self.tiering is not None:
             cleared = (cleared or 0) + self.tiering.clear()
         return {"cleared_blocks": cleared}
 
-    # --- streams in
+    # --- requests
 
     def _on_stream(self, stream: IncomingStream) -> None:
         try:
-            self._take(stream)
+            self._accept(stream)
         except EngineFailed:
             self.metrics.on_end(FAILED, None)
             raise
@@ -282,95 +290,97 @@ class Worker:
             self.metrics.on_end(REFUSED, None)
             raise
 
-    def _take(self, stream: IncomingStream) -> None:
-        request = as_expanded(stream.decode_body(_decode_request))
+    def _accept(self, stream: IncomingStream) -> None:
+        request = with_expanded_prompt(stream.decode_body(_decode_request))
         request_id = request.request_id
-        if self._is_over:  # nothing of it was begun: another worker can take it
+        if self._has_engine_ended:  # the request has not started: another worker can take it
             raise Unavailable("the worker's engine has ended", reason="no_engine")
         if self.info is None or request.model != self.info.model:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
-        if request.lora and request.lora not in loras_of(self._engine, self.features):
-            # Unloaded since the router heard of it: another worker may still have it.
+        if request.lora and request.lora not in adapter_names(self._engine, self.features):
+            # Unloaded since the router chose this worker; another worker may have it.
             raise Unavailable(
-                f"the adapter {request.lora!r} is not loaded at this worker", reason="no_adapter"
+                f"the adapter {request.lora!r} is not loaded on this worker", reason="no_adapter"
             )
+        check_sampling_fields(request.sampling, self._engine.sampling_fields, self._engine_name)
         dp_rank = request.routing.pinned_dp_rank
         if dp_rank is not None and dp_rank not in self.info.dp_ranks:
             raise Unavailable(f"this worker has no data-parallel rank {dp_rank}", reason="no_rank")
         self._end_stale(request_id, stream)
         deadline_s = stream.deadline_s
-        if deadline_s is not None:  # what is left of the call's time is the request's
+        if deadline_s is not None:  # the request has the rest of the call's time
             request = msgspec.structs.replace(request, deadline_s=deadline_s)
         if request.prefill_only and self.handoffs is None:
-            raise Unsupported(f"a worker of the role {self.info.role} computes no prompts for others")
-        work = self._before(request)
+            raise Unsupported(f"a worker with role {self.info.role} does not serve remote prefill")
+        work = self._prepare(request)
         if work is None:
             self._submit(request)
         entry = self._open.add(request, stream, self._on_deadline, work is None or request.prefill_only)
         if work is not None:
-            entry.handing_over = self._crew.start(work, f"handoff {request_id}")
-        stream.on_cancel = lambda error: self._drop(request_id)
+            entry.preparation = self._task_group.start(work, f"handoff {request_id}")
+        stream.on_cancel = lambda error: self._cancel(request_id)
 
     def _end_stale(self, request_id: RequestId, stream: IncomingStream) -> None:
-        """End an older stream of the same request that its frontend has lost. Unavailable while that may be read.
+        """End an older stream of the same request whose connection is dead. Unavailable if that stream may be alive.
 
-        After a cut a frontend may resume its request here before this side has given the old connection up.
+        After a network cut a frontend may send its request again before this side has closed the old connection.
         """
         entry = self._open.get(request_id)
         if entry is None:
             return
-        old, work = entry.stream, entry.handing_over
+        old, work = entry.stream, entry.preparation
         is_stale = old.is_peer_silent and old.peer_host == stream.peer_host
         if not is_stale or (work is not None and not work.done()):
-            raise Unavailable(f"request {request_id} is still running here", reason="id_in_use")
+            raise Unavailable(f"request {request_id} is still running on this worker", reason="id_in_use")
         old.on_cancel = None  # the end of its connection must not drop the new stream
-        self._drop(request_id)
+        self._cancel(request_id)
         self._plain_ids = ()  # the streams of the last batch include the old one
-        old.end(Cancelled("the request goes on over another connection"))
+        old.end(Cancelled("the request continues on another connection"))
 
-    def _before(self, request: Request) -> Coroutine[Any, Any, None] | None:
-        """What is done before the engine has a request, or in its place: KV that comes from others or from a tier, or
-        goes to others. None for most."""
+    def _prepare(self, request: Request) -> Coroutine[Any, Any, None] | None:
+        """Work before the engine gets the request, or instead: handoffs and onboarding. None for most requests."""
         work: Callable[[], Coroutine[Any, Any, None]] | None = None
-        is_handed_over = request.handoff is not None or request.rendezvous is not None
-        if self.handoffs is not None and (request.prefill_only or is_handed_over):
-            work = partial(hand_over, self.handoffs, request, self._open, self._submit, self._instance)
-        comes_in_parts = request.rendezvous is not None and not request.prefill_only
-        if self.tiering is not None and not comes_in_parts and (keys := self.tiering.names_below(request)):
-            return bring_back(self.tiering, request, keys, self._open, self._submit, work)
+        is_handoff = request.handoff is not None or request.rendezvous is not None
+        if self.handoffs is not None and (request.prefill_only or is_handoff):
+            work = partial(run_handoff, self.handoffs, request, self._open, self._submit, self._instance)
+        is_decode_first = request.rendezvous is not None and not request.prefill_only
+        if (
+            self.tiering is not None
+            and not is_decode_first
+            and (keys := self.tiering.find_offloaded(request))
+        ):
+            return onboard_then_submit(self.tiering, request, keys, self._open, self._submit, work)
         return None if work is None else work()
 
     def _submit(self, request: Request) -> None:
-        """An engine's bug with one request is that request's failure."""
+        """Submit to the engine. An unexpected error fails this request only."""
         try:
             self._engine.submit(request)
         except KvoltError:
             raise
         except Exception as error:
-            log.exception("the engine failed to take %s", request.request_id)
-            self._abort(request.request_id)  # it may have got half of it
-            message = f"the engine failed to take the request ({type(error).__name__})"
+            log.exception("engine submit failed: request=%s", request.request_id)
+            self._abort(request.request_id)  # the engine may hold parts of it
+            message = f"the engine failed to accept the request ({type(error).__name__})"
             raise EngineFailed(message, engine=self._engine_name) from error
 
     def _abort(self, request_id: RequestId) -> None:
         try:
             self._engine.abort(request_id)
-        except Exception:  # the caller is gone either way
-            log.exception("the engine failed to abort %s", request_id)
+        except Exception:  # the request is over either way
+            log.exception("engine abort failed: request=%s", request_id)
 
-    def _drop(self, request_id: RequestId) -> None:
+    def _cancel(self, request_id: RequestId) -> None:
         if self._open.close(request_id, CANCELLED) is not None:
             self._abort(request_id)
 
     async def _withdraw(self, request_id: RequestId) -> bool:
-        """Give a request back that has not begun, or let go of a prompt that nobody will fetch; whether it was so."""
+        """End a request that has not started, or release a prompt held for a handoff. Returns whether it did."""
         if request_id not in self._open:
             return self.handoffs is not None and self.handoffs.drop(request_id)
         waiting = self._open.get(request_id)
-        is_elsewhere = (
-            waiting is not None and not waiting.is_inside
-        )  # its KV is on its way, and nothing has begun
-        if not is_elsewhere and not await self._engine.withdraw(request_id):
+        is_preparing = waiting is not None and not waiting.is_submitted  # waits for its KV
+        if not is_preparing and not await self._engine.withdraw(request_id):
             return False
         entry = self._open.close(request_id, WITHDRAWN)
         if entry is not None:
@@ -381,9 +391,11 @@ class Worker:
         entry = self._open.close(request_id, DEADLINE)
         if entry is not None:
             self._abort(request_id)
-            entry.stream.end(DeadlineExceeded("the request's time is over", stage="total", after_s=after_s))
+            entry.stream.end(
+                DeadlineExceeded("the request's deadline has passed", stage="total", after_s=after_s)
+            )
 
-    # --- steps out
+    # --- step outputs
 
     def _deliver(self, step: StepOutput) -> None:
         now = self._clock.monotonic()
@@ -393,14 +405,14 @@ class Worker:
                 self._plain_ids = step.plain_ids
                 self._plain = StepSender([self._open.stream_of(each) for each in step.plain_ids])
             self._plain.send(step.plain_tokens)
-        for request_id, made in step.deltas:
-            num_tokens += len(made.token_ids)
+        for request_id, engine_delta in step.deltas:
+            num_tokens += len(engine_delta.token_ids)
             entry = self._open.get(request_id)
             if entry is None:
-                continue  # its caller has gone meanwhile
-            delta = made
-            if entry.moved_blocks and self.info is not None:
-                delta = without_moved(made, entry.moved_blocks * self.info.block_size)
+                continue  # closed since the step began
+            delta = engine_delta
+            if entry.transferred_blocks and self.info is not None:
+                delta = without_transferred(delta, entry.transferred_blocks * self.info.block_size)
             if entry.stages is None:
                 entry.stream.send(delta)
                 if delta.stages is not None and isinstance(self.handoffs, EngineHandoffs):
@@ -409,7 +421,7 @@ class Worker:
                 entry.stream.send(msgspec.structs.replace(delta, stages=entry.stages))
                 entry.stages = None
             if delta.cached_tokens is not None and not delta.index:
-                self._open.prompt_done(entry, delta.cached_tokens)
+                self._open.on_first_token(entry, delta.cached_tokens)
             if delta.finish is not None:
                 entry.num_choices_left -= 1
                 if entry.num_choices_left == 0:
@@ -421,22 +433,22 @@ class Worker:
             if entry is not None:
                 entry.stream.end(from_info(failure))
         self.metrics.on_tokens(num_tokens)
-        self._progress.step(now, bool(self._open.num_inside))
+        self._progress.on_step(now, bool(self._open.num_submitted))
         dp_rank = 0
         if step.load is not None:
             dp_rank = step.load.dp_rank
-            self._report(step.load, now)
+            self._publish_load(step.load, now)
         if step.kv_changes and self.journal is not None:
             self.journal.record(step.kv_changes, dp_rank)
             if self.tiering is not None:
-                self.tiering.saw(step.kv_changes)
+                self.tiering.on_engine_changes(step.kv_changes)
 
-    def _tell_tiers(self, changes: tuple[KvChange, ...]) -> None:
+    def _publish_tier_changes(self, changes: tuple[KvChange, ...]) -> None:
         if self.journal is not None:
             self.journal.record(changes)
 
-    def _report(self, load: WorkerLoad, now: float) -> None:
-        """Publish when membership changed, and else at most ten times a second."""
+    def _publish_load(self, load: WorkerLoad, now: float) -> None:
+        """Publish if the number of requests changed, otherwise at most ten times a second."""
         self.metrics.on_load(load)
         before, sent_at = self._loads.get(load.dp_rank, (WorkerLoad(), float("-inf")))
         changed = (load.running, load.waiting) != (before.running, before.waiting)
@@ -446,7 +458,7 @@ class Worker:
         self._loads[load.dp_rank] = (load, sent_at)
 
     def _fail_all(self, error: EngineDied) -> None:
-        self._is_over = True
+        self._has_engine_ended = True
         for request_id in self._open:
             entry = self._open.close(request_id, FAILED)
             if entry is not None:
@@ -458,10 +470,10 @@ class Worker:
         self._runtime.health.set("engine", state, reason)
 
     def _on_stuck(self, reason: str) -> None:
-        log.error("the engine is stuck: %s", reason)
+        log.error("engine stuck: %s", reason)
         self._set_health(State.UNHEALTHY, reason)
 
-    # --- about us
+    # --- registration and control
 
     @property
     def _engine_name(self) -> str:
@@ -479,56 +491,60 @@ class Worker:
             "features": list(self.features),
         }
 
-    async def _serve_card(self, wanted: str) -> AsyncIterator[ModelCard]:
+    async def _serve_card(self, requested: str) -> AsyncIterator[ModelCard]:
         card = self._engine.card
-        if wanted not in ("", card_hash(card)):
-            raise NotFound("this worker has another card", kind="card", name=wanted)
+        if requested not in ("", card_hash(card)):
+            raise NotFound("this worker has another card", kind="card", name=requested)
         yield card
 
     def _serve_control(self, component: str) -> None:
-        """Not registered: it must answer while the worker is cordoned, too."""
+        """Serve commands. Not registered in discovery, so that it also answers while the worker is cordoned."""
         endpoint = str(EndpointAddress(self._namespace, component, CONTROL))
         server = self._runtime.server
-        server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(ControlRequest)))
+        server.register(
+            endpoint, InstanceId(""), server.wrap_generator(self._control, msgpack_decoder(ControlRequest))
+        )
 
-    async def _control(self, request: ControlRequest) -> AsyncIterator[WorkerAnswer | KvAnswer | Withdrawn]:
+    async def _control(
+        self, request: ControlRequest
+    ) -> AsyncIterator[CommandResult | KvRecoveryResponse | WithdrawResult]:
         if isinstance(request, Withdraw):
-            yield Withdrawn(await self._withdraw(request.request_id))
+            yield WithdrawResult(await self._withdraw(request.request_id))
             return
-        if isinstance(request, KvQuestion):
-            for part in recall(self.journal, self.info, request):
+        if isinstance(request, KvRecoveryRequest):
+            for part in kv_recovery(self.journal, self.info, request):
                 yield part
             return
         try:
-            answer = await perform(self._engine, self.features, request)
+            result = await perform(self._engine, self.features, request)
             if isinstance(request, ClearKv) and self.tiering is not None:
-                num_cleared = (answer.cleared_blocks or 0) + self.tiering.clear()
-                answer = msgspec.structs.replace(answer, cleared_blocks=num_cleared)
-        finally:  # also when who asked has gone meanwhile
-            await self._tell_loras()
-        yield answer
+                num_cleared = (result.cleared_blocks or 0) + self.tiering.clear()
+                result = msgspec.structs.replace(result, cleared_blocks=num_cleared)
+        finally:  # also if the caller was cancelled
+            await self._register_loras()
+        yield result
 
     async def _register_latency(self, engine: Calibrated) -> None:
-        """Register the engine's step model again when its steps have moved it for a while, until this is cancelled."""
-        differed = False
+        """Register the engine's latency model again when it differs from the registered one twice in a row."""
+        has_differed = False
         while True:
             await asyncio.sleep(_LATENCY_INTERVAL_S)
             latency, registered = engine.latency, self.info.latency if self.info is not None else None
-            differs = latency is not None and registered is not None and differ(latency, registered)
-            if differs and differed:  # one look may fall into a stall
-                await self.tell_anew(latency=latency)
-            differed = differs
+            differs = latency is not None and registered is not None and models_differ(latency, registered)
+            if differs and has_differed:  # a single difference may be caused by a stall
+                await self.update_registration(latency=latency)
+            has_differed = differs
 
-    async def tell_links(self, links: dict[str, Link]) -> None:
-        """Register anew with the speeds at which KV comes here."""
-        await self.tell_anew(links=links)
+    async def register_links(self, links: dict[str, Link]) -> None:
+        """Update the registration with the transfer speeds to this worker."""
+        await self.update_registration(links=links)
 
-    async def _tell_loras(self) -> None:
-        await self.tell_anew(loras=loras_of(self._engine, self.features))
+    async def _register_loras(self) -> None:
+        await self.update_registration(loras=adapter_names(self._engine, self.features))
 
-    async def tell_anew(self, **changed: Any) -> None:
-        """Register anew if that is other than before. One at a time: the last word must be the newest."""
-        async with self._telling:
+    async def update_registration(self, **changed: Any) -> None:
+        """Update the registration if anything changed. Serialized, so that the newest update is the last."""
+        async with self._registration_lock:
             if self.info is None or self._generate is None:
                 return
             info = msgspec.structs.replace(self.info, **changed)
@@ -538,5 +554,5 @@ class Worker:
 
 
 def stats_of(workers: Sequence[Worker]) -> list[HandoffStats]:
-    """Of those that take part in handoffs."""
+    """Handoff statistics of the workers that take part in handoffs."""
     return [worker.handoffs.stats for worker in workers if worker.handoffs is not None]

@@ -38,7 +38,7 @@ CLOCK: dict[str, Any] = {
     "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
 }
 
-_ARGUMENTS = ("say_from_prompt=true", "words=null", 'latency={"context_token_s":1e-6}')
+_ARGUMENTS = ("answer_from_prompt=true", "words=null", 'latency={"context_token_s":1e-6}')
 SPEAKS = [part for argument in _ARGUMENTS for part in ("--arg", argument)]
 """A step takes a millisecond for each thousand tokens before it: a short answer comes at once, one without a limit
 takes minutes, in which it can be cancelled or run out of time."""
@@ -70,7 +70,8 @@ async def start(bench: Bench) -> Server:
     for number in range(2):
         bench.worker(f"worker-{number}", *SPEAKS)
     _, url = await bench.frontend()
-    narrow = ("--max-requests", "1", "--max-body-bytes", "65536", "--strict-fields")
+    limits = ("max_requests=1", "max_body_bytes=65536", "strict_fields=true")
+    narrow = [word for limit in limits for word in ("--set", f"frontend.{limit}")]
     _, narrow_url = await bench.frontend(*narrow, name="narrow")
     async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as client:
         for each in (url, narrow_url):

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def short(server: Server) -> Server:
     """The server, with the model that these tests ask for."""
-    arguments = ("context_length=1024", "say_from_prompt=true", "say=Hello.", "speed=1000")
+    arguments = ("context_length=1024", "answer_from_prompt=true", "answer_text=Hello.", "speed=1000")
     given = [part for argument in arguments for part in ("--arg", argument)]
     server.bench.start("worker", MODEL, "--name", MODEL, *given, name=MODEL)
     urls = (server.url, server.narrow_url)

@@ -40,10 +40,10 @@ def row(system: str, number: int, p99_us: float = 90.0, error: str = "") -> deci
 
 def test_goals_and_ratios() -> None:
     systems = (*decisions.POLICIES, DYNAMO)
-    text = decisions.report([row(system, number) for number in range(2) for system in systems])
+    text = decisions.report_text([row(system, number) for number in range(2) for system in systems])
     assert text.count("goal met") == 2
     assert "0.50 (0.50..0.50)" in text
-    slow = decisions.report(
+    slow = decisions.report_text(
         [row("latency", 0, 130.0), row("classic", 0), row(DYNAMO, 0, error="no such file")]
     )
     assert "goal missed  latency, 256 workers, 512 blocks: p99 under 100 us: 130 (130..130)" in slow

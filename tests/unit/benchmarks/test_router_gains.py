@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmarks.harness import in_processes, interval
 from benchmarks.router import gains, gains_report, gains_runs
 from benchmarks.router.gains_report import PeerFigures, PeerRow
 from benchmarks.router.gains_runs import (
@@ -20,14 +21,12 @@ from benchmarks.router.gains_runs import (
     Point,
     Row,
     Search,
-    in_processes,
     records_of,
     saturation,
     seen_before,
     solve,
 )
 from benchmarks.router.kept_rows import KeptRows
-from benchmarks.router.statistics95 import interval
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +85,7 @@ def test_the_search_ends_where_it_stops_following(
 
 def test_work_in_processes_comes_back() -> None:
     asked = [point(seed=seed, num_requests=4, num_warm=0) for seed in (1, 2)]
-    done = list(in_processes(seen_before, asked, 1))
+    done = list(in_processes(seen_before, asked, 2))
     assert sorted(done) == sorted(map(seen_before, asked))
 
 
@@ -95,18 +94,16 @@ def test_work_in_processes_comes_back() -> None:
 
 def test_rows_are_kept_until_the_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
-    kept = KeptRows(path, Row)
+    kept = KeptRows(tmp_path, "rows", Row)
     kept.add("a", row(LATENCY))
     kept.add("b", row(CLASSIC))
-    kept.close(is_over=False)
     path.write_bytes(path.read_bytes()[:-10])  # the last line is torn
-    again = KeptRows(path, Row)
+    again = KeptRows(tmp_path, "rows", Row)
     assert (len(again), again.get("a"), again.get("b")) == (1, row(LATENCY), None)
-    again.close(is_over=False)
     monkeypatch.setattr("benchmarks.router.kept_rows.sources_digest", lambda: "others")
-    changed = KeptRows(path, Row)
+    changed = KeptRows(tmp_path, "rows", Row)
     assert changed.get("a") is None
-    changed.close(is_over=True)
+    changed.remove()
     assert not path.exists()
 
 
@@ -212,5 +209,5 @@ def test_a_part_replaces_itself_in_the_results_and_keeps_the_others(
         "loads",
     ]
     assert "cases --seeds 4" in text
-    run("--quick")
+    run("--smoke")
     assert (tmp_path / "gains.txt").read_text() == text

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from benchmarks.harness import BrokenRun
 from benchmarks.router import index_report
 from benchmarks.router.index import run_side
 from benchmarks.router.index_report import Row
@@ -21,7 +22,6 @@ from benchmarks.router.sides import (
     memory,
 )
 from benchmarks.router.workload import Shape, history, prompts
-from benchmarks.runtime.pair import BrokenRun
 
 from kvolt.router.index import prefix_index as index
 

@@ -6,7 +6,7 @@ from benchmarks.router import event_soak, soak
 from benchmarks.router.event_soak import Look, Plan
 from msgspec.structs import replace
 
-from kvolt.twin.faults import Trouble
+from kvolt.twin.faults import Faults
 
 ROOMY = Plan("roomy", 2400, 6, 256, 8 << 20, True, num_churns=4, num_restarts=2)
 
@@ -51,7 +51,7 @@ def test_what_grows_or_differs_is_said() -> None:
 
 
 def test_the_report_of_the_whole_path() -> None:
-    calm, troubled = soak.plans(1.0, 5.0, 2, Trouble(event_loss=0.01, churn_s=20.0, router_restart_s=15.0))
+    calm, troubled = soak.plans(1.0, 5.0, 2, Faults(event_loss=0.01, churn_s=20.0, router_restart_s=15.0))
     runs = soak.solve(calm), soak.solve(troubled)
     assert [sum(minute.num_whole for minute in run.minutes) for run in runs] == [300, 300]
     assert runs[0].num_workers == 2

@@ -26,9 +26,9 @@ def test_show_gives_value_and_origin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVOLT_FRONTEND_HOST", "0.0.0.0")
-    rows = printed(capsys, "show", "--frontend-port", "9")
+    rows = printed(capsys, "show", "--port", "9")
     assert rows[0] == ["key", "value", "origin"]
-    assert ["frontend.port", "9", "flag --frontend-port"] in rows
+    assert ["frontend.port", "9", "flag --port"] in rows
     assert ["frontend.host", "0.0.0.0", "env KVOLT_FRONTEND_HOST"] in rows
     assert ["workers.0.count", "1", "default"] in rows
     assert {row[0] for row in rows} >= set(leaves())
@@ -45,12 +45,29 @@ def test_show_of_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_toml_can_be_loaded_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["config", "show", "--toml", "--frontend-port", "9"]) == 0
+    assert main(["config", "show", "--toml", "--port", "9"]) == 0
     text = capsys.readouterr().out
     assert tomllib.loads(text)["frontend"]["port"] == 9
     (tmp_path / "again.toml").write_text(text)
     assert main(["config", "show", "--toml", "--config", "again.toml"]) == 0
     assert capsys.readouterr().out == text
+
+
+def test_describe_documents_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "describe"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = {line for line in lines if line and not line.startswith((" ", "["))}
+    assert names >= {*leaves(), "workers.count", "workers.tiers.host"}
+
+
+def test_describe_takes_a_section_or_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "describe", "log"]) == 0
+    assert capsys.readouterr().out.startswith("[log]  Logging.\n\nlog.level\n    Minimum log level")
+    assert main(["config", "describe", "router.queue"]) == 0
+    text = capsys.readouterr().out
+    assert "true or false; default: true; env: KVOLT_ROUTER_QUEUE" in text
+    assert main(["config", "describe", "rooter"]) == 2
+    assert "unknown section rooter; did you mean router?" in capsys.readouterr().err
 
 
 def test_check_lists_every_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

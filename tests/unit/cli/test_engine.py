@@ -58,7 +58,7 @@ def test_the_list_has_every_engine_with_its_arguments(
     plugin = told[told.index("plugin (") : told.index("remote:")].splitlines()
     assert plugin == [
         "plugin (kvolt_cli_plugin:KIND): A plugin's. It has few.",
-        "  model m unless another is named",
+        "  default model: m",
         "  size   3         How large it is",
         "  plain  []",
         "  told   null      Told by its type",
@@ -79,7 +79,7 @@ def test_one_engine_or_the_known_ones(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_words_that_an_argument_knows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engine", "list", "sim"]) == 0
     told = capsys.readouterr().out
-    words = told[told.index("  preset is one of\n") :].splitlines()[1:]
+    words = told[told.index("  values of preset:\n") :].splitlines()[1:]
     assert [line.split()[0] for line in words] == list(PRESETS)
     assert "fitted to benchmarks/engine/results/gpu_steps.jsonl" in told
 

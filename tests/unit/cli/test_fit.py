@@ -39,7 +39,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert told.startswith("tiny: native engine, Tiny 1B in bfloat16 on Some GPU; 200 steps\n")
     lines = told.splitlines()
-    assert "  base_s             0.004        4 ms for any step" in lines
+    assert "  base_s             0.004        4 ms for each step" in lines
     assert any(line.startswith("  batch_s            0 ") for line in lines)
     table = [line.split() for line in lines[lines.index("Worst steps") - 5 : lines.index("Worst steps") - 1]]
     assert [row[0] for row in table] == ["all", "prefill", "decode", "mixed"]
@@ -67,7 +67,7 @@ def test_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert told["log"]["device"] == "Some GPU"
     assert told["fit"]["latency"]["base_s"] == pytest.approx(0.004, rel=1e-4)
     assert [row["kind"] for row in told["fit"]["errors"]] == ["all", "prefill only", "decode only", "mixed"]
-    assert {doubt["reason"] for doubt in told["fit"]["doubts"]} == {"no step prefills"}
+    assert {doubt["reason"] for doubt in told["fit"]["undetermined"]} == {"no step prefills"}
 
 
 def test_what_a_log_cannot_tell_is_named_with_a_remedy(
@@ -91,10 +91,10 @@ def test_broken_logs_give_line_and_reason(tmp_path: Path, capsys: pytest.Capture
     broken = error_of([*lines[:6], b"{nonsense\n", *lines[7:]])
     assert broken.startswith(f"kvolt: {log}: step log line 7: JSON is malformed")
     negative = error_of([*lines, b'{"batch":1,"time_s":-0.5}\n'])
-    assert "step log line 202: time_s is -0.5: it must not be negative" in negative
+    assert "step log line 202: time_s is -0.5, must not be negative" in negative
     assert "step log line 1: " in error_of(lines[1:])
     assert "the step log is empty" in error_of([])
-    assert "has 3 steps with work and a time; 20 are needed" in error_of(lines[:4])
+    assert "has 3 steps with work and a time; at least 20 are needed" in error_of(lines[:4])
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +152,8 @@ def test_a_preset_without_the_gpu(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "no step log is named"),
-        (["log", "--aiconfigurator", "a", "b", "c"], "--aiconfigurator takes the place of log"),
+        ([], "no step log specified"),
+        (["log", "--aiconfigurator", "a", "b", "c"], "LOG and --aiconfigurator are mutually exclusive"),
         (["--aiconfigurator", "a", "b", "c", "--tensor-parallel", "0"], "--tensor-parallel is 0"),
         (["--aiconfigurator", "a", "b"], "expected 3 arguments"),
     ],

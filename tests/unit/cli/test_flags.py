@@ -1,50 +1,58 @@
-"""Every setting has its flag, and a flag says nothing that the user did not type."""
+"""Flags for common settings, `--set` for all of them; only what was typed is recorded."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvolt.cli.flags import Parser, add_settings, flag_name, given_overrides
+from kvolt.cli.flags import GROUPS, Parser, add_settings, flag_name, recorded_overrides
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import Override
-from kvolt.runtime.config.settings import leaves, sections
+from kvolt.runtime.config.settings import leaves
+
+KEYS = [key for keys in GROUPS.values() for key in keys]
 
 
-def parser_for(home: str | None = None, used: tuple[str, ...] | None = None) -> Parser:
+def parser_for(*groups: str) -> Parser:
     parser = Parser(prog="kvolt serve")
-    add_settings(parser, home, tuple(sections()) if used is None else used)
+    add_settings(parser, groups or tuple(GROUPS))
     return parser
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_a_flag_records_its_setting(key: str) -> None:
+    flag = flag_name(key)
+    assert flag is not None
+    assert recorded_overrides(parser_for().parse_args([flag, "some text"])) == [
+        Override(key, "some text", flag)
+    ]
+
+
 @pytest.mark.parametrize("key", list(leaves()))
-@pytest.mark.parametrize("home", [None, "frontend"])
-def test_every_leaf_has_a_flag(key: str, home: str | None) -> None:
-    leaf = leaves()[key]
-    flag = flag_name(leaf, home)
-    argv = [flag] if isinstance(leaf.default, bool) else [flag, "some text"]
-    text = "true" if isinstance(leaf.default, bool) else "some text"
-    assert given_overrides(parser_for(home).parse_args(argv)) == [Override(key, text, flag)]
+def test_every_setting_can_be_set(key: str) -> None:
+    args = parser_for().parse_args(["--set", f"{key}=a=b"])
+    assert recorded_overrides(args) == [Override(key, "a=b", f"--set {key}")]
 
 
-def test_names_in_and_out_of_the_home_section() -> None:
-    assert flag_name(leaves()["frontend.max_body_bytes"], "frontend") == "--max-body-bytes"
-    assert flag_name(leaves()["frontend.max_body_bytes"], None) == "--frontend-max-body-bytes"
-    assert flag_name(leaves()["namespace"], None) == "--namespace"
+def test_flag_names() -> None:
+    assert flag_name("frontend.port") == "--port"
+    assert flag_name("log.level") == "--log-level"
+    assert flag_name("namespace") == "--namespace"
+    assert flag_name("discovery.join") == "--join"
+    assert flag_name("router.temperature") is None
 
 
-def test_no_default_leaks() -> None:
-    args = parser_for("frontend").parse_args([])
-    assert given_overrides(args) == []
+def test_no_default_is_recorded() -> None:
+    args = parser_for().parse_args([])
+    assert recorded_overrides(args) == []
     assert vars(args) == {}
 
 
-def test_the_last_flag_wins_and_aliases_keep_their_name() -> None:
-    argv = ["--port", "1", "--port=2", "--join", "h:1", "--no-admin-enabled", "--config", "f.toml"]
-    args = parser_for("frontend").parse_args(argv)
-    assert given_overrides(args) == [
-        Override("frontend.port", "2", "--port"),
+def test_the_last_flag_of_a_setting_wins() -> None:
+    argv = ["--port", "1", "--set", "frontend.port=2", "--join", "h:1", "--config", "f.toml"]
+    args = parser_for().parse_args(argv)
+    assert recorded_overrides(args) == [
+        Override("frontend.port", "2", "--set frontend.port"),
         Override("discovery.join", "h:1", "--join"),
-        Override("admin.enabled", "false", "--no-admin-enabled"),
     ]
     assert args.config == "f.toml"
 
@@ -55,6 +63,8 @@ def test_the_last_flag_wins_and_aliases_keep_their_name() -> None:
         (["--prot", "1"], "serve: unknown flag --prot; did you mean --port?"),
         (["--prot=1"], "serve: unknown flag --prot; did you mean --port?"),
         (["--log-lev", "info"], "serve: unknown flag --log-lev; did you mean --log-level?"),
+        (["--router-queue"], "serve: unknown flag --router-queue; use --set router.queue=VALUE"),
+        (["--no-router-queue"], "serve: unknown flag --no-router-queue; use --set router.queue=false"),
         (["--zzzzzzzz"], "serve: unknown flag --zzzzzzzz"),
         (["stray"], "serve: unexpected argument stray"),
         (["--port"], "serve: argument --port: expected one argument"),
@@ -62,21 +72,39 @@ def test_the_last_flag_wins_and_aliases_keep_their_name() -> None:
 )
 def test_a_wrong_command_line_is_one_line(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parser_for("frontend").parse_args(argv)
+        parser_for().parse_args(argv)
     assert caught.value.message == message
     assert caught.value.fields["remedy"] == "see `kvolt serve --help`"
 
 
-def test_sections_that_a_verb_does_not_use_are_no_flags() -> None:
-    with pytest.raises(ConfigError, match="unknown flag --supervisor-log-dir"):
-        parser_for(None, ("log",)).parse_args(["--supervisor-log-dir", "x"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("router.temprature=1", "--set: unknown setting router.temprature; did you mean router.temperature?"),
+        ("temperature=1", "--set: unknown setting temperature; did you mean router.temperature?"),
+        (
+            "port=1",
+            "--set: unknown setting port; did you mean runtime.port or admin.port or frontend.port?",
+        ),
+        ("zzzzzzzz=1", "--set: unknown setting zzzzzzzz"),
+        ("router.queue", "--set router.queue has no value"),
+        ("workers.count=3", "--set cannot change workers.count"),
+    ],
+)
+def test_a_wrong_assignment_suggests_similar_settings(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser_for().parse_args(["--set", text])
+    assert caught.value.message == message
 
 
-def test_help_shows_description_default_and_environment_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verb_has_only_the_flags_of_its_groups() -> None:
+    with pytest.raises(ConfigError, match="unknown flag --port"):
+        parser_for("logging").parse_args(["--port", "1"])
+
+
+def test_help_shows_description_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    text = parser_for("frontend").format_help()
-    assert "Port of the HTTP API; 0 takes any free one. (default: 8000; env KVOLT_FRONTEND_PORT)" in text
-    assert "usage: kvolt serve [-h] [--config FILE] [SETTINGS]\n" in text
-    unwrapped = " ".join(text.split())
-    for leaf in leaves().values():
-        assert f"env {leaf.env})" in unwrapped
+    text = parser_for().format_help()
+    assert "Port of the HTTP API. 0 picks a free port. [default: 8000]" in text
+    assert text.startswith("usage: kvolt serve [OPTIONS]\n")
+    assert max(map(len, text.splitlines())) <= 100

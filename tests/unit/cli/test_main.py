@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvolt import __version__
+from kvolt.cli.flags import GROUPS
 from kvolt.cli.main import VERBS, Verb, main
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.config.settings import sections
 
 Run = Callable[[argparse.Namespace, LoadedConfig], int]
 
@@ -31,7 +31,9 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     module = types.ModuleType("kvolt_probe_verb")
     module.__dict__.update(HELP="Probes.", configure=lambda parser: None, run=run)
     monkeypatch.setitem(sys.modules, "kvolt_probe_verb", module)
-    monkeypatch.setitem(VERBS, "probe", Verb("kvolt_probe_verb", "probes", "look", "frontend", ("log",)))
+    monkeypatch.setitem(
+        VERBS, "probe", Verb("kvolt_probe_verb", "probes", "inspect", ("HTTP API", "logging"))
+    )
 
 
 def failing(error: BaseException) -> Run:
@@ -55,10 +57,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvolt {__version__}\n"
 
 
-def test_the_table_names_real_sections() -> None:
+def test_verbs_name_existing_groups_of_settings() -> None:
     for verb in VERBS.values():
-        assert set(verb.sections) <= set(sections())
-        assert verb.home is None or verb.home in sections()
+        assert set(verb.settings) <= set(GROUPS)
 
 
 def test_a_verb_gets_config_with_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_errors_are_one_line_and_a_code(
     [
         (["serv"], "kvolt: unknown verb serv; did you mean serve? (see `kvolt --help`)\n"),
         (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
-        (["--port", "1"], "kvolt: --port comes before a verb (write `kvolt VERB FLAGS`)\n"),
+        (["--port", "1"], "kvolt: flag --port before the verb (write `kvolt VERB FLAGS`)\n"),
         (
             ["config", "shw"],
             "kvolt: config: unknown choice shw; did you mean show? (see `kvolt config --help`)\n",
@@ -128,6 +129,16 @@ def test_help_of_a_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     install(monkeypatch, failing(AssertionError("help must not run the verb")))
     assert main(["help", "probe"]) == 0
     assert "Probes." in capsys.readouterr().out
+
+
+def test_help_of_serve_fits_two_screens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["serve", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 105
+    assert max(map(len, lines)) <= 100
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -79,7 +79,7 @@ def test_list_says_how_to_get_what_is_not_here(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["model", "list"]) == 0
-    assert "not here: `kvolt model fetch smollm2-135m`" in capsys.readouterr().out
+    assert "not downloaded: `kvolt model fetch smollm2-135m`" in capsys.readouterr().out
     place = tmp_path / "home" / "models"
     place.mkdir(parents=True)
     (place / WEIGHTS.file).write_bytes(DATA)

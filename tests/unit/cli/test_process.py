@@ -16,7 +16,7 @@ from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.metrics import Metrics
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 
 def settings(*given: str) -> Settings:
@@ -42,7 +42,7 @@ def test_others_must_reach_what_we_tell_them(given: list[str], host: str) -> Non
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7400", "[::]:7400"])
 def test_everywhere_is_no_address_to_tell(listen: str) -> None:
-    with pytest.raises(ConfigError, match="not told where this one is") as caught:
+    with pytest.raises(ConfigError, match="the address of this machine is not set") as caught:
         plane_host(settings(f"discovery.join_listen={listen}"))
     assert "--runtime-advertise" in caught.value.fields["remedy"]
 
@@ -68,7 +68,7 @@ async def test_the_default_directory_is_made_for_its_owner_alone(state: Path) ->
 async def test_a_default_directory_that_others_can_write_is_refused(state: Path) -> None:
     state.mkdir()
     state.chmod(0o777)
-    with pytest.raises(ConfigError, match="can be written by other users") as caught:
+    with pytest.raises(ConfigError, match="is writable by other users") as caught:
         await check_directory(settings())
     assert "chmod 700" in caught.value.fields["remedy"]
     await check_directory(settings(f"discovery.path={state / 'mine'}"))
@@ -93,11 +93,11 @@ async def test_a_link_in_place_of_the_default_directory_is_refused(state: Path, 
 
 
 async def test_leases_are_renewed_while_requests_occupy_all_shared_threads(tmp_path: Path) -> None:
-    blocking, gate, crew = ThreadBlocking(1), threading.Event(), Crew("test")
+    blocking, gate, task_group = ThreadBlocking(1), threading.Event(), TaskGroup("test")
     given = settings(f"discovery.path={tmp_path}")
     discovery = make_ports(given, Metrics(CollectorRegistry()), blocking).discovery(cast(Any, None))
     try:
-        occupied = crew.start(blocking.run(lambda: gate.wait(20.0), 30.0), "occupy")
+        occupied = task_group.start(blocking.run(lambda: gate.wait(20.0), 30.0), "occupy")
         lease = await discovery.lease(5.0)
         await discovery.put("instances/a", b"1", lease)
         assert await discovery.get_prefix("instances/") == {"instances/a": b"1"}
@@ -105,5 +105,5 @@ async def test_leases_are_renewed_while_requests_occupy_all_shared_threads(tmp_p
     finally:
         gate.set()
         await discovery.close()
-        await crew.close()
+        await task_group.close()
         blocking.close()

@@ -12,10 +12,10 @@ BLOCK = KvBlock(BlockKey(b"k" * 16), SequenceHash(2**64 - 1), BlockKey(b"p" * 16
 
 
 def test_a_sealed_block_stays_intact_on_its_way() -> None:
-    assert BLOCK.intact
+    assert BLOCK.is_intact
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(BLOCK), type=KvBlock)
     assert again == BLOCK
-    assert again.intact
+    assert again.is_intact
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_a_sealed_block_stays_intact_on_its_way() -> None:
     ],
 )
 def test_any_change_shows(change: dict[str, object]) -> None:
-    assert not msgspec.structs.replace(BLOCK, **change).intact
+    assert not msgspec.structs.replace(BLOCK, **change).is_intact
 
 
 def test_a_block_that_was_never_sealed_is_not_intact() -> None:
-    assert not msgspec.structs.replace(BLOCK, checksum=0).intact
+    assert not msgspec.structs.replace(BLOCK, checksum=0).is_intact
 
 
 def test_the_checksum_is_the_same_on_any_machine() -> None:

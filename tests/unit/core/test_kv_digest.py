@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix
+from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix_hash
 
 RNG = random.Random(7)
 HASHES = tuple(RNG.getrandbits(64) for _ in range(300))
@@ -16,14 +16,14 @@ def test_mix_is_splitmix64() -> None:
     """The first numbers of the generator with seed 0, whose state grows by a constant."""
     step = 0x9E3779B97F4A7C15
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
-    assert [mix(index * step & 2**64 - 1) for index in range(4)] == published
+    assert [mix_hash(index * step & 2**64 - 1) for index in range(4)] == published
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 23, 24, 25, 300])
 def test_few_and_many_are_worked_out_alike(number: int) -> None:
     expected = EMPTY_DIGEST
     for each in HASHES[:number]:
-        expected ^= mix(each)
+        expected ^= mix_hash(each)
     assert digest_of(HASHES[:number]) == digest_of(set(HASHES[:number])) == expected
     assert digest_of(list(reversed(HASHES[:number]))) == expected
 

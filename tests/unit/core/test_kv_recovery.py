@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from kvolt.core.kv_events import KvEventBatch
-from kvolt.core.kv_recovery import PART_BYTES, pack_hashes, split_batches
+from kvolt.core.kv_recovery import PART_BYTES, pack_hash_parts, split_batches
 from kvolt.core.packed_hashes import HASHES_DTYPE
 
 
 @pytest.mark.parametrize("number", [0, 1, PART_BYTES // 8, PART_BYTES // 8 + 1, 3 * PART_BYTES // 8 - 5])
 def test_hashes_are_packed_in_parts(number: int) -> None:
     hashes = [2**64 - 1 - index for index in range(number)]
-    parts = list(pack_hashes(hashes))
+    parts = list(pack_hash_parts(hashes))
     assert all(0 < len(part) <= PART_BYTES for part in parts)
     assert len(parts) == -(-number * 8 // PART_BYTES)
     assert np.frombuffer(b"".join(parts), dtype=HASHES_DTYPE).tolist() == hashes

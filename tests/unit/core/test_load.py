@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.core.latency import LatencyModel, features
+from kvolt.core.latency import LatencyModel, fit_features
 from kvolt.core.load import StepLogHeader, StepStats, WorkerLoad, decode_step_log, encode_step_log
 
 HEADER = StepLogHeader(engine="sim", model="m", device="cpu", block_size=16)
@@ -80,7 +80,7 @@ def test_features_are_the_models_terms() -> None:
     for step in [*STEPS, StepStats(batch=3, context_tokens=900, shared_tokens=400)]:
         predicted = sum(
             weight * feature
-            for weight, feature in zip([*weights, repeated_read_s], features(step), strict=True)
+            for weight, feature in zip([*weights, repeated_read_s], fit_features(step), strict=True)
         )
         assert predicted == model.step_s(step)
 

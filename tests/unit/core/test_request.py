@@ -42,7 +42,7 @@ FULL = Request(
     kv_sources=(KvSource(InstanceId("i"), Tier.DISK, 4, 1),),
     rendezvous=Rendezvous(2**40, "h:1"),
     handoff=Handoff(ticket=b"\x00\xff", prefill_instance=InstanceId("p"), media=(MEDIA,), first_tokens=(9,)),
-    resume=(5, 6),
+    prior_tokens=(5, 6),
     deadline_s=1.5,
     extra={"engine": [1, {"a": None}]},
 )
@@ -89,9 +89,9 @@ def test_shared_defaults_are_not_shared_state() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Stored.of([1, 2**64 - 1], SequenceHash(3), 4, Tier.HOST),
-        Stored.of([]),
-        Removed.of([1, 2], Tier.OBJECT),
+        Stored.from_hashes([1, 2**64 - 1], SequenceHash(3), 4, Tier.HOST),
+        Stored.from_hashes([]),
+        Removed.from_hashes([1, 2], Tier.OBJECT),
         Cleared(),
         Cleared(Tier.PEER),
     ],
@@ -110,20 +110,20 @@ def test_a_public_trace_line_loads_as_it_is() -> None:
 
 
 def test_what_a_request_goes_on_after() -> None:
-    assert not PLAIN.is_resumed
-    assert (list(PLAIN.open_choices), PLAIN.resumed(0), PLAIN.num_given_tokens) == ([0], (), 2)
-    one = msgspec.structs.replace(PLAIN, resume=(7, 8, 9))
-    assert one.is_resumed
-    assert (list(one.open_choices), one.resumed(0)) == ([0], (7, 8, 9))
-    assert (one.num_resumed_tokens, one.num_given_tokens) == (3, 5)
+    assert not PLAIN.has_prior_tokens
+    assert (list(PLAIN.open_choices), PLAIN.prior_tokens_of(0), PLAIN.num_context_tokens) == ([0], (), 2)
+    one = msgspec.structs.replace(PLAIN, prior_tokens=(7, 8, 9))
+    assert one.has_prior_tokens
+    assert (list(one.open_choices), one.prior_tokens_of(0)) == ([0], (7, 8, 9))
+    assert (one.num_prior_tokens, one.num_context_tokens) == (3, 5)
     several = msgspec.structs.replace(
-        PLAIN, sampling=Sampling(num_choices=4), resume_choices=((7, 8), None, (), (9,))
+        PLAIN, sampling=Sampling(num_choices=4), prior_tokens_by_choice=((7, 8), None, (), (9,))
     )
-    assert several.is_resumed
+    assert several.has_prior_tokens
     assert list(several.open_choices) == [0, 2, 3]
-    assert [several.resumed(index) for index in range(4)] == [(7, 8), (), (), (9,)]
-    assert (several.num_resumed_tokens, several.num_given_tokens) == (3, 5)
+    assert [several.prior_tokens_of(index) for index in range(4)] == [(7, 8), (), (), (9,)]
+    assert (several.num_prior_tokens, several.num_context_tokens) == (3, 5)
     encoded = msgspec.msgpack.encode(several)
     assert msgspec.msgpack.decode(encoded, type=Request) == several
     alike = msgspec.structs.replace(one, sampling=Sampling(num_choices=3))
-    assert alike.num_resumed_tokens == 9
+    assert alike.num_prior_tokens == 9

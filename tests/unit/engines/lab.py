@@ -22,11 +22,11 @@ from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.contract import EngineSpec, KvPlaced
+from kvolt.engines.contract import EngineSpec, KvAddressable
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission, WorkerLoads
-from kvolt.frontend.edge import edge_server
+from kvolt.frontend.edge import build_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.router.registry import find_router
@@ -38,9 +38,9 @@ from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.metrics import Metrics
-from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import LinkProfile, VirtualNetwork, VirtualProcess
 from kvolt.worker.kv_moving import KvMover
 from kvolt.worker.worker import Worker, WorkerOptions
@@ -76,7 +76,9 @@ def make_request(
 
 
 class ScriptedEngine:
-    """Does what a test tells it: `put` a step, or an exception to die of."""
+    """An engine controlled by a test: `put` a step, or an exception that it raises."""
+
+    sampling_fields = frozenset(Sampling.__struct_fields__)
 
     def __init__(self, model: str = MODEL) -> None:
         self._inner = sim(model=model)
@@ -137,7 +139,7 @@ class Lab:
         self._runtimes: list[Runtime] = []
         self._workers: list[RunningWorker] = []
         self._closing: list[Callable[[], Any]] = []
-        self._crew = Crew("lab", on_error=self.errors.append)
+        self._task_group = TaskGroup("lab", on_error=self.errors.append)
 
     async def __aenter__(self) -> Lab:
         return self
@@ -149,7 +151,7 @@ class Lab:
             await runtime.abort()
         for running in self._workers:
             await running.worker.close()
-        await self._crew.close()
+        await self._task_group.close()
         self.network.close()
 
     async def runtime(self, name: str, deadlines: Deadlines = LIMITS) -> Runtime:
@@ -174,13 +176,13 @@ class Lab:
         engine: Any = None,
         namespace: str = NAMESPACE,
         options: WorkerOptions | None = None,
-        new_mover: Callable[[KvPlaced], KvMover] | None = None,
+        new_mover: Callable[[KvAddressable], KvMover] | None = None,
     ) -> RunningWorker:
         runtime = await self.runtime(name)
         engine = engine if engine is not None else sim()
         worker = Worker(runtime, engine, namespace, options, new_mover)
         await worker.start()
-        running = RunningWorker(runtime, engine, worker, self._crew.start(worker.run(), name))
+        running = RunningWorker(runtime, engine, worker, self._task_group.start(worker.run(), name))
         self._workers.append(running)
         return running
 
@@ -205,12 +207,12 @@ class Lab:
         models.start()
         self._closing.append(models.close)
         loads = WorkerLoads()
-        self._crew.start(loads.follow(runtime.events), f"loads of {name}")
+        self._task_group.start(loads.subscribe(runtime.events), f"loads of {name}")
         admission = Admission(loads, max_requests)
         registry = CollectorRegistry()
         recorder = TraceRecorder(runtime.ports.clock.monotonic)
-        recorder.add_to(runtime.server)
-        server = edge_server(
+        recorder.register_endpoint(runtime.server)
+        server = build_server(
             runtime,
             models,
             admission,
@@ -333,7 +335,7 @@ class Frontend:
                 default=0.0,
             )
             for family in self._registry.collect()
-            if family.name.startswith("dynamo_frontend")
+            if family.name.startswith("kvolt_frontend")
         }
 
     async def ready(self, *names: str) -> None:

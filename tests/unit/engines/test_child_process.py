@@ -38,7 +38,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def _started(**options: bool) -> ChildProcess:
-    return await ChildProcess.of_module("child_for_test", (), name="child", **options)
+    return await ChildProcess.start_module("child_for_test", (), name="child", **options)
 
 
 async def _first_line(child: ChildProcess) -> str:
@@ -53,8 +53,8 @@ async def test_what_it_wrote_is_there_at_its_end(module: Path, caplog: pytest.Lo
     reads, writes = os.pipe()
     with caplog.at_level(logging.INFO, "kvolt.engines.child_process"), os.fdopen(reads, "rb") as end:
         with os.fdopen(writes, "wb"):
-            child = await ChildProcess.of_module("child_for_test", [writes], name="engine")
-        assert await child.ended() == "exited with code 3"
+            child = await ChildProcess.start_module("child_for_test", [writes], name="engine")
+        assert await child.wait_exit() == "exited with code 3"
         assert end.read() == b"inherited"
     assert child.exit_code == 3
     assert child.last_lines == (f"argument ['{writes}']", "two"), "as a terminal shows it"
@@ -65,14 +65,14 @@ async def test_what_it_wrote_is_there_at_its_end(module: Path, caplog: pytest.Lo
     child.kill()
 
 
-async def test_a_killed_one_is_told_by_its_signal(module: Path) -> None:
+async def test_a_killed_process_is_reported_with_its_signal(module: Path) -> None:
     module.write_text(HAS_A_CHILD)
     child = await _started()
     grandchild = int(await _first_line(child))
     assert child.exit_code is None
     child.kill()
     child.kill()
-    assert await child.ended() == "was killed by SIGKILL"
+    assert await child.wait_exit() == "was killed by SIGKILL"
     assert psutil.pid_exists(grandchild), "it leads no group"
     os.kill(grandchild, signal.SIGKILL)
 
@@ -90,7 +90,7 @@ async def _group_ends(module: Path, by_us: bool) -> None:
         child.kill()
     else:
         os.kill(child.pid, signal.SIGKILL)
-    assert await child.ended() == "was killed by SIGKILL"
+    assert await child.wait_exit() == "was killed by SIGKILL"
     async with asyncio.timeout(10):
         while _runs(grandchild):
             await asyncio.sleep(0.01)
@@ -102,10 +102,10 @@ async def test_after_its_end_its_number_is_left_alone(module: Path, monkeypatch:
     child = await _started(leads_group=True)
     told: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: told.append(pid))
-    await child.ended()
+    await child.wait_exit()
     assert told == [child.pid], "what it has left behind, once"
     child.kill()
-    assert await child.ended() == "exited with code 0"
+    assert await child.wait_exit() == "exited with code 0"
     assert told == [child.pid]
 
 
@@ -116,7 +116,7 @@ def test_a_group_ends_on_uvloop_as_well(module: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whoever takes over orphans may not have seen its end yet."""
+    """The process that adopts orphans may not have reaped it yet."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

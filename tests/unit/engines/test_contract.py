@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 from tests.unit.testing.toy_engine import ToyArguments, ToyEngine
 
-from kvolt.core.request import Role
-from kvolt.engines.contract import FEATURES, Engine, EngineSpec, features_of
+from kvolt.core.errors import Unsupported
+from kvolt.core.request import Role, Sampling
+from kvolt.engines.contract import FEATURES, Engine, EngineSpec, check_sampling_fields, features_of
+from kvolt.engines.native.shell.engine import NativeEngine
+from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.trtllm.engine import TrtllmEngine
+from kvolt.engines.vllm.engine import VllmEngine
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
 
@@ -22,7 +30,7 @@ async def test_an_engine_offers_what_it_has_the_methods_of() -> None:
             "KvEvents",
             "KvVisible",
             "KvMovable",
-            "KvPlaced",
+            "KvAddressable",
             "KvTierable",
             "Prefill",
         )
@@ -45,3 +53,26 @@ def test_a_port_is_small(protocol: type) -> None:
 def test_no_two_ports_share_a_method() -> None:
     every = [name for protocol in (Engine, *FEATURES.values()) for name in methods(protocol)]
     assert len(every) == len(set(every)), "an engine would offer what it does not mean to"
+
+
+ENGINES = (NativeEngine, SglangEngine, SimEngine, TrtllmEngine, VllmEngine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_name_their_sampling_fields(engine: Any) -> None:
+    assert engine.sampling_fields <= set(Sampling.__struct_fields__)
+
+
+def test_what_an_engine_does_not_declare_is_refused_when_it_is_set() -> None:
+    supported = SglangEngine.sampling_fields
+    check_sampling_fields(Sampling(temperature=0.5, logit_bias={1: 2.0}), supported, "sglang")
+    with pytest.raises(Unsupported, match="sglang does not support allowed_token_ids") as caught:
+        check_sampling_fields(Sampling(allowed_token_ids=(3,)), supported, "sglang")
+    assert caught.value.fields["param"] == "allowed_token_ids"
+    missing = {"prompt_logprobs": 0, "logit_bias": {1: 2.0}, "allowed_token_ids": (1,)}
+    assert set(missing).isdisjoint(TrtllmEngine.sampling_fields)
+    for name, value in missing.items():
+        with pytest.raises(Unsupported, match=name):
+            check_sampling_fields(
+                replace(Sampling(), **{name: value}), TrtllmEngine.sampling_fields, "trtllm"
+            )

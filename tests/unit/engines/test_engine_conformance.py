@@ -19,27 +19,27 @@ from kvolt.engines.sim.model import EOS, tokenizer_json
 from kvolt.scheduler.step_plan import Scheduling
 from kvolt.testing import run_virtual
 from kvolt.testing.engines.answer_cases import (
-    choices_end_apart,
+    choices_end_separately,
     ends_at_eos,
     eos_as_a_stop_token,
-    ignores_eos_when_told,
-    logprobs_as_many_as_asked,
-    nothing_stops_it_below_min_tokens,
+    logprobs_match_the_request,
     prompt_logprobs_come_once,
+    respects_ignore_eos,
+    respects_min_tokens,
     stops_at_a_stop_token,
 )
 from kvolt.testing.engines.cancel_cases import (
+    abort_during_prefill,
     abort_frees_everything,
-    abort_in_the_middle_of_a_prompt,
     abort_storms,
-    abort_while_it_waits,
+    abort_while_waiting,
 )
 from kvolt.testing.engines.suite import (
     each_choice_resumes_after_its_own_tokens,
-    refuses_bad_requests,
+    rejects_bad_requests,
     same_seed_same_tokens,
     streams_in_order_and_stops_at_max_tokens,
-    two_hundred_at_once,
+    two_hundred_concurrent_requests,
 )
 from kvolt.testing.engines.tiers import TIERS, suites_for
 
@@ -49,7 +49,7 @@ SMALL = SimArguments(
     kv_blocks=200,
     max_num_seqs=48,
     max_batch_tokens=64,
-    say_from_prompt=True,
+    answer_from_prompt=True,
     hold_s=2.0,
 )
 SCARCE = replace(SMALL, kv_blocks=20)
@@ -62,7 +62,7 @@ FAST = SimArguments(
     kv_blocks=200,
     max_num_seqs=48,
     latency=LatencyModel(base_s=0.0001),
-    say_from_prompt=True,
+    answer_from_prompt=True,
     hold_s=0.3,
 )
 ENDING = tuple(Tokenizer.from_buffer(tokenizer_json()).encode("<say> good day<or/> good night é</say>").ids)
@@ -244,7 +244,7 @@ class _AlwaysEos(_OtherStops):
 
 class _BeginsAnew(SimEngine):
     def submit(self, request: Request) -> None:
-        super().submit(replace(request, resume_choices=()))
+        super().submit(replace(request, prior_tokens_by_choice=()))
 
 
 class _NeverEos(_OtherStops):
@@ -257,25 +257,25 @@ class _NeverEos(_OtherStops):
     [
         (_EndsTwice, streams_in_order_and_stops_at_max_tokens),
         (_PlainAndDelta, streams_in_order_and_stops_at_max_tokens),
-        (_LosesAToken, two_hundred_at_once),
+        (_LosesAToken, two_hundred_concurrent_requests),
         (_KeepsBlocks, abort_frees_everything),
         (_GoesOnAfterAbort, abort_frees_everything),
-        (_KeepsBlocks, abort_in_the_middle_of_a_prompt),
+        (_KeepsBlocks, abort_during_prefill),
         (_KeepsBlocks, abort_storms),
-        (_GoesOnAfterAbort, abort_while_it_waits),
-        (_TakesEverything, refuses_bad_requests),
+        (_GoesOnAfterAbort, abort_while_waiting),
+        (_TakesEverything, rejects_bad_requests),
         (_RandomTokens, same_seed_same_tokens),
         (_KeepsEosToItself, ends_at_eos),
         (_CallsEveryEndALength, ends_at_eos),
         (_GivesNoReason, stops_at_a_stop_token),
         (_GivesEosAsAReason, eos_as_a_stop_token),
-        (_AddsUsageUp, choices_end_apart),
-        (_LeastLikelyFirst, logprobs_as_many_as_asked),
-        (_ForgetsLogprobs, logprobs_as_many_as_asked),
+        (_AddsUsageUp, choices_end_separately),
+        (_LeastLikelyFirst, logprobs_match_the_request),
+        (_ForgetsLogprobs, logprobs_match_the_request),
         (_RepeatsPromptLogprobs, prompt_logprobs_come_once),
-        (_NoMinimum, nothing_stops_it_below_min_tokens),
+        (_NoMinimum, respects_min_tokens),
         (_NoStopTokens, stops_at_a_stop_token),
-        (_AlwaysEos, ignores_eos_when_told),
+        (_AlwaysEos, respects_ignore_eos),
         (_NeverEos, ends_at_eos),
         (_BeginsAnew, each_choice_resumes_after_its_own_tokens),
     ],

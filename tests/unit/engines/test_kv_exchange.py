@@ -38,7 +38,7 @@ class Engine:
         self.data[block] = data
 
     def compute(self, asked: Request = ASKED) -> tuple[KvBlock, ...]:
-        self.scheduler.add(asked)
+        self.scheduler.add_request(asked)
         self.lab.run()
         return self.exchange.export_kv(self.exchange.keys(asked))
 
@@ -93,13 +93,13 @@ def test_what_is_settled_for_a_request_stays_with_what_it_follows(num_filled: in
     source, target = Engine(), Engine(num_blocks=4)
     blocks = source.compute()
     assert target.exchange.import_kv(blocks[:1]) == 1
-    room = target.exchange.make_room([one.key for one in blocks], [one.sequence_hash for one in blocks])
+    room = target.exchange.allocate_kv([one.key for one in blocks], [one.sequence_hash for one in blocks])
     assert (room.num_present, len(room.blocks)) == (1, 2)
-    target.exchange.settle(room, num_filled, RequestId("a"), 5.0)
+    target.exchange.commit(room, num_filled, RequestId("a"), 5.0)
     target.scheduler.check_integrity()
     assert target.scheduler.num_used_blocks == 1 + num_filled
     assert target.exchange.match(ASKED) == 2 * (1 + num_filled)
     assert target.scheduler.next_expiry == 5.0
-    target.scheduler.expire_arrivals(5.0)
+    target.scheduler.expire_prefetched(5.0)
     assert not target.scheduler.num_used_blocks
     assert target.exchange.match(ASKED) == 2 * (1 + num_filled), "it is still cached"

@@ -95,9 +95,9 @@ def test_an_argument_like_no_other_lists_them_all() -> None:
         {"preset": None},
         {"scheduling": "trtllm"},
         {"kv_blocks": None},
-        {"say": 42},
-        {"say": "\udcff"},
-        {"say_from_prompt": "yes"},
+        {"answer_text": 42},
+        {"answer_text": "\udcff"},
+        {"answer_from_prompt": "yes"},
         {"eos_token": "</s>"},
         {"bos_token": "<s>"},
         {"model_tokenizer": "tokenizer.json"},
@@ -132,7 +132,7 @@ def test_a_package_does_not_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch
     assert find_engine("sim").build is SimEngine
 
 
-def test_a_mistyped_name_inside_a_nested_argument_is_told() -> None:
+def test_a_mistyped_name_inside_a_nested_argument_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         check_arguments("sim", {"latency": {"bas_s": 1}})
     assert caught.value.fields["key"] == "args.latency.bas_s"

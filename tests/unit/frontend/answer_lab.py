@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.engines.sim.model import tokenizer_json, word_token_ids
-from kvolt.frontend.answers.answer import Answer, Plan
-from kvolt.frontend.answers.live import LiveAnswer, LiveReceiver, TokenFan
+from kvolt.frontend.answers.answer import Answer, AnswerSpec
+from kvolt.frontend.answers.streaming import StreamingAnswer, StreamingReceiver, TokenFanOut
 from kvolt.frontend.answers.whole import WholeAnswer
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
-from kvolt.frontend.openai_api.serializer import ChatWording, CompletionWording
+from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSerializer
 from kvolt.journey.journey import Journey
 from kvolt.runtime.http.writer import ResponseWriter, TickWrites
 
@@ -42,10 +42,10 @@ class Watch:
         self.gaps: list[tuple[float, int]] = []
         self._time = 100.0
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         self.num_firsts += 1
 
-    def gap(self, seconds: float, num_tokens: int) -> None:
+    def on_token_gap(self, seconds: float, num_tokens: int) -> None:
         self.gaps.append((seconds, num_tokens))
 
     def now(self) -> float:
@@ -60,7 +60,7 @@ class FakeJourney:
         self.cancelled = 0
         self.held = 0
         self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"), dp_rank=None)
-        self.prefilled = None
+        self.prefill_decision = None
         self.stages = None
 
     def cancel(self) -> None:
@@ -73,15 +73,15 @@ class FakeJourney:
         self.held -= 1
 
 
-def make_plan(chat: bool = True, prompts: int = 1, watch: Watch | None = None, **fields: Any) -> Plan:
+def make_plan(chat: bool = True, prompts: int = 1, watch: Watch | None = None, **fields: Any) -> AnswerSpec:
     watch = watch or Watch()
     numbers = iter(range(1000))
-    wording = ChatWording(lambda: f"call_{next(numbers)}") if chat else CompletionWording()
-    return Plan(
+    serializer = ChatSerializer(lambda: f"call_{next(numbers)}") if chat else CompletionSerializer()
+    return AnswerSpec(
         request_id="r",
         created=7,
         model="m",
-        wording=wording,
+        serializer=serializer,
         vocabulary=vocabulary(),
         prompts=[(1, 2, 3)] * prompts,
         observer=watch,
@@ -112,7 +112,7 @@ class Wire:
 class Live:
     """A LiveAnswer with its writer, its journeys and the fan that steps go through."""
 
-    def __init__(self, plan: Plan, chunked: bool = True) -> None:
+    def __init__(self, plan: AnswerSpec, chunked: bool = True) -> None:
         self.wire = Wire()
         self.writer = ResponseWriter(
             cast(asyncio.Transport, self.wire),
@@ -122,12 +122,12 @@ class Live:
             True,
         )
         self._chunked = chunked
-        self.fan = TokenFan(plan.now)
-        self.answer = LiveAnswer(plan, self.writer, self.fan)
+        self.fan = TokenFanOut(plan.now)
+        self.answer = StreamingAnswer(plan, self.writer, self.fan)
         self.journeys = with_journeys(self.answer, len(plan.prompts))
 
     @property
-    def receivers(self) -> list[LiveReceiver]:
+    def receivers(self) -> list[StreamingReceiver]:
         return self.answer.receivers
 
     def give(self, *deltas: Delta, prompt: int = 0) -> None:
@@ -135,7 +135,7 @@ class Live:
             self.receivers[prompt].on_item(delta)
 
     def step(self, token_id: int, prompt: int = 0) -> None:
-        """A plain token, as a step of a worker brings it."""
+        """A plain token, as in a step of a worker."""
         self.fan.on_step([self.receivers[prompt]], [token_id])
 
     async def body(self) -> bytes:
@@ -170,9 +170,9 @@ class Live:
 class Whole:
     """A WholeAnswer with its journeys."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: AnswerSpec) -> None:
         numbers = iter(range(1000))
-        self.fan = TokenFan(plan.now)
+        self.fan = TokenFanOut(plan.now)
         self.answer = WholeAnswer(plan, lambda: f"call_{next(numbers)}", self.fan)
         self.journeys = with_journeys(self.answer, len(plan.prompts))
 

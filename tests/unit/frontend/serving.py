@@ -41,7 +41,7 @@ def served(body: Body, engine: Callable[[], Any] = sim, **frontend: Any) -> None
 
 
 def saying(text: str, **arguments: Any) -> Callable[[], SimEngine]:
-    return lambda: sim(replace(ARGUMENTS, say=text, **arguments))
+    return lambda: sim(replace(ARGUMENTS, answer_text=text, **arguments))
 
 
 class Answering(ScriptedEngine):

@@ -27,7 +27,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 async def change(running: RunningWorker, *names: str) -> None:
     """The worker has these from now on, and says so."""
     running.engine.adapters = dict.fromkeys(names, "/anywhere")
-    await running.worker._tell_loras()
+    await running.worker._register_loras()
 
 
 async def listed(edge: Frontend) -> list[str]:
@@ -126,7 +126,7 @@ def test_a_request_chooses_an_adapter_by_its_name() -> None:
             assert engine.submitted[-1].sequence_hashes != engine.submitted[0].sequence_hashes
             tokens = (await edge.ask("/tokenize", {"model": "sql", "prompt": "the water"})).json["tokens"]
             assert tokens == (await edge.ask("/tokenize", {"prompt": "the water"})).json["tokens"]
-            requests = edge.sample("dynamo_frontend_requests_total", model=MODEL)
+            requests = edge.sample("kvolt_frontend_requests_total", model=MODEL)
             assert requests == 4, "adapters are counted as their model"
 
     run_virtual(scenario)
@@ -233,7 +233,7 @@ def test_a_models_name_and_its_aliases_come_first(caplog: pytest.LogCaptureFixtu
 
     def told() -> list[str]:
         messages = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-        assert all("a model has that name" in message for message in messages)
+        assert all("hidden by a model of the same name" in message for message in messages)
         return sorted(message.split("'")[1] for message in messages)
 
     run_virtual(scenario)
@@ -262,9 +262,9 @@ def test_a_rollout_without_the_adapter_leaves_it_to_the_old_workers() -> None:
             edge = await lab.frontend()
             await edge.ready()
             await lab.worker("w1", new)
-            await until(lambda: len(edge.models.generations(MODEL)) == 2)
-            assert edge.models.generations(MODEL)[0].card == new.card
-            assert edge.models.generations("nobody") == []
+            await until(lambda: len(edge.models.revisions(MODEL)) == 2)
+            assert edge.models.revisions(MODEL)[0].card == new.card
+            assert edge.models.revisions("nobody") == []
             await edge.complete(model="sql")
             await edge.complete()
             assert [len(engine.submitted) for engine in (old, new)] == [1, 1]
@@ -287,7 +287,7 @@ def test_an_adapter_whose_workers_are_gone_does_not_exist() -> None:
             await running.runtime.cordon()
             await until_listed(edge)
             assert edge.models.find("sql").lora == "sql"
-            with pytest.raises(Unavailable, match="no worker of 'sql' can be reached now"):
+            with pytest.raises(Unavailable, match="no aggregated worker of model 'sql' is reachable"):
                 edge.models.get("sql")
             assert (await edge.complete(model="sql")).status == 503
             ready = await edge.ask("/v1/models/sql/ready")

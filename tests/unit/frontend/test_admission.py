@@ -22,13 +22,13 @@ from kvolt.frontend.admission import Admission, WorkerLoads, is_busy
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.events.mem import MemBus, MemEvents
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 
 @contextmanager
 def admit(door: Admission) -> Iterator[None]:
-    leave = door.enter()
+    leave = door.acquire()
     try:
         yield
     finally:
@@ -100,8 +100,8 @@ def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
     loads = WorkerLoads()
     door = Admission(loads, 10)
     workers = [instance("a"), instance("b")]
-    loads.put(report("a", 90))
-    loads.put(report("b", 90))
+    loads.update(report("a", 90))
+    loads.update(report("b", 90))
     door.check("m", workers, 1000)  # no threshold
     door.set_threshold(BusyThreshold(model="m", active_decode_blocks_threshold=0.5))
     with pytest.raises(Overloaded) as caught:
@@ -111,7 +111,7 @@ def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
     door.check("another", workers, 1000)
     door.check("m", [], 1000)  # that is another's answer
     door.check("m", [*workers, instance("unheard-of")], 1000)
-    loads.put(report("b", 10))
+    loads.update(report("b", 10))
     door.check("m", workers, 1000)
 
 
@@ -131,9 +131,9 @@ def test_the_memory_for_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(admission, "_MAX_WORKERS", 3)
     loads = WorkerLoads()
     for name in ("a", "b", "c"):
-        loads.put(report(name))
-    loads.put(report("a", 5))  # heard of again, so it is not the longest silent
-    loads.put(report("d"))
+        loads.update(report(name))
+    loads.update(report("a", 5))  # heard of again, so it is not the longest silent
+    loads.update(report("d"))
     assert [loads.get(name) is not None for name in "abcd"] == [True, False, True, True]
     assert loads.get("a") == load(5)
 
@@ -145,16 +145,16 @@ def test_loads_come_over_the_event_plane_and_garbage_is_skipped() -> None:
         await mine.start()
         await theirs.start()
         loads = WorkerLoads()
-        crew = Crew("test")
-        crew.start(loads.follow(mine), "follow")
+        task_group = TaskGroup("test")
+        task_group.start(loads.subscribe(mine), "follow")
         await asyncio.sleep(0.1)
         for payload in (b"", b"\xff\xff", msgspec.msgpack.encode({"x": 1})):
             theirs.publish(LOAD_TOPIC, payload)
         theirs.publish(LOAD_TOPIC, msgspec.msgpack.encode(report("a", 9)))
         await asyncio.sleep(0.1)
         assert loads.get("a") == load(9)
-        assert len(crew) == 1
-        await crew.close()
+        assert len(task_group) == 1
+        await task_group.close()
         await mine.close()
         await theirs.close()
 

@@ -54,7 +54,7 @@ def test_models_health_and_the_rest() -> None:
         assert (await edge.ask("/live")).status == 200
         metrics = await edge.ask("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
-        assert b"dynamo_frontend_requests_total" in metrics.body
+        assert b"kvolt_frontend_requests_total" in metrics.body
         document = (await edge.ask("/openapi.json")).json
         assert document["openapi"].startswith("3.")
         docs = await edge.ask("/docs")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.sim.model import sim_card, tokenizer_json
-from kvolt.frontend.answers import live
+from kvolt.frontend.answers import streaming
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.tokenization.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers
 from kvolt.runtime.clock import ThreadBlocking
@@ -76,13 +76,13 @@ def test_prompt_logprobs_come_with_each_choice() -> None:
 
 def test_after_the_reasoning_tokens_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    settle = live.LiveReceiver.settle
+    settle = streaming.StreamingReceiver.leave_fast_path
 
-    def watched(receiver: live.LiveReceiver) -> None:
+    def watched(receiver: streaming.StreamingReceiver) -> None:
         written.append(len(receiver.token_ids) - receiver.states[0].choice.num_tokens)
         settle(receiver)
 
-    monkeypatch.setattr(live.LiveReceiver, "settle", watched)
+    monkeypatch.setattr(streaming.StreamingReceiver, "leave_fast_path", watched)
 
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         answer = await edge.chat(max_tokens=100, stream=True)
@@ -118,7 +118,7 @@ def test_models_of_several_namespaces() -> None:
             runtime = await lab.runtime("edge")
             models = Models(runtime, [NAMESPACE, "other", NAMESPACE])
             models.start()
-            await models.settle(5.0)
+            await models.wait_settled(5.0)
             assert [model.card.name for model in models.ready()] == ["one", "two"]
             assert models.get("two").client.endpoint.namespace == "other"
             await models.close()

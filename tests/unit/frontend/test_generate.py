@@ -77,7 +77,7 @@ def build(
     **options: Any,
 ) -> Request:
     wanted = GenerationOptions(sampling=Sampling(), **options)
-    return build_request(RequestId("r"), CARD, prompt, wanted, said, most_unasked=most, lora=lora)
+    return build_request(RequestId("r"), CARD, prompt, wanted, said, default_max_tokens=most, lora=lora)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 100])
@@ -128,7 +128,9 @@ def test_only_so_many_log_probabilities_of_a_prompt(monkeypatch: pytest.MonkeyPa
     with pytest.raises(InvalidRequest, match="in 3 choices"):
         check_prompt_logprobs(10, 4, num_choices=3)
     check_prompt_logprobs(1000, None)
-    with pytest.raises(InvalidRequest, match="21 prompt tokens with 4 alternatives each make 105") as caught:
+    with pytest.raises(
+        InvalidRequest, match="21 prompt tokens with 4 alternatives each require 105"
+    ) as caught:
         check_prompt_logprobs(21, 4)
     assert caught.value.fields["param"] == "prompt_logprobs"
 
@@ -137,7 +139,7 @@ def test_one_prompt_of_a_batch_that_is_too_long() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         refused = await edge.complete(prompt=["the", "x" * 600, "water"], max_tokens=1)
         assert refused.status == 400
-        assert "the prompt has 600 and 1 more" in refused.json["error"]["message"]
+        assert "the prompt has 600 tokens and 1 output tokens" in refused.json["error"]["message"]
 
     served(body)
 
@@ -441,7 +443,7 @@ def test_a_priority_above_the_highest_allowed_counts_as_that(
         answer = await edge.chat(headers, **fields)
         assert answer.status == 200
         assert running.engine.submitted[0].routing.priority == min(asked, 3)
-        warning = f"priority {asked} counts as 3, the highest that is allowed here"
+        warning = f"priority {asked} reduced to 3, the maximum of this server"
         assert answer.headers.get("x-kvolt-warning") == (warning if asked > 3 else None)
 
     served(body, lambda: Answering(*WHOLE), options=GenerateOptions(max_priority=3))
@@ -756,7 +758,7 @@ def test_an_error_of_the_way_there_after_the_headers_went_is_an_event_too() -> N
         (last,) = failed.events
         assert last["error"]["code"] == "worker_unreachable"
         status = {"status": "error", "error_type": "unavailable", "request_type": "stream"}
-        assert edge.sample("dynamo_frontend_requests_total", **status) == 1
+        assert edge.sample("kvolt_frontend_requests_total", **status) == 1
 
     options = GenerateOptions(hold_headers_s=0.05)
     served(body, options=options, model_options=ModelOptions(max_attempts=1))
@@ -844,7 +846,7 @@ def test_a_worker_lost_before_its_first_token_is_replaced(stream: bool) -> None:
         answer = asking.result()
         assert answer.status == 200
         assert answer.text() == expected_text(3, 6)
-        assert edge.sample("dynamo_frontend_model_migration_total", model=MODEL) == 1
+        assert edge.sample("kvolt_frontend_model_migration_total", model=MODEL) == 1
 
     served(body, ScriptedEngine)
 
@@ -863,7 +865,7 @@ def test_an_overloaded_worker_is_replaced(stream: bool) -> None:
         answers = [task.result() for task in asked]
         assert [answer.status for answer in answers] == [200] * 12
         assert {answer.text() for answer in answers} == {expected_text(3, 6)}
-        assert edge.sample("dynamo_frontend_model_migration_total") > 2
+        assert edge.sample("kvolt_frontend_model_migration_total") > 2
 
     served(body, lambda: sim(replace(ARGUMENTS, max_waiting=1, max_num_seqs=1)))
 
@@ -916,8 +918,8 @@ def test_hanging_up_cancels_up_to_the_engine(fields: str, stream: str, after_s: 
             assert not is_empty(running.engine)
         await until(lambda: is_empty(running.engine), 0.5)
         assert not running.worker._open
-        assert edge.sample("dynamo_frontend_active_requests") == 0
-        assert edge.sample("dynamo_frontend_disconnected_clients") == 1
+        assert edge.sample("kvolt_frontend_active_requests") == 0
+        assert edge.sample("kvolt_frontend_disconnected_clients") == 1
 
     served(body)
 
@@ -930,7 +932,7 @@ def test_hanging_up_before_a_worker_has_the_request() -> None:
             await asyncio.sleep(0.2)
         await asyncio.sleep(1)
         assert edge.admission.num_running == 0
-        assert edge.sample("dynamo_frontend_active_requests") == 0
+        assert edge.sample("kvolt_frontend_active_requests") == 0
 
     served(body)
 
@@ -949,7 +951,7 @@ def test_a_crowd_that_hangs_up_leaves_nothing() -> None:
             answer = crowd.start(edge.complete(max_tokens=50, seed=3), "stays")
         assert answer.result().text() == expected_text(3, 50)
         await until(lambda: is_empty(running.engine), 0.5)
-        assert edge.sample("dynamo_frontend_active_requests") == 0
+        assert edge.sample("kvolt_frontend_active_requests") == 0
 
     served(body)
 
@@ -1034,7 +1036,7 @@ def test_long_prompts_are_tokenized_off_the_loop_and_too_long_ones_refused_early
         answer = slow.result()
         assert (answer.status, answer.json["usage"]["prompt_tokens"] >= 2000) == (200, True)
         assert blocking.calls == 1
-        most = processor._most_characters
+        most = processor._max_characters
         encoded.clear()
         refused = await call(**fields("x" * (most + 1)), max_tokens=1)
         assert refused.status == 400
@@ -1059,7 +1061,7 @@ def test_the_second_turn_of_a_chat_is_not_tokenized_again() -> None:
     served(body)
 
 
-def test_deltas_that_nobody_expected_do_no_harm() -> None:
+def test_unexpected_deltas_are_ignored() -> None:
     odd = (
         Delta((300,), index=5),
         Delta(()),

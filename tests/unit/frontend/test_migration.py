@@ -69,7 +69,7 @@ def asked(
 ) -> tuple[Answer, Frontend]:
     """One answer of two engines that have not computed anything yet, one of which dies after so many tokens."""
     found: list[tuple[Answer, Frontend]] = []
-    arguments = replace(ARGUMENTS, context_length=2048, say=say, say_from_prompt=say is None)
+    arguments = replace(ARGUMENTS, context_length=2048, answer_text=say, answer_from_prompt=say is None)
 
     async def scenario() -> None:
         async with Lab() as lab:
@@ -149,16 +149,16 @@ def test_it_is_counted_once_and_the_gap_is_one_between_tokens() -> None:
     fields = {"prompt": "the water", "max_tokens": 20, "seed": 3, "stream": True}
     _, edge = asked(fields, 7)
     ongoing = {"model": MODEL, "migration_type": "ongoing_request"}
-    assert edge.sample("dynamo_frontend_model_migration_total", **ongoing) == 1
-    assert edge.sample("dynamo_frontend_model_migration_total", migration_type="new_request") == 0
-    took = "dynamo_frontend_model_migration_duration_seconds"
+    assert edge.sample("kvolt_frontend_model_migration_total", **ongoing) == 1
+    assert edge.sample("kvolt_frontend_model_migration_total", migration_type="new_request") == 0
+    took = "kvolt_frontend_model_migration_duration_seconds"
     assert edge.sample(f"{took}_count", **ongoing, outcome="success") == 1
     assert 0 < edge.sample(f"{took}_sum", **ongoing) < 0.1
-    assert edge.sample("dynamo_frontend_model_migration_limit", model=MODEL) == 3
-    assert edge.sample("dynamo_frontend_time_to_first_token_seconds_count") == 1
-    assert edge.sample("dynamo_frontend_inter_token_latency_seconds_count") == 19
-    assert edge.sample("dynamo_frontend_output_tokens_total") == 20
-    assert edge.sample("dynamo_frontend_requests_total", status="success") == 1
+    assert edge.sample("kvolt_frontend_model_migration_limit", model=MODEL) == 3
+    assert edge.sample("kvolt_frontend_time_to_first_token_seconds_count") == 1
+    assert edge.sample("kvolt_frontend_inter_token_latency_seconds_count") == 19
+    assert edge.sample("kvolt_frontend_output_tokens_total") == 20
+    assert edge.sample("kvolt_frontend_requests_total", status="success") == 1
 
 
 def test_it_can_be_turned_off() -> None:
@@ -166,7 +166,7 @@ def test_it_can_be_turned_off() -> None:
     answer, edge = asked(fields, 7, migration_limit=0)
     assert answer.events[-1]["error"]["code"] == "engine_died"
     assert len(answer.events) == 8
-    assert edge.sample("dynamo_frontend_model_migration_total") == 0
+    assert edge.sample("kvolt_frontend_model_migration_total") == 0
     unary = asked({**fields, "stream": False}, 7, migration_limit=0)[0]
     assert unary.status == 503
 

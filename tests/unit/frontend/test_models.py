@@ -51,7 +51,7 @@ def test_a_model_is_ready_once_its_card_is_here() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             edge = await lab.frontend()
-            await edge.models.settle(5.0)
+            await edge.models.wait_settled(5.0)
             with pytest.raises(Unavailable) as caught:
                 edge.models.get(MODEL)
             assert caught.value.fields["reason"] == "starting", "a worker of it may be about to come"
@@ -77,15 +77,15 @@ def test_what_comes_with_a_model() -> None:
             edge = await lab.frontend(model_options=options)
             await edge.ready()
             model = edge.models.get(MODEL)
-            assert edge.models.get("nick") is edge.models.find("nick") is edge.models.only() is model
+            assert edge.models.get("nick") is edge.models.find("nick") is edge.models.single_model() is model
             assert edge.models.all() == [model]
             assert (model.defaults.temperature, model.defaults.top_k) == (0.25, 7)
             assert model.processor.parsers == ParserNames("llama3_json", "deepseek_r1")
-            assert model.road.max_attempts == 2
+            assert model.journey_context.max_attempts == 2
             assert (model.capacity.max_num_seqs, model.capacity.kv_total_blocks) == (256, 16_384)
-            assert model.most_tokens == model.card.context_length
+            assert model.max_sequence_tokens == model.card.context_length
             model.capacity = msgspec.structs.replace(model.capacity, kv_total_blocks=3)
-            assert model.most_tokens == 3 * model.card.block_size + 1
+            assert model.max_sequence_tokens == 3 * model.card.block_size + 1
 
     run_virtual(scenario)
 
@@ -102,7 +102,7 @@ def test_a_name_beats_an_alias_and_the_first_alias_the_second() -> None:
             assert edge.models.get("another").card.name == "another"
             assert edge.models.get("nick").card.name == MODEL
             with pytest.raises(InvalidRequest):
-                edge.models.only()
+                edge.models.single_model()
 
     run_virtual(scenario)
 
@@ -112,14 +112,14 @@ def test_settling_waits_for_what_is_there_and_not_for_ever() -> None:
         async with Lab() as lab:
             await lab.worker("w0")
             edge = await lab.frontend()
-            await edge.models.settle(5.0)
+            await edge.models.wait_settled(5.0)
             assert names(edge.models) == [MODEL]
         async with Lab() as lab:
             await lab.worker("w0", LateCard())
             edge = await lab.frontend()
             loop = asyncio.get_running_loop()
             started = loop.time()
-            await edge.models.settle(2.0)
+            await edge.models.wait_settled(2.0)
             assert loop.time() - started == pytest.approx(2.0)
             assert names(edge.models) == []
 
@@ -131,7 +131,7 @@ def test_settling_waits_for_what_is_there_and_not_for_ever() -> None:
     [{"tool_parser": "nobody"}, {"reasoning_parser": "nobody"}, {"defaults": {"top_k": "many"}}],
     ids=str,
 )
-def test_a_card_with_names_that_nobody_knows_is_not_served(fields: dict[str, Any]) -> None:
+def test_a_card_with_unknown_names_is_not_served(fields: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             edge = await lab.frontend()
@@ -275,11 +275,11 @@ def test_a_worker_that_is_gone_before_its_card_came_is_forgotten() -> None:
             info = await sim().start()
             component = component_name(info.model, info.role, info.card)
             key = await register(ghost, component, msgspec.msgpack.encode(info), address="ghost:9")
-            await until(lambda: bool(edge.models._coming))
+            await until(lambda: bool(edge.models._loading))
             await asyncio.sleep(3)
             assert names(edge.models) == []
             await ghost.discovery.delete(key)
-            await until(lambda: not edge.models._coming)
+            await until(lambda: not edge.models._loading)
             assert edge.models._registered == {}
             await lab.worker("w0")  # the same component, alive
             await edge.ready()
@@ -294,7 +294,7 @@ def test_a_model_found_while_discovery_goes_away_is_not_lost() -> None:
         async with Lab() as lab:
             edge = await lab.frontend()
             await lab.worker("w0")
-            while not edge.models._coming:
+            while not edge.models._loading:
                 await asyncio.sleep(0)
             lab.store.offline()
             await asyncio.sleep(10)
@@ -406,7 +406,7 @@ def test_a_model_whose_card_is_not_here_yet_is_starting() -> None:
             odd = await lab.runtime("odd")
             info: EngineInfo = replace(await sim().start(), model="late", loras=("sql",))
             await register(odd, "late", msgspec.msgpack.encode(info))
-            await until(lambda: bool(edge.models._adding))
+            await until(lambda: bool(edge.models._loading))
             for name in ("late", "sql"):
                 answer = await edge.complete(model=name)
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
@@ -425,7 +425,7 @@ def test_before_discovery_was_read_no_model_is_said_not_to_exist() -> None:
             with pytest.raises(Unavailable):
                 models.get("nobody")
             models.start()
-            await models.settle(5.0)
+            await models.wait_settled(5.0)
             assert [model.card.name for model in models.ready()] == [MODEL], "before the port opens"
             with pytest.raises(NotFound):
                 models.get("nobody")

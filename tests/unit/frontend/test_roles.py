@@ -1,4 +1,4 @@
-"""What the edge tells of roles: who answers, who computes prompts, what is missing, and what became of it."""
+"""Roles in the frontend's reports: decode and prefill workers, missing roles, prefill modes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.unit.worker.test_roles import Air, engine_of, start
 from kvolt.core.errors import Unavailable
 from kvolt.core.request import Request, Role
 from kvolt.frontend.models import ModelOptions
-from kvolt.journey.prefill_mode import WayRule
+from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.testing import run_virtual
 
 PROMPT = "the water " * 30
 QUERY = {"x-kvolt-query-only": "1"}
-SPLIT = ModelOptions(prefill=WayRule(is_predicted=False))
+SPLIT = ModelOptions(prefill=PrefillModeRules(is_predicted=False))
 
 
 def split(body: Callable[[Frontend, dict[Role, RunningWorker]], Coroutine[Any, Any, None]]) -> None:
@@ -29,14 +29,19 @@ def split(body: Callable[[Frontend, dict[Role, RunningWorker]], Coroutine[Any, A
             workers = {role: (await start(lab, air, role))[0] for role in (Role.PREFILL, Role.DECODE)}
             edge = await lab.frontend(model_options=SPLIT)
             await edge.ready()
-            await until(lambda: bool((leg := edge.models.get(MODEL).prefill()) and leg.client.candidates()))
+            await until(
+                lambda: bool(
+                    (prefill_target := edge.models.get(MODEL).get_prefill_target())
+                    and prefill_target.client.candidates()
+                )
+            )
             await body(edge, workers)
             assert lab.errors == []
 
     run_virtual(scenario)
 
 
-def test_each_role_is_told_with_its_workers() -> None:
+def test_each_role_is_reported_with_its_workers() -> None:
     async def body(edge: Frontend, workers: dict[Role, RunningWorker]) -> None:
         both = {"decode": 1, "prefill": 1}
         (model,) = (await edge.ask("/v1/models")).json["data"]
@@ -49,9 +54,9 @@ def test_each_role_is_told_with_its_workers() -> None:
         # Who answers can compute prompts, too.
         await workers[Role.PREFILL].runtime.close()
         alone = {"decode": 1, "prefill": 0}
-        leg = edge.models.get(MODEL).prefill()
-        assert leg is not None
-        await until(lambda: not leg.client.candidates())
+        prefill_target = edge.models.get(MODEL).get_prefill_target()
+        assert prefill_target is not None
+        await until(lambda: not prefill_target.client.candidates())
         ready = await edge.ask(f"/v1/models/{MODEL}/ready")
         assert (ready.status, ready.json["namespaces"]["test"]["workers"]) == (200, alone)
 
@@ -64,7 +69,7 @@ def test_a_model_whose_prompts_alone_could_be_computed_lacks_a_role() -> None:
             edge = await lab.frontend()
             assert (await edge.ask(f"/v1/models/{MODEL}/ready")).status == 503
             await start(lab, Air(), Role.PREFILL)
-            await until(lambda: bool(edge.models.unanswered()))
+            await until(lambda: bool(edge.models.prefill_only()))
             ready = await edge.ask(f"/v1/models/{MODEL}/ready")
             assert (ready.status, ready.json["ready"]) == (503, False)
             assert ready.json["namespaces"]["test"] == {
@@ -78,7 +83,7 @@ def test_a_model_whose_prompts_alone_could_be_computed_lacks_a_role() -> None:
             assert (await edge.ask("/v1/models")).json["data"] == []
             answer = await edge.chat()
             assert answer.status == 503
-            assert "has the role decode" in answer.json["error"]["message"]
+            assert "no decode worker" in answer.json["error"]["message"]
 
     run_virtual(scenario)
 
@@ -110,15 +115,15 @@ def test_a_query_names_both_workers() -> None:
     split(body)
 
 
-def test_a_query_finds_who_answers_where_nobody_takes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_finds_a_decode_worker_without_a_prefill_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(edge: Frontend, workers: dict[Role, RunningWorker]) -> None:
-        leg = edge.models.get(MODEL).prefill()
-        assert leg is not None
+        prefill_target = edge.models.get(MODEL).get_prefill_target()
+        assert prefill_target is not None
 
         async def refuse(request: Request, excluded: object) -> None:
             raise Unavailable("nobody", reason="none_left")
 
-        monkeypatch.setattr(leg.router, "route", refuse)
+        monkeypatch.setattr(prefill_target.router, "route", refuse)
         answer = await edge.complete(QUERY, prompt=PROMPT)
         assert answer.json["nvext"]["worker_id"] == {
             "decode_worker_id": workers[Role.DECODE].worker._instance
@@ -162,7 +167,7 @@ def two_of_each(
             edge = await lab.frontend(model_options=options)
             await edge.ready()
             model = edge.models.get(MODEL)
-            await until(lambda: bool(model.prefill()))
+            await until(lambda: bool(model.get_prefill_target()))
             await until(lambda: len(model.workers()) == 4)
             await body(edge, prefill, decode)
             assert lab.errors == []
@@ -171,7 +176,7 @@ def two_of_each(
 
 
 DECODE_FIRST = ModelOptions(prefill=SPLIT.prefill, decode_first=("*",))
-NOT_APART = ModelOptions(prefill=WayRule(is_predicted=False, min_tokens=500))
+NOT_APART = ModelOptions(prefill=PrefillModeRules(is_predicted=False, min_tokens=500))
 """By its length a prompt would be computed where it is answered."""
 
 
@@ -201,7 +206,7 @@ def test_a_prefill_worker_that_is_not_there_is_refused() -> None:
     two_of_each(body)
 
 
-def test_where_nobody_computes_prompts_for_others_none_can_be_pinned() -> None:
+def test_without_prefill_workers_none_can_be_pinned() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine_of(Role.AGGREGATED))
@@ -209,7 +214,7 @@ def test_where_nobody_computes_prompts_for_others_none_can_be_pinned() -> None:
             await edge.ready()
             answer = await edge.complete(nvext={"prefill_worker_id": running.worker._instance})
             assert answer.status == 503
-            assert "nobody computes prompts" in answer.json["error"]["message"]
+            assert "this model has no prefill workers" in answer.json["error"]["message"]
 
     run_virtual(scenario)
 
@@ -221,7 +226,7 @@ def test_a_pinned_prefill_worker_that_fails_is_not_replaced_by_another() -> None
 
         prefill[0].engine.prefill = refuse
         told = await workers_of(edge, prefill_worker_id=named(*prefill)[0])
-        assert "prefill_worker_id" not in told, "whoever answers has computed it"
+        assert "prefill_worker_id" not in told, "the decode worker has computed it"
 
     two_of_each(body)
 
@@ -239,7 +244,7 @@ def test_who_is_allowed_counts_for_the_role_that_it_has() -> None:
         assert await seen(d1) == ({p0, p1}, {d1})
         assert await seen(p1) == ({p1}, {d0, d1})
         assert await seen(p0, d1) == ({p0}, {d1})
-        # An id that nobody has may have been a prefill worker's: then none of the others is allowed.
+        # An unknown id may have been a prefill worker's: then none of the others is allowed.
         assert await seen("gone", d0) == ({None}, {d0})
         router = {"allowed_worker_ids": ["gone", p0]}
         assert (await edge.complete(prompt=PROMPT, nvext={"router": router})).status == 503
@@ -265,12 +270,12 @@ def test_prompts_that_were_computed_elsewhere_and_those_that_were_not_are_counte
         assert edge.sample("kvolt_journey_prefills_total", model=MODEL) == 2
         failed = edge.sample("kvolt_journey_prefill_failures_total", model=MODEL, reason="unavailable")
         assert failed >= 1
-        assert edge.sample("kvolt_journey_ways_total", model=MODEL, way="split") == 3
+        assert edge.sample("kvolt_journey_prefill_modes_total", model=MODEL, mode="remote") == 3
 
     split(body)
 
 
-def test_of_workers_that_compute_their_own_prompts_nothing_of_it_is_told() -> None:
+def test_aggregated_workers_report_no_prefill_modes() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             await lab.worker("w0", engine_of(Role.AGGREGATED))

@@ -18,7 +18,7 @@ from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 
 @contextmanager
 def admit(door: Admission) -> Iterator[None]:
-    leave = door.enter()
+    leave = door.acquire()
     try:
         yield
     finally:
@@ -61,9 +61,9 @@ def test_a_request_that_fails_gives_its_place_back(path: Path) -> None:
 
 def test_a_restarted_process_begins_at_zero(path: Path) -> None:
     counts = SharedCounts(path)
-    counts.put(0, 7)
-    counts.put(1, 2)
-    assert SharedSlot(counts, 1).put(1) == 8
+    counts.set_count(0, 7)
+    counts.set_count(1, 2)
+    assert SharedSlot(counts, 1).set_count(1) == 8
     assert admission(path, 0).num_running == 0
     assert counts.total() == 1
 
@@ -71,9 +71,9 @@ def test_a_restarted_process_begins_at_zero(path: Path) -> None:
 def test_another_process_sees_it(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from kvolt.frontend.shared_count import *\n"
-        "print(SharedSlot(SharedCounts(Path(sys.argv[1])), 1).put(5))"
+        "print(SharedSlot(SharedCounts(Path(sys.argv[1])), 1).set_count(5))"
     )
-    SharedSlot(SharedCounts(path), 0).put(2**40)
+    SharedSlot(SharedCounts(path), 0).set_count(2**40)
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
     assert done.stdout == f"{2**40 + 5}\n", done.stderr
     assert SharedCounts(path).total() == 2**40 + 5
@@ -100,5 +100,5 @@ def test_what_is_no_table_is_a_config_error(tmp_path: Path, content: bytes | Non
 
 @pytest.mark.parametrize("slot", [-1, 3])
 def test_a_slot_that_is_not_there(path: Path, slot: int) -> None:
-    with pytest.raises(ConfigError, match="is not one of 3"):
+    with pytest.raises(ConfigError, match="is out of range"):
         SharedSlot(SharedCounts(path), slot)

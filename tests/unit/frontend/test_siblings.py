@@ -11,7 +11,13 @@ from tests.unit.engines.lab import NAMESPACE, Lab, until
 
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.openai_api.responses import BusyThreshold
-from kvolt.frontend.siblings import Group, Siblings, Stamped, ThresholdBook, sibling_endpoint
+from kvolt.frontend.siblings import (
+    Group,
+    ReplicatedThresholds,
+    Siblings,
+    VersionedThreshold,
+    sibling_endpoint,
+)
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
 
@@ -173,20 +179,24 @@ def test_another_group_is_none_of_ours() -> None:
 
 
 def test_books_end_up_equal_whatever_the_order_of_news() -> None:
-    news = [Stamped(version, slot, blocks(version + slot / 10)) for version in (1, 2) for slot in (0, 1)]
+    news = [
+        VersionedThreshold(version, slot, blocks(version + slot / 10))
+        for version in (1, 2)
+        for slot in (0, 1)
+    ]
     results = set()
     for order in (news, news[::-1], [*news[2:], *news[:2], *news]):
         admission = Admission(WorkerLoads(), 1)
-        book = ThresholdBook(admission, 5)
+        book = ReplicatedThresholds(admission, 5)
         for stamped in order:
-            book.learn([stamped])
+            book.merge([stamped])
         results.add(admission.threshold("m").active_decode_blocks_threshold)
         book.set(blocks(0.9))
-        assert book.all().known == [Stamped(3, 5, blocks(0.9))]
+        assert book.all().known == [VersionedThreshold(3, 5, blocks(0.9))]
     assert results == {2.1}
 
 
 def test_what_a_book_holds_is_bounded() -> None:
-    book = ThresholdBook(Admission(WorkerLoads(), 1), 0)
-    book.learn([Stamped(1, 1, blocks(0.5, f"m{number}")) for number in range(5000)])
+    book = ReplicatedThresholds(Admission(WorkerLoads(), 1), 0)
+    book.merge([VersionedThreshold(1, 1, blocks(0.5, f"m{number}")) for number in range(5000)])
     assert len(book.all().known) == 4096

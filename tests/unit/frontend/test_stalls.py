@@ -11,8 +11,8 @@ from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.request import Role
 from kvolt.frontend.models import ModelOptions
-from kvolt.journey.prefill_mode import WayRule
-from kvolt.runtime.tasks import Crew
+from kvolt.journey.prefill_mode import PrefillModeRules
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 
@@ -24,15 +24,15 @@ def test_a_request_waits_for_the_only_worker(stream: bool) -> None:
         assert (await edge.ask("/v1/models")).json["data"] == [], (
             "ready means that a request would reach it now"
         )
-        crew = Crew("clients")
-        asked = crew.start(edge.complete(max_tokens=5, stream=stream), "ask")
+        task_group = TaskGroup("clients")
+        asked = task_group.start(edge.complete(max_tokens=5, stream=stream), "ask")
         await asyncio.sleep(10.0)
         assert not asked.done()
         lab.network.resume("w0")
         answer = await asked
         assert answer.status == 200
         assert len(answer.text().split()) == 5
-        await crew.close()
+        await task_group.close()
 
     served(body)
 
@@ -56,9 +56,16 @@ def test_prompts_of_a_stalled_prefill_worker_are_computed_by_the_decode_worker()
         async with Lab() as lab:
             air = Air()
             workers = {role: (await start(lab, air, role))[0] for role in (Role.PREFILL, Role.DECODE)}
-            edge = await lab.frontend(model_options=ModelOptions(prefill=WayRule(is_predicted=False)))
+            edge = await lab.frontend(
+                model_options=ModelOptions(prefill=PrefillModeRules(is_predicted=False))
+            )
             await edge.ready()
-            await until(lambda: bool((leg := edge.models.get(MODEL).prefill()) and leg.client.candidates()))
+            await until(
+                lambda: bool(
+                    (prefill_target := edge.models.get(MODEL).get_prefill_target())
+                    and prefill_target.client.candidates()
+                )
+            )
             prompt = "the water " * 30
             assert (await edge.complete(prompt=prompt, max_tokens=3)).status == 200
             lab.network.pause(workers[Role.PREFILL].runtime.options.name)
@@ -75,8 +82,8 @@ def test_an_answer_that_may_not_migrate_waits_for_its_stalled_worker(limit: int)
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         asked = {"prompt": "wait", "max_tokens": 300, "ignore_eos": True, "stream": True}
         undisturbed = (await edge.complete(**asked)).text()
-        crew = Crew("clients")
-        asking = crew.start(edge.complete(**asked), "ask")
+        task_group = TaskGroup("clients")
+        asking = task_group.start(edge.complete(**asked), "ask")
         await until(lambda: running.engine.load().running > 0, 5.0)
         await asyncio.sleep(0.2)
         await lab.worker("w1")
@@ -86,6 +93,6 @@ def test_an_answer_that_may_not_migrate_waits_for_its_stalled_worker(limit: int)
         assert asking.done() == (limit > 0), "the other worker goes on with it, or none does"
         lab.network.resume("w0")
         assert (await asking).text() == undisturbed
-        await crew.close()
+        await task_group.close()
 
     served(body, model_options=ModelOptions(migration_limit=limit))

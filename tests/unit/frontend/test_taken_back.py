@@ -32,7 +32,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Computing(Answering):
-    """Computes every prompt at once, and tells of its blocks. The first of them says nothing more, and is given back
+    """Computes every prompt at once, and publishes its blocks. The first of them says nothing more, and is given back
     when it is asked for: SGLang and vLLM know no better, as long as a request has said nothing."""
 
     answers = False
@@ -44,11 +44,11 @@ class Computing(Answering):
         return replace(await super().start(), features=("KvEvents",), kv_events=True)
 
     def submit(self, request: Request) -> None:
-        held = StepOutput(kv_changes=(Stored.of(request.sequence_hashes, None),))
+        held = StepOutput(kv_changes=(Stored.from_hashes(request.sequence_hashes, None),))
         if Computing.answers:
             super().submit(request)
         else:
-            Computing.answers = True  # whoever has the next
+            Computing.answers = True  # the next worker answers
             self.submitted.append(request)
         self.put(held)
 
@@ -62,7 +62,7 @@ def test_both_hold_what_one_has_answered(
 ) -> None:
     """Seen with two real SGLangs and six prompts at once. Nothing is wrong with it: both have computed the prompt."""
     monkeypatch.setattr(Computing, "answers", False)
-    settings = ModelOptions(router=RouterSettings(take_back_moves=moves))
+    settings = ModelOptions(router=RouterSettings(withdraw_max_moves=moves))
 
     async def scenario() -> None:
         async with Lab() as lab:

@@ -12,13 +12,13 @@ from kvolt.core.delta import Delta, StepOutput, Usage
 from kvolt.core.errors import ErrorInfo, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
-from kvolt.journey.journey import Road
-from kvolt.journey.migration import Heard, Hearing
+from kvolt.journey.journey import JourneyContext
+from kvolt.journey.migration import ChoiceTokens, ReceivedTokens
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, RoundRobinRouter, Router
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 
@@ -41,9 +41,9 @@ class Fixed:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
 class Booking:
@@ -71,18 +71,18 @@ class Booking:
     async def close(self) -> None:
         await self._router.close()
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
         assert any(each is decision for each in self.open), "it is over, or never was"
         assert not any(each is decision for each in self.begun_once)
         self.begun_once.append(decision)
         self.cached.append(cached_tokens)
-        self._router.begun(decision, cached_tokens)
+        self._router.mark_first_token(decision, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         self.open.remove(decision)  # a second time raises
         self.usages.append(usage)
         self.outcomes.append(outcome)
-        self._router.free(decision, usage, outcome)
+        self._router.release(decision, usage, outcome)
 
 
 class Inbox:
@@ -91,20 +91,20 @@ class Inbox:
     steps: StepSink | None = None
 
     def __init__(self, num_choices: int = 1) -> None:
-        self._hearing = Hearing(num_choices)
+        self._hearing = ReceivedTokens(num_choices)
         self.items: list[Delta] = []
         self.ends: list[KvoltError | None] = []
-        self.has_begun = False
+        self.has_started = False
         self.watch: Callable[[], None] = lambda: None
         """Called with each delta."""
 
-    def so_far(self) -> Heard:
-        return self._hearing.so_far()
+    def received_tokens(self) -> ChoiceTokens:
+        return self._hearing.received_tokens()
 
     def on_item(self, delta: Delta) -> None:
         assert not self.ends
-        self.has_begun = True
-        self._hearing.take(delta)
+        self.has_started = True
+        self._hearing.add_delta(delta)
         self.items.append(delta)
         self.watch()
 
@@ -142,23 +142,29 @@ class Refusing(ScriptedEngine):
 class Stage:
     """Workers, a client of theirs, and a road."""
 
-    def __init__(self, lab: Lab, workers: list[RunningWorker], client: EndpointClient, crew: Crew) -> None:
+    def __init__(
+        self, lab: Lab, workers: list[RunningWorker], client: EndpointClient, task_group: TaskGroup
+    ) -> None:
         self.lab = lab
         self.workers = workers
         self.client = client
-        self.crew = crew
+        self.task_group = task_group
         self.bookings: list[Booking] = []
 
-    def road(self, router: Router | None = None, max_attempts: int = 3, migration_limit: int = 3) -> Road:
+    def journey_context(
+        self, router: Router | None = None, max_attempts: int = 3, migration_limit: int = 3
+    ) -> JourneyContext:
         booking = Booking(router or RoundRobinRouter(self.client))
         self.bookings.append(booking)
-        return Road(booking, self.client, self.crew, max_attempts, migration_limit=migration_limit)
+        return JourneyContext(
+            booking, self.client, self.task_group, max_attempts, migration_limit=migration_limit
+        )
 
     def decision(self, number: int) -> Decision:
-        return Decision(self.client.instance(InstanceId(self.workers[number].worker._instance)))
+        return Decision(self.client.get_instance(InstanceId(self.workers[number].worker._instance)))
 
     def nothing_left(self) -> None:
-        assert len(self.crew) == 0
+        assert len(self.task_group) == 0
         for running in self.workers:
             assert len(running.worker._open) == 0
 
@@ -169,14 +175,14 @@ def staged(body: Callable[[Stage], Coroutine[Any, Any, None]], engines: Callable
             workers = [await lab.worker(f"w{number}", engine) for number, engine in enumerate(engines())]
             client = await lab.client(workers[0])
             await until(lambda: len(client.candidates()) == len(workers))
-            crew = Crew("retries", on_error=lab.errors.append)
+            task_group = TaskGroup("retries", on_error=lab.errors.append)
             try:
-                stage = Stage(lab, workers, client, crew)
+                stage = Stage(lab, workers, client, task_group)
                 await body(stage)
                 # Whatever became of its requests: what was booked for them was freed, once each.
                 assert [booking.open for booking in stage.bookings] == [[]] * len(stage.bookings)
             finally:
-                await crew.close()
+                await task_group.close()
             assert lab.errors == []
 
     run_virtual(scenario)

@@ -10,28 +10,30 @@ import msgspec
 import pytest
 from tests.unit.engines.lab import until
 from tests.unit.journey.stage import Inbox
-from tests.unit.journey.test_handed_over import Pair, Split, paired
+from tests.unit.journey.test_remote_prefill import Pair, Split, paired
 from tests.unit.worker.test_roles import EXPECTED, asked, at_rest
 
 from kvolt.core.errors import EngineFailed, KvoltError, Unavailable
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role
 from kvolt.journey import decode_first
-from kvolt.journey.journey import Journey, Road
-from kvolt.journey.prefill import Leg
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.journey.prefill import RoleTarget
 from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.worker import rendezvous as meetings
 
 
-def road(pair: Pair, leg: Leg | None = None) -> Road:
+def journey_context(pair: Pair, target: RoleTarget | None = None) -> JourneyContext:
     router = RoundRobinRouter(pair.client, Role.DECODE)
-    return Road(router, pair.client, pair.crew, ways=Split(leg or pair.leg), is_decode_first=True)
+    return JourneyContext(
+        router, pair.client, pair.task_group, prefill_modes=Split(target or pair.target), is_decode_first=True
+    )
 
 
 async def answered(journey: Journey, inbox: Inbox) -> None:
-    await journey.begin()
+    await journey.start()
     await until(lambda: bool(inbox.ends))
     assert (inbox.ends, inbox.tokens()) == ([None], EXPECTED)
 
@@ -50,19 +52,19 @@ class Counting(RoundRobinRouter):
         self.num_booked += 1
         return await super().route(request, excluded)
 
-    def free(self, decision: Decision, usage: Any, outcome: object = None) -> None:
+    def release(self, decision: Decision, usage: Any, outcome: object = None) -> None:
         self.num_freed += 1
 
 
 def test_kv_comes_while_the_prompt_is_computed() -> None:
     async def body(pair: Pair) -> None:
-        router = Counting(pair.leg.client, Role.PREFILL)
-        way, inbox = road(pair, Leg(router, pair.leg.client)), Inbox()
+        router = Counting(pair.target.client, Role.PREFILL)
+        way, inbox = journey_context(pair, RoleTarget(router, pair.target.client)), Inbox()
         journey = Journey(way, asked(), inbox, Deadlines())
         await answered(journey, inbox)
         assert pair.air.num_pulls > 0
         assert way.stats.num_prefills == 1
-        assert journey.prefilled is not None
+        assert journey.prefill_decision is not None
         assert journey.stages is not None
         assert journey.stages.prefill_ms is not None
         assert journey.stages.transfer_path == "air"
@@ -83,10 +85,13 @@ def test_prefill_workers_without_room_are_not_waited_for() -> None:
                 await asyncio.Event().wait()
                 raise AssertionError
 
-        way, inbox = road(pair, Leg(Full(pair.leg.client, Role.PREFILL), pair.leg.client)), Inbox()
+        way, inbox = (
+            journey_context(pair, RoleTarget(Full(pair.target.client, Role.PREFILL), pair.target.client)),
+            Inbox(),
+        )
         began_at = asyncio.get_running_loop().time()
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
-        assert asyncio.get_running_loop().time() - began_at < 2 * decode_first._PLACE_S
+        assert asyncio.get_running_loop().time() - began_at < 2 * decode_first._RESERVE_S
         assert way.stats.prefill_failures == {"deadline_exceeded": 1}
 
     paired(body)
@@ -103,8 +108,8 @@ def test_a_decode_worker_that_waits_for_a_prompt_is_not_stuck(monkeypatch: pytes
         monkeypatch.setattr(pair.prefill.engine, "prefill", late)
         pair.decode.worker._progress._limit_s = 1.0
         inbox = Inbox()
-        journey = Journey(road(pair), asked(), inbox, Deadlines(first_s=100.0))
-        await journey.begin()
+        journey = Journey(journey_context(pair), asked(), inbox, Deadlines(first_s=100.0))
+        await journey.start()
         await asyncio.sleep(10)
         assert not pair.decode.worker._progress.stuck
         await until(lambda: bool(inbox.ends), timeout_s=100)
@@ -113,11 +118,11 @@ def test_a_decode_worker_that_waits_for_a_prompt_is_not_stuck(monkeypatch: pytes
     paired(body)
 
 
-def test_where_nobody_computes_prompts_decode_does() -> None:
+def test_decode_worker_prefills_without_prefill_workers() -> None:
     async def body(pair: Pair) -> None:
-        router = Counting(pair.leg.client, Role.PREFILL)
+        router = Counting(pair.target.client, Role.PREFILL)
         router.error = Unavailable("nobody is there", reason="no_workers")
-        way, inbox = road(pair, Leg(router, pair.leg.client)), Inbox()
+        way, inbox = journey_context(pair, RoleTarget(router, pair.target.client)), Inbox()
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
         assert pair.air.num_pulls == 0
         assert way.stats.prefill_failures == {"unavailable": 1}
@@ -128,9 +133,9 @@ def test_where_nobody_computes_prompts_decode_does() -> None:
 
 def test_a_worker_that_cannot_be_met_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pair: Pair) -> None:
-        monkeypatch.setattr(decode_first, "new_meeting", lambda instance: None)
-        router, inbox = Counting(pair.leg.client, Role.PREFILL), Inbox()
-        way = road(pair, Leg(router, pair.leg.client))
+        monkeypatch.setattr(decode_first, "_new_rendezvous", lambda instance: None)
+        router, inbox = Counting(pair.target.client, Role.PREFILL), Inbox()
+        way = journey_context(pair, RoleTarget(router, pair.target.client))
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
         assert (router.num_booked, router.num_freed) == (1, 1)
         assert pair.air.num_pulls == 0
@@ -144,7 +149,7 @@ def test_a_prefill_worker_that_fails_is_done_without(monkeypatch: pytest.MonkeyP
             raise Unavailable("no room", reason="full")
 
         monkeypatch.setattr(pair.prefill.engine, "prefill", refuse)
-        way, inbox = road(pair), Inbox()
+        way, inbox = journey_context(pair), Inbox()
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
         assert way.stats.num_prefills == 0
         assert sum(way.stats.prefill_failures.values()) == 1
@@ -156,9 +161,11 @@ def test_a_prefill_worker_that_fails_is_done_without(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("after_s", [0.0, 0.0005, 0.002, 0.01, 0.05])
 def test_who_leaves_frees_both_sides(after_s: float) -> None:
     async def body(pair: Pair) -> None:
-        router, inbox = Counting(pair.leg.client, Role.PREFILL), Inbox()
-        journey = Journey(road(pair, Leg(router, pair.leg.client)), asked(), inbox, Deadlines())
-        beginning = asyncio.ensure_future(journey.begin())
+        router, inbox = Counting(pair.target.client, Role.PREFILL), Inbox()
+        journey = Journey(
+            journey_context(pair, RoleTarget(router, pair.target.client)), asked(), inbox, Deadlines()
+        )
+        beginning = asyncio.ensure_future(journey.start())
         await asyncio.sleep(after_s)
         journey.cancel()
         await asyncio.wait([beginning])
@@ -179,13 +186,13 @@ def test_prompts_that_fail_elsewhere_open_the_breaker_of_that_worker(is_decode_f
 
         pair.prefill.engine.prefill = fail
         for number in range(3):
-            way = replace(road(pair), is_decode_first=is_decode_first)
+            way = replace(journey_context(pair), is_decode_first=is_decode_first)
             inbox = Inbox()
             request = msgspec.structs.replace(asked(), request_id=RequestId(f"r{number}"))
             await answered(Journey(way, request, inbox, Deadlines()), inbox)
-            await until(lambda: not len(pair.crew))
+            await until(lambda: not len(pair.task_group))
             assert way.stats.prefill_failures["engine_failed"] == 1
-        (breaker,) = describe_breakers([pair.leg.router])
+        (breaker,) = describe_breakers([pair.target.router])
         assert breaker["state"] == "open"
 
     paired(body)

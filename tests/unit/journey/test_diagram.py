@@ -7,35 +7,38 @@ from pathlib import Path
 import pytest
 
 from kvolt.journey import diagram
-from kvolt.journey.diagram import BEGIN, END, drawn_on, mermaid, moves
-from kvolt.journey.machine import _TRANSITIONS, Event, State
+from kvolt.journey.diagram import BEGIN, END, mermaid, transitions, update_page
+from kvolt.journey.events import Event, State
+from kvolt.journey.machine import _TRANSITIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "journey.md"
 
 
 def test_the_page_shows_the_machine_as_it_is() -> None:
     page = PAGE.read_text()
-    assert drawn_on(page) == page, "run `python -m kvolt.journey.diagram docs/journey.md`"
+    assert update_page(page) == page, "run `python -m kvolt.journey.diagram docs/journey.md`"
 
 
 def test_every_row_of_the_table_is_drawn() -> None:
-    drawn = {(before, event) for before, event, _ in moves()}
+    drawn = {(before, event) for before, event, _ in transitions()}
     assert drawn == {(state, event.__name__) for state, event in _TRANSITIONS}
 
 
 def test_nothing_leads_out_of_the_end_and_everything_can_be_stopped() -> None:
-    found = moves()
+    found = transitions()
     assert all(before is not State.DONE for before, _, _ in found)
     stopped = {before for before, event, after in found if (event, after) == ("Stopped", State.DONE)}
     assert stopped == set(State) - {State.DONE}
 
 
 def test_a_move_that_is_never_tried_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: tuple[Event, ...] = tuple(each for each in diagram._TRIED if type(each).__name__ != "TakenBack")
+    tried: tuple[Event, ...] = tuple(
+        each for each in diagram._EVENTS if type(each).__name__ != "WithdrawalConfirmed"
+    )
     whole = mermaid()
-    assert "waiting --> opening: TakenBack" in whole
-    monkeypatch.setattr(diagram, "_TRIED", tried)
-    assert mermaid() == whole.replace("    waiting --> opening: TakenBack\n", "")
+    assert "waiting --> opening: WithdrawalConfirmed" in whole
+    monkeypatch.setattr(diagram, "_EVENTS", tried)
+    assert mermaid() == whole.replace("    waiting --> opening: WithdrawalConfirmed\n", "")
 
 
 def test_it_is_drawn_between_its_marks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +48,6 @@ def test_it_is_drawn_between_its_marks_only(tmp_path: Path, monkeypatch: pytest.
     diagram.main()
     drawn = page.read_text()
     assert drawn == f"before\n{BEGIN}\n\n```mermaid\n{mermaid()}\n```\n\n{END}\nafter\n"
-    assert drawn_on(drawn) == drawn
-    with pytest.raises(ValueError, match="no place"):
-        drawn_on("nothing here")
+    assert update_page(drawn) == drawn
+    with pytest.raises(ValueError, match="lacks the marks"):
+        update_page("nothing here")

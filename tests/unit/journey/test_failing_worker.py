@@ -12,20 +12,20 @@ from tests.unit.journey.stage import Inbox
 
 from kvolt.core.errors import EngineFailed, Overloaded
 from kvolt.core.request import Request
-from kvolt.journey.journey import Journey, Road
+from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.breaker import MAX_BACKOFF_S, Outcome
 from kvolt.router.breaker_report import breaker_families, describe_breakers
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registry import ROUTERS
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 
 class Cluster:
     """Three workers, of which the first can be made to refuse whatever it gets."""
 
-    def __init__(self, road: Road, router: Router, first: Any) -> None:
-        self._road = road
+    def __init__(self, journey_context: JourneyContext, router: Router, first: Any) -> None:
+        self._journey_context = journey_context
         self._first = first
         self._submit = first.engine.submit
         self.router = router
@@ -43,7 +43,7 @@ class Cluster:
     async def leave(self) -> None:
         """The first worker is gone, and known to be."""
         await self._first.runtime.close()
-        await until(lambda: len(self._road.client.instances()) == 2)
+        await until(lambda: len(self._journey_context.client.instances()) == 2)
 
     async def ask(self, seconds: float, cancel_after: int | None = None) -> None:
         """Ten requests a second, which are all answered."""
@@ -51,8 +51,8 @@ class Cluster:
         self.num_refused = 0
         for _ in range(int(10 * seconds)):
             inbox = Inbox()
-            journey = Journey(self._road, make_request("r"), inbox, LIMITS)
-            await journey.begin()
+            journey = Journey(self._journey_context, make_request("r"), inbox, LIMITS)
+            await journey.start()
             if cancel_after is None:
                 await until(lambda inbox=inbox: bool(inbox.ends))
                 assert inbox.ends == [None]
@@ -71,11 +71,11 @@ def clustered(body: Any, router: str) -> None:
             client = await lab.client(workers[0])
             await until(lambda: len(client.candidates()) == 3)
             chosen = ROUTERS[router](RouterContext(client, await lab.runtime("f"), 16))
-            crew = Crew("requests")
+            task_group = TaskGroup("requests")
             try:
-                await body(Cluster(Road(chosen, client, crew), chosen, workers[0]))
+                await body(Cluster(JourneyContext(chosen, client, task_group), chosen, workers[0]))
             finally:
-                await crew.close()
+                await task_group.close()
                 await chosen.close()
 
     run_virtual(scenario)
@@ -117,7 +117,7 @@ def test_a_worker_that_is_gone_leaves_no_breaker_behind() -> None:
         await cluster.leave()
         for decision in decisions:
             is_first = decision.instance.process == "w0"
-            cluster.router.free(decision, None, Outcome.FAILED if is_first else Outcome.ANSWERED)
+            cluster.router.release(decision, None, Outcome.FAILED if is_first else Outcome.ANSWERED)
         assert breaker_families_of(cluster.router) == set()
 
     clustered(body, "round-robin")

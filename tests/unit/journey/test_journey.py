@@ -35,13 +35,13 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
 from kvolt.engines.sim.engine import SimEngine
-from kvolt.journey.journey import Journey, Road
-from kvolt.journey.machine import State
-from kvolt.journey.withdrawal import ask_back
+from kvolt.journey.events import State
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.journey.withdrawal import withdraw_request
 from kvolt.router.breaker import Outcome
-from kvolt.router.port import Decision, Recall
+from kvolt.router.port import Decision, WithdrawHook
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.cluster.deltas import Deltas
 
 
@@ -56,11 +56,15 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 def test_deltas_come_and_leaving_cancels_up_to_the_engine() -> None:
     async def body(stage: Stage) -> None:
         (running,) = stage.workers
-        async with await Deltas.of(stage.road(), make_request("short", tokens=5), LIMITS) as deltas:
+        async with await Deltas.of(
+            stage.journey_context(), make_request("short", tokens=5), LIMITS
+        ) as deltas:
             assert sum([len(delta.token_ids) async for delta in deltas]) == 5
             with pytest.raises(StopAsyncIteration):
                 await anext(deltas)
-        async with await Deltas.of(stage.road(), make_request("long", tokens=300), LIMITS) as deltas:
+        async with await Deltas.of(
+            stage.journey_context(), make_request("long", tokens=300), LIMITS
+        ) as deltas:
             await anext(deltas)
             assert not is_empty(running.engine)
         await until(lambda: is_empty(running.engine), 1.0)
@@ -78,8 +82,8 @@ def test_the_decision_is_obeyed_and_its_sources_travel_with_the_request() -> Non
         chosen = stage.decision(1)
         for decision, sources in ((replace(chosen, kv_sources=(source,)), (source,)), (chosen, ())):
             inbox = Inbox()
-            journey = Journey(stage.road(Fixed(decision)), request, inbox, LIMITS)
-            await journey.begin()
+            journey = Journey(stage.journey_context(Fixed(decision)), request, inbox, LIMITS)
+            await journey.start()
             assert journey.decision == decision
             await until(lambda: bool(engines[1].submitted))
             got = engines[1].submitted.pop()
@@ -105,7 +109,7 @@ def test_the_router_hears_what_was_cached_and_what_it_came_to() -> None:
             ("c", 300, 1, True),
         ):
             request = make_request(name, tokens=tokens, choices=choices)
-            async with await Deltas.of(stage.road(), request, LIMITS) as deltas:
+            async with await Deltas.of(stage.journey_context(), request, LIMITS) as deltas:
                 await anext(deltas)
                 if not is_cancelled:
                     assert [delta async for delta in deltas]
@@ -123,13 +127,13 @@ def test_a_refusal_of_the_router_is_the_answer() -> None:
         for error in (Overloaded("too many wait"), Unavailable("nobody")):
             inbox = Inbox()
             router = Fixed(error)
-            journey = Journey(stage.road(router), make_request(), inbox, LIMITS)
+            journey = Journey(stage.journey_context(router), make_request(), inbox, LIMITS)
             with pytest.raises(type(error)):
-                await journey.begin()
+                await journey.start()
             assert (inbox.items, inbox.ends) == ([], [])
             assert router.excluded == [frozenset()]
         with pytest.raises(Overloaded):
-            await Deltas.of(stage.road(Fixed(Overloaded("full"))), make_request(), LIMITS)
+            await Deltas.of(stage.journey_context(Fixed(Overloaded("full"))), make_request(), LIMITS)
 
     staged(body, lambda: [None])
 
@@ -137,23 +141,27 @@ def test_a_refusal_of_the_router_is_the_answer() -> None:
 # --- taken back
 
 
-def with_recall(decision: Decision) -> Decision:
-    return replace(decision, recall=Recall())
+def with_withdraw_hook(decision: Decision) -> Decision:
+    return replace(decision, withdraw_hook=WithdrawHook())
 
 
-async def waiting_at_first(stage: Stage, road: Road, inbox: Inbox, decision: Decision) -> Journey:
+async def waiting_at_first(
+    stage: Stage, journey_context: JourneyContext, inbox: Inbox, decision: Decision
+) -> Journey:
     """The first worker computes one long answer and can do no other: the request waits there."""
-    journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
-    await journey.begin()
+    journey = Journey(journey_context, make_request(tokens=6), inbox, LIMITS)
+    await journey.start()
     await until(lambda: stage.workers[0].engine.load().waiting == 1)
-    assert decision.recall is not None
-    assert decision.recall.move is not None
+    assert decision.withdraw_hook is not None
+    assert decision.withdraw_hook.try_move is not None
     return journey
 
 
 async def busy(stage: Stage) -> Journey:
-    journey = Journey(stage.road(Fixed(stage.decision(0))), make_request("long", tokens=400), Inbox(), LIMITS)
-    await journey.begin()
+    journey = Journey(
+        stage.journey_context(Fixed(stage.decision(0))), make_request("long", tokens=400), Inbox(), LIMITS
+    )
+    await journey.start()
     await until(lambda: stage.workers[0].engine.load().running == 1)
     return journey
 
@@ -165,20 +173,28 @@ def alone() -> SimEngine:
 def test_a_request_that_waits_at_its_worker_can_be_moved() -> None:
     async def body(stage: Stage) -> None:
         first = await busy(stage)
-        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
-        road = stage.road(Fixed(here))
-        journey = await waiting_at_first(stage, road, inbox, here)
+        inbox, here, there = (
+            Inbox(),
+            with_withdraw_hook(stage.decision(0)),
+            with_withdraw_hook(stage.decision(1)),
+        )
+        journey_context = stage.journey_context(Fixed(here))
+        journey = await waiting_at_first(stage, journey_context, inbox, here)
         booking = stage.bookings[-1]
         booking.open.append(there)
-        assert here.recall is not None
-        assert here.recall.move is not None
-        assert here.recall.move(there)
+        assert here.withdraw_hook is not None
+        assert here.withdraw_hook.try_move is not None
+        assert here.withdraw_hook.try_move(there)
         assert not journey.move(there), "it is asked for already"
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.num_tokens) == ([None], 6)
         assert journey.decision is there
-        assert (journey.num_attempts, road.stats.num_moves, road.stats.retries) == (1, 1, {})
-        assert here.recall.move is None
+        assert (journey.num_attempts, journey_context.stats.num_moves, journey_context.stats.retries) == (
+            1,
+            1,
+            {},
+        )
+        assert here.withdraw_hook.try_move is None
         assert booking.begun_once == [there]
         assert [usage is None for usage in booking.usages] == [True, False]
         first.cancel()
@@ -191,16 +207,20 @@ def test_a_request_that_waits_at_its_worker_can_be_moved() -> None:
 
 def test_what_its_worker_has_begun_stays_there() -> None:
     async def body(stage: Stage) -> None:
-        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
-        road = stage.road(Fixed(here))
-        journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
-        await journey.begin()
+        inbox, here, there = (
+            Inbox(),
+            with_withdraw_hook(stage.decision(0)),
+            with_withdraw_hook(stage.decision(1)),
+        )
+        journey_context = stage.journey_context(Fixed(here))
+        journey = Journey(journey_context, make_request(tokens=6), inbox, LIMITS)
+        await journey.start()
         booking = stage.bookings[-1]
         booking.open.append(there)
         assert journey.move(there), "nobody here knows yet that it is being computed"
         await until(lambda: there not in booking.open)
         await until(lambda: bool(inbox.ends))
-        assert (inbox.ends, inbox.num_tokens, road.stats.num_moves) == ([None], 6, 0)
+        assert (inbox.ends, inbox.num_tokens, journey_context.stats.num_moves) == ([None], 6, 0)
         assert journey.decision is here
         assert not journey.move(there), "it is over"
 
@@ -211,18 +231,22 @@ def test_what_its_worker_has_begun_stays_there() -> None:
 def test_a_request_that_is_cancelled_while_it_is_moved_leaves_nothing(when: str) -> None:
     async def body(stage: Stage) -> None:
         first = await busy(stage)
-        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
-        road = stage.road(Fixed(here))
-        journey = await waiting_at_first(stage, road, inbox, here)
+        inbox, here, there = (
+            Inbox(),
+            with_withdraw_hook(stage.decision(0)),
+            with_withdraw_hook(stage.decision(1)),
+        )
+        journey_context = stage.journey_context(Fixed(here))
+        journey = await waiting_at_first(stage, journey_context, inbox, here)
         stage.bookings[-1].open.append(there)
         assert journey.move(there)
         if when == "moved":
-            await until(lambda: road.stats.num_moves == 1)
+            await until(lambda: journey_context.stats.num_moves == 1)
         journey.cancel()
         assert stage.bookings[-1].open == []
         first.cancel()
         await until(lambda: all(is_empty(running.engine) for running in stage.workers))
-        await until(lambda: len(stage.crew) == 0)
+        await until(lambda: len(stage.task_group) == 0)
         assert inbox.ends == []
         stage.nothing_left()
 
@@ -232,15 +256,15 @@ def test_a_request_that_is_cancelled_while_it_is_moved_leaves_nothing(when: str)
 def test_a_request_whose_new_worker_is_gone_is_tried_elsewhere() -> None:
     async def body(stage: Stage) -> None:
         first = await busy(stage)
-        here = with_recall(stage.decision(0))
+        here = with_withdraw_hook(stage.decision(0))
         gone = Decision(replace(stage.decision(1).instance, id=InstanceId("gone"), address="w1:9"))
-        inbox, road = Inbox(), stage.road(Fixed(here, stage.decision(1)))
-        journey = await waiting_at_first(stage, road, inbox, here)
+        inbox, journey_context = Inbox(), stage.journey_context(Fixed(here, stage.decision(1)))
+        journey = await waiting_at_first(stage, journey_context, inbox, here)
         stage.bookings[-1].open.append(gone)
         assert journey.move(gone)
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.num_tokens) == ([None], 6)
-        assert (road.stats.num_moves, road.stats.retries, journey.num_attempts) == (
+        assert (journey_context.stats.num_moves, journey_context.stats.retries, journey.num_attempts) == (
             1,
             {"connect_failed": 1},
             2,
@@ -253,9 +277,9 @@ def test_a_request_whose_new_worker_is_gone_is_tried_elsewhere() -> None:
 def test_who_may_not_be_moved_is_not() -> None:
     async def body(stage: Stage) -> None:
         first = await busy(stage)
-        here = with_recall(stage.decision(0))
-        inbox, road = Inbox(), replace_moves(stage.road(Fixed(here)), 0)
-        journey = await waiting_at_first(stage, road, inbox, here)
+        here = with_withdraw_hook(stage.decision(0))
+        inbox, journey_context = Inbox(), replace_moves(stage.journey_context(Fixed(here)), 0)
+        journey = await waiting_at_first(stage, journey_context, inbox, here)
         assert not journey.move(stage.decision(1))
         journey.cancel()
         first.cancel()
@@ -263,22 +287,26 @@ def test_who_may_not_be_moved_is_not() -> None:
     staged(body, lambda: [alone(), None])
 
 
-def replace_moves(road: Road, max_moves: int) -> Road:
-    return dataclasses.replace(road, max_moves=max_moves)
+def replace_moves(journey_context: JourneyContext, max_moves: int) -> JourneyContext:
+    return dataclasses.replace(journey_context, max_moves=max_moves)
 
 
 def test_a_request_that_was_given_back_and_has_no_other_place_is_tried_elsewhere() -> None:
     async def body(stage: Stage) -> None:
         first = await busy(stage)
-        here = with_recall(stage.decision(0))
-        inbox, road = Inbox(), stage.road(Fixed(here, stage.decision(1)))
-        journey = await waiting_at_first(stage, road, inbox, here)
-        assert await ask_back(stage.client.plane, here.instance, journey.request.request_id)
-        assert not await ask_back(stage.client.plane, here.instance, journey.request.request_id)
+        here = with_withdraw_hook(stage.decision(0))
+        inbox, journey_context = Inbox(), stage.journey_context(Fixed(here, stage.decision(1)))
+        journey = await waiting_at_first(stage, journey_context, inbox, here)
+        assert await withdraw_request(stage.client.plane, here.instance, journey.request.request_id)
+        assert not await withdraw_request(stage.client.plane, here.instance, journey.request.request_id)
         await until(lambda: bool(inbox.ends))
-        assert (inbox.ends, inbox.num_tokens, road.stats.retries) == ([None], 6, {"unavailable": 1})
+        assert (inbox.ends, inbox.num_tokens, journey_context.stats.retries) == (
+            [None],
+            6,
+            {"unavailable": 1},
+        )
         nobody = replace(here.instance, address="w0:9")
-        assert not await ask_back(stage.client.plane, nobody, journey.request.request_id)
+        assert not await withdraw_request(stage.client.plane, nobody, journey.request.request_id)
         first.cancel()
 
     staged(body, lambda: [alone(), None])
@@ -288,7 +316,7 @@ def test_a_request_that_was_given_back_and_has_no_other_place_is_tried_elsewhere
 def test_an_error_says_whether_anything_was_computed(num_tokens: int, spent: str) -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        await Journey(stage.road(max_attempts=1), make_request(), inbox, LIMITS).begin()
+        await Journey(stage.journey_context(max_attempts=1), make_request(), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         (error,) = inbox.ends
         assert error is not None
@@ -304,15 +332,15 @@ def test_an_error_says_whether_anything_was_computed(num_tokens: int, spent: str
 def test_a_worker_that_gives_up_early_is_replaced(error: KvoltError) -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
-        road = stage.road(router)
+        journey_context = stage.journey_context(router)
         inbox = Inbox()
-        journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(journey_context, make_request(tokens=6), inbox, LIMITS)
+        await journey.start()
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.num_tokens) == ([None], 6)
         first = stage.decision(0).instance.id
         assert router.excluded == [frozenset(), frozenset({first})]
-        assert road.stats.retries == {error.code: 1}
+        assert journey_context.stats.retries == {error.code: 1}
         assert journey.num_attempts == 2
         assert journey.decision == stage.decision(1)
         stage.nothing_left()
@@ -325,13 +353,13 @@ def test_a_lost_worker_is_replaced_before_its_first_token() -> None:
         silent = stage.workers[0].engine
         inbox = Inbox()
         router = Fixed(stage.decision(0), stage.decision(1))
-        road = stage.road(router)
-        await Journey(road, make_request(tokens=6), inbox, LIMITS).begin()
+        journey_context = stage.journey_context(router)
+        await Journey(journey_context, make_request(tokens=6), inbox, LIMITS).start()
         await until(lambda: bool(silent.submitted))
         stage.lab.network.crash("w0", silent=False)
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.num_tokens) == ([None], 6)
-        assert road.stats.retries == {"worker_lost": 1}
+        assert journey_context.stats.retries == {"worker_lost": 1}
 
     staged(body, lambda: [ScriptedEngine(), None])
 
@@ -340,13 +368,13 @@ def test_an_instance_that_cannot_be_reached_is_replaced_within_begin() -> None:
     async def body(stage: Stage) -> None:
         nobody = Decision(replace(stage.decision(0).instance, id=InstanceId("gone"), address="w0:9"))
         router = Fixed(nobody, stage.decision(1))
-        road = stage.road(router)
+        journey_context = stage.journey_context(router)
         inbox = Inbox()
-        journey = Journey(road, make_request(tokens=3), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(journey_context, make_request(tokens=3), inbox, LIMITS)
+        await journey.start()
         assert journey.num_attempts == 2
         await until(lambda: inbox.ends == [None])
-        assert road.stats.retries == {"connect_failed": 1}
+        assert journey_context.stats.retries == {"connect_failed": 1}
         assert router.excluded[-1] == {"gone"}
 
     staged(body, lambda: [None, None])
@@ -358,14 +386,16 @@ def test_an_instance_that_cannot_be_reached_is_replaced_within_begin() -> None:
 def test_after_the_first_token_nothing_is_tried_again_where_it_may_not(error: KvoltError) -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
-        road = stage.road(router, migration_limit=3 if isinstance(error, InvalidRequest) else 0)
+        journey_context = stage.journey_context(
+            router, migration_limit=3 if isinstance(error, InvalidRequest) else 0
+        )
         inbox = Inbox()
-        await Journey(road, make_request(), inbox, LIMITS).begin()
+        await Journey(journey_context, make_request(), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         assert [type(end) for end in inbox.ends] == [type(error)]
         assert inbox.num_tokens == 2
         assert len(router.excluded) == 1
-        assert not road.stats.retries
+        assert not journey_context.stats.retries
         stage.nothing_left()
 
     staged(body, lambda: [Refusing(error, 2), None])
@@ -373,7 +403,7 @@ def test_after_the_first_token_nothing_is_tried_again_where_it_may_not(error: Kv
 
 def test_the_only_worker_that_crashes_after_its_first_token_ends_the_stream() -> None:
     async def body(stage: Stage) -> None:
-        async with await Deltas.of(stage.road(), make_request(tokens=300), LIMITS) as deltas:
+        async with await Deltas.of(stage.journey_context(), make_request(tokens=300), LIMITS) as deltas:
             await anext(deltas)
             stage.lab.network.crash("w0", silent=False)
             with pytest.raises(NetworkFault):
@@ -387,11 +417,11 @@ def test_the_only_worker_that_crashes_after_its_first_token_ends_the_stream() ->
 def test_what_a_worker_fails_at_is_retried_at_another(error: KvoltError) -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
-        road, inbox = stage.road(router), Inbox()
-        await Journey(road, make_request(), inbox, LIMITS).begin()
+        journey_context, inbox = stage.journey_context(router), Inbox()
+        await Journey(journey_context, make_request(), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         assert inbox.ends == [None]
-        assert road.stats.retries == {error.code: 1}
+        assert journey_context.stats.retries == {error.code: 1}
         stage.nothing_left()
 
     staged(body, lambda: [Refusing(error), None])
@@ -402,7 +432,7 @@ def test_what_another_worker_could_not_do_better_is_final(error: KvoltError) -> 
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
         inbox = Inbox()
-        await Journey(stage.road(router), make_request(), inbox, LIMITS).begin()
+        await Journey(stage.journey_context(router), make_request(), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         assert [type(end) for end in inbox.ends] == [type(error)]
         assert len(router.excluded) == 1
@@ -413,30 +443,30 @@ def test_what_another_worker_could_not_do_better_is_final(error: KvoltError) -> 
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
 def test_attempts_are_bounded_and_each_goes_to_another(max_attempts: int) -> None:
     async def body(stage: Stage) -> None:
-        road = stage.road(max_attempts=max_attempts)
+        journey_context = stage.journey_context(max_attempts=max_attempts)
         inbox = Inbox()
-        journey = Journey(road, make_request(), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(journey_context, make_request(), inbox, LIMITS)
+        await journey.start()
         await until(lambda: bool(inbox.ends))
         assert [type(end) for end in inbox.ends] == [Overloaded]
         assert journey.num_attempts == max_attempts
         asked = [len(running.engine.submitted) for running in stage.workers]
         assert sorted(asked, reverse=True) == [1] * max_attempts + [0] * (4 - max_attempts)
-        assert sum(road.stats.retries.values()) == max_attempts - 1
+        assert sum(journey_context.stats.retries.values()) == max_attempts - 1
 
     staged(body, lambda: [Refusing(Overloaded("full")) for _ in range(4)])
 
 
-def test_the_last_failure_is_told_when_nobody_is_left() -> None:
+def test_last_failure_is_reported_without_workers() -> None:
     async def body(stage: Stage) -> None:
-        road = stage.road(max_attempts=5)
+        journey_context = stage.journey_context(max_attempts=5)
         inbox = Inbox()
-        await Journey(road, make_request(), inbox, LIMITS).begin()
+        await Journey(journey_context, make_request(), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         (end,) = inbox.ends
         assert isinstance(end, Overloaded)
         assert end.message == "full"
-        assert sum(road.stats.retries.values()) == 1  # the third had nowhere to go, so it was none
+        assert sum(journey_context.stats.retries.values()) == 1  # the third had nowhere to go, so it was none
         stage.nothing_left()
 
     staged(body, lambda: [Refusing(Overloaded("full")) for _ in range(2)])
@@ -451,7 +481,7 @@ def test_one_deadline_for_all_attempts() -> None:
         router = Fixed(stage.decision(0), stage.decision(1), stage.decision(2))
         limits = Deadlines(connect_s=1.0, first_s=5.0, between_s=5.0, total_s=5.0)
         started = loop.time()
-        await Journey(stage.road(router), make_request(), inbox, limits).begin()
+        await Journey(stage.journey_context(router), make_request(), inbox, limits).start()
         for number in range(2):
             await asyncio.sleep(2)
             stage.lab.network.crash(f"w{number}", silent=False)
@@ -480,13 +510,13 @@ def test_cancelled_at_any_moment_it_leaves_nothing(moment: str) -> None:
             stage.lab.network.crash("w0", silent=False)
             await asyncio.sleep(0.1)
             stage.lab.network.restart("w0")  # known, not connected
-        journey = Journey(stage.road(router), make_request(tokens=200), inbox, LIMITS)
+        journey = Journey(stage.journey_context(router), make_request(tokens=200), inbox, LIMITS)
         gate = router.gate = asyncio.Event()
-        begun = Crew("begin", on_error=stage.lab.errors.append)
+        begun = TaskGroup("begin", on_error=stage.lab.errors.append)
         if moment == "new":
             journey.cancel()
         else:
-            task = begun.start(journey.begin(), "begin")
+            task = begun.start(journey.start(), "begin")
         if moment in ("routing", "retrying"):
             await asyncio.sleep(0.1)
         if moment == "retrying":
@@ -532,8 +562,8 @@ def test_a_task_that_is_cancelled_within_begin_opens_nothing() -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0))
         router.gate = asyncio.Event()
-        crew = Crew("ask")
-        task = crew.start(Deltas.of(stage.road(router), make_request(), LIMITS), "ask")
+        task_group = TaskGroup("ask")
+        task = task_group.start(Deltas.of(stage.journey_context(router), make_request(), LIMITS), "ask")
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.sleep(0.1)
@@ -541,7 +571,7 @@ def test_a_task_that_is_cancelled_within_begin_opens_nothing() -> None:
         await asyncio.sleep(1)
         assert task.cancelled()
         assert stage.workers[0].engine.submitted == []
-        await crew.close()
+        await task_group.close()
 
     staged(body, lambda: [ScriptedEngine()])
 
@@ -551,10 +581,10 @@ def test_a_task_that_is_cancelled_while_it_connects_books_nothing() -> None:
         stage.lab.network.crash("w0", silent=False)
         await asyncio.sleep(0.1)
         stage.lab.network.restart("w0")  # known, not connected
-        road = stage.road(Fixed(stage.decision(0)))
-        journey = Journey(road, make_request(), Inbox(), LIMITS)
-        crew = Crew("ask")
-        task = crew.start(journey.begin(), "ask")
+        journey_context = stage.journey_context(Fixed(stage.decision(0)))
+        journey = Journey(journey_context, make_request(), Inbox(), LIMITS)
+        task_group = TaskGroup("ask")
+        task = task_group.start(journey.start(), "ask")
         while journey._machine.state is not State.OPENING:
             await asyncio.sleep(0)
         [booking] = stage.bookings
@@ -563,7 +593,7 @@ def test_a_task_that_is_cancelled_while_it_connects_books_nothing() -> None:
         await asyncio.sleep(0.1)
         assert task.cancelled()
         assert (booking.num_booked, booking.open) == (1, [])
-        await crew.close()
+        await task_group.close()
 
     staged(body, lambda: [ScriptedEngine()])
 
@@ -571,7 +601,7 @@ def test_a_task_that_is_cancelled_while_it_connects_books_nothing() -> None:
 def test_what_is_under_way_stays_booked() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        await Journey(stage.road(), make_request(tokens=5), inbox, LIMITS).begin()
+        await Journey(stage.journey_context(), make_request(tokens=5), inbox, LIMITS).start()
         await until(lambda: bool(inbox.items))
         [booking] = stage.bookings
         assert len(booking.open) == 1
@@ -581,18 +611,18 @@ def test_what_is_under_way_stays_booked() -> None:
     staged(body, lambda: [None])
 
 
-def test_cancelling_tells_the_receiver_nothing_and_counts_nothing() -> None:
+def test_cancelling_sends_and_counts_nothing() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        road = stage.road()
-        journey = Journey(road, make_request(tokens=200), inbox, LIMITS)
-        await journey.begin()
+        journey_context = stage.journey_context()
+        journey = Journey(journey_context, make_request(tokens=200), inbox, LIMITS)
+        await journey.start()
         await until(lambda: bool(inbox.items))
         journey.cancel()
         seen = len(inbox.items)
         await asyncio.sleep(1)
         assert (len(inbox.items), inbox.ends) == (seen, [])
-        assert not road.stats.retries
+        assert not journey_context.stats.retries
         assert not any(isinstance(end, Cancelled) for end in inbox.ends)
 
     staged(body, lambda: [None])
@@ -604,8 +634,8 @@ def test_cancelling_tells_the_receiver_nothing_and_counts_nothing() -> None:
 def test_a_held_journey_leaves_the_tokens_at_the_worker() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        journey = Journey(stage.road(), make_request(tokens=400, prompt=5), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(stage.journey_context(), make_request(tokens=400, prompt=5), inbox, LIMITS)
+        await journey.start()
         await until(lambda: bool(inbox.items))
         journey.hold()
         await asyncio.sleep(6)  # all are made by now
@@ -624,9 +654,9 @@ def test_a_held_journey_leaves_the_tokens_at_the_worker() -> None:
 def test_a_journey_held_before_it_has_a_worker_is_held_when_it_has_one() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        journey = Journey(stage.road(), make_request(tokens=400, prompt=5), inbox, LIMITS)
+        journey = Journey(stage.journey_context(), make_request(tokens=400, prompt=5), inbox, LIMITS)
         journey.hold()
-        await journey.begin()
+        await journey.start()
         await asyncio.sleep(8)
         assert inbox.num_tokens < 400
         assert not inbox.ends
@@ -639,9 +669,9 @@ def test_a_journey_held_before_it_has_a_worker_is_held_when_it_has_one() -> None
 
 def test_a_slow_reader_of_deltas_holds_the_worker_back() -> None:
     async def body(stage: Stage) -> None:
-        road = stage.road()
+        journey_context = stage.journey_context()
         request = make_request(tokens=400, prompt=5)
-        async with await Deltas.of(road, request, LIMITS, hold_above=8) as deltas:
+        async with await Deltas.of(journey_context, request, LIMITS, hold_above=8) as deltas:
             await asyncio.sleep(8)
             assert 8 < len(deltas._items) < 300
             tokens = [token async for delta in deltas for token in delta.token_ids]
@@ -667,9 +697,9 @@ class Dozing:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -684,8 +714,8 @@ def test_a_first_token_predicted_to_take_long_is_waited_for_within_the_total(
         predicted_ms = None if predicted_s is None else 1e3 * predicted_s
         router, inbox = Fixed(replace(stage.decision(0), predicted_ms=predicted_ms)), Inbox()
         started = loop.time()
-        road = dataclasses.replace(stage.road(router), max_attempts=1)
-        await Journey(road, make_request(), inbox, Deadlines()).begin()
+        journey_context = dataclasses.replace(stage.journey_context(router), max_attempts=1)
+        await Journey(journey_context, make_request(), inbox, Deadlines()).start()
         await until(lambda: bool(inbox.ends), 700.0)
         (end,) = inbox.ends
         assert isinstance(end, DeadlineExceeded)
@@ -701,9 +731,9 @@ def test_a_router_has_no_more_time_than_the_request() -> None:
     async def body(stage: Stage) -> None:
         receiver = Inbox()
         limits = replace(LIMITS, total_s=0.2)
-        journey = Journey(stage.road(Dozing(None)), make_request(), receiver, limits)
+        journey = Journey(stage.journey_context(Dozing(None)), make_request(), receiver, limits)
         with pytest.raises(DeadlineExceeded) as caught:
-            await journey.begin()
+            await journey.start()
         assert caught.value.fields["stage"] == "route"
         assert receiver.ends == []
 
@@ -714,7 +744,7 @@ def test_whatever_goes_wrong_on_the_second_try_the_receiver_hears_of_it() -> Non
     async def body(stage: Stage) -> None:
         receiver = Inbox()
         router = Dozing(stage.decision(0), ZeroDivisionError())
-        await Journey(stage.road(router), make_request(), receiver, LIMITS).begin()
+        await Journey(stage.journey_context(router), make_request(), receiver, LIMITS).start()
         await until(lambda: bool(receiver.ends), 2.0)
         assert [type(error) for error in receiver.ends] == [KvoltError]
 
@@ -727,7 +757,7 @@ def test_a_request_blames_one_worker_however_many_fail_it(num_tokens: int) -> No
 
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        await Journey(stage.road(), make_request(tokens=20), inbox, LIMITS).begin()
+        await Journey(stage.journey_context(), make_request(tokens=20), inbox, LIMITS).start()
         await until(lambda: bool(inbox.ends))
         assert [type(end) for end in inbox.ends] == [EngineFailed]
         (booking,) = stage.bookings
@@ -741,8 +771,8 @@ def test_a_request_blames_one_worker_however_many_fail_it(num_tokens: int) -> No
 def test_a_client_that_leaves_amid_its_answer_is_reported_as_such() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        journey = Journey(stage.road(), make_request(tokens=100), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(stage.journey_context(), make_request(tokens=100), inbox, LIMITS)
+        await journey.start()
         await until(lambda: inbox.num_tokens >= 2)
         journey.cancel()
         (booking,) = stage.bookings

@@ -24,7 +24,7 @@ from kvolt.core.errors import (
     WorkerLost,
 )
 from kvolt.core.ids import InstanceId
-from kvolt.journey.machine import (
+from kvolt.journey.events import (
     Action,
     Delivered,
     End,
@@ -32,8 +32,6 @@ from kvolt.journey.machine import (
     Failed,
     Finished,
     GpuWork,
-    IllegalTransition,
-    JourneyMachine,
     Open,
     Opened,
     Prefill,
@@ -44,9 +42,10 @@ from kvolt.journey.machine import (
     Start,
     State,
     Stopped,
-    TakenBack,
     Wait,
+    WithdrawalConfirmed,
 )
+from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
@@ -82,14 +81,14 @@ LOST = WorkerLost("a was lost", address="a:1")
 
 WAY: dict[State, list[Event]] = {
     State.NEW: [],
-    State.PREFILLING: [Start(is_remote=True)],
+    State.PREFILLING: [Start(is_remote_prefill=True)],
     State.ROUTING: [Start()],
     State.OPENING: [Start(), Routed(to("a"))],
     State.WAITING: [Start(), Routed(to("a")), Opened()],
     State.STREAMING: [Start(), Routed(to("a")), Opened(), Delivered()],
     State.REROUTING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST)],
     State.REOPENING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST), Routed(to("b"))],
-    State.RESUMING: [
+    State.MIGRATING: [
         *(Start(), Routed(to("a")), Opened(), Delivered()),
         *(Failed(LOST), Routed(to("b")), Opened()),
     ],
@@ -103,7 +102,7 @@ EVENTS: list[Event] = [
     Failed(WorkerLost("lost")),
     Finished(),
     Stopped(),
-    TakenBack(to("b")),
+    WithdrawalConfirmed(to("b")),
     Prefilled(),
     PrefillFailed(WorkerLost("lost"), InstanceId("p")),
 ]
@@ -121,7 +120,7 @@ LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.OPENING, Stopped): (State.DONE, End),
     (State.WAITING, Delivered): (State.STREAMING, Wait),
     (State.WAITING, Failed): (State.ROUTING, Route),
-    (State.WAITING, TakenBack): (State.OPENING, Open),
+    (State.WAITING, WithdrawalConfirmed): (State.OPENING, Open),
     (State.WAITING, Finished): (State.DONE, End),
     (State.WAITING, Stopped): (State.DONE, End),
     (State.STREAMING, Failed): (State.REROUTING, Route),
@@ -130,20 +129,20 @@ LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.REROUTING, Routed): (State.REOPENING, Open),
     (State.REROUTING, Failed): (State.DONE, End),
     (State.REROUTING, Stopped): (State.DONE, End),
-    (State.REOPENING, Opened): (State.RESUMING, Wait),
+    (State.REOPENING, Opened): (State.MIGRATING, Wait),
     (State.REOPENING, Failed): (State.REROUTING, Route),
     (State.REOPENING, Stopped): (State.DONE, End),
-    (State.RESUMING, Delivered): (State.STREAMING, Wait),
-    (State.RESUMING, Failed): (State.REROUTING, Route),
-    (State.RESUMING, Finished): (State.DONE, End),
-    (State.RESUMING, Stopped): (State.DONE, End),
+    (State.MIGRATING, Delivered): (State.STREAMING, Wait),
+    (State.MIGRATING, Failed): (State.REROUTING, Route),
+    (State.MIGRATING, Finished): (State.DONE, End),
+    (State.MIGRATING, Stopped): (State.DONE, End),
 }
 
 
 def at(state: State, max_attempts: int = 3, migration_limit: int = 3) -> JourneyMachine:
     machine = JourneyMachine(max_attempts, max_moves=2, migration_limit=migration_limit)
     for event in WAY[state]:
-        machine.on(event)
+        machine.handle(event)
     assert machine.state is state
     return machine
 
@@ -160,10 +159,10 @@ def test_the_whole_table(state: State, event: Event) -> None:
     wanted = LEGAL.get((state, type(event)))
     if wanted is None:
         with pytest.raises(IllegalTransition, match=f"{type(event).__name__} in state {state}"):
-            machine.on(event)
+            machine.handle(event)
         assert inside(machine) == before
     else:
-        action = machine.on(event)
+        action = machine.handle(event)
         assert (machine.state, type(action)) == wanted
 
 
@@ -176,36 +175,36 @@ def routed(action: Action) -> Route:
 def test_an_instance_that_was_out_of_reach_is_not_one_that_failed(state: State) -> None:
     silent = WorkerLost("silent", reason="heartbeat")
     machine = at(state)
-    assert routed(machine.on(Failed(silent))).out_of_reach == {"a"}
-    machine.on(Routed(to("b")))
-    assert routed(machine.on(Failed(ConnectFailed("no hello")))).out_of_reach == {"a", "b"}
-    machine.on(Routed(to("a")))
-    machine.on(Opened())
+    assert routed(machine.handle(Failed(silent))).unreachable == {"a"}
+    machine.handle(Routed(to("b")))
+    assert routed(machine.handle(Failed(ConnectFailed("no hello")))).unreachable == {"a", "b"}
+    machine.handle(Routed(to("a")))
+    machine.handle(Opened())
     if state is State.STREAMING:
-        again = routed(machine.on(Failed(WorkerLost("its process died", reason="closed"))))
-        assert (again.excluded, again.out_of_reach) == ({"a", "b"}, {"b"}), "now it has failed"
+        again = routed(machine.handle(Failed(WorkerLost("its process died", reason="closed"))))
+        assert (again.excluded, again.unreachable) == ({"a", "b"}, {"b"}), "now it has failed"
 
 
 @pytest.mark.parametrize("error", RETRYABLE, ids=repr)
 @pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
 def test_before_the_first_answer_another_instance_is_tried(state: State, error: KvoltError) -> None:
     machine = at(state)
-    assert routed(machine.on(Failed(error))).excluded == {"a"}
+    assert routed(machine.handle(Failed(error))).excluded == {"a"}
     assert machine.failure is error
-    machine.on(Routed(to("b")))
-    machine.on(Opened())
-    assert routed(machine.on(Failed(error))).excluded == {"a", "b"}
-    machine.on(Routed(to("c")))
+    machine.handle(Routed(to("b")))
+    machine.handle(Opened())
+    assert routed(machine.handle(Failed(error))).excluded == {"a", "b"}
+    machine.handle(Routed(to("c")))
     assert machine.num_attempts == 3
     last = WorkerLost("the third")
-    assert machine.on(Failed(last)) == End(last)
+    assert machine.handle(Failed(last)) == End(last)
 
 
 def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
     machine = at(State.WAITING)
-    assert machine.on(Failed(EngineDied("first"))) == Route(frozenset({InstanceId("a")}))
-    machine.on(Routed(to("b")))
-    action = machine.on(Failed(EngineDied("second")))
+    assert machine.handle(Failed(EngineDied("first"))) == Route(frozenset({InstanceId("a")}))
+    machine.handle(Routed(to("b")))
+    action = machine.handle(Failed(EngineDied("second")))
     assert isinstance(action, End)
     assert type(action.error) is EngineFailed, "a client is not invited to try a third"
     assert action.error.message.endswith("second")
@@ -214,19 +213,19 @@ def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
 def test_a_second_worker_without_a_first_token_in_time_is_the_last() -> None:
     late = DeadlineExceeded("no first token", stage="first")
     machine = at(State.WAITING)
-    assert machine.on(Failed(late)) == Route(frozenset({InstanceId("a")}))
-    machine.on(Routed(to("b")))
-    machine.on(Opened())
-    assert machine.on(Failed(late)) == End(late)
+    assert machine.handle(Failed(late)) == Route(frozenset({InstanceId("a")}))
+    machine.handle(Routed(to("b")))
+    machine.handle(Opened())
+    assert machine.handle(Failed(late)) == End(late)
 
 
 def test_a_second_worker_that_goes_silent_amid_the_answer_is_the_last() -> None:
     late = DeadlineExceeded("no token for a while", stage="between")
     machine = at(State.STREAMING)
-    assert machine.on(Failed(late)) == Route(frozenset({InstanceId("a")}))
+    assert machine.handle(Failed(late)) == Route(frozenset({InstanceId("a")}))
     for event in (Routed(to("b")), Opened(), Delivered()):
-        machine.on(event)
-    assert machine.on(Failed(late)) == End(late)
+        machine.handle(event)
+    assert machine.handle(Failed(late)) == End(late)
 
 
 @pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING])
@@ -234,10 +233,10 @@ def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(s
     """As a deadline, of its own stage: the text is kept."""
     late = DeadlineExceeded("no token for a while", stage="between")
     machine = at(State.STREAMING, migration_limit=1)
-    machine.on(Failed(late))
+    machine.handle(Failed(late))
     if state is State.REOPENING:
-        machine.on(Routed(to("b")))
-    action = machine.on(Failed(Unavailable("none left")))
+        machine.handle(Routed(to("b")))
+    action = machine.handle(Failed(Unavailable("none left")))
     assert isinstance(action, End)
     assert isinstance(action.error, DeadlineExceeded)
     assert action.error.fields == late.fields
@@ -246,17 +245,17 @@ def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(s
 @pytest.mark.parametrize("error", FINAL, ids=repr)
 @pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
 def test_what_no_other_instance_could_do_better_is_final(state: State, error: KvoltError) -> None:
-    assert at(state).on(Failed(error)) == End(error)
+    assert at(state).handle(Failed(error)) == End(error)
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.STREAMING])
 def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
     machine = at(state)
-    machine.on(Failed(EngineDied("first")))
+    machine.handle(Failed(EngineDied("first")))
     for number, event in enumerate([Failed(LOST), Failed(EngineDied("second"))]):
-        machine.on(Routed(to(f"w{number}")))
-        machine.on(Opened())
-        action = machine.on(event)
+        machine.handle(Routed(to(f"w{number}")))
+        machine.handle(Opened())
+        action = machine.handle(event)
         assert isinstance(action, Route if number == 0 else End)
 
 
@@ -265,53 +264,52 @@ def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
 
 @pytest.mark.parametrize("error", RETRYABLE + SILENT + FINAL, ids=repr)
 def test_without_migrations_everything_is_final_after_the_first_answer(error: KvoltError) -> None:
-    assert at(State.STREAMING, migration_limit=0).on(Failed(error)) == End(error)
+    assert at(State.STREAMING, migration_limit=0).handle(Failed(error)) == End(error)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
 def test_amid_an_answer_what_no_other_could_do_better_is_final(error: KvoltError) -> None:
-    assert at(State.STREAMING).on(Failed(error)) == End(error)
+    assert at(State.STREAMING).handle(Failed(error)) == End(error)
 
 
 @pytest.mark.parametrize("error", [*RETRYABLE, *SILENT, EngineDied("e")], ids=repr)
-def test_amid_an_answer_another_goes_on(error: KvoltError) -> None:
+def test_another_worker_continues_mid_answer(error: KvoltError) -> None:
     machine = at(State.STREAMING)
-    assert routed(machine.on(Failed(error))).excluded == {"a"}
+    assert routed(machine.handle(Failed(error))).excluded == {"a"}
     assert machine.failure is error
-    assert machine.on(Routed(to("b"))) == Open(to("b"))
+    assert machine.handle(Routed(to("b"))) == Open(to("b"))
     assert (machine.num_attempts, machine.num_migrations) == (1, 1)
-    machine.on(Opened())
-    machine.on(Delivered())
+    machine.handle(Opened())
+    machine.handle(Delivered())
     assert machine.state is State.STREAMING
-    assert machine.on(Finished()) == End(None)
+    assert machine.handle(Finished()) == End(None)
 
 
 def test_who_failed_before_is_left_out_until_it_got_further() -> None:
     machine = at(State.REROUTING)
     refusal = Overloaded("b is full")
-    machine.on(Routed(to("b")))
-    assert machine.on(Failed(refusal)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
-    machine.on(Routed(to("c")))
-    machine.on(Opened())
-    machine.on(Delivered())
-    assert machine.on(Failed(LOST)) == Route(frozenset({InstanceId("c")}))
+    machine.handle(Routed(to("b")))
+    assert machine.handle(Failed(refusal)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
+    machine.handle(Routed(to("c")))
+    machine.handle(Opened())
+    machine.handle(Delivered())
+    assert machine.handle(Failed(LOST)) == Route(frozenset({InstanceId("c")}))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
     machine = at(State.STREAMING, migration_limit=limit)
     for number in range(limit):
-        machine.on(Failed(LOST))
-        machine.on(Routed(to(f"w{number}")))
-        machine.on(Opened())
-        machine.on(Delivered())
-    action = machine.on(Failed(LOST))
+        machine.handle(Failed(LOST))
+        machine.handle(Routed(to(f"w{number}")))
+        machine.handle(Opened())
+        machine.handle(Delivered())
+    action = machine.handle(Failed(LOST))
     assert isinstance(action, End)
     assert isinstance(action.error, WorkerLost)
     assert action.error.fields == LOST.fields
     assert action.error.message == (
-        f"a was lost; the request was migrated {limit} times already, the most that migration_limit allows: "
-        "send it again"
+        f"a was lost; the request was migrated {limit} times, the maximum set by migration_limit: send it again"
     )
     assert machine.num_migrations == limit
 
@@ -322,13 +320,13 @@ def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
         (State.REROUTING, Unavailable("nobody is there")),
         (State.REROUTING, Overloaded("nobody is there")),
         (State.REOPENING, Unsupported("nobody is there")),
-        (State.RESUMING, InvalidRequest("nobody is there")),
+        (State.MIGRATING, InvalidRequest("nobody is there")),
     ],
     ids=repr,
 )
-def test_that_nobody_goes_on_is_the_fault_of_who_was_lost(state: State, error: KvoltError) -> None:
+def test_failed_migration_reports_the_lost_worker(state: State, error: KvoltError) -> None:
     machine = at(state)
-    action = machine.on(Failed(error))
+    action = machine.handle(Failed(error))
     assert isinstance(action, End)
     assert isinstance(action.error, WorkerLost)
     assert (
@@ -339,53 +337,53 @@ def test_that_nobody_goes_on_is_the_fault_of_who_was_lost(state: State, error: K
     assert machine.gpu_work is GpuWork.SOME
 
 
-def test_refusals_of_who_should_go_on_count_as_well() -> None:
+def test_refused_migrations_count_as_well() -> None:
     machine = at(State.REOPENING, migration_limit=2)
-    assert isinstance(machine.on(Failed(ConnectFailed("c"))), Route)
-    machine.on(Routed(to("c")))
-    machine.on(Opened())
-    action = machine.on(Failed(Overloaded("full")))
+    assert isinstance(machine.handle(Failed(ConnectFailed("c"))), Route)
+    machine.handle(Routed(to("c")))
+    machine.handle(Opened())
+    action = machine.handle(Failed(Overloaded("full")))
     assert isinstance(action, End)
     assert isinstance(action.error, WorkerLost), "that is why it has to go on elsewhere"
     assert "full" in action.error.message
 
 
-@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING, State.RESUMING])
+@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING, State.MIGRATING])
 def test_a_deadline_amid_a_migration_is_a_deadline(state: State) -> None:
     late = DeadlineExceeded("too late")
-    assert at(state).on(Failed(late)) == End(late)
+    assert at(state).handle(Failed(late)) == End(late)
 
 
 def test_a_single_attempt() -> None:
     error = WorkerLost("w")
-    assert at(State.WAITING, max_attempts=1).on(Failed(error)) == End(error)
+    assert at(State.WAITING, max_attempts=1).handle(Failed(error)) == End(error)
 
 
-def test_why_the_last_one_failed_says_more_than_that_nobody_is_left() -> None:
+def test_last_error_is_preferred_over_no_worker_left() -> None:
     nobody, full, lost = Unavailable("nobody"), Overloaded("the router is full"), WorkerLost("lost")
-    assert at(State.ROUTING).on(Failed(nobody)) == End(nobody)
+    assert at(State.ROUTING).handle(Failed(nobody)) == End(nobody)
     machine = at(State.WAITING)
-    machine.on(Failed(lost))
-    assert machine.on(Failed(nobody)) == End(lost)
+    machine.handle(Failed(lost))
+    assert machine.handle(Failed(nobody)) == End(lost)
     machine = at(State.WAITING)
-    machine.on(Failed(lost))
-    assert machine.on(Failed(full)) == End(full)
+    machine.handle(Failed(lost))
+    assert machine.handle(Failed(full)) == End(full)
 
 
-def test_what_is_taken_back_goes_elsewhere_and_that_is_no_attempt() -> None:
+def test_withdrawn_request_moves_without_a_new_attempt() -> None:
     machine = at(State.WAITING)
     for name in ("b", "c"):
-        assert machine.may_move
-        assert machine.on(TakenBack(to(name))) == Open(to(name))
-        assert not machine.may_move, "nobody has it yet"
-        machine.on(Opened())
-    assert (machine.num_attempts, machine.num_moves, machine.may_move) == (1, 2, False)
+        assert machine.can_move
+        assert machine.handle(WithdrawalConfirmed(to(name))) == Open(to(name))
+        assert not machine.can_move, "nobody has it yet"
+        machine.handle(Opened())
+    assert (machine.num_attempts, machine.num_moves, machine.can_move) == (1, 2, False)
     before = inside(machine)
-    with pytest.raises(IllegalTransition, match=r"TakenBack a 3\. time"):
-        machine.on(TakenBack(to("d")))
+    with pytest.raises(IllegalTransition, match=r"WithdrawalConfirmed after 2 moves"):
+        machine.handle(WithdrawalConfirmed(to("d")))
     assert inside(machine) == before
-    assert machine.on(Failed(WorkerLost("w"))) == Route(frozenset({InstanceId("c")})), "who had it last"
-    assert not JourneyMachine(3).may_move
+    assert machine.handle(Failed(WorkerLost("w"))) == Route(frozenset({InstanceId("c")})), "who had it last"
+    assert not JourneyMachine(3).can_move
 
 
 @pytest.mark.parametrize(
@@ -401,15 +399,15 @@ def test_what_is_taken_back_goes_elsewhere_and_that_is_no_attempt() -> None:
 )
 def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, spent: GpuWork) -> None:
     machine = at(state, max_attempts=1, migration_limit=0)
-    assert machine.on(Failed(error)) == End(error)
+    assert machine.handle(Failed(error)) == End(error)
     assert machine.gpu_work is spent
 
 
 def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
-    action = at(State.STREAMING).on(Stopped())
+    action = at(State.STREAMING).handle(Stopped())
     assert isinstance(action, End)
     assert isinstance(action.error, Cancelled)
-    assert at(State.WAITING).on(Finished()) == End(None)
+    assert at(State.WAITING).handle(Finished()) == End(None)
 
 
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from(range(10)), max_size=60))
@@ -430,10 +428,10 @@ def test_random_walks(max_attempts: int, migration_limit: int, picks: list[int])
             Failed(EngineFailed("e")),
             Finished(),
             Stopped(),
-            TakenBack(to(f"m{number}")),
+            WithdrawalConfirmed(to(f"m{number}")),
         ][pick]
         try:
-            action = machine.on(event)
+            action = machine.handle(event)
         except IllegalTransition:
             continue
         delivered = delivered or isinstance(event, Delivered)
@@ -443,7 +441,7 @@ def test_random_walks(max_attempts: int, migration_limit: int, picks: list[int])
         if isinstance(action, Route):
             assert machine.state is (State.REROUTING if delivered else State.ROUTING)
             assert action.excluded == frozenset(tried)
-        if isinstance(event, TakenBack):
+        if isinstance(event, WithdrawalConfirmed):
             assert not delivered
             tried.pop()
         if isinstance(action, Open):

@@ -27,10 +27,10 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.journey import Journey, Road
-from kvolt.journey.machine import State
-from kvolt.journey.migration import is_over
-from kvolt.journey.stats import Elsewhere, Outcome
+from kvolt.journey.events import State
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.journey.migration import are_choices_finished
+from kvolt.journey.stats import RerouteKey, RerouteOutcome
 from kvolt.router.port import Decision
 
 TOKENS = 12
@@ -68,9 +68,9 @@ def in_turn(stage: Stage) -> Fixed:
     return Fixed(*(stage.decision(number) for number in range(len(stage.workers))))
 
 
-async def begun(stage: Stage, road: Road, inbox: Inbox, tokens: int = TOKENS) -> Journey:
-    journey = Journey(road, make_request(tokens=tokens), inbox, LIMITS)
-    await journey.begin()
+async def begun(stage: Stage, journey_context: JourneyContext, inbox: Inbox, tokens: int = TOKENS) -> Journey:
+    journey = Journey(journey_context, make_request(tokens=tokens), inbox, LIMITS)
+    await journey.start()
     return journey
 
 
@@ -78,11 +78,11 @@ async def begun(stage: Stage, road: Road, inbox: Inbox, tokens: int = TOKENS) ->
 
 
 @pytest.mark.parametrize("cut", range(1, TOKENS))
-def test_after_any_token_another_worker_goes_on(cut: int) -> None:
+def test_another_worker_continues_after_any_token(cut: int) -> None:
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road(in_turn(stage))
+        inbox, journey_context = Inbox(), stage.journey_context(in_turn(stage))
         Strikes(inbox, {cut: crash(stage, 0)})
-        journey = await begun(stage, road, inbox)
+        journey = await begun(stage, journey_context, inbox)
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected())
         usage = Usage(prompt_tokens=20, completion_tokens=TOKENS)
@@ -94,12 +94,12 @@ def test_after_any_token_another_worker_goes_on(cut: int) -> None:
         assert booking.begun_once == [first, second]
         assert booking.usages == [None, usage]
         assert booking.excluded == [frozenset(), frozenset({first.instance.id})]
-        assert [len(asked.resume) for asked in booking.asked] == [0, cut]
-        assert (road.stats.retries, road.stats.migrations) == ({}, {"worker_lost": 1})
+        assert [len(asked.prior_tokens) for asked in booking.asked] == [0, cut]
+        assert (journey_context.stats.retries, journey_context.stats.migrations) == ({}, {"worker_lost": 1})
         assert journey.decision == second
         assert journey.num_attempts == 1
-        [(kind, took)] = road.stats.elsewhere_s.items()
-        assert (kind, took.num_observed) == (Elsewhere(True, Outcome.SUCCESS), 1)
+        [(kind, took)] = journey_context.stats.reroute_s.items()
+        assert (kind, took.num_observed) == (RerouteKey(True, RerouteOutcome.SUCCESS), 1)
         assert 0 < took.total < 0.1
         stage.nothing_left()
 
@@ -112,9 +112,9 @@ def test_what_the_first_worker_said_of_the_prompt_stays_said() -> None:
         for number, cached in ((0, 0), (1, 0), (0, 16)):
             inbox = Inbox()
             if number:
-                await begun(stage, stage.road(Fixed(stage.decision(number))), inbox)
+                await begun(stage, stage.journey_context(Fixed(stage.decision(number))), inbox)
             else:
-                await begun(stage, stage.road(Fixed(stage.decision(0), stage.decision(1))), inbox)
+                await begun(stage, stage.journey_context(Fixed(stage.decision(0), stage.decision(1))), inbox)
             if cached:
                 Strikes(inbox, {3: crash(stage, 0)})
             await until(lambda inbox=inbox: bool(inbox.ends))
@@ -128,17 +128,17 @@ def test_what_the_first_worker_said_of_the_prompt_stays_said() -> None:
 
 def test_a_second_worker_may_be_lost_too(caplog: pytest.LogCaptureFixture) -> None:
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road(in_turn(stage))
+        inbox, journey_context = Inbox(), stage.journey_context(in_turn(stage))
         Strikes(inbox, {4: crash(stage, 0), 8: crash(stage, 1)})
         with caplog.at_level(logging.INFO, logger="kvolt.journey.attempt_state"):
-            await begun(stage, road, inbox)
+            await begun(stage, journey_context, inbox)
             await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected())
         assert inbox.items[-1].usage == Usage(20, TOKENS)
-        assert [len(asked.resume) for asked in stage.bookings[0].asked] == [0, 4, 8]
-        assert road.stats.migrations == {"worker_lost": 2}
-        told = [record.getMessage() for record in caplog.records if "goes on at" in record.getMessage()]
-        assert [text.split(" after ")[1].split(" tokens")[0] for text in told] == ["4", "8"]
+        assert [len(asked.prior_tokens) for asked in stage.bookings[0].asked] == [0, 4, 8]
+        assert journey_context.stats.migrations == {"worker_lost": 2}
+        told = [record.getMessage() for record in caplog.records if "request migrated" in record.getMessage()]
+        assert [text.split("tokens=")[1].split()[0] for text in told] == ["4", "8"]
         stage.nothing_left()
 
     staged(body, lambda: [None, None, None])
@@ -153,7 +153,7 @@ def test_log_probabilities_and_the_prompts_come_once() -> None:
             inbox = Inbox()
             if struck:
                 Strikes(inbox, {3: crash(stage, 0)})
-            await Journey(stage.road(in_turn(stage)), request, inbox, LIMITS).begin()
+            await Journey(stage.journey_context(in_turn(stage)), request, inbox, LIMITS).start()
             await until(lambda inbox=inbox: bool(inbox.ends))
             assert [delta.prompt_logprobs is not None for delta in inbox.items] == [True] + [False] * 7
             answers.append([delta.logprobs for delta in inbox.items])
@@ -162,11 +162,13 @@ def test_log_probabilities_and_the_prompts_come_once() -> None:
     staged(body, lambda: [None, None])
 
 
-def test_a_held_answer_is_held_where_it_goes_on() -> None:
+def test_held_answer_stays_held_after_migration() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        journey = Journey(stage.road(in_turn(stage)), make_request(tokens=400, prompt=5), inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(
+            stage.journey_context(in_turn(stage)), make_request(tokens=400, prompt=5), inbox, LIMITS
+        )
+        await journey.start()
         await until(lambda: inbox.num_tokens >= 5)
         journey.hold()
         crash(stage, 0)()
@@ -183,16 +185,19 @@ def test_a_held_answer_is_held_where_it_goes_on() -> None:
 # --- several choices
 
 
-def test_each_choice_goes_on_after_its_own_tokens() -> None:
+def test_each_choice_continues_after_its_own_tokens() -> None:
     async def body(stage: Stage) -> None:
         request = make_request(tokens=9, choices=3)
         undisturbed = Inbox(3)
-        await Journey(stage.road(Fixed(stage.decision(1))), request, undisturbed, LIMITS).begin()
+        await Journey(stage.journey_context(Fixed(stage.decision(1))), request, undisturbed, LIMITS).start()
         await until(lambda: bool(undisturbed.ends))
         for cut in range(1, 20, 3):
-            inbox, road = Inbox(3), stage.road(Fixed(stage.decision(0), stage.decision(1)))
+            inbox, journey_context = (
+                Inbox(3),
+                stage.journey_context(Fixed(stage.decision(0), stage.decision(1))),
+            )
             Strikes(inbox, {cut: lambda: stage.lab.network.cut("w0", "caller", silent=False)})
-            await Journey(road, request, inbox, LIMITS).begin()
+            await Journey(journey_context, request, inbox, LIMITS).start()
             await until(lambda inbox=inbox: bool(inbox.ends))
             assert inbox.ends == [None]
             for index in range(3):
@@ -200,7 +205,7 @@ def test_each_choice_goes_on_after_its_own_tokens() -> None:
             told = [delta.usage.completion_tokens for delta in inbox.items if delta.usage is not None]
             assert told == [9, 9, 9]
             assert sum(delta.cached_tokens is not None for delta in inbox.items if not delta.index) == 1
-            assert road.stats.migrations == {"worker_lost": 1}
+            assert journey_context.stats.migrations == {"worker_lost": 1}
             usage = stage.bookings[-1].usages[-1]
             assert usage is not None
             assert usage.completion_tokens == 27
@@ -229,7 +234,7 @@ def test_a_choice_that_is_over_is_not_computed_again() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox(4)
         request = make_request(tokens=3, choices=4)
-        await Journey(stage.road(in_turn(stage)), request, inbox, LIMITS).begin()
+        await Journey(stage.journey_context(in_turn(stage)), request, inbox, LIMITS).start()
         said = (
             Delta((300,), cached_tokens=4),
             Delta((301, 302), index=1, finish=FinishReason.STOP, usage=Usage(20, 2)),
@@ -241,7 +246,7 @@ def test_a_choice_that_is_over_is_not_computed_again() -> None:
         rest = await given(
             stage, 1, Delta((306,), index=2, finish=FinishReason.STOP, usage=Usage(20, 1)), Delta((307, 308))
         )
-        assert (rest.resume, rest.resume_choices) == ((), ((300,), None, (), None))
+        assert (rest.prior_tokens, rest.prior_tokens_by_choice) == ((), ((300,), None, (), None))
         await until(lambda: inbox.num_tokens == 9)
         stage.workers[1].engine.put(
             StepOutput(((R, Delta((), finish=FinishReason.LENGTH, usage=Usage(20, 3))),))
@@ -282,10 +287,12 @@ def test_an_answer_that_has_all_its_tokens_ends_without_another_worker(
 ) -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        road = dataclasses.replace(stage.road(in_turn(stage), migration_limit=limit), eos_token_ids=(7,))
+        journey_context = dataclasses.replace(
+            stage.journey_context(in_turn(stage), migration_limit=limit), eos_token_ids=(7,)
+        )
         request = make_request(tokens=3)
         request = replace(request, stop=replace(request.stop, stop_token_ids=(99,)))
-        await Journey(road, request, inbox, LIMITS).begin()
+        await Journey(journey_context, request, inbox, LIMITS).start()
         await given(stage, 0, Delta(tokens, cached_tokens=0))
         await until(lambda: bool(inbox.items))
         crash(stage, 0)()
@@ -296,7 +303,7 @@ def test_an_answer_that_has_all_its_tokens_ends_without_another_worker(
         assert last.usage == Usage(20, len(tokens))
         assert stage.bookings[0].usages == [last.usage]
         assert stage.workers[1].engine.submitted == []
-        assert not road.stats.migrations
+        assert not journey_context.stats.migrations
 
     staged(body, scripted(2))
 
@@ -306,9 +313,11 @@ def test_a_receiver_that_leaves_with_the_last_of_these_ends_hears_no_more() -> N
 
     async def body(stage: Stage) -> None:
         inbox = Inbox(2)
-        journey = Journey(stage.road(in_turn(stage)), make_request(tokens=2, choices=2), inbox, LIMITS)
-        inbox.watch = lambda: journey.cancel() if is_over(inbox.so_far()) else None
-        await journey.begin()
+        journey = Journey(
+            stage.journey_context(in_turn(stage)), make_request(tokens=2, choices=2), inbox, LIMITS
+        )
+        inbox.watch = lambda: journey.cancel() if are_choices_finished(inbox.received_tokens()) else None
+        await journey.start()
         await given(stage, 0, Delta((300, 301), cached_tokens=0), Delta((302, 303), index=1))
         await until(lambda: inbox.num_tokens == 4)
         crash(stage, 0)()
@@ -324,15 +333,15 @@ def test_a_receiver_that_leaves_with_the_last_of_these_ends_hears_no_more() -> N
 def test_eos_that_is_ignored_ends_nothing() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        road = dataclasses.replace(stage.road(in_turn(stage)), eos_token_ids=(7,))
+        journey_context = dataclasses.replace(stage.journey_context(in_turn(stage)), eos_token_ids=(7,))
         request = make_request(tokens=3)
         request = replace(request, stop=replace(request.stop, ignore_eos=True))
-        journey = Journey(road, request, inbox, LIMITS)
-        await journey.begin()
+        journey = Journey(journey_context, request, inbox, LIMITS)
+        await journey.start()
         await given(stage, 0, Delta((300, 7), cached_tokens=0))
         await until(lambda: bool(inbox.items))
         crash(stage, 0)()
-        assert (await given(stage, 1)).resume == (300, 7)
+        assert (await given(stage, 1)).prior_tokens == (300, 7)
         journey.cancel()
 
     staged(body, scripted(2))
@@ -341,7 +350,7 @@ def test_eos_that_is_ignored_ends_nothing() -> None:
 def test_a_worker_lost_between_the_last_delta_and_its_end_is_not_missed() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        journey = await begun(stage, stage.road(in_turn(stage)), inbox)
+        journey = await begun(stage, stage.journey_context(in_turn(stage)), inbox)
         await given(stage, 0)
         journey.on_item(Delta((300,), cached_tokens=0))
         journey.on_item(Delta((301,), finish=FinishReason.STOP, usage=Usage(20, 2)))
@@ -360,17 +369,17 @@ def test_a_worker_lost_between_the_last_delta_and_its_end_is_not_missed() -> Non
 
 def test_an_engine_that_dies_is_replaced_and_a_second_one_ends_it() -> None:
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road(in_turn(stage))
-        await begun(stage, road, inbox)
+        inbox, journey_context = Inbox(), stage.journey_context(in_turn(stage))
+        await begun(stage, journey_context, inbox)
         for number in range(2):
             await given(stage, number, Delta((300 + number,), cached_tokens=0))
             await until(lambda number=number: inbox.num_tokens == number + 1)
             stage.workers[number].engine.put(RuntimeError("a kernel failed"))
         await until(lambda: bool(inbox.ends))
         assert [type(error) for error in inbox.ends] == [EngineFailed]
-        assert stage.workers[1].engine.submitted[0].resume == (300,)
+        assert stage.workers[1].engine.submitted[0].prior_tokens == (300,)
         assert stage.workers[2].engine.submitted == [], "it may be the request"
-        assert road.stats.migrations == {"engine_died": 1}
+        assert journey_context.stats.migrations == {"engine_died": 1}
         stage.lab.errors.clear()
 
     staged(body, scripted(3))
@@ -379,13 +388,13 @@ def test_an_engine_that_dies_is_replaced_and_a_second_one_ends_it() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_when_all_workers_are_gone_the_error_says_so(number: int) -> None:
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road()
-        journey = await begun(stage, road, inbox)
+        inbox, journey_context = Inbox(), stage.journey_context()
+        journey = await begun(stage, journey_context, inbox)
         for turn in range(number):
             await until(lambda turn=turn: inbox.num_tokens >= 4 * (turn + 1))
             [holder] = [each for each in range(number) if stage.decision(each) == journey.decision]
             crash(stage, holder)()
-        await until(lambda: bool(inbox.ends), road.client.stall_grace_s + 5)
+        await until(lambda: bool(inbox.ends), journey_context.client.stall_grace_s + 5)
         [error] = inbox.ends
         assert isinstance(error, WorkerLost)
         assert (
@@ -394,42 +403,42 @@ def test_when_all_workers_are_gone_the_error_says_so(number: int) -> None:
         )
         assert error.fields["gpu_work"] == "some"
         assert inbox.tokens() == expected()[: inbox.num_tokens]
-        assert Elsewhere(True, Outcome.FAILURE) in road.stats.elsewhere_s
+        assert RerouteKey(True, RerouteOutcome.FAILURE) in journey_context.stats.reroute_s
         stage.nothing_left()
 
     staged(body, lambda: [None] * number)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_an_answer_goes_on_only_as_often_as_it_may(limit: int) -> None:
+def test_migrations_are_limited(limit: int) -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
-        road = stage.road(in_turn(stage), migration_limit=limit)
+        journey_context = stage.journey_context(in_turn(stage), migration_limit=limit)
         Strikes(inbox, {3 * (number + 1): crash(stage, number) for number in range(limit + 1)})
-        await begun(stage, road, inbox)
+        await begun(stage, journey_context, inbox)
         await until(lambda: bool(inbox.ends))
         [error] = inbox.ends
         assert isinstance(error, WorkerLost)
         assert inbox.tokens() == expected()[: inbox.num_tokens]
         assert 3 * (limit + 1) <= inbox.num_tokens < TOKENS
-        assert sum(road.stats.migrations.values()) == limit
-        assert ("times already, the most that migration_limit allows" in error.message) == (limit > 0)
+        assert sum(journey_context.stats.migrations.values()) == limit
+        assert ("the maximum set by migration_limit" in error.message) == (limit > 0)
         stage.nothing_left()
 
     staged(body, lambda: [None] * 4)
 
 
-def test_who_refuses_to_go_on_is_passed_over() -> None:
+def test_refusing_worker_is_skipped() -> None:
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road(in_turn(stage))
+        inbox, journey_context = Inbox(), stage.journey_context(in_turn(stage))
         Strikes(inbox, {3: crash(stage, 0)})
-        await begun(stage, road, inbox)
+        await begun(stage, journey_context, inbox)
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected())
         [booking] = stage.bookings
         names = [stage.decision(number).instance.id for number in range(2)]
         assert booking.excluded == [frozenset(), frozenset(names[:1]), frozenset(names)]
-        assert road.stats.migrations == {"worker_lost": 1, "overloaded": 1}
+        assert journey_context.stats.migrations == {"worker_lost": 1, "overloaded": 1}
 
     staged(body, lambda: [None, Refusing(Overloaded("full")), None])
 
@@ -439,7 +448,7 @@ def test_a_refusal_for_good_is_no_fault_of_the_request(error: KvoltError) -> Non
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         Strikes(inbox, {3: crash(stage, 0)})
-        await begun(stage, stage.road(in_turn(stage)), inbox)
+        await begun(stage, stage.journey_context(in_turn(stage)), inbox)
         await until(lambda: bool(inbox.ends))
         [told] = inbox.ends
         assert isinstance(told, WorkerLost)
@@ -452,9 +461,12 @@ def test_who_was_lost_may_be_asked_again_once_it_got_further() -> None:
     """A cut connection is no dead worker."""
 
     async def body(stage: Stage) -> None:
-        inbox, road = Inbox(), stage.road(Fixed(*(stage.decision(number) for number in (0, 1, 0))))
+        inbox, journey_context = (
+            Inbox(),
+            stage.journey_context(Fixed(*(stage.decision(number) for number in (0, 1, 0)))),
+        )
         Strikes(inbox, {4: lambda: stage.lab.network.cut("w0", "caller", silent=False), 200: crash(stage, 1)})
-        await begun(stage, road, inbox, tokens=300)
+        await begun(stage, journey_context, inbox, tokens=300)
         await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected(300))
         assert stage.bookings[0].excluded[-1] == {stage.decision(1).instance.id}
@@ -469,12 +481,12 @@ def test_who_was_lost_may_be_asked_again_once_it_got_further() -> None:
 def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
     async def body(stage: Stage) -> None:
         inbox, router = Inbox(), in_turn(stage)
-        road = stage.road(router)
+        journey_context = stage.journey_context(router)
         if moment == "reopening":
             stage.lab.network.crash("w1", silent=False)
             await asyncio.sleep(0.1)
             stage.lab.network.restart("w1")  # known, not connected
-        journey = await begun(stage, road, inbox)
+        journey = await begun(stage, journey_context, inbox)
         await given(stage, 0, Delta((300,), cached_tokens=0))
         await until(lambda: bool(inbox.items))
         gate = router.gate = asyncio.Event()
@@ -490,7 +502,7 @@ def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
         await asyncio.sleep(3)
         assert inbox.ends == []
         assert inbox.num_tokens == 1
-        assert [kind.outcome for kind in road.stats.elsewhere_s] == [Outcome.CANCELLED]
+        assert [kind.outcome for kind in journey_context.stats.reroute_s] == [RerouteOutcome.CANCELLED]
         second = stage.workers[1].engine
         assert len(second.aborted) == len(second.submitted) == (moment == "resuming")
         stage.nothing_left()
@@ -508,14 +520,14 @@ class Dozing(Fixed):
 
 
 @pytest.mark.parametrize("stage_told", ["route", "total"])
-def test_the_requests_time_goes_on_amid_a_migration(stage_told: str) -> None:
+def test_deadline_includes_migrations(stage_told: str) -> None:
     async def body(stage: Stage) -> None:
         loop = asyncio.get_running_loop()
         inbox, started = Inbox(), loop.time()
         decisions = [stage.decision(0), stage.decision(1)]
         router = Dozing(*decisions) if stage_told == "route" else Fixed(*decisions)
         limits = replace(LIMITS, total_s=5.0, first_s=5.0)
-        await Journey(stage.road(router), make_request(), inbox, limits).begin()
+        await Journey(stage.journey_context(router), make_request(), inbox, limits).start()
         await given(stage, 0, Delta((300,), cached_tokens=0))
         await asyncio.sleep(2)
         crash(stage, 0)()
@@ -525,7 +537,7 @@ def test_the_requests_time_goes_on_amid_a_migration(stage_told: str) -> None:
         assert error.fields["stage"] == stage_told
         assert 4.9 < loop.time() - started < 5.2
         if stage_told == "total":
-            assert stage.workers[1].engine.submitted[0].resume == (300,)
+            assert stage.workers[1].engine.submitted[0].prior_tokens == (300,)
             await until(lambda: bool(stage.workers[1].engine.aborted))
 
     staged(body, scripted(2))
@@ -535,10 +547,10 @@ def test_silent_workers_are_replaced_once() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         limits = replace(LIMITS, between_s=1.0)
-        await Journey(stage.road(in_turn(stage)), make_request(), inbox, limits).begin()
+        await Journey(stage.journey_context(in_turn(stage)), make_request(), inbox, limits).start()
         await given(stage, 0, Delta((300,), cached_tokens=0))
         await until(lambda: bool(stage.workers[1].engine.submitted))
-        assert stage.workers[1].engine.submitted[0].resume == (300,)
+        assert stage.workers[1].engine.submitted[0].prior_tokens == (300,)
         assert stage.workers[0].engine.aborted, "the hung worker does not go on as well"
         await given(stage, 1, Delta((301,), cached_tokens=0))
         await until(lambda: bool(inbox.ends))
@@ -551,11 +563,11 @@ def test_silent_workers_are_replaced_once() -> None:
     staged(body, scripted(3))
 
 
-def test_the_total_deadline_is_no_reason_to_go_on_elsewhere() -> None:
+def test_total_deadline_is_not_retried() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         limits = replace(LIMITS, total_s=1.0)
-        await Journey(stage.road(in_turn(stage)), make_request(), inbox, limits).begin()
+        await Journey(stage.journey_context(in_turn(stage)), make_request(), inbox, limits).start()
         await given(stage, 0, Delta((300,), cached_tokens=0))
         await until(lambda: bool(inbox.ends))
         assert [type(error) for error in inbox.ends] == [DeadlineExceeded]
@@ -564,12 +576,12 @@ def test_the_total_deadline_is_no_reason_to_go_on_elsewhere() -> None:
     staged(body, scripted(2))
 
 
-def test_what_cannot_go_on_at_any_other_worker_ends_with_both_reasons() -> None:
+def test_failed_migration_reports_both_reasons() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         router = Fixed(stage.decision(0), Unavailable("the pin is gone"))
         Strikes(inbox, {3: crash(stage, 0)})
-        await begun(stage, stage.road(router), inbox)
+        await begun(stage, stage.journey_context(router), inbox)
         await until(lambda: bool(inbox.ends))
         [error] = inbox.ends
         assert isinstance(error, WorkerLost)

@@ -25,11 +25,10 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Handoff, KvSource, Request, RoutingHints, StopConditions
 from kvolt.journey import prefill as prefill_module
-from kvolt.journey.machine import (
+from kvolt.journey.events import (
     Action,
     End,
     GpuWork,
-    JourneyMachine,
     Prefill,
     Prefilled,
     PrefillFailed,
@@ -38,11 +37,12 @@ from kvolt.journey.machine import (
     State,
     Stopped,
 )
-from kvolt.journey.prefill import Leg, PrefillCall
+from kvolt.journey.machine import JourneyMachine
+from kvolt.journey.prefill import PrefillCall, RoleTarget
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 P0, P1 = InstanceId("p0"), InstanceId("p1")
 NOBODY: frozenset[InstanceId] = frozenset()
@@ -52,26 +52,26 @@ HANDOFF = Handoff(ticket=b"", prefill_instance=P0, cached_tokens=16)
 
 def started() -> JourneyMachine:
     machine = JourneyMachine(max_attempts=3)
-    assert machine.on(Start(is_remote=True)) == Prefill(NOBODY)
+    assert machine.handle(Start(is_remote_prefill=True)) == Prefill(NOBODY)
     assert machine.state is State.PREFILLING
     return machine
 
 
 def test_the_answer_is_routed_once_the_prompt_is_computed() -> None:
     machine = started()
-    assert machine.on(Prefilled()) == Route(NOBODY)
+    assert machine.handle(Prefilled()) == Route(NOBODY)
     assert (machine.state, machine.gpu_work) == (State.ROUTING, GpuWork.SOME)
 
 
 def test_without_prefill_workers_it_is_routed_at_once() -> None:
-    assert JourneyMachine(max_attempts=3).on(Start()) == Route(NOBODY)
+    assert JourneyMachine(max_attempts=3).handle(Start()) == Route(NOBODY)
 
 
-def test_another_prefill_worker_then_whoever_answers() -> None:
+def test_second_prefill_worker_then_the_decode_worker() -> None:
     machine = started()
-    assert machine.on(PrefillFailed(WorkerLost("gone"), P0)) == Prefill(frozenset({P0}))
+    assert machine.handle(PrefillFailed(WorkerLost("gone"), P0)) == Prefill(frozenset({P0}))
     assert machine.gpu_work is GpuWork.UNKNOWN
-    assert machine.on(PrefillFailed(WorkerLost("gone"), P1)) == Route(NOBODY)
+    assert machine.handle(PrefillFailed(WorkerLost("gone"), P1)) == Route(NOBODY)
 
 
 @pytest.mark.parametrize(
@@ -82,44 +82,42 @@ def test_another_prefill_worker_then_whoever_answers() -> None:
         (InvalidRequest("too long for its memory"), P0),
     ],
 )
-def test_where_nobody_else_could_do_better_whoever_answers_computes_it(
-    error: KvoltError, asked: InstanceId | None
-) -> None:
-    assert started().on(PrefillFailed(error, asked)) == Route(NOBODY)
+def test_request_errors_of_prefill_fall_back_to_decode(error: KvoltError, asked: InstanceId | None) -> None:
+    assert started().handle(PrefillFailed(error, asked)) == Route(NOBODY)
 
 
 @pytest.mark.parametrize(
     "error", [ProtocolError("no handoff"), KvoltError("internal error (KeyError)"), EngineFailed("no")]
 )
-def test_another_prefill_worker_is_asked_and_then_whoever_answers(error: KvoltError) -> None:
+def test_another_prefill_worker_then_the_decode_worker(error: KvoltError) -> None:
     machine = started()
-    assert machine.on(PrefillFailed(error, P0)) == Prefill(frozenset({P0}))
-    assert machine.on(PrefillFailed(error, P1)) == Route(NOBODY)
+    assert machine.handle(PrefillFailed(error, P0)) == Prefill(frozenset({P0}))
+    assert machine.handle(PrefillFailed(error, P1)) == Route(NOBODY)
 
 
 @pytest.mark.parametrize("stage", ["total", "route"])
 def test_a_request_whose_time_is_over_ends(stage: str) -> None:
     error = DeadlineExceeded("late", stage=stage)
-    assert started().on(PrefillFailed(error, P0)) == End(error)
+    assert started().handle(PrefillFailed(error, P0)) == End(error)
 
 
 def test_a_slow_prefill_worker_is_as_good_as_none() -> None:
     machine = started()
     slow = DeadlineExceeded("nothing for 60 s", stage="first")
-    assert machine.on(PrefillFailed(slow, P0)) == Prefill(frozenset({P0}))
-    assert machine.on(PrefillFailed(slow, P1)) == Route(NOBODY)
+    assert machine.handle(PrefillFailed(slow, P0)) == Prefill(frozenset({P0}))
+    assert machine.handle(PrefillFailed(slow, P1)) == Route(NOBODY)
 
 
 def test_engines_that_die_of_a_prompt_are_counted() -> None:
     machine = started()
-    assert machine.on(PrefillFailed(EngineDied("died"), P0)) == Prefill(frozenset({P0}))
-    action = machine.on(PrefillFailed(EngineDied("died"), P1))
+    assert machine.handle(PrefillFailed(EngineDied("died"), P0)) == Prefill(frozenset({P0}))
+    action = machine.handle(PrefillFailed(EngineDied("died"), P1))
     assert isinstance(action, End)
     assert type(action.error) is EngineFailed
 
 
-def test_whoever_asked_may_go() -> None:
-    action: Action = started().on(Stopped())
+def test_caller_may_be_cancelled() -> None:
+    action: Action = started().handle(Stopped())
     assert isinstance(action, End)
     assert isinstance(action.error, Cancelled)
 
@@ -128,7 +126,7 @@ def test_whoever_asked_may_go() -> None:
 
 
 class Desk:
-    """Router and client of a leg: it tells what it was asked, and answers as it was told."""
+    """Router and client of a target: it tells what it was asked, and answers as it was told."""
 
     def __init__(
         self, *items: Delta, error: KvoltError | None = None, refuses: KvoltError | None = None
@@ -143,17 +141,17 @@ class Desk:
         self.asked: list[Request] = []
         self.deadlines = Deadlines()
         self.plane = self
-        self.let_go: list[RequestId] = []
+        self.released: list[RequestId] = []
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = NOBODY) -> Decision:
         self.asked.append(request)
         await asyncio.sleep(0)
         return self.decision
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
         self.begun_with.append(cached_tokens)
 
-    def free(self, decision: Decision, usage: object, outcome: object = None) -> None:
+    def release(self, decision: Decision, usage: object, outcome: object = None) -> None:
         self.num_freed += 1
 
     async def close(self) -> None: ...
@@ -175,15 +173,15 @@ class Desk:
 
 @pytest.fixture(autouse=True)
 def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(crew: Crew, desk: Desk, instance: Instance, request_id: RequestId) -> None:
+    def release(task_group: TaskGroup, desk: Desk, instance: Instance, request_id: RequestId) -> None:
         assert instance is desk.decision.instance
-        desk.let_go.append(request_id)
+        desk.released.append(request_id)
 
-    monkeypatch.setattr(prefill_module, "let_go", note)
+    monkeypatch.setattr(prefill_module, "release_prompt", release)
 
 
 def asked(desk: Desk, request: Request = REQUEST) -> PrefillCall:
-    return PrefillCall(Leg(desk, desk), request, Crew("test"))  # type: ignore[arg-type]
+    return PrefillCall(RoleTarget(desk, desk), request, TaskGroup("test"))  # type: ignore[arg-type]
 
 
 async def test_a_prompt_is_computed() -> None:
@@ -191,7 +189,7 @@ async def test_a_prompt_is_computed() -> None:
     call = asked(desk)
     assert await call.run(NOBODY, Deadlines()) == HANDOFF
     assert call.decision is desk.decision
-    assert (desk.begun_with, desk.num_freed, desk.let_go) == ([16], 1, [])
+    assert (desk.begun_with, desk.num_freed, desk.released) == ([16], 1, [])
 
 
 @pytest.mark.parametrize(("predicted_ms", "first_s"), [(None, 60.0), (1e3, 60.0), (90e3, 270.0)])
@@ -235,17 +233,17 @@ async def test_the_worker_gets_all_that_was_decided() -> None:
 async def test_a_prompt_is_not_computed(desk: Desk, error: type[KvoltError]) -> None:
     with pytest.raises(error):
         await asked(desk).run(NOBODY, Deadlines())
-    assert (desk.num_freed, desk.let_go) == (1, [])
+    assert (desk.num_freed, desk.released) == (1, [])
 
 
-async def test_a_prompt_that_comes_too_late_is_let_go() -> None:
+async def test_a_prompt_that_comes_too_late_is_released() -> None:
     desk = Desk(error=DeadlineExceeded("nothing for 60 s", stage="first"))
     with pytest.raises(DeadlineExceeded):
         await asked(desk).run(NOBODY, Deadlines())
-    assert (desk.num_freed, desk.let_go) == (1, [REQUEST.request_id])
+    assert (desk.num_freed, desk.released) == (1, [REQUEST.request_id])
 
 
-async def test_a_prompt_that_comes_as_its_caller_goes_is_let_go() -> None:
+async def test_a_prompt_that_comes_as_its_caller_goes_is_released() -> None:
     desk = Desk()
     desk.answers = False
     call = asked(desk)
@@ -256,7 +254,7 @@ async def test_a_prompt_that_comes_as_its_caller_goes_is_let_go() -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert desk.let_go == [REQUEST.request_id]
+    assert desk.released == [REQUEST.request_id]
 
 
 async def test_a_call_is_cancelled() -> None:
@@ -268,7 +266,7 @@ async def test_a_call_is_cancelled() -> None:
     call.cancel()
     with pytest.raises(Cancelled):
         await running
-    assert (desk.num_cancelled, desk.num_freed, desk.let_go) == (1, 1, [REQUEST.request_id])
+    assert (desk.num_cancelled, desk.num_freed, desk.released) == (1, 1, [REQUEST.request_id])
 
 
 async def test_a_call_is_cancelled_before_it_was_sent() -> None:
@@ -279,10 +277,10 @@ async def test_a_call_is_cancelled_before_it_was_sent() -> None:
     call.cancel()
     with pytest.raises(Cancelled):
         await running
-    assert (desk.num_cancelled, desk.num_freed, desk.let_go) == (0, 1, [])
+    assert (desk.num_cancelled, desk.num_freed, desk.released) == (0, 1, [])
 
 
-async def test_whoever_waits_may_go() -> None:
+async def test_waiter_may_be_cancelled() -> None:
     desk = Desk()
     desk.answers = False
     with pytest.raises(TimeoutError):

@@ -10,13 +10,13 @@ from kvolt.core.delta import StageTimes, Usage
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import LinkCosts, Request, Role, RoutingHints, Sampling
-from kvolt.journey.prefill import Leg
+from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import (
-    Chooser,
-    OneWay,
-    Way,
-    WayRule,
-    costs,
+    LocalPrefillOnly,
+    PrefillMode,
+    PrefillModeRules,
+    PrefillModeSelector,
+    mode_costs,
 )
 from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
@@ -29,36 +29,36 @@ CALM = Forecast(
     instance=InstanceId("w0"),
     queue_s=0.0,
     prefill_s=0.1,
-    arriving=0.0,
+    num_arriving=0.0,
     decoding=4.0,
     step_s=0.01,
     slowdown_s=0.01,
     output_tokens=100.0,
-    lacking_tokens=400,
-    num_places=1,
-    all_decoding=4.0,
-    base_s=0.0095,
-    more_s=0.0001,
+    missing_tokens=400,
+    num_worker_ranks=1,
+    total_decoding=4.0,
+    base_step_s=0.0095,
+    added_step_s=0.0001,
 )
-IDLE = replace(CALM, decoding=0.0, all_decoding=0.0)
+IDLE = replace(CALM, decoding=0.0, total_decoding=0.0)
 HANDED = replace(CALM, prefill_s=0.0, transfer_s=0.001)
 """At a decode worker, with the prompt's KV."""
 SHARED = replace(IDLE, decoding=2.0, slowdown_s=0.5)
 """At a prefill worker that answers some."""
-BUSY = replace(CALM, decoding=64.0, all_decoding=64.0, step_s=0.04)
+BUSY = replace(CALM, decoding=64.0, total_decoding=64.0, step_s=0.04)
 
 
 # --- what each way costs
 
 
-def cheapest(here: Forecast = CALM, handed: Forecast = HANDED, there: Forecast = IDLE) -> Way:
-    priced = costs(here, handed, there)
-    assert set(priced) == set(Way)
+def cheapest(here: Forecast = CALM, handed: Forecast = HANDED, there: Forecast = IDLE) -> PrefillMode:
+    priced = mode_costs(here, handed, there)
+    assert set(priced) == set(PrefillMode)
     return min(priced, key=priced.__getitem__)
 
 
 def test_a_prompt_that_would_hold_up_answers_is_computed_apart() -> None:
-    assert cheapest(there=SHARED) is Way.SPLIT
+    assert cheapest(there=SHARED) is PrefillMode.REMOTE
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_a_prompt_that_would_hold_up_answers_is_computed_apart() -> None:
     [
         {"there": replace(IDLE, queue_s=2.0)},
         {"there": replace(IDLE, prefill_s=2.0)},
-        {"there": replace(IDLE, arriving=12.0)},
+        {"there": replace(IDLE, num_arriving=12.0)},
         {"there": replace(IDLE, decoding=9.0, slowdown_s=1.0)},
         {"handed": replace(HANDED, transfer_s=2.0), "there": replace(IDLE, step_s=0.05)},
     ],
     ids=["a queue there", "a slow place", "who would wait", "who is being answered there", "a slow way"],
 )
 def test_what_makes_the_prompt_dear_elsewhere_keeps_it_here(change: dict[str, object]) -> None:
-    assert cheapest(**change) is Way.HERE  # type: ignore[arg-type]
+    assert cheapest(**change) is PrefillMode.LOCAL  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_makes_the_prompt_dear_elsewhere_keeps_it_here(change: dict[str, ob
 )
 def test_who_computes_prompts_answers_while_those_who_answer_have_too_much(handed: Forecast) -> None:
     here = replace(handed, prefill_s=0.1)
-    assert cheapest(here=here, handed=handed) is Way.THERE
+    assert cheapest(here=here, handed=handed) is PrefillMode.PREFILL_WORKER
 
 
 # --- routers by hand
@@ -95,9 +95,9 @@ class Blind:
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         raise AssertionError("nothing is routed here")
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -115,11 +115,11 @@ class Seer(Blind):
     def forecast(self, request: Request) -> Forecast:
         if self.error is not None:
             raise self.error
-        self.links = links = request.routing.links
+        self.links = links = request.routing.link_costs
         if request.handoff is not None and self.handed is not None:
             if links is None:
                 return self.handed
-            moved_s = links.by_peer.get(self.handed.instance, links.token_s) * self.handed.lacking_tokens
+            moved_s = links.by_peer.get(self.handed.instance, links.token_s) * self.handed.missing_tokens
             return replace(self.handed, transfer_s=moved_s)
         return self.told
 
@@ -139,35 +139,37 @@ class Scene:
         self,
         here: Blind | None = None,
         there: Blind | None = None,
-        rule: WayRule | None = None,
+        rule: PrefillModeRules | None = None,
         num_there: int = 1,
     ) -> None:
         self.time_s = 0.0
         self.here = here or Seer(CALM, HANDED)
         self.there = there or Seer(IDLE)
-        self.leg: Leg | None = Leg(self.there, Reached(num_there))  # type: ignore[arg-type]
-        self.chooser = Chooser(self.here, lambda: self.leg, BLOCK, rule, now=lambda: self.time_s)
+        self.target: RoleTarget | None = RoleTarget(self.there, Reached(num_there))  # type: ignore[arg-type]
+        self.chooser = PrefillModeSelector(
+            self.here, lambda: self.target, BLOCK, rule, now=lambda: self.time_s
+        )
 
-    def way(self, request: Request = REQUEST) -> Way:
-        return self.chooser.plan(request).way
+    def way(self, request: Request = REQUEST) -> PrefillMode:
+        return self.chooser.plan(request).mode
 
 
 # --- whether there is a choice
 
 
 def test_where_every_worker_computes_its_own_there_is_one_way() -> None:
-    ways = OneWay()
-    ways.learn(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0), P0, D0)
-    assert ways.links_from(P0) is None
-    assert ways.links_to(D0) is None
-    assert ways.plan(REQUEST) == (Way.HERE, None)
+    ways = LocalPrefillOnly()
+    ways.observe_transfer(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0), P0, D0)
+    assert ways.link_costs_from(P0) is None
+    assert ways.link_costs_to(D0) is None
+    assert ways.plan(REQUEST) == (PrefillMode.LOCAL, None)
 
 
-def test_without_anybody_to_compute_prompts_it_is_here() -> None:
+def test_prefill_is_local_without_prefill_workers() -> None:
     scene = Scene(num_there=0)
-    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
-    scene.leg = None
-    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
+    assert scene.chooser.plan(REQUEST) == (PrefillMode.LOCAL, None)
+    scene.target = None
+    assert scene.chooser.plan(REQUEST) == (PrefillMode.LOCAL, None)
     assert not any(scene.chooser.counts.values()), "there was no choice"
 
 
@@ -182,24 +184,27 @@ def test_without_anybody_to_compute_prompts_it_is_here() -> None:
     ],
     ids=["one block", "more than one", "one token", "two tokens", "log probabilities of the prompt"],
 )
-def test_what_nobody_else_could_help_with_is_here(request_: Request, is_here: bool) -> None:
-    scene = Scene(rule=WayRule(is_predicted=False))
-    assert scene.way(request_) is (Way.HERE if is_here else Way.SPLIT)
+def test_request_errors_are_not_retried(request_: Request, is_here: bool) -> None:
+    scene = Scene(rule=PrefillModeRules(is_predicted=False))
+    assert scene.way(request_) is (PrefillMode.LOCAL if is_here else PrefillMode.REMOTE)
 
 
 @pytest.mark.parametrize("who", ["here", "there"])
-def test_when_nobody_can_take_it_the_way_it_is_meant_to_go_says_why(who: str) -> None:
+def test_default_mode_reports_why_no_worker_fits(who: str) -> None:
     scene = Scene(here=(here := Seer(BUSY)), there=(there := Seer(IDLE)))
     {"here": here, "there": there}[who].error = Unavailable("all are full")
-    assert scene.chooser.plan(REQUEST) == (Way.SPLIT, scene.leg)
+    assert scene.chooser.plan(REQUEST) == (PrefillMode.REMOTE, scene.target)
 
 
 @pytest.mark.parametrize(
     ("here", "there"), [(Blind(), Blind()), (Blind(), Seer(IDLE)), (Seer(CALM), Blind())]
 )
 def test_routers_that_cannot_forecast_leave_the_length(here: Blind, there: Blind) -> None:
-    scene = Scene(here, there, WayRule(min_tokens=300, max_queue_s=0.0))
-    assert [scene.way(make_request(prompt=prompt)) for prompt in (300, 301)] == [Way.HERE, Way.SPLIT]
+    scene = Scene(here, there, PrefillModeRules(min_tokens=300, max_queue_s=0.0))
+    assert [scene.way(make_request(prompt=prompt)) for prompt in (300, 301)] == [
+        PrefillMode.LOCAL,
+        PrefillMode.REMOTE,
+    ]
 
 
 # --- who was named
@@ -221,37 +226,39 @@ def pinned(who: str, request: Request = REQUEST) -> Request:
 
 
 def test_a_pinned_prompt_is_computed_apart_whatever_that_costs() -> None:
-    scene = Scene(there=Seer(replace(BUSY, queue_s=100.0)), rule=WayRule(min_tokens=1000))
-    scene.leg = Leg(scene.there, Named(2))  # type: ignore[arg-type]
-    assert scene.way() is Way.HERE
-    assert scene.chooser.plan(pinned("p1")) == (Way.SPLIT, scene.leg)
-    assert scene.way(pinned("p1", make_request(prompt=BLOCK))) is Way.HERE, "there is nothing to hand over"
-    assert scene.chooser.counts[Way.SPLIT] == 1
+    scene = Scene(there=Seer(replace(BUSY, queue_s=100.0)), rule=PrefillModeRules(min_tokens=1000))
+    scene.target = RoleTarget(scene.there, Named(2))  # type: ignore[arg-type]
+    assert scene.way() is PrefillMode.LOCAL
+    assert scene.chooser.plan(pinned("p1")) == (PrefillMode.REMOTE, scene.target)
+    assert scene.way(pinned("p1", make_request(prompt=BLOCK))) is PrefillMode.LOCAL, (
+        "there is nothing to hand over"
+    )
+    assert scene.chooser.counts[PrefillMode.REMOTE] == 1
 
 
 @pytest.mark.parametrize("request_", [REQUEST, make_request(prompt=BLOCK)], ids=["long", "short"])
 def test_a_pinned_prefill_worker_must_be_there(request_: Request) -> None:
     scene = Scene()
-    for leg, who in (
-        (Leg(scene.there, Named(2)), "p2"),  # type: ignore[arg-type]
-        (Leg(scene.there, Named(2), lambda: frozenset((InstanceId("p1"),))), "p1"),  # type: ignore[arg-type]
+    for target, who in (
+        (RoleTarget(scene.there, Named(2)), "p2"),  # type: ignore[arg-type]
+        (RoleTarget(scene.there, Named(2), lambda: frozenset((InstanceId("p1"),))), "p1"),  # type: ignore[arg-type]
         (None, "p0"),
     ):
-        scene.leg = leg
+        scene.target = target
         with pytest.raises(Unavailable, match=f"pinned prefill worker {who}") as caught:
             scene.chooser.plan(pinned(who, request_))
         assert caught.value.fields["reason"] == "pin"
-    with pytest.raises(Unavailable, match="nobody computes prompts"):
-        OneWay().plan(pinned("p0", request_))
+    with pytest.raises(Unavailable, match="this model has no prefill workers"):
+        LocalPrefillOnly().plan(pinned("p0", request_))
 
 
 def test_those_that_do_not_fit_are_as_if_they_were_not_there() -> None:
-    scene = Scene(rule=WayRule(is_predicted=False))
+    scene = Scene(rule=PrefillModeRules(is_predicted=False))
     unfit = {InstanceId("p0")}
-    scene.leg = Leg(scene.there, Named(2), lambda: frozenset(unfit))  # type: ignore[arg-type]
-    assert scene.way() is Way.SPLIT
+    scene.target = RoleTarget(scene.there, Named(2), lambda: frozenset(unfit))  # type: ignore[arg-type]
+    assert scene.way() is PrefillMode.REMOTE
     unfit.add(InstanceId("p1"))
-    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
+    assert scene.chooser.plan(REQUEST) == (PrefillMode.LOCAL, None)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +270,10 @@ def test_those_that_do_not_fit_are_as_if_they_were_not_there() -> None:
         RoutingHints(pinned_dp_rank=0),
     ],
 )
-def test_nobody_answers_but_those_who_were_named(hints: RoutingHints) -> None:
+def test_only_allowed_workers_answer(hints: RoutingHints) -> None:
     scene = Scene(here=Seer(BUSY, replace(BUSY, prefill_s=0.0)), there=Seer(IDLE))
-    assert scene.way() is Way.THERE
-    assert scene.way(replace(REQUEST, routing=hints)) is not Way.THERE
+    assert scene.way() is PrefillMode.PREFILL_WORKER
+    assert scene.way(replace(REQUEST, routing=hints)) is not PrefillMode.PREFILL_WORKER
 
 
 def test_each_role_is_asked_about_those_of_it_that_are_allowed() -> None:
@@ -290,38 +297,38 @@ def test_each_role_is_asked_about_those_of_it_that_are_allowed() -> None:
 # --- the threshold
 
 
-@pytest.mark.parametrize(("lacking", "way"), [(100, Way.HERE), (101, Way.SPLIT)])
-def test_short_is_what_a_decode_worker_lacks_little_of(lacking: int, way: Way) -> None:
-    rule = WayRule(is_predicted=False, min_tokens=100)
-    assert Scene(Seer(replace(CALM, lacking_tokens=lacking)), rule=rule).way() is way
+@pytest.mark.parametrize(("lacking", "way"), [(100, PrefillMode.LOCAL), (101, PrefillMode.REMOTE)])
+def test_short_is_what_a_decode_worker_lacks_little_of(lacking: int, way: PrefillMode) -> None:
+    rule = PrefillModeRules(is_predicted=False, min_tokens=100)
+    assert Scene(Seer(replace(CALM, missing_tokens=lacking)), rule=rule).way() is way
 
 
-@pytest.mark.parametrize(("lacking", "way"), [(BLOCK, Way.HERE), (BLOCK + 1, Way.SPLIT)])
+@pytest.mark.parametrize(("lacking", "way"), [(BLOCK, PrefillMode.LOCAL), (BLOCK + 1, PrefillMode.REMOTE)])
 @pytest.mark.parametrize("is_predicted", [True, False])
 def test_of_a_prompt_that_is_here_but_for_a_block_nothing_is_moved(
-    lacking: int, way: Way, is_predicted: bool
+    lacking: int, way: PrefillMode, is_predicted: bool
 ) -> None:
-    here = replace(CALM, lacking_tokens=lacking)
+    here = replace(CALM, missing_tokens=lacking)
     there = Seer(replace(SHARED, decoding=1.0, step_s=0.02))
-    rule = WayRule(is_predicted=is_predicted)
+    rule = PrefillModeRules(is_predicted=is_predicted)
     assert Scene(Seer(here, replace(here, prefill_s=0.0)), there, rule).way() is way
 
 
 def test_it_is_answered_there_while_those_who_answer_have_too_much() -> None:
-    scene = Scene(Seer(replace(BUSY, lacking_tokens=1)), Seer(IDLE))
-    assert scene.way() is Way.THERE
+    scene = Scene(Seer(replace(BUSY, missing_tokens=1)), Seer(IDLE))
+    assert scene.way() is PrefillMode.PREFILL_WORKER
 
 
-@pytest.mark.parametrize(("queue_s", "way"), [(0.5, Way.SPLIT), (0.6, Way.HERE)])
-def test_a_long_queue_of_prompts_keeps_them_here(queue_s: float, way: Way) -> None:
-    rule = WayRule(is_predicted=False, max_queue_s=0.5)
+@pytest.mark.parametrize(("queue_s", "way"), [(0.5, PrefillMode.REMOTE), (0.6, PrefillMode.LOCAL)])
+def test_a_long_queue_of_prompts_keeps_them_here(queue_s: float, way: PrefillMode) -> None:
+    rule = PrefillModeRules(is_predicted=False, max_queue_s=0.5)
     assert Scene(there=Seer(replace(IDLE, queue_s=queue_s)), rule=rule).way() is way
 
 
 def test_the_threshold_asks_for_no_cost() -> None:
     there = Seer(replace(BUSY, queue_s=100.0))
-    assert Scene(there=there, rule=WayRule(is_predicted=False)).way() is Way.SPLIT
-    assert Scene(there=there).way() is Way.HERE
+    assert Scene(there=there, rule=PrefillModeRules(is_predicted=False)).way() is PrefillMode.REMOTE
+    assert Scene(there=there).way() is PrefillMode.LOCAL
 
 
 # --- by cost
@@ -329,34 +336,42 @@ def test_the_threshold_asks_for_no_cost() -> None:
 
 def test_each_way_is_taken_and_counted() -> None:
     scene = Scene(here=(here := Seer(CALM, HANDED)), there=(there := Seer(SHARED)))
-    assert scene.way() is Way.SPLIT
+    assert scene.way() is PrefillMode.REMOTE
     there.told = replace(SHARED, queue_s=5.0)
-    assert scene.way() is Way.HERE
+    assert scene.way() is PrefillMode.LOCAL
     here.told, here.handed, there.told = BUSY, replace(BUSY, prefill_s=0.0), IDLE
-    assert scene.chooser.plan(REQUEST) == (Way.THERE, scene.leg)
-    assert scene.chooser.counts == {Way.HERE: 1, Way.SPLIT: 1, Way.THERE: 1}
+    assert scene.chooser.plan(REQUEST) == (PrefillMode.PREFILL_WORKER, scene.target)
+    assert scene.chooser.counts == {
+        PrefillMode.LOCAL: 1,
+        PrefillMode.REMOTE: 1,
+        PrefillMode.PREFILL_WORKER: 1,
+    }
 
 
-@pytest.mark.parametrize(("step_s", "way"), [(0.0101, Way.SPLIT), (0.011, Way.THERE)])
-def test_another_way_must_save_more_than_the_margin(step_s: float, way: Way) -> None:
+@pytest.mark.parametrize(
+    ("step_s", "way"), [(0.0101, PrefillMode.REMOTE), (0.011, PrefillMode.PREFILL_WORKER)]
+)
+def test_another_way_must_save_more_than_the_margin(step_s: float, way: PrefillMode) -> None:
     """A hundred steps at a tenth of a millisecond save 10 ms, of a first token in 100 ms: not a fifth of it."""
     handed = replace(HANDED, decoding=0.0, step_s=step_s)
     scene = Scene(Seer(replace(handed, prefill_s=0.5), handed), Seer(IDLE))
-    scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=0.001), P0, D0)
+    scene.chooser.observe_transfer(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=0.001), P0, D0)
     assert scene.way() is way
 
 
 def test_kv_that_takes_long_to_come_is_learned() -> None:
     here, there = replace(CALM, decoding=0.0), replace(IDLE, step_s=0.011)
     scene = Scene(Seer(here, replace(here, prefill_s=0.0)), Seer(there))
-    assert scene.way() is Way.SPLIT
+    assert scene.way() is PrefillMode.REMOTE
     for _ in range(5):
-        scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=3000.0), P0, D0)
-    assert scene.way() is Way.HERE
+        scene.chooser.observe_transfer(
+            REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=3000.0), P0, D0
+        )
+    assert scene.way() is PrefillMode.LOCAL
 
 
-@pytest.mark.parametrize(("every_s", "way"), [(1.0, Way.THERE), (0.06, Way.SPLIT)])
-def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, way: Way) -> None:
+@pytest.mark.parametrize(("every_s", "way"), [(1.0, PrefillMode.PREFILL_WORKER), (0.06, PrefillMode.REMOTE)])
+def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, way: PrefillMode) -> None:
     """A tenth of a second of them, at two places: at most five sixths of the time."""
     handed = replace(HANDED, decoding=0.0, step_s=0.02)
     scene = Scene(Seer(replace(handed, prefill_s=0.5), handed), Seer(IDLE))
@@ -365,7 +380,7 @@ def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, 
         last = scene.way()
     assert last is way
     scene.time_s += 100.0
-    assert scene.way() is Way.THERE, "they were long ago"
+    assert scene.way() is PrefillMode.PREFILL_WORKER, "they were long ago"
 
 
 # --- what was promised
@@ -374,27 +389,27 @@ def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, 
 def test_while_it_is_kept_all_prompts_are_computed_apart() -> None:
     """However cheap it would be to do otherwise for one of them."""
     here, there = Seer(replace(CALM, prefill_s=0.01), HANDED), Seer(replace(IDLE, queue_s=0.5))
-    assert Scene(here, there).way() is Way.HERE
-    scene = Scene(here, there, WayRule(ttft_s=1.0, itl_s=0.02))
-    assert scene.way() is Way.SPLIT
+    assert Scene(here, there).way() is PrefillMode.LOCAL
+    scene = Scene(here, there, PrefillModeRules(ttft_s=1.0, itl_s=0.02))
+    assert scene.way() is PrefillMode.REMOTE
     there.told = replace(IDLE, queue_s=5.0)
     for _ in range(10):
         scene.time_s += 1.0
         last = scene.way()
-    assert last is Way.HERE
+    assert last is PrefillMode.LOCAL
 
 
 @pytest.mark.parametrize(
     ("here", "there", "way"),
     [
-        (replace(CALM, decoding=2.0), replace(CALM, decoding=3.0), Way.HERE),
-        (replace(CALM, decoding=3.0), replace(CALM, decoding=2.0), Way.THERE),
+        (replace(CALM, decoding=2.0), replace(CALM, decoding=3.0), PrefillMode.LOCAL),
+        (replace(CALM, decoding=3.0), replace(CALM, decoding=2.0), PrefillMode.PREFILL_WORKER),
     ],
     ids=["fewer here", "fewer there"],
 )
-def test_when_it_is_lost_all_workers_are_alike(here: Forecast, there: Forecast, way: Way) -> None:
+def test_when_it_is_lost_all_workers_are_alike(here: Forecast, there: Forecast, way: PrefillMode) -> None:
     """It goes where it costs least as a whole; to no two of them, however little that would cost more."""
-    rule = WayRule(ttft_s=0.01)  # which nobody keeps
+    rule = PrefillModeRules(ttft_s=0.01)  # which nobody keeps
     scene = Scene(Seer(here, replace(here, prefill_s=0.0)), Seer(there), rule)
     for _ in range(40):
         scene.time_s += 0.05
@@ -405,11 +420,11 @@ def test_when_it_is_lost_all_workers_are_alike(here: Forecast, there: Forecast, 
 def test_when_it_is_lost_two_share_a_request_where_that_saves_much() -> None:
     here = replace(CALM, decoding=40.0, step_s=0.01)
     there = replace(IDLE, decoding=20.0, step_s=0.05, slowdown_s=1.0)
-    scene = Scene(Seer(here, HANDED), Seer(there), WayRule(ttft_s=0.01))
+    scene = Scene(Seer(here, HANDED), Seer(there), PrefillModeRules(ttft_s=0.01))
     for _ in range(40):
         scene.time_s += 0.05
         last = scene.way()
-    assert last is Way.SPLIT
+    assert last is PrefillMode.REMOTE
 
 
 # --- what a request says of its workers
@@ -417,19 +432,22 @@ def test_when_it_is_lost_two_share_a_request_where_that_saves_much() -> None:
 
 def test_who_is_to_answer_is_not_answered_by_a_prefill_worker() -> None:
     scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
-    assert scene.way() is Way.THERE
+    assert scene.way() is PrefillMode.PREFILL_WORKER
     pinned = replace(REQUEST.routing, pins={Role.DECODE: InstanceId("d7")})
-    assert scene.way(replace(REQUEST, routing=pinned)) is not Way.THERE
-    assert scene.way(replace(REQUEST, routing=replace(REQUEST.routing, pinned_dp_rank=1))) is not Way.THERE
+    assert scene.way(replace(REQUEST, routing=pinned)) is not PrefillMode.PREFILL_WORKER
+    assert (
+        scene.way(replace(REQUEST, routing=replace(REQUEST.routing, pinned_dp_rank=1)))
+        is not PrefillMode.PREFILL_WORKER
+    )
 
 
 def test_what_is_only_asked_about_is_not_counted() -> None:
     scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
     query = replace(REQUEST, routing=replace(REQUEST.routing, query_only=True))
-    assert scene.way(query) is Way.SPLIT
+    assert scene.way(query) is PrefillMode.REMOTE
     assert not any(scene.chooser.counts.values())
 
 
 def test_of_guesses_nothing_is_worked_out() -> None:
-    guessed = replace(IDLE, is_told=False)
-    assert Scene(Seer(BUSY, BUSY), Seer(guessed)).way() is Way.SPLIT
+    guessed = replace(IDLE, has_own_model=False)
+    assert Scene(Seer(BUSY, BUSY), Seer(guessed)).way() is PrefillMode.REMOTE

@@ -36,7 +36,7 @@ class Fleet:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def awaited(self) -> frozenset[InstanceId]:
+    def recovering(self) -> frozenset[InstanceId]:
         return frozenset(each for each, at in self._back_at.items() if at > self._now())
 
     @property
@@ -65,10 +65,10 @@ class Fleet:
         self,
         request: Request | None = None,
         excluded: frozenset[InstanceId] = frozenset(),
-        out_of_reach: frozenset[InstanceId] = frozenset(),
+        unreachable: frozenset[InstanceId] = frozenset(),
     ) -> str:
         request = request or make_request()
-        found = await route_when_reachable(self, self, request, excluded, out_of_reach)  # type: ignore[arg-type]
+        found = await route_when_reachable(self, self, request, excluded, unreachable)  # type: ignore[arg-type]
         return str(found.instance.id)
 
 
@@ -105,7 +105,7 @@ async def test_an_answer_waits_for_a_replacement_of_the_last_worker_and_a_new_re
     with pytest.raises(Unavailable):
         await fleet.find()
     assert now() == 0.0
-    assert await fleet.find(msgspec.structs.replace(make_request(), resume=(300,))) == "b"
+    assert await fleet.find(msgspec.structs.replace(make_request(), prior_tokens=(300,))) == "b"
     assert now() == 12.0
 
 
@@ -126,15 +126,15 @@ async def test_an_excluded_instance_that_was_never_out_of_reach_stays_excluded()
 @virtual
 async def test_an_instance_that_was_out_of_reach_and_is_back_is_asked_again_if_no_other_is_left() -> None:
     fleet = Fleet({}, reachable=(A, B))
-    assert await fleet.find(excluded=frozenset([A]), out_of_reach=frozenset([A])) == "b"
-    assert await fleet.find(excluded=frozenset([A, B]), out_of_reach=frozenset([B])) == "b"
+    assert await fleet.find(excluded=frozenset([A]), unreachable=frozenset([A])) == "b"
+    assert await fleet.find(excluded=frozenset([A, B]), unreachable=frozenset([B])) == "b"
     assert now() == 0.0
 
 
 @virtual
 async def test_an_instance_that_is_still_out_of_reach_is_waited_for_while_no_other_is_back() -> None:
     fleet = Fleet({A: 5.0})
-    assert await fleet.find(excluded=frozenset([A]), out_of_reach=frozenset([A])) == "a"
+    assert await fleet.find(excluded=frozenset([A]), unreachable=frozenset([A])) == "a"
     assert now() == 5.0
 
 

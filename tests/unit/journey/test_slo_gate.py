@@ -1,4 +1,4 @@
-"""Whether prompts are computed apart: by what was promised, as far as the load lets it be kept one way or the other."""
+"""SLO gate: whether prompts are prefilled remotely under a load, given TTFT and ITL targets."""
 
 from __future__ import annotations
 
@@ -6,117 +6,127 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.journey.test_prefill_mode import HANDED, IDLE
 
-from kvolt.journey.slo_gate import Promise, Recent
+from kvolt.journey.slo_gate import DecayingAverage, SloGate
 from kvolt.router.policy.forecast import Forecast
 
 
-class Told:
-    """A promise, asked once a second or as often as is said."""
+class GateProbe:
+    """An SLO gate and its clock."""
 
     def __init__(self, ttft_s: float | None = None, itl_s: float | None = None) -> None:
         self.time_s = 0.0
-        self.promise = Promise(ttft_s, itl_s, lambda: self.time_s)
+        self.gate = SloGate(ttft_s, itl_s, lambda: self.time_s)
 
     def ask(
         self, handed: Forecast = HANDED, there: Forecast = IDLE, *, times: int = 1, every_s: float = 1.0
     ) -> bool:
         for _ in range(times):
             self.time_s += every_s
-            is_kept = self.promise.is_kept(handed, there)
-        return is_kept
+            is_met = self.gate.is_met(handed, there)
+        return is_met
 
 
 def test_without_limits_nothing_is_promised() -> None:
-    assert not Told().promise.is_given
-    assert Told(ttft_s=1.0).promise.is_given
-    assert Told(itl_s=1.0).promise.is_given
-    assert Told(itl_s=1.0).ask(there=replace(IDLE, queue_s=100.0)), "of a first token nothing was said"
-    assert Told(ttft_s=1.0).ask(replace(HANDED, step_s=1.0)), "nor of the next ones"
+    assert not GateProbe().gate.is_configured
+    assert GateProbe(ttft_s=1.0).gate.is_configured
+    assert GateProbe(itl_s=1.0).gate.is_configured
+    assert GateProbe(itl_s=1.0).ask(there=replace(IDLE, queue_s=100.0)), "of a first token nothing was said"
+    assert GateProbe(ttft_s=1.0).ask(replace(HANDED, step_s=1.0)), "nor of the next ones"
 
 
 def test_prompts_that_wait_too_long_break_it() -> None:
-    told = Told(ttft_s=1.0)
-    assert told.ask(there=replace(IDLE, queue_s=0.6), times=20)
-    assert not told.ask(there=replace(IDLE, queue_s=0.8), times=20)
+    probe = GateProbe(ttft_s=1.0)
+    assert probe.ask(there=replace(IDLE, queue_s=0.6), times=20)
+    assert not probe.ask(there=replace(IDLE, queue_s=0.8), times=20)
 
 
 def test_one_that_waits_long_does_not_break_it() -> None:
-    told = Told(ttft_s=1.0)
-    assert told.ask(times=20)
-    assert told.ask(there=replace(IDLE, queue_s=1.5))
+    probe = GateProbe(ttft_s=1.0)
+    assert probe.ask(times=20)
+    assert probe.ask(there=replace(IDLE, queue_s=1.5))
 
 
 def test_more_prompts_than_can_be_computed_apart_break_it_before_they_wait() -> None:
     """A queue would be long by the time it is seen; computed by both workers there is none."""
-    told = Told(ttft_s=1.0)
-    assert told.ask(times=40, every_s=0.4)
-    assert not told.ask(times=120, every_s=0.1)
+    probe = GateProbe(ttft_s=1.0)
+    assert probe.ask(times=40, every_s=0.4)
+    assert not probe.ask(times=120, every_s=0.1)
 
 
 def test_a_lost_one_is_found_again_well_below() -> None:
-    told = Told(ttft_s=0.5)
-    assert not told.ask(times=40, every_s=0.1)
-    assert not told.ask(times=60, every_s=0.13)
-    assert told.ask(times=40, every_s=1.0)
+    probe = GateProbe(ttft_s=0.5)
+    assert not probe.ask(times=40, every_s=0.1)
+    assert not probe.ask(times=60, every_s=0.13)
+    assert probe.ask(times=40, every_s=1.0)
 
 
 def test_more_places_take_more_prompts() -> None:
     kept = [
-        Told(ttft_s=1.0).ask(there=replace(IDLE, num_places=num_places), times=60, every_s=0.1)
-        for num_places in (1, 4)
+        GateProbe(ttft_s=1.0).ask(
+            there=replace(IDLE, num_worker_ranks=num_worker_ranks), times=60, every_s=0.1
+        )
+        for num_worker_ranks in (1, 4)
     ]
     assert kept == [False, True]
 
 
 def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
-    told = Told(itl_s=0.02)
-    many = replace(HANDED, decoding=60.0, all_decoding=60.0, base_s=0.0088, more_s=0.0002)
+    probe = GateProbe(itl_s=0.02)
+    many = replace(HANDED, decoding=60.0, total_decoding=60.0, base_step_s=0.0088, added_step_s=0.0002)
     steps = [
-        replace(many, decoding=decoding, all_decoding=decoding, step_s=0.0088 + 0.0002 * (decoding + 1.0))
+        replace(many, decoding=decoding, total_decoding=decoding, step_s=0.0088 + 0.0002 * (decoding + 1.0))
         for decoding in (50.0, 60.0, 55.0, 20.0, 50.0)
     ]
-    assert [told.ask(step, times=30) for step in steps] == [True, False, False, True, True]
+    assert [probe.ask(step, times=30) for step in steps] == [True, False, False, True, True]
 
 
 def test_a_lost_one_is_found_again_when_there_is_nothing_to_do() -> None:
-    told = Told(itl_s=0.02)
-    many = replace(HANDED, decoding=60.0, all_decoding=60.0, step_s=0.021, base_s=0.0088, more_s=0.0002)
-    assert not told.ask(many, times=30)
-    none = replace(HANDED, decoding=0.0, all_decoding=0.0, step_s=0.009, base_s=0.0088, more_s=0.0002)
-    assert told.ask(none, times=30, every_s=10.0)
+    probe = GateProbe(itl_s=0.02)
+    many = replace(
+        HANDED, decoding=60.0, total_decoding=60.0, step_s=0.021, base_step_s=0.0088, added_step_s=0.0002
+    )
+    assert not probe.ask(many, times=30)
+    none = replace(
+        HANDED, decoding=0.0, total_decoding=0.0, step_s=0.009, base_step_s=0.0088, added_step_s=0.0002
+    )
+    assert probe.ask(none, times=30, every_s=10.0)
 
 
 def test_answers_that_come_while_one_is_given_make_its_steps_longer() -> None:
     """Of those that are being given now it is not to be seen yet."""
-    quick = replace(HANDED, step_s=0.012, base_s=0.007, more_s=0.001)
+    quick = replace(HANDED, step_s=0.012, base_step_s=0.007, added_step_s=0.001)
     idle = replace(IDLE, prefill_s=0.001)
-    assert Told(itl_s=0.02).ask(quick, idle, times=40, every_s=0.5)
-    assert not Told(itl_s=0.02).ask(quick, idle, times=80, every_s=0.13)
+    assert GateProbe(itl_s=0.02).ask(quick, idle, times=40, every_s=0.5)
+    assert not GateProbe(itl_s=0.02).ask(quick, idle, times=80, every_s=0.13)
 
 
 def test_answers_that_are_given_elsewhere_would_come_back() -> None:
     """Steps are short here because others answer: with all of them they were not."""
-    told = Told(itl_s=0.02)
-    handed = replace(HANDED, decoding=10.0, all_decoding=10.0, step_s=0.01, base_s=0.0078, more_s=0.0002)
-    assert told.ask(handed, replace(IDLE, all_decoding=20.0))
-    assert not told.ask(handed, replace(IDLE, all_decoding=100.0))
+    probe = GateProbe(itl_s=0.02)
+    handed = replace(
+        HANDED, decoding=10.0, total_decoding=10.0, step_s=0.01, base_step_s=0.0078, added_step_s=0.0002
+    )
+    assert probe.ask(handed, replace(IDLE, total_decoding=20.0))
+    assert not probe.ask(handed, replace(IDLE, total_decoding=100.0))
 
 
 def test_where_neither_way_keeps_it_the_one_that_strains_it_less_is_taken() -> None:
     """Long prompts that take nearly all of three workers: answers beside them would stand still."""
-    handed = replace(HANDED, step_s=0.012, base_s=0.0054, more_s=0.0006, decoding=10.0, all_decoding=10.0)
-    long = replace(IDLE, prefill_s=0.57, num_places=3)
-    told = Told(ttft_s=2.5, itl_s=0.02)
-    assert told.ask(handed, long, times=100, every_s=0.3)
-    assert told.ask(handed, long, times=100, every_s=0.22)
-    assert told.promise._strain_apart(handed, long) > 1.0, "or this is another test"
+    handed = replace(
+        HANDED, step_s=0.012, base_step_s=0.0054, added_step_s=0.0006, decoding=10.0, total_decoding=10.0
+    )
+    long = replace(IDLE, prefill_s=0.57, num_worker_ranks=3)
+    probe = GateProbe(ttft_s=2.5, itl_s=0.02)
+    assert probe.ask(handed, long, times=100, every_s=0.3)
+    assert probe.ask(handed, long, times=100, every_s=0.22)
+    assert probe.gate._remote_strain(handed, long) > 1.0, "or this is another test"
     short = replace(IDLE, prefill_s=0.1)
-    assert not Told(ttft_s=0.6, itl_s=0.02).ask(handed, short, times=100, every_s=0.1)
+    assert not GateProbe(ttft_s=0.6, itl_s=0.02).ask(handed, short, times=100, every_s=0.1)
 
 
 def test_recent_values() -> None:
     time_s = 0.0
-    recent = Recent(lambda: time_s, 4.0)
+    recent = DecayingAverage(lambda: time_s, 4.0)
     assert recent.mean == 0.0
     for _ in range(100):
         time_s += 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Removed, Stored
-from kvolt.kv import BlockId, BlockName, BlockPool, Change, Names
+from kvolt.kv import BlockId, BlockName, BlockNames, BlockPool, Change
 
 
 def name_of(path: Sequence[int]) -> BlockName:
@@ -18,9 +18,9 @@ def name_of(path: Sequence[int]) -> BlockName:
     return BlockName(BlockKey(bytes(path)), SequenceHash(routed))
 
 
-def names_of(path: Sequence[int]) -> Names:
+def names_of(path: Sequence[int]) -> BlockNames:
     """Those of a block and all before it."""
-    return Names.of(name_of(path[:end]) for end in range(1, len(path) + 1))
+    return BlockNames.of(name_of(path[:end]) for end in range(1, len(path) + 1))
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:

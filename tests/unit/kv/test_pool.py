@@ -9,11 +9,12 @@ from tests.unit.kv.names import Mirror, keys_of, name_of, names_of, put, seen
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.kv import BlockId, BlockPool, IllegalMove, Names
+from kvolt.kv import BlockId, BlockNames, BlockPool, IllegalMove
+from kvolt.kv.pool_check import check_pool
 
 
 def idle(pool: BlockPool, *paths: tuple[int, ...]) -> None:
-    """Put chains into the pool that nobody holds."""
+    """Add chains to the pool without holders."""
     for path in paths:
         pool.release(reversed(put(pool, path)))
 
@@ -49,7 +50,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.allocate(0) == []
     pool.release(blocks)
     assert (pool.num_free, pool.num_used, pool.num_registered) == (3, 0, 0)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_registered_prefix_is_found_and_shared() -> None:
@@ -64,7 +65,7 @@ def test_a_registered_prefix_is_found_and_shared() -> None:
     assert pool.num_used == 2
     pool.release(reversed(blocks[:2]))
     assert (pool.num_used, pool.num_registered) == (0, 3)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_what_is_released_without_a_name_cannot_be_found() -> None:
@@ -75,14 +76,14 @@ def test_what_is_released_without_a_name_cannot_be_found() -> None:
 
 
 def test_a_pool_that_tells_no_changes_finds_and_evicts_all_the_same() -> None:
-    pool = BlockPool(4, tells_changes=False)
+    pool = BlockPool(4, publishes_changes=False)
     idle(pool, (1, 2))
     assert pool.match(keys_of((1, 2))) == 2
     allocated(pool, 3)
     assert pool.match(keys_of((1, 2))) == 1
     pool.clear()
     assert pool.take_changes() == ()
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_free_blocks_go_before_cached_ones() -> None:
@@ -102,7 +103,7 @@ def test_the_chain_used_longest_ago_goes_first_and_its_end_before_its_start() ->
     gone = []
     for _ in range(6):
         allocated(pool, 1)
-        pool.check_integrity()
+        check_pool(pool)
         gone += removed(pool)
     in_order = [(1, 1, 1), (2, 2, 2), (2, 2), (2,), (1, 1), (1,)]
     assert gone == [name_of(path).sequence_hash for path in in_order]
@@ -118,7 +119,7 @@ def test_an_acquired_block_is_not_evicted() -> None:
     allocated(pool, 1)
     assert pool.match(keys_of((1, 2, 3))) == 2
     pool.release(reversed(held))
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_duplicate_has_no_effect_and_is_freed_at_its_end() -> None:
@@ -131,7 +132,7 @@ def test_a_duplicate_has_no_effect_and_is_freed_at_its_end() -> None:
     pool.release(second)
     assert pool.take_changes() == ()
     assert (pool.num_used, pool.num_registered) == (1, 1)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_duplicate_inherits_the_name_without_a_word() -> None:
@@ -145,9 +146,9 @@ def test_a_duplicate_inherits_the_name_without_a_word() -> None:
     assert pool.block_of(name_of((1,)).key) == second[0]
     assert pool.num_used == 2
     assert pool.take_changes() == ()
-    pool.check_integrity()
+    check_pool(pool)
     allocated(pool, 2)
-    pool.check_integrity()  # nothing above a held block was evicted
+    check_pool(pool)  # nothing above a held block was evicted
     assert pool.match(keys_of((1, 2))) == 2
 
 
@@ -159,7 +160,7 @@ def test_duplicates_inherit_in_turn() -> None:
     for block, after in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (blocks[2], blocks[2])):
         pool.release([block])
         assert pool.block_of(name_of((1,)).key) == after
-        pool.check_integrity()
+        check_pool(pool)
     assert (pool.num_used, pool.num_registered) == (0, 1)
 
 
@@ -169,7 +170,7 @@ def test_a_held_block_takes_the_name_of_an_inactive_one() -> None:
     pool.take_changes()
     blocks = allocated(pool, 2)
     assert pool.register(blocks[0], name_of((1,)), None, 0)
-    pool.check_integrity()
+    check_pool(pool)
     assert pool.block_of(name_of((1,)).key) == blocks[0]
     assert pool.match(keys_of((1, 2))) == 2
     assert pool.take_changes() == ()
@@ -203,18 +204,18 @@ def test_clearing_forgets_every_name_and_leaves_blocks_to_their_holders() -> Non
     twin = allocated(pool, 1)
     pool.register(twin[0], name_of((1,)), None, 0)
     assert pool.clear() == 4
-    pool.check_integrity()
+    check_pool(pool)
     assert pool.take_changes() == (Cleared(Tier.DEVICE),)
     assert pool.contents() == []
     assert pool.num_used == 3
     more = allocated(pool, 1)
-    assert not pool.register(more[0], name_of((1, 2, 3)), held[-1], 2)  # nobody could find what is before it
+    assert not pool.register(more[0], name_of((1, 2, 3)), held[-1], 2)  # its parent is not indexed
     pool.release([*more, *reversed(held), *twin])
     assert (pool.num_used, pool.num_free, pool.num_registered) == (0, 8, 0)
-    pool.check_integrity()
+    check_pool(pool)
 
 
-def test_two_names_of_one_routing_hash_are_told_gone_with_the_second() -> None:
+def test_two_names_with_one_hash_are_removed_with_the_second() -> None:
     pool = BlockPool(2)
     assert name_of((1,)).sequence_hash == name_of((9,)).sequence_hash
     idle(pool, (1,), (9,))
@@ -224,7 +225,7 @@ def test_two_names_of_one_routing_hash_are_told_gone_with_the_second() -> None:
     assert pool.take_changes() == ()
     assert mirror.positions == seen(pool)
     allocated(pool, 1)
-    assert pool.take_changes() == (Removed.of([name_of((1,)).sequence_hash]),)
+    assert pool.take_changes() == (Removed.from_hashes([name_of((1,)).sequence_hash]),)
 
 
 def test_contents_are_runs_with_parents_first() -> None:
@@ -249,7 +250,7 @@ def test_a_long_chain_needs_no_stack() -> None:
     assert [len(run.sequence_hashes) for run in pool.contents()] == [3000]
 
 
-def test_changes_that_nobody_takes_stay_few_and_end_in_the_contents() -> None:
+def test_untaken_changes_are_bounded_and_end_in_the_contents() -> None:
     pool = BlockPool(2)
     mirror = Mirror()
     idle(pool, (1, 1))
@@ -273,7 +274,7 @@ def test_changes_that_nobody_takes_stay_few_and_end_in_the_contents() -> None:
         lambda pool, held, named: pool.register(BlockId(7), name_of((4,)), None, 0),
         lambda pool, held, named: pool.register(named, name_of((4, 5)), held, 1),
     ],
-    ids=["twice", "free", "retain", "named", "nobody's", "below nothing"],
+    ids=["twice", "free", "retain", "named", "not held", "below nothing"],
 )
 def test_misuse_raises_and_changes_nothing(misuse: Callable[[BlockPool, BlockId, BlockId], object]) -> None:
     pool = BlockPool(8)
@@ -282,7 +283,7 @@ def test_misuse_raises_and_changes_nothing(misuse: Callable[[BlockPool, BlockId,
     pool.take_changes()
     with pytest.raises(IllegalMove):
         misuse(pool, held, named)
-    pool.check_integrity()
+    check_pool(pool)
     assert (pool.num_holders(held), pool.num_holders(named), pool.num_used) == (1, 1, 2)
     assert pool.name_of(held) is None
     assert pool.name_of(named) == name_of((1,))
@@ -296,25 +297,25 @@ def test_a_duplicate_is_not_registered_twice() -> None:
         pool.register(block, name_of((1,)), None, 0)
     with pytest.raises(IllegalMove):
         pool.register(blocks[1], name_of((1,)), None, 0)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_integrity_sees_a_chain_released_from_the_wrong_end() -> None:
     pool = BlockPool(4)
     pool.release(put(pool, (1, 2)))
     with pytest.raises(AssertionError, match="would be evicted before"):
-        pool.check_integrity()
+        check_pool(pool)
 
 
 def test_integrity_sees_a_block_held_without_its_parent() -> None:
     pool = BlockPool(4)
     blocks = put(pool, (1, 2))
     pool.release(blocks[:1])
-    with pytest.raises(AssertionError, match="held below a block that is not"):
-        pool.check_integrity()
+    with pytest.raises(AssertionError, match="held block with a parent that is not held"):
+        check_pool(pool)
 
 
-def test_a_run_is_cut_where_somebody_asks_for_a_part_of_it() -> None:
+def test_a_run_is_split_where_a_part_of_it_is_acquired() -> None:
     pool = BlockPool(8)
     blocks = put(pool, (1, 2, 3, 4))
     assert [run.ids for run in pool.runs()] == [blocks], "one holder, one run"
@@ -322,7 +323,7 @@ def test_a_run_is_cut_where_somebody_asks_for_a_part_of_it() -> None:
     assert sorted(run.num_holders for run in pool.runs()) == [1, 2]
     pool.release(reversed(blocks))
     pool.release(reversed(held))
-    pool.check_integrity()
+    check_pool(pool)
     pool.take_changes()
     allocated(pool, 8)
     gone = [name_of(path).sequence_hash for path in ((1, 2, 3, 4), (1, 2, 3), (1, 2), (1,))]
@@ -335,22 +336,22 @@ def test_a_block_in_the_middle_of_an_inactive_run_passes_its_name_on() -> None:
     blocks = allocated(pool, 2)
     assert pool.register(blocks[0], name_of((1,)), None, 0)
     assert pool.register(blocks[1], name_of((1, 2)), blocks[0], 1)
-    pool.check_integrity()
+    check_pool(pool)
     assert pool.match(keys_of((1, 2, 3))) == 3
     assert pool.acquire(keys_of((1, 2, 3)))[:2] == blocks
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_name_twice_in_one_sequence_is_a_duplicate() -> None:
     """No chain of hashes has one, but a trace may say anything."""
     pool = BlockPool(8)
     blocks = allocated(pool, 3)
-    names = Names.of([name_of((1,)), name_of((2,)), name_of((1,))])
+    names = BlockNames.of([name_of((1,)), name_of((2,)), name_of((1,))])
     pool.register_run(blocks, names, 0, 3)
-    pool.check_integrity()
+    check_pool(pool)
     assert pool.num_registered == 2
     pool.release(reversed(blocks))
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_lineage_runs_over_cuts() -> None:

@@ -12,15 +12,15 @@ def key(number: int) -> BlockKey:
 
 def test_blocks_that_follow_each_other_are_one_run() -> None:
     log = SealedLog(10)
-    log.add(key(3), None, 0)
-    log.add(key(5), key(3), 3)
-    log.add(key(9), key(1), 7)
-    assert [log.pop(), log.pop()] == [SealedRun(key(5), 0), SealedRun(key(9), 7)]
+    log.add_run(key(3), None, 0)
+    log.add_run(key(5), key(3), 3)
+    log.add_run(key(9), key(1), 7)
+    assert [log.pop_run(), log.pop_run()] == [SealedRun(key(5), 0), SealedRun(key(9), 7)]
     assert len(log) == 0
 
 
-def test_the_oldest_go_where_nobody_asks() -> None:
+def test_the_oldest_runs_are_dropped() -> None:
     log = SealedLog(2)
     for number in range(5):
-        log.add(key(number), None, 0)
-    assert [log.pop().tip, log.pop().tip] == [key(3), key(4)]
+        log.add_run(key(number), None, 0)
+    assert [log.pop_run().tip, log.pop_run().tip] == [key(3), key(4)]

@@ -58,7 +58,7 @@ class Predictor:
 def test_the_fit_finds_the_model_behind_the_predictions() -> None:
     steps = predicted_steps(Predictor())
     fit = fit_latency(steps)
-    assert fit.doubts == ()
+    assert fit.undetermined == ()
     for name in TRUE.__struct_fields__:
         assert getattr(fit.latency, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
     assert {StepKind.of(step) for step in steps} == set(StepKind)
@@ -68,7 +68,7 @@ def test_the_fit_finds_the_model_behind_the_predictions() -> None:
 def test_steps_outside_of_its_tables_are_left_out() -> None:
     steps = predicted_steps(Predictor(most_tokens=2000))
     assert 20 < len(steps) < len(predicted_steps(Predictor()))
-    with pytest.raises(ConfigError, match="can predict no step: outside of the tables"):
+    with pytest.raises(ConfigError, match="cannot predict any step: outside of the tables"):
         predicted_steps(Predictor(most_tokens=0))
 
 
@@ -104,7 +104,7 @@ def test_the_package_is_asked_for_what_is_wanted(
         "backend_version": "0.24.0",
         "tp_size": 2,
     }
-    assert not caplog.records, "its warnings are about tables that nobody reads"
+    assert not caplog.records, "its warnings are about unused tables"
     assert logging.getLogger("aiconfigurator_core").level == logging.NOTSET
 
 
@@ -114,14 +114,14 @@ def test_what_it_does_not_know_is_a_config_error(package: dict[str, Any]) -> Non
         load_predictor(TARGET)
 
 
-def test_without_the_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(ConfigError) as caught:
         load_predictor(TARGET)
     assert "pip install 'kvolt[aiconfigurator]'" in str(caught.value.fields["remedy"])
 
 
-def test_the_header_says_that_nobody_measured_it(package: dict[str, Any]) -> None:
+def test_the_header_says_that_steps_are_predicted(package: dict[str, Any]) -> None:
     assert header_of(TARGET).device == "2 x h200_sxm, predicted by aiconfigurator-core 9.9"
 
 

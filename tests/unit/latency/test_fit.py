@@ -52,15 +52,15 @@ def values(model: LatencyModel) -> dict[str, float]:
     return msgspec.structs.asdict(model)
 
 
-def doubts(fit: Fit) -> dict[str, str]:
-    return {doubt.coefficient: doubt.reason for doubt in fit.doubts}
+def undetermined(fit: Fit) -> dict[str, str]:
+    return {doubt.coefficient: doubt.reason for doubt in fit.undetermined}
 
 
 def test_without_noise_the_model_is_found_to_its_last_digit() -> None:
     fit = fit_latency(make_log(noise=0.0))
     assert values(fit.latency) == pytest.approx(values(TRUE), rel=1e-4)
     assert all(row.fitted.p90 is not None and row.fitted.p90 < 1e-4 for row in fit.errors)
-    assert fit.doubts == ()
+    assert fit.undetermined == ()
 
 
 def test_with_noise_the_model_is_found_and_the_error_is_the_noise() -> None:
@@ -116,7 +116,7 @@ def test_few_prompts_among_many_answers_are_no_strays() -> None:
     assert errors.median < 0.08
 
 
-def test_the_worst_steps_are_told_by_their_place_in_the_log() -> None:
+def test_the_worst_steps_are_reported_with_their_position() -> None:
     log = make_log(noise=0.0)
     log[99] = replace(log[99], time_s=log[99].time_s * 4)
     log.insert(10, StepStats(time_s=1.0))
@@ -133,7 +133,7 @@ def test_the_worst_steps_are_told_by_their_place_in_the_log() -> None:
 def test_a_log_without_prompts_says_so() -> None:
     fit = fit_latency([step for step in make_log() if not step.prefill_tokens])
     named = ("prefill_token_s", "prefill_context_s", "prefill_step_s")
-    assert doubts(fit) == dict.fromkeys(named, "no step prefills")
+    assert undetermined(fit) == dict.fromkeys(named, "no step prefills")
     assert all(getattr(fit.latency, name) == 0 for name in named)
     assert fit.latency.base_s == pytest.approx(TRUE.base_s, rel=0.1)
     assert [row.fitted.num_steps > 0 for row in fit.errors] == [True, False, True, False]
@@ -144,8 +144,8 @@ def test_a_log_without_answers_says_so() -> None:
     fit = fit_latency(
         [replace(step, batch=0, context_tokens=0) for step in make_log() if step.prefill_tokens]
     )
-    assert doubts(fit)["batch_s"] == doubts(fit)["context_token_s"] == "no step decodes"
-    assert doubts(fit)["prefill_step_s"].startswith("it cannot be told apart from base_s")
+    assert undetermined(fit)["batch_s"] == undetermined(fit)["context_token_s"] == "no step decodes"
+    assert undetermined(fit)["prefill_step_s"].startswith("it cannot be separated from base_s")
 
 
 @pytest.mark.parametrize("with_prompts", [False, True])
@@ -157,7 +157,7 @@ def test_a_constant_batch_says_so(with_prompts: bool) -> None:
         return StepStats(batch=8, context_tokens=rng.randint(1000, 30_000))
 
     fit = fit_latency(make_log(make=make))
-    assert doubts(fit)["batch_s"] == "every step that decodes has a batch of 8"
+    assert undetermined(fit)["batch_s"] == "every step that decodes has a batch of 8"
     assert fit.latency.batch_s == 0
     errors = fit.errors[0].held_out
     assert errors.median is not None
@@ -167,8 +167,8 @@ def test_a_constant_batch_says_so(with_prompts: bool) -> None:
 def test_steps_that_are_all_alike_leave_only_the_base() -> None:
     fit = fit_latency([StepStats(batch=4, context_tokens=400, time_s=0.01)] * 100)
     assert fit.latency == LatencyModel(base_s=0.01)
-    assert set(doubts(fit)) == set(values(TRUE)) - {"base_s", "shared_kv_read"}
-    assert doubts(fit)["context_token_s"] == "it cannot be told apart from base_s"
+    assert set(undetermined(fit)) == set(values(TRUE)) - {"base_s", "shared_kv_read"}
+    assert undetermined(fit)["context_token_s"] == "it cannot be separated from base_s"
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, MIN_STEPS - 1])
@@ -232,4 +232,4 @@ def test_the_cost_of_a_repeated_read_is_found(shared_kv_read: float) -> None:
 def test_without_shared_blocks_each_answer_is_taken_to_read_its_own() -> None:
     fit = fit_latency(make_log())
     assert fit.latency.shared_kv_read == 1.0
-    assert not fit.doubts
+    assert not fit.undetermined

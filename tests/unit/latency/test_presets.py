@@ -144,24 +144,24 @@ def refused(preset: str) -> str:
     return caught.value.message
 
 
-def test_an_unknown_preset_is_told_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
     assert "unknown preset 'h200-lama-8b'; did you mean 'h200-llama-8b'?" in refused("h200-lama-8b")
     assert f"known: {', '.join(PRESETS)}, or a file" in refused("zzz")
     assert "cannot be read: No such file" in refused(str(tmp_path / "none.json"))
     broken = tmp_path / "broken.json"
     for content in (b"{", b'{"name": "x"}', b"\xff"):
         broken.write_bytes(content)
-        assert "is not a file of `kvolt fit --out`" in refused(str(broken))
+        assert "is not a file written by `kvolt fit --out`" in refused(str(broken))
 
 
-def test_a_wrong_preset_hurts_nobody_who_does_not_use_it() -> None:
+def test_an_unused_wrong_preset_is_ignored() -> None:
     checked = check_arguments("sim", {"preset": "gone.json", "latency": {"base_s": 1}})
     assert isinstance(checked, SimArguments)
     assert isinstance(sim(checked), SimEngine)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_others_are_told_the_time_that_steps_take_at_this_speed(name: str) -> None:
+def test_the_registered_model_includes_the_speed(name: str) -> None:
     """A router that was told another one would plan by it."""
     step = StepStats(batch=3, prefill_tokens=100, prefill_context=10_000, context_tokens=5_000)
     usual, quick = (

@@ -45,7 +45,7 @@ def make_wheel(folder: Path, weights: PackageWeights = WEIGHTS, data: bytes = DA
 
 
 def install(folder: Path, weights: PackageWeights = WEIGHTS, data: bytes = DATA) -> Path:
-    """For a folder on `sys.path`. Whoever imports it fails."""
+    """A package folder for `sys.path` that must not be imported."""
     place = folder / weights.module
     place.mkdir(parents=True)
     (place / "__init__.py").write_text("raise RuntimeError('imported')\n")

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.sim.model import CHAT_TEMPLATE, tokenizer_json
-from kvolt.models.checkpoint import SafetensorsFolder, check_shapes, expected_shapes, open_checkpoint
+from kvolt.models.checkpoint import SafetensorsFolder, open_checkpoint
 from kvolt.models.config import ARCHITECTURES
+from kvolt.models.weights import check_shapes, expected_shapes
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 
@@ -152,7 +153,7 @@ def test_weights_are_hashed_where_no_cores_can_be_asked_for(
 
 
 def test_the_hash_reads_past_its_first_piece(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvolt.models.checkpoint._HASHED_AT_ONCE", 1 << 16)
+    monkeypatch.setattr("kvolt.models.weights._HASH_PIECE_BYTES", 1 << 16)
     first = open_checkpoint(folder).weights_hash
     weights = bytearray((folder / "model.safetensors").read_bytes())
     assert len(weights) > 1 << 17
@@ -218,7 +219,7 @@ def test_a_missing_tensor_is_named_with_their_number(folder: Path) -> None:
 def test_a_wrong_shape_is_named_with_what_was_expected(folder: Path) -> None:
     rewrite(folder, **{"model.layers.2.self_attn.k_proj.weight": torch.zeros(64, 64)})
     message = refusal(folder).message
-    assert "model.layers.2.self_attn.k_proj.weight should have the shape [32, 64] and has [64, 64]" in message
+    assert "model.layers.2.self_attn.k_proj.weight has the shape [64, 64] instead of [32, 64]" in message
 
 
 def test_a_tensor_without_a_use_is_an_error(folder: Path) -> None:
@@ -249,7 +250,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", num_shards=2)
     edit(folder / "model.safetensors.index.json", weight_map={"lm_head.weight": "../model.safetensors"})
-    assert "'../model.safetensors', outside of it" in refusal(folder).message
+    assert "'../model.safetensors', which is outside the folder" in refusal(folder).message
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
@@ -258,7 +259,7 @@ def test_a_cut_weight_file_is_refused(folder: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     error = refusal(folder)
     assert "model.safetensors cannot be read as safetensors" in error.message
-    assert error.fields["remedy"] == "fetch it again"
+    assert error.fields["remedy"] == "download the model again"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_its_own(folder: Path) -> None
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    assert "is not there" in refusal(tmp_path / "nothing").message
+    assert "does not exist" in refusal(tmp_path / "nothing").message
 
 
 def test_what_the_config_refuses_is_said_before_anything_of_the_weights(folder: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_was_here_before_is_no_speed(lines: pytest.LogCaptureFixture) -> No
     clock.now += 10
     progress("weights", 950, 1000)
     assert lines.messages == [
-        "fetching weights (1 kB), 900 B of it here already",
+        "fetching weights (1 kB), 900 B already here",
         "fetching weights: 950 B of 1 kB (95%), 5 B/s",
     ]
 
@@ -78,7 +78,7 @@ def test_each_thing_has_its_first_line(lines: pytest.LogCaptureFixture) -> None:
 
 def test_lines_can_go_elsewhere(lines: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
-    ProgressLog(Hands(), say=said.append)("a 100% name", 0, 10)
+    ProgressLog(Hands(), write_line=said.append)("a 100% name", 0, 10)
     assert said == ["fetching a 100% name (10 B)"]
     assert lines.messages == []
     ProgressLog(Hands())("a 100% name", 0, 10)

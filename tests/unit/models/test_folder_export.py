@@ -1,4 +1,4 @@
-"""A GGUF file as a folder: the same model for whoever reads it, written once, whole or not at all."""
+"""A GGUF file as a folder: the same model, written once and atomically."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_other_engines_texts_are_those_of_the_file(small: Path, tmp_path: Path) 
     texts = FolderTexts(folder)
     assert texts.tokenizer_json == file.tokenizer_json
     assert texts.chat_template == CHAT_TEMPLATE
-    assert texts.ends(()) == file.config.eos_token_ids
-    assert texts.begin(None) is None
+    assert texts.eos_token_ids(()) == file.config.eos_token_ids
+    assert texts.bos_token_id(None) is None
     assert texts.sampling_defaults == {}
 
 
@@ -154,7 +154,7 @@ def test_where_nothing_can_be_written(small: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
     with pytest.raises(ConfigError, match="cannot be written") as caught:
         folder_of(found(small), tmp_path / "cache")
-    assert caught.value.fields == {"key": "model", "remedy": "make room, or set KVOLT_HOME"}
+    assert caught.value.fields == {"key": "model", "remedy": "free disk space, or set KVOLT_HOME"}
 
 
 def test_what_was_begun_does_not_stay(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +228,9 @@ def test_frequencies_of_its_own_cannot_be_said(tmp_path: Path) -> None:
     fields, _ = ROPES["llama3"]
     path = tiny_gguf(tmp_path / "m.gguf", num_hidden_layers=1, rope_scaling=fields)
     assert isinstance(open_checkpoint(path).config.rope_scaling, RopeDivisors)
-    with pytest.raises(ConfigError, match="divisors of its own") as caught:
+    with pytest.raises(ConfigError, match="its own frequency divisors") as caught:
         folder_of(found(path), tmp_path / "cache")
-    assert caught.value.fields["remedy"] == "take the model's safetensors"
+    assert caught.value.fields["remedy"] == "use the model's safetensors"
     assert written(tmp_path / "cache") == {}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.models.folder_texts import FolderTexts, decoded, required
+from kvolt.models.folder_texts import FolderTexts, read_json, read_required
 
 TOKENIZER = {
     "added_tokens": [
@@ -35,8 +35,8 @@ def test_a_tokenizer_is_all_that_is_needed(tmp_path: Path) -> None:
     texts = folder(tmp_path)
     assert json.loads(texts.tokenizer_json) == TOKENIZER
     assert (texts.chat_template, texts.sampling_defaults) == ("", {})
-    assert (texts.ends((7, 8)), texts.begin(5)) == ((7, 8), 5)
-    assert (texts.ends(()), texts.begin(None)) == ((), None)
+    assert (texts.eos_token_ids((7, 8)), texts.bos_token_id(5)) == ((7, 8), 5)
+    assert (texts.eos_token_ids(()), texts.bos_token_id(None)) == ((), None)
 
 
 def test_without_a_tokenizer_it_is_said_how_to_make_one(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_ends(
         generation_config={"eos_token_id": generation},
         tokenizer_config={"eos_token": eos_token},
     )
-    assert texts.ends(of_config) == ends
+    assert texts.eos_token_ids(of_config) == ends
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_beginnings(
     texts = folder(
         tmp_path, tokenizer_config=tokenizer_config, generation_config={"bos_token_id": generation}
     )
-    assert texts.begin(of_config) == begin
+    assert texts.bos_token_id(of_config) == begin
 
 
 # --- template
@@ -176,9 +176,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content:
 def test_a_tokenizer_is_read_when_it_is_needed(tmp_path: Path) -> None:
     texts = folder(tmp_path, tokenizer="no json", tokenizer_config={"eos_token": "</s>"})
     assert texts.tokenizer_json == b"no json"
-    assert texts.begin(4) == 4
+    assert texts.bos_token_id(4) == 4
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be used"):
-        texts.ends((2,))
+        texts.eos_token_ids((2,))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
-    assert decoded(tmp_path, "none.json", dict) is None
+    assert read_json(tmp_path, "none.json", dict) is None
     (tmp_path / "some.json").write_text('{"a": 1}')
-    assert decoded(tmp_path, "some.json", dict[str, int]) == {"a": 1}
-    assert required(tmp_path, "some.json", "make one") == b'{"a": 1}'
+    assert read_json(tmp_path, "some.json", dict[str, int]) == {"a": 1}
+    assert read_required(tmp_path, "some.json", "make one") == b'{"a": 1}'
     with pytest.raises(ConfigError) as caught:
-        required(tmp_path, "none.json", "make one")
+        read_required(tmp_path, "none.json", "make one")
     assert caught.value.fields == {"key": "model", "remedy": "make one"}

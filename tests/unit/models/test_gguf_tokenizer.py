@@ -179,7 +179,7 @@ def test_llama3_takes_a_word_that_is_a_token_whole() -> None:
 
 
 def test_an_unknown_way_of_splitting_is_named() -> None:
-    with pytest.raises(ConfigError, match="pre-tokenizer vendor-9 is not known") as caught:
+    with pytest.raises(ConfigError, match="pre-tokenizer vendor-9 is not supported") as caught:
         ours(byte_level_metadata("vendor-9"))
     assert "smollm" in str(caught.value.fields["remedy"])
 

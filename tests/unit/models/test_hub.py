@@ -82,7 +82,7 @@ def hub(server: FakeHub, tmp_path: Path) -> Hub:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.models.hub_file._LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr("kvolt.models.hub_file._LOCK_LOOK_S", 0.01)
+    monkeypatch.setattr("kvolt.models.hub_file._LOCK_POLL_S", 0.01)
 
 
 def test_downloads_what_serving_needs_and_no_more(hub: Hub, server: FakeHub) -> None:
@@ -119,7 +119,7 @@ def test_a_later_process_goes_on_where_an_earlier_one_ended(server: FakeHub, tmp
     server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     with pytest.raises(ConnectFailed, match="cannot be reached") as caught:
         Hub(server.url, tmp_path / "hub").download(TINY, Told())
-    assert "what came is kept" in str(caught.value.fields["remedy"])
+    assert "downloaded data is kept" in str(caught.value.fields["remedy"])
     server.faults, server.asked[:] = Faults(), []
     told = Told()
     model = Hub(server.url, tmp_path / "hub").download(TINY, told)
@@ -148,7 +148,7 @@ def test_wrong_bytes_are_dropped_and_not_taken(hub: Hub, server: FakeHub, tmp_pa
     # One large file: of another one, what came before this one was found wrong would stay.
     server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     server.faults.corrupt = True
-    with pytest.raises(NetworkFault, match="wrong bytes"):
+    with pytest.raises(NetworkFault, match="unexpected checksum"):
         hub.download(TINY, Told())
     assert hub.find(TINY) is None
     assert sum(path.stat().st_size for path in (tmp_path / "hub").rglob("*.incomplete")) == 0
@@ -190,7 +190,7 @@ def test_what_is_in_the_cache_needs_no_network(hub: Hub, server: FakeHub) -> Non
     assert server.asked == []
 
 
-def test_nothing_is_fetched_twice_and_nothing_told_of_it(hub: Hub, server: FakeHub) -> None:
+def test_nothing_is_downloaded_or_reported_twice(hub: Hub, server: FakeHub) -> None:
     model = hub.download(TINY, Told())
     server.asked.clear()
     told = Told()
@@ -323,7 +323,7 @@ def test_a_disk_that_fills_up_later(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     def full(*_args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvolt.models.hub_file._Download._take", full)
+    monkeypatch.setattr("kvolt.models.hub_file._Download._write", full)
     assert refused(hub, TINY)[0] == "disk_full"
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvolt.core.errors import ConfigError
 from kvolt.models.model_files import (
-    Chosen,
     HubName,
+    ModelFiles,
     ModelKind,
-    choose,
+    choose_files,
     is_pickle,
     parse_hub_name,
     quantization,
@@ -46,8 +46,8 @@ def test_a_name_is_written_as_it_is_read() -> None:
         assert str(parse_hub_name(text)) == text
 
 
-def folder(*files: str) -> Chosen:
-    return Chosen(ModelKind.FOLDER, files)
+def folder(*files: str) -> ModelFiles:
+    return ModelFiles(ModelKind.FOLDER, files)
 
 
 def test_a_folder_is_its_small_files_and_its_weights() -> None:
@@ -59,23 +59,25 @@ def test_a_folder_is_its_small_files_and_its_weights() -> None:
         "tokenizer.json",
         "x/model.safetensors",
     ]
-    assert choose(names, None, "m") == folder("config.json", "tokenizer.json", "model.safetensors")
+    assert choose_files(names, None, "m") == folder("config.json", "tokenizer.json", "model.safetensors")
 
 
 def test_weights_that_are_there_twice_are_taken_once() -> None:
-    assert choose(["config.json", "consolidated.safetensors", "model.safetensors"], None, "m") == folder(
-        "config.json", "model.safetensors"
-    )
-    assert choose(["config.json", "consolidated.safetensors"], None, "m") == folder(
+    assert choose_files(
+        ["config.json", "consolidated.safetensors", "model.safetensors"], None, "m"
+    ) == folder("config.json", "model.safetensors")
+    assert choose_files(["config.json", "consolidated.safetensors"], None, "m") == folder(
         "config.json", "consolidated.safetensors"
     )
 
 
 def test_safetensors_go_before_a_gguf_and_a_gguf_before_pickles() -> None:
     both = ["config.json", "model.safetensors", "m-Q4_0.gguf"]
-    assert choose(both, None, "m").kind is ModelKind.FOLDER
-    assert choose(both, "Q4_0", "m") == Chosen(ModelKind.GGUF, ("m-Q4_0.gguf",))
-    assert choose(["config.json", "m.bin", "m.gguf"], None, "m") == Chosen(ModelKind.GGUF, ("m.gguf",))
+    assert choose_files(both, None, "m").kind is ModelKind.FOLDER
+    assert choose_files(both, "Q4_0", "m") == ModelFiles(ModelKind.GGUF, ("m-Q4_0.gguf",))
+    assert choose_files(["config.json", "m.bin", "m.gguf"], None, "m") == ModelFiles(
+        ModelKind.GGUF, ("m.gguf",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_safetensors_go_before_a_gguf_and_a_gguf_before_pickles() -> None:
 )
 def test_what_cannot_be_chosen(names: list[str], wanted: str | None, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(names, wanted, "owner/model")
+        choose_files(names, wanted, "owner/model")
     assert caught.value.fields["reason"] == reason
     assert caught.value.fields["key"] == "model"
     assert caught.value.fields["remedy"]
@@ -107,7 +109,7 @@ def test_what_cannot_be_chosen(names: list[str], wanted: str | None, reason: str
 
 def test_a_long_list_is_cut() -> None:
     with pytest.raises(ConfigError) as caught:
-        choose([f"a-Q{index}_0.gguf" for index in range(20)], None, "owner/model:")
+        choose_files([f"a-Q{index}_0.gguf" for index in range(20)], None, "owner/model:")
     assert str(caught.value.fields["remedy"]).endswith(", and 8 more")
 
 

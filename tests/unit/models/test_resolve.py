@@ -198,7 +198,7 @@ def test_the_cache_goes_before_the_hub(tmp_path: Path) -> None:
     assert hub.downloads == ["c/d@v1", "a/b"]
 
 
-def test_errors_of_the_hub_are_told_as_they_are(tmp_path: Path) -> None:
+def test_errors_of_the_hub_are_passed_on(tmp_path: Path) -> None:
     for error in (ConfigError("gated", key="model"), ConnectFailed("no net"), NetworkFault("busy")):
         with pytest.raises(type(error)) as caught:
             resolve("a/b", silent, Sources(tmp_path, ScriptedHub(error=error)))
@@ -216,7 +216,9 @@ def test_the_built_in_stands_in_only_if_nothing_else_has_the_model(
     offline = ScriptedHub(error=ConnectFailed("no way to the hub"))
     found = resolve(STAND_IN, silent, Sources(tmp_path, offline))
     assert (found.name, found.origin) == (DEFAULT_MODEL, Origin.PACKAGE)
-    assert caplog.messages == ["no way to the hub; the built-in smollm2-135m is taken instead"]
+    assert caplog.messages == [
+        "hub unreachable, using a built-in model: model=smollm2-135m error=no way to the hub"
+    ]
     for name in (f"{STAND_IN}@v1", f"{STAND_IN}:Q8_0"):
         with pytest.raises(ConnectFailed):
             resolve(name, silent, Sources(tmp_path, offline))

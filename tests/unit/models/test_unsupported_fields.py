@@ -70,7 +70,7 @@ def test_neutral_values_change_nothing(fields: dict[str, Any]) -> None:
 def test_fields_of_the_rotation_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rope_parameters\.llama_4_scaling_beta = 0\.1"):
         read(rope_parameters={**ROPE, "llama_4_scaling_beta": 0.1})
-    with pytest.raises(ConfigError, match="part of each head"):
+    with pytest.raises(ConfigError, match="partial rotary embeddings"):
         read(rope_scaling={**ROPE, "partial_rotary_factor": 0.5})
 
 

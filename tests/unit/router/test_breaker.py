@@ -1,4 +1,4 @@
-"""Breakers: when a worker that fails is passed over, when it is tried again, and what a cost makes of it."""
+"""Circuit breakers: opening, probing, closing, and the cost of retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvolt.router.breaker import (
     Outcome,
     outcome_of,
 )
-from kvolt.router.policy.policy import with_retries
+from kvolt.router.policy.policy import add_retry_cost
 
 A, B, C = map(InstanceId, "abc")
 ALL = (A, B, C)
@@ -49,7 +49,7 @@ class Scene:
         self.changes.append((instance_id, view.state))
 
     def run(self, outcome: Outcome, instance_id: InstanceId = A) -> None:
-        self.breakers.end(instance_id, self.breakers.send(instance_id), outcome)
+        self.breakers.end_attempt(instance_id, self.breakers.start_attempt(instance_id), outcome)
 
     def fail(self, times: int = 1, instance_id: InstanceId = A) -> None:
         for _ in range(times):
@@ -61,9 +61,9 @@ class Scene:
 
     def end_after_token(self, outcome: Outcome) -> None:
         """A request that has its first token and ends so."""
-        attempt = self.breakers.send(A)
-        self.breakers.first_token(A, attempt)
-        self.breakers.end(A, attempt, outcome)
+        attempt = self.breakers.start_attempt(A)
+        self.breakers.mark_first_token(A, attempt)
+        self.breakers.end_attempt(A, attempt, outcome)
 
     @property
     def blocked(self) -> frozenset[InstanceId]:
@@ -81,7 +81,7 @@ class Scene:
     def probing_again(self) -> Attempt:
         self.time_s += self.breakers.views()[A].retry_in_s
         assert not self.blocked
-        attempt = self.breakers.send(A)
+        attempt = self.breakers.start_attempt(A)
         assert attempt is not None
         return attempt
 
@@ -89,7 +89,7 @@ class Scene:
 def test_an_instance_that_never_failed_has_no_breaker() -> None:
     scene = Scene()
     scene.answer(10)
-    assert scene.breakers.send(A) is None
+    assert scene.breakers.start_attempt(A) is None
     assert not scene.breakers
     assert scene.breakers.failure_rates(ALL) is None
     assert not scene.blocked
@@ -139,15 +139,15 @@ def test_it_is_probed_by_one_request_at_a_time_until_its_first_token() -> None:
     scene = Scene()
     probe = scene.probing()
     assert scene.blocked == {A}
-    scene.breakers.first_token(A, probe)
+    scene.breakers.mark_first_token(A, probe)
     assert not scene.blocked
-    scene.breakers.send(A)
+    scene.breakers.start_attempt(A)
     assert scene.blocked == {A}
 
 
 def test_a_probe_that_is_answered_closes_it() -> None:
     scene = Scene()
-    scene.breakers.end(A, scene.probing(), Outcome.ANSWERED)
+    scene.breakers.end_attempt(A, scene.probing(), Outcome.ANSWERED)
     assert not scene.blocked
     assert not scene.breakers.is_any_open
     assert scene.changes[-1] == (A, BreakerState.CLOSED)
@@ -158,17 +158,17 @@ def test_a_probe_that_fails_opens_it_for_longer(has_token: bool) -> None:
     scene = Scene()
     probe = scene.probing()
     if has_token:  # it fails amid the answer
-        scene.breakers.first_token(A, probe)
-    scene.breakers.end(A, probe, Outcome.FAILED)
+        scene.breakers.mark_first_token(A, probe)
+    scene.breakers.end_attempt(A, probe, Outcome.FAILED)
     scene.time_s += 1.5 * FIRST_BACKOFF_S
     assert scene.blocked == {A}
     scene.time_s += FIRST_BACKOFF_S
     assert not scene.blocked
 
 
-def test_a_probe_that_says_nothing_makes_room_for_another() -> None:
+def test_a_probe_without_outcome_allows_another() -> None:
     scene = Scene()
-    scene.breakers.end(A, scene.probing(), Outcome.UNKNOWN)
+    scene.breakers.end_attempt(A, scene.probing(), Outcome.UNKNOWN)
     assert not scene.blocked
     assert scene.breakers.views()[A].state is BreakerState.HALF_OPEN
 
@@ -186,38 +186,38 @@ def test_back_off_doubles_up_to_its_bound() -> None:
 def test_what_was_sent_before_it_opened_changes_nothing() -> None:
     scene = Scene()
     scene.fail()
-    early = [scene.breakers.send(A) for _ in range(4)]
+    early = [scene.breakers.start_attempt(A) for _ in range(4)]
     scene.fail(2)
     before = scene.breakers.views()[A]
-    scene.breakers.end(A, early[0], Outcome.FAILED)
-    scene.breakers.end(A, early[1], Outcome.ANSWERED)
-    scene.breakers.end(A, None, Outcome.ANSWERED)  # from before its first failure
+    scene.breakers.end_attempt(A, early[0], Outcome.FAILED)
+    scene.breakers.end_attempt(A, early[1], Outcome.ANSWERED)
+    scene.breakers.end_attempt(A, None, Outcome.ANSWERED)  # from before its first failure
     assert scene.breakers.views()[A] == before
     probe = scene.probing_again()
-    scene.breakers.first_token(A, early[2])
-    scene.breakers.end(A, early[2], Outcome.ANSWERED)
+    scene.breakers.mark_first_token(A, early[2])
+    scene.breakers.end_attempt(A, early[2], Outcome.ANSWERED)
     assert scene.blocked == {A}, "the probe is still under way"
-    scene.breakers.end(A, probe, Outcome.ANSWERED)
-    scene.breakers.end(A, early[3], Outcome.FAILED)
+    scene.breakers.end_attempt(A, probe, Outcome.ANSWERED)
+    scene.breakers.end_attempt(A, early[3], Outcome.FAILED)
     assert not scene.breakers.is_any_open
 
 
 def test_it_opens_again_sooner_after_it_closed() -> None:
     scene = Scene()
-    scene.breakers.end(A, scene.probing(), Outcome.ANSWERED)
+    scene.breakers.end_attempt(A, scene.probing(), Outcome.ANSWERED)
     scene.fail(2)
     assert scene.blocked == {A}
     assert scene.breakers.views()[A].retry_in_s == 2 * FIRST_BACKOFF_S
 
 
-def test_an_instance_that_is_gone_is_forgotten() -> None:
+def test_a_deregistered_instance_is_forgotten() -> None:
     scene = Scene()
     probe = scene.probing()
-    scene.breakers.keep((B, C))
+    scene.breakers.retain((B, C))
     assert not scene.breakers
     assert not scene.breakers.is_any_open
-    scene.breakers.first_token(A, probe)
-    scene.breakers.end(A, probe, Outcome.ANSWERED)
+    scene.breakers.mark_first_token(A, probe)
+    scene.breakers.end_attempt(A, probe, Outcome.ANSWERED)
     assert not scene.breakers
 
 
@@ -243,7 +243,7 @@ def test_an_instance_that_is_gone_is_forgotten() -> None:
     ],
     ids=repr,
 )
-def test_what_an_error_says_about_the_worker(error: KvoltError | None, outcome: Outcome) -> None:
+def test_outcome_of_each_error(error: KvoltError | None, outcome: Outcome) -> None:
     assert outcome_of(error) is outcome
 
 
@@ -258,26 +258,26 @@ def test_what_an_error_says_about_the_worker(error: KvoltError | None, outcome: 
         max_size=120,
     )
 )
-def test_whatever_happens_it_comes_back(events: list[tuple[str, object]]) -> None:
+def test_a_breaker_always_recovers(events: list[tuple[str, object]]) -> None:
     """At most one waits at a half-open instance that others could replace, and an answered request heals each."""
     scene = Scene()
     under_way: list[tuple[InstanceId, Attempt | None]] = []
     for what, value in events:
         if what == "send" and value not in scene.blocked:
             assert isinstance(value, str)
-            under_way.append((InstanceId(value), scene.breakers.send(InstanceId(value))))
+            under_way.append((InstanceId(value), scene.breakers.start_attempt(InstanceId(value))))
         elif what == "wait":
             assert isinstance(value, float)
             scene.time_s += value
         elif under_way and isinstance(value, int):
             number = value % len(under_way)
             if what == "token":
-                scene.breakers.first_token(*under_way[number])
+                scene.breakers.mark_first_token(*under_way[number])
             elif what != "send":
-                scene.breakers.end(*under_way.pop(number), Outcome(what))
+                scene.breakers.end_attempt(*under_way.pop(number), Outcome(what))
         assert len(scene.blocked) < len(ALL)
     for ended in under_way:
-        scene.breakers.end(*ended, Outcome.UNKNOWN)
+        scene.breakers.end_attempt(*ended, Outcome.UNKNOWN)
     scene.time_s += MAX_BACKOFF_S
     assert not scene.blocked
     for instance_id in ALL:
@@ -289,33 +289,33 @@ def test_whatever_happens_it_comes_back(events: list[tuple[str, object]]) -> Non
 # --- what a cost makes of it
 
 
-def test_a_place_that_fails_always_costs_what_the_best_other_does() -> None:
-    costs = with_retries(np.array([0.1, 1.0, 2.0]), np.array([1.0, 0.0, 0.0]))
+def test_a_worker_that_always_fails_costs_like_the_best_other() -> None:
+    costs = add_retry_cost(np.array([0.1, 1.0, 2.0]), np.array([1.0, 0.0, 0.0]))
     assert costs.tolist() == [1.0, 1.0, 2.0]
 
 
 def test_half_of_the_failures_are_paid_for_by_half() -> None:
-    costs = with_retries(np.array([0.0, 1.0, 2.0]), np.array([0.5, 0.0, 1.0]))
+    costs = add_retry_cost(np.array([0.0, 1.0, 2.0]), np.array([0.5, 0.0, 1.0]))
     assert costs.tolist() == [0.5, 1.0, 2.0], "a dear place becomes no cheaper by failing"
 
 
-def test_a_single_place_has_no_other() -> None:
-    assert with_retries(np.array([3.0]), np.array([1.0])).tolist() == [3.0]
+def test_a_single_candidate_has_no_retry_cost() -> None:
+    assert add_retry_cost(np.array([3.0]), np.array([1.0])).tolist() == [3.0]
 
 
 def test_a_client_that_leaves_after_the_first_token_shows_that_answers_begin() -> None:
     scene = Scene()
     attempt = scene.probing()
-    scene.breakers.first_token(A, attempt)
-    scene.breakers.end(A, attempt, Outcome.LEFT)
+    scene.breakers.mark_first_token(A, attempt)
+    scene.breakers.end_attempt(A, attempt, Outcome.LEFT)
     assert scene.breakers.views()[A].state is BreakerState.CLOSED
 
 
 def test_a_connection_lost_after_the_first_token_does_not_close_a_breaker() -> None:
     scene = Scene()
     attempt = scene.probing()
-    scene.breakers.first_token(A, attempt)
-    scene.breakers.end(A, attempt, outcome_of(WorkerLost("w")))
+    scene.breakers.mark_first_token(A, attempt)
+    scene.breakers.end_attempt(A, attempt, outcome_of(WorkerLost("w")))
     assert scene.breakers.views()[A].state is BreakerState.HALF_OPEN
 
 

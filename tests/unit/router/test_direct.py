@@ -1,4 +1,4 @@
-"""The direct router: to whom the caller names, and to nobody else."""
+"""The direct router: the named worker only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvolt.router.registry import ROUTERS
 from kvolt.testing import run_virtual
 
 
-def test_only_whom_the_caller_names() -> None:
+def test_only_the_named_worker() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker(f"w{number}") for number in range(3)]
@@ -25,8 +25,8 @@ def test_only_whom_the_caller_names() -> None:
             async def where(name: str, dp_rank: int | None = None) -> tuple[str, int | None]:
                 routing = RoutingHints(pins={Role.AGGREGATED: InstanceId(name)}, pinned_dp_rank=dp_rank)
                 decision = await router.route(replace(make_request(), routing=routing))
-                router.begun(decision, None)
-                router.free(decision, None)
+                router.mark_first_token(decision, None)
+                router.release(decision, None)
                 return decision.instance.id, decision.dp_rank
 
             for instance in client.candidates():
@@ -34,7 +34,7 @@ def test_only_whom_the_caller_names() -> None:
                 assert await where(instance.id, 0) == (instance.id, 0)
             with pytest.raises(Unavailable, match="pinned instance nobody"):
                 await where("nobody")
-            with pytest.raises(InvalidRequest, match="name the worker") as caught:
+            with pytest.raises(InvalidRequest, match="needs a worker") as caught:
                 await router.route(make_request())
             assert caught.value.fields["param"] == "nvext.backend_instance_id"
             await router.close()

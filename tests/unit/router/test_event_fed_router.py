@@ -1,4 +1,4 @@
-"""The KV router with its feeds: what workers really hold decides, whatever was lost on the way."""
+"""EventFedRouter: routing follows the blocks that workers hold, whatever events are lost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request
-from kvolt.journey.journey import Journey, Road
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.ingest.feed import FeedState
 from kvolt.router.policy.policy import classic, latency
 from kvolt.router.port import RouterContext
@@ -27,7 +27,7 @@ from kvolt.router.registry import ROUTERS, find_router
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 BLOCK = ARGUMENTS.block_size
@@ -53,14 +53,14 @@ class Reader:
     steps: StepSink | None = None
 
     def __init__(self) -> None:
-        self.has_begun = False
+        self.has_started = False
         self.cached_tokens: int | None = None
         self.is_over = False
         self.error: KvoltError | None = None
 
     def on_item(self, delta: Any) -> None:
         assert isinstance(delta, Delta)
-        self.has_begun = True
+        self.has_started = True
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
 
@@ -69,16 +69,16 @@ class Reader:
 
 
 class Scene:
-    def __init__(self, lab: Lab, router: ExactRouter, road: Road) -> None:
+    def __init__(self, lab: Lab, router: EventFedRouter, journey_context: JourneyContext) -> None:
         self.lab = lab
         self.router = router
-        self.road = road
+        self.journey_context = journey_context
 
     async def ask(self, request: Request) -> tuple[str, int | None]:
         """Which worker answered, and how much of the prompt it had."""
         reader = Reader()
-        journey = Journey(self.road, request, reader, Deadlines())
-        await journey.begin()
+        journey = Journey(self.journey_context, request, reader, Deadlines())
+        await journey.start()
         await until(lambda: reader.is_over)
         assert reader.error is None
         assert journey.decision is not None
@@ -86,7 +86,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("policy", [classic(), latency()], ids=["classic", "latency"])
-def test_a_prompt_comes_back_to_who_computed_it(policy: Any) -> None:
+def test_a_prompt_returns_to_its_worker(policy: Any) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             scene, close = await begun(lab, policy)
@@ -101,7 +101,7 @@ def test_a_prompt_comes_back_to_who_computed_it(policy: Any) -> None:
                 for number in range(2, 8)
             }
             assert len(others) > 1
-            assert scene.router.num_under_way == 0
+            assert scene.router.num_in_flight == 0
             await close()
 
     run_virtual(scenario)
@@ -112,10 +112,10 @@ def test_events_that_were_lost_are_made_up_for() -> None:
         async with Lab() as lab:
             scene, close = await begun(lab, latency())
             for publisher in [each.runtime.events.publisher for each in lab._workers]:
-                lab.bus.lose(publisher, 50)
+                lab.bus.drop_next(publisher, 50)
             text = tuple(range(1, 6 * BLOCK + 4))
             first, _ = await scene.ask(prompt("a", text))
-            await until(lambda: scene.router.index.num_pairs > 0)
+            await until(lambda: scene.router.block_index.num_pairs > 0)
             again, cached = await scene.ask(prompt("b", text))
             assert (again, cached) == (first, 6 * BLOCK)
             await close()
@@ -127,7 +127,7 @@ def test_what_workers_report_is_heard_and_nonsense_is_not() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             scene, close = await begun(lab, classic())
-            ids = [instance.id for instance in scene.road.client.candidates()]
+            ids = [instance.id for instance in scene.journey_context.client.candidates()]
             teller = await lab.runtime("teller")
             teller.events.publish(LOAD_TOPIC, b"nonsense")
             busy = WorkerLoad(running=50, kv_used_blocks=500)
@@ -136,7 +136,7 @@ def test_what_workers_report_is_heard_and_nonsense_is_not() -> None:
             await asyncio.sleep(0.01)
             decision = await scene.router.route(prompt("a", tuple(range(40))))
             assert decision.instance.id == ids[2]
-            scene.router.free(decision, None)
+            scene.router.release(decision, None)
             await close()
 
     run_virtual(scenario)
@@ -195,12 +195,12 @@ async def begun(lab: Lab, policy: Any, settings: RouterSettings | None = None) -
     client = await runtime.client(workers[0].endpoint)
     await until(lambda: len(client.candidates()) == 3)
     context = RouterContext(client, runtime, BLOCK, settings or RouterSettings())
-    router = ExactRouter(context, policy) if settings is None else policy(context)
-    await until(lambda: router.ingest.num_in(FeedState.EXACT) == 3)
-    crew = Crew("journeys")
+    router = EventFedRouter(context, policy) if settings is None else policy(context)
+    await until(lambda: router.ingest.num_in_state(FeedState.EXACT) == 3)
+    task_group = TaskGroup("journeys")
 
     async def close() -> None:
-        await crew.close()
+        await task_group.close()
         await router.close()
 
-    return Scene(lab, router, Road(router, client, crew)), close
+    return Scene(lab, router, JourneyContext(router, client, task_group)), close

@@ -1,4 +1,4 @@
-"""The KV router: to who holds the prompt unless that one is too busy; every end is counted once."""
+"""KvRouter: prompts go to their holders unless too busy; every release counts once."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import KvSource, Request, Role, RoutingHints
-from kvolt.journey.journey import Journey, Road
+from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy.policy import Policy, classic, latency
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 BLOCK = 16
 
 
 class Shelf:
-    """Holders by hand."""
+    """PrefixIndex by hand."""
 
     def __init__(self) -> None:
         self.blocks: dict[InstanceId, set[int]] = {}
@@ -44,7 +44,7 @@ class Shelf:
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         return list(self.blocks).index(instance_id) if instance_id in self.blocks else None
 
-    def find_below(self, hashes: tuple[int, ...]) -> None:
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> None:
         return None
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
@@ -94,20 +94,20 @@ def scene(body: Callable[[Scene, list[RunningWorker], EndpointClient], object], 
 
 
 @pytest.mark.parametrize("policy", [classic(), latency()], ids=["classic", "latency"])
-def test_a_prompt_goes_to_who_holds_it(policy: Policy) -> None:
+def test_a_prompt_goes_to_its_holder(policy: Policy) -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         here.shelf.blocks = {here.ids[0]: {1}, here.ids[2]: {1, 2, 3}}
         for _ in range(2):
             decision = await here.router.route(prompt(1, 2, 3, 4))
             assert (decision.instance.id, decision.overlap_blocks) == (here.ids[2], 3)
-            here.router.begun(decision, None)
-            here.router.free(decision, None)
-        assert here.router.num_under_way == 0
+            here.router.mark_first_token(decision, None)
+            here.router.release(decision, None)
+        assert here.router.num_in_flight == 0
 
     scene(body, policy)
 
 
-def test_who_has_more_is_named_where_both_share() -> None:
+def test_the_kv_source_is_named_if_both_share_kv() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         here.shelf.blocks = {here.ids[0]: {1}, here.ids[2]: {1, 2, 3}}
         by_id = {worker.worker._instance: worker for worker in workers}
@@ -115,15 +115,15 @@ def test_who_has_more_is_named_where_both_share() -> None:
 
         async def sources(request: Request) -> tuple[KvSource, ...]:
             decision = await here.router.route(request)
-            here.router.free(decision, None)
+            here.router.release(decision, None)
             return decision.kv_sources
 
         async def share(number: int) -> None:
             worker = by_id[here.ids[number]]
-            version = here.router.eligible.registered.version
+            version = here.router.candidate_filter.registrations.version
             assert worker.worker.info is not None
             await worker.runtime.update_info(worker.endpoint, replace(worker.worker.info, shares_kv=True))
-            await until(lambda: here.router.eligible.registered.version != version)
+            await until(lambda: here.router.candidate_filter.registrations.version != version)
 
         assert await sources(pinned) == ()
         await share(0)
@@ -151,13 +151,13 @@ def test_what_was_sent_counts_at_once_and_what_is_over_no_more(policy: Policy) -
             await here.router.route(prompt(*range(100 * number, 100 * number + 9))) for number in range(3)
         ]
         assert sorted(decision.instance.id for decision in sent) == here.ids
-        here.router.free(sent[1], None)
+        here.router.release(sent[1], None)
         again = await here.router.route(prompt(7, 8, 9))
         assert again.instance == sent[1].instance
         for decision in (sent[0], sent[2], again):
-            here.router.free(decision, None)
-            here.router.free(decision, None)
-        assert here.router.num_under_way == 0
+            here.router.release(decision, None)
+            here.router.release(decision, None)
+        assert here.router.num_in_flight == 0
 
     scene(body, policy)
 
@@ -180,12 +180,12 @@ def test_a_prompt_follows_one_with_the_same_beginning_that_is_not_computed_yet()
         second = await here.router.route(prompt(*range(1, 40), 77))
         assert second.instance == first.instance
         assert second.overlap_blocks == 32  # in sixteenths, see `expected`
-        here.router.begun(first, None)
-        here.router.free(second, None)
-        here.router.free(first, None)
+        here.router.mark_first_token(first, None)
+        here.router.release(second, None)
+        here.router.release(first, None)
         third = await here.router.route(prompt(*range(1, 40)))
-        assert third.overlap_blocks == 0, "nobody said that it is held"
-        here.router.free(third, None)
+        assert third.overlap_blocks == 0, "no event has reported it"
+        here.router.release(third, None)
 
     scene(body, latency())
 
@@ -232,25 +232,25 @@ def test_workers_that_come_and_go_leave_nothing() -> None:
         await workers[0].runtime.close()
         await until(lambda: len(client.instances()) == 2)
         others = [await here.router.route(prompt(number)) for number in range(4)]
-        assert here.router.num_under_way == 6, "those of the one that is gone are forgotten"
+        assert here.router.num_in_flight == 6, "those of the one that is gone are forgotten"
         for decision in (*sent, *others):
-            here.router.free(decision, None)
-        assert here.router.num_under_way == 0
+            here.router.release(decision, None)
+        assert here.router.num_in_flight == 0
 
     scene(body, latency())
 
 
-def test_when_all_are_saturated_who_can_wait_is_told_and_who_cannot_is_sent_all_the_same() -> None:
+def test_when_all_are_saturated_try_route_refuses_and_route_does_not() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         kept = []
         while (decision := here.router.try_route(prompt(len(kept)))) is not None:
             kept.append(decision)
-            here.router.begun(decision, None)
+            here.router.mark_first_token(decision, None)
         assert len(kept) == 3 * ARGUMENTS.max_num_seqs
         extra = await here.router.route(prompt(5))
         assert extra.instance.id in here.ids
-        here.router.free(extra, None)
-        here.router.free(kept[0], None)
+        here.router.release(extra, None)
+        here.router.release(kept[0], None)
         again = here.router.try_route(prompt(6))
         assert again is not None
         assert again.instance == kept[0].instance
@@ -258,7 +258,7 @@ def test_when_all_are_saturated_who_can_wait_is_told_and_who_cannot_is_sent_all_
     scene(body, latency())
 
 
-def test_what_others_said_to_have_sent_keeps_nobody_away_for_ever() -> None:
+def test_stale_replica_load_does_not_block_a_worker() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         full = WorkerLoad(running=ARGUMENTS.max_num_seqs)
         for instance_id in here.ids:  # and no report will ever come again
@@ -270,46 +270,46 @@ def test_what_others_said_to_have_sent_keeps_nobody_away_for_ever() -> None:
     scene(body, latency())
 
 
-def test_who_lets_requests_wait_hears_of_room_and_can_ask_ahead() -> None:
+def test_a_queue_is_notified_of_capacity_and_can_predict() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
-        heard: list[str] = []
-        here.router.on_relief = lambda: heard.append("room")
+        events: list[str] = []
+        here.router.on_capacity_freed = lambda: events.append("room")
         here.router.on_report(LoadReport(here.ids[0], WorkerLoad()))
-        assert heard == ["room"]
+        assert events == ["room"]
         await workers[2].runtime.cordon()
         await until(lambda: len(client.candidates()) == 2)
-        assert len(heard) > 1
-        foreseen_s = here.router.foresee_s(prompt(more_tokens=400))
+        assert len(events) > 1
+        foreseen_s = here.router.predict_ttft_s(prompt(more_tokens=400))
         assert foreseen_s == pytest.approx(0.05)
-        assert here.router.num_under_way == 0
+        assert here.router.num_in_flight == 0
         sent = [await here.router.route(prompt(more_tokens=400)) for _ in range(3)]
         places = [decision.instance.id for decision in sent]
         assert [here.router.queue_s(decision) for decision in sent] == [
             pytest.approx(0.05 * places.count(place)) for place in places
         ]
-        here.router.free(sent[0], None)
+        here.router.release(sent[0], None)
         assert here.router.queue_s(sent[0]) == 0.0, "it is nowhere"
         for number in range(2 * ARGUMENTS.max_num_seqs):
             await here.router.route(prompt(number))
-        assert here.router.foresee_s(prompt()) is None
+        assert here.router.predict_ttft_s(prompt()) is None
 
     scene(body, latency())
 
 
-def test_a_query_books_nothing() -> None:
+def test_a_query_reserves_nothing() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         here.shelf.blocks = {here.ids[1]: {1, 2}}
-        asked = replace(prompt(1, 2, 3), routing=RoutingHints(query_only=True))
+        routed_request = replace(prompt(1, 2, 3), routing=RoutingHints(query_only=True))
         for _ in range(3):
-            told = await here.router.route(asked)
-            assert (told.instance.id, told.overlap_blocks) == (here.ids[1], 2)
-            assert here.router.num_under_way == 0
-            here.router.free(told, None)
+            decided = await here.router.route(routed_request)
+            assert (decided.instance.id, decided.overlap_blocks) == (here.ids[1], 2)
+            assert here.router.num_in_flight == 0
+            here.router.release(decided, None)
 
     scene(body, latency())
 
 
-def test_only_those_are_asked_that_the_caller_allows() -> None:
+def test_only_allowed_workers_are_candidates() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         here.shelf.blocks = {here.ids[0]: {1, 2}}
 
@@ -331,12 +331,12 @@ def test_only_those_are_asked_that_the_caller_allows() -> None:
     scene(body, latency())
 
 
-def test_each_candidate_is_explained_and_every_place_has_its_load() -> None:
+def test_each_candidate_is_explained_and_every_rank_has_its_load() -> None:
     async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
         decision = await here.router.route(prompt(1, 2))
-        told = here.router.explain(prompt(7))
-        assert {each.instance for each in told} == set(here.ids)
-        assert [each.requests for each in here.router.loads()] == [
+        decided = here.router.explain(prompt(7))
+        assert {each.instance for each in decided} == set(here.ids)
+        assert [each.requests for each in here.router.worker_loads()] == [
             float(each == decision.instance.id) for each in here.ids
         ]
 
@@ -352,7 +352,7 @@ class Ranked(ScriptedEngine):
 
 class Deaf:
     steps: StepSink | None = None
-    has_begun = False
+    has_started = False
 
     def on_item(self, delta: object) -> None:
         raise AssertionError("nothing is answered")
@@ -368,12 +368,14 @@ def test_a_rank_is_chosen_and_reaches_the_engine() -> None:
             client = await lab.client(running)
             await until(lambda: len(client.candidates()) == 1)
             here = Scene(client, latency())
-            crew = Crew("journeys")
+            task_group = TaskGroup("journeys")
             journeys = []
             for number in range(4):
-                asked = replace(prompt(number), request_id=RequestId(str(number)))
-                journey = Journey(Road(here.router, client, crew), asked, Deaf(), Deadlines())
-                await journey.begin()
+                routed_request = replace(prompt(number), request_id=RequestId(str(number)))
+                journey = Journey(
+                    JourneyContext(here.router, client, task_group), routed_request, Deaf(), Deadlines()
+                )
+                await journey.start()
                 journeys.append(journey)
                 await until(lambda number=number: len(engine.submitted) > number)  # type: ignore[misc]
             sent = [request.routing.pinned_dp_rank for request in engine.submitted]
@@ -383,7 +385,7 @@ def test_a_rank_is_chosen_and_reaches_the_engine() -> None:
             assert (await here.router.route(pinned)).dp_rank == 1
             for journey in journeys:
                 journey.cancel()
-            await crew.close()
+            await task_group.close()
             stray = replace(prompt(9), routing=RoutingHints(pinned_dp_rank=5))
             with pytest.raises(Unavailable, match="rank 5"):
                 async with await client.stream(stray) as answers:

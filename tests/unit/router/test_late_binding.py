@@ -1,4 +1,4 @@
-"""The whole of it with real workers on virtual time: requests wait, are bound late, are taken back, and end once."""
+"""Queue and withdrawal with real workers on virtual time: requests wait, are bound late, move, and end once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.unit.engines.lab import ARGUMENTS, LIMITS, Lab, RunningWorker, is_emp
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role, RoutingHints
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.journey.journey import Road
+from kvolt.journey.journey import JourneyContext
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.port import RouterContext
-from kvolt.router.queue.queue_router import QueueRouter, who_decides
+from kvolt.router.queue.queue_router import QueueRouter, deciding_router
 from kvolt.router.registry import ROUTERS
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 from kvolt.testing.cluster.deltas import Deltas
 
@@ -29,17 +29,23 @@ ONE_BY_ONE = replace(
 
 
 class Scene:
-    def __init__(self, road: Road, router: QueueRouter, workers: list[RunningWorker], crew: Crew) -> None:
-        self.road = road
+    def __init__(
+        self,
+        journey_context: JourneyContext,
+        router: QueueRouter,
+        workers: list[RunningWorker],
+        task_group: TaskGroup,
+    ) -> None:
+        self.journey_context = journey_context
         self.router = router
         self.workers = workers
-        self.crew = crew
+        self.task_group = task_group
         self.ends: list[str] = []
 
     async def ask(self, name: str, prompt: int = 100, **hints: object) -> int:
         """How many tokens came."""
         request = replace(make_request(name, tokens=TOKENS, prompt=prompt), routing=RoutingHints(**hints))  # type: ignore[arg-type]
-        async with await Deltas.of(self.road, request, LIMITS) as deltas:
+        async with await Deltas.of(self.journey_context, request, LIMITS) as deltas:
             count = sum([len(delta.token_ids) async for delta in deltas])
         self.ends.append(name)
         return count
@@ -58,15 +64,15 @@ def scene(
             await until(lambda: len(client.candidates()) == len(workers))
             router = ROUTERS["latency"](RouterContext(client, await lab.runtime("router"), 16, settings))
             assert isinstance(router, QueueRouter)
-            inner = who_decides(router)
+            inner = deciding_router(router)
             assert isinstance(inner, KvRouter)
-            crew = Crew("moves", on_error=lab.errors.append)
-            await body(Scene(Road(router, client, crew), router, workers, crew))
-            await until(lambda: len(crew) == 0)
-            assert (router.num_waiting, router.num_unstarted, inner.num_under_way) == (0, 0, 0)
+            task_group = TaskGroup("moves", on_error=lab.errors.append)
+            await body(Scene(JourneyContext(router, client, task_group), router, workers, task_group))
+            await until(lambda: len(task_group) == 0)
+            assert (router.num_waiting, router.num_unstarted, inner.num_in_flight) == (0, 0, 0)
             await until(lambda: all(is_empty(running.engine) for running in workers))
             await router.close()
-            await crew.close()
+            await task_group.close()
             assert lab.errors == []
 
     run_virtual(scenario)
@@ -105,14 +111,14 @@ def test_a_pinned_request_gets_its_worker_though_others_would_take_it() -> None:
 
 
 @pytest.mark.parametrize("moves", [0, 2])
-def test_what_waits_at_a_worker_that_is_slower_than_it_says_is_taken_back(moves: int) -> None:
-    """Both are told to be alike; one takes twenty times as long."""
+def test_requests_at_a_slow_worker_are_withdrawn(moves: int) -> None:
+    """Both register the same model; one takes twenty times as long."""
 
     async def body(here: Scene) -> None:
         tasks = [asyncio.ensure_future(here.ask(f"r{number}")) for number in range(8)]
         await asyncio.gather(*tasks)
         assert {task.result() for task in tasks} == {TOKENS}
-        stats = here.road.stats
+        stats = here.journey_context.stats
         assert not stats.retries, "to be moved is no failure"
         slow, fast = here.served_by(0), here.served_by(1)
         assert slow + fast == 8
@@ -120,12 +126,12 @@ def test_what_waits_at_a_worker_that_is_slower_than_it_says_is_taken_back(moves:
         if moves:
             assert stats.num_moves >= 2
             assert fast > slow
-            assert here.router.stats.num_moves >= stats.num_moves
+            assert here.router.stats.num_withdrawals >= stats.num_moves
         else:
             assert (stats.num_moves, slow, fast) == (0, 4, 4)
 
     settings = RouterSettings(
-        saturated_seqs=100.0, saturated_batches=1000.0, take_back_moves=moves, correct_times=False
+        saturated_seqs=100.0, saturated_batches=1000.0, withdraw_max_moves=moves, correct_times=False
     )
     scene(body, [replace(ONE_BY_ONE, slow_by=20.0), ONE_BY_ONE], settings)
 
@@ -139,7 +145,7 @@ def test_without_a_queue_requests_are_sent_all_the_same() -> None:
                 context = RouterContext(client, await lab.runtime(name), 16, RouterSettings(queue=False))
                 router = ROUTERS[name](context)
                 assert isinstance(router, KvRouter)
-                assert who_decides(router) is router
+                assert deciding_router(router) is router
                 await router.close()
 
     run_virtual(scenario)

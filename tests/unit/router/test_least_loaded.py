@@ -1,4 +1,4 @@
-"""The least-loaded router: who has the fewest under way, each in turn among equals; what is over leaves nothing."""
+"""The least-loaded router: fewest requests in flight, round-robin among equals, no leftovers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_the_one_with_the_fewest_gets_the_next() -> None:
             first = [await router.route(make_request()) for _ in range(3)]
             assert sorted(decision.instance.id for decision in first) == ids
             more = [await router.route(make_request()) for _ in range(3)]
-            assert router.num_under_way == dict.fromkeys(router.num_under_way, 2)
-            router.free(more[1], None)
+            assert router.num_in_flight == dict.fromkeys(router.num_in_flight, 2)
+            router.release(more[1], None)
             again = await router.route(make_request())
             assert again.instance == more[1].instance
             for decision in (*first, more[0], again, more[2]):
-                router.free(decision, None)
-            assert router.num_under_way == {}
+                router.release(decision, None)
+            assert router.num_in_flight == {}
 
     run_virtual(scenario)
 
@@ -54,7 +54,7 @@ def test_the_idle_take_turns() -> None:
             for _ in range(6):
                 decision = await router.route(make_request())
                 turns.append(decision.instance.id)
-                router.free(decision, None)
+                router.release(decision, None)
             assert sorted(turns[:3]) == ids
             assert turns[:3] == turns[3:]
 
@@ -69,18 +69,18 @@ def test_pins_and_those_that_failed() -> None:
             pinned = replace(make_request(), routing=RoutingHints(pins={Role.AGGREGATED: first}))
             for _ in range(4):
                 assert (await router.route(pinned)).instance.id == first
-            assert router.num_under_way == {first: 4}
+            assert router.num_in_flight == {first: 4}
             only = await router.route(make_request(), frozenset({second, third}))
             assert only.instance.id == first
             with pytest.raises(Unavailable) as caught:
                 await router.route(make_request(), frozenset({first, second, third}))
             assert caught.value.fields["reason"] == "none_left"
-            assert router.num_under_way == {first: 5}
+            assert router.num_in_flight == {first: 5}
 
     run_virtual(scenario)
 
 
-def test_who_is_gone_is_not_chosen_and_leaves_no_count() -> None:
+def test_a_deregistered_worker_is_not_chosen_and_leaves_no_count() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers, client, ids = await three(lab)
@@ -92,29 +92,29 @@ def test_who_is_gone_is_not_chosen_and_leaves_no_count() -> None:
             more = [await router.route(make_request()) for _ in range(2)]
             assert sorted(decision.instance.id for decision in more) == sorted(set(ids) - {gone})
             for decision in (*decisions, *more):
-                router.free(decision, None)
-            assert router.num_under_way == {}
+                router.release(decision, None)
+            assert router.num_in_flight == {}
 
     run_virtual(scenario)
 
 
-def test_of_two_that_are_drawn_the_less_loaded_is_taken() -> None:
+def test_the_less_loaded_of_two_random_workers_is_chosen() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             _, client, _ = await three(lab)
             router = PowerOfTwoRouter(client, random.Random(1))
             sent = [await router.route(make_request()) for _ in range(30)]
-            numbers = router.num_under_way
+            numbers = router.num_in_flight
             assert sum(numbers.values()) == 30
             assert max(numbers.values()) - min(numbers.values()) <= 3, "by chance alone it would be more"
             for decision in sent:
-                router.free(decision, None)
-            assert router.num_under_way == {}
+                router.release(decision, None)
+            assert router.num_in_flight == {}
 
     run_virtual(scenario)
 
 
-def test_random_takes_any() -> None:
+def test_random_chooses_any_worker() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             _, client, ids = await three(lab)
@@ -127,7 +127,7 @@ def test_random_takes_any() -> None:
 
 
 @pytest.mark.parametrize("new_router", [each for name, each in ROUTERS.items() if name != "direct"])
-def test_nobody_there_is_unavailable(new_router: NewRouter) -> None:
+def test_no_instance_is_unavailable(new_router: NewRouter) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0")

@@ -1,4 +1,4 @@
-"""`kvolt.router` as a library: it needs nothing that runs, and the page's examples do what they say."""
+"""`kvolt.router` as a library: needs no runtime, and the examples of the page run."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     for example in examples:
         names: dict[str, Any] = {}
         exec(example, names)
-        told = [line.partition("  # ")[2] for line in example.splitlines() if line.startswith("print(")]
-        assert capsys.readouterr().out.splitlines() == told
+        documented = [line.partition("  # ")[2] for line in example.splitlines() if line.startswith("print(")]
+        assert capsys.readouterr().out.splitlines() == documented
 
 
-async def test_the_page_tells_every_path_of_the_http_service() -> None:
+async def test_the_page_lists_every_path_of_the_http_service() -> None:
     service = RouterHttp(SocketNetwork(), SystemClock(), lambda block_size: pytest.fail("not asked"))
     routes = service._routes()
     served = {(method, path) for path, methods in routes._exact.items() for method in methods}
     served |= {(method, path) for path, pattern in routes._patterns.items() for method in pattern.methods}
-    told = set(re.findall(r"^\| `([A-Z]+) (/\S*?)`", section("Over HTTP"), re.M))
-    assert told == served
+    documented = set(re.findall(r"^\| `([A-Z]+) (/\S*?)`", section("Over HTTP"), re.M))
+    assert documented == served
     await service.close()

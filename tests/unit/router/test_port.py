@@ -1,4 +1,4 @@
-"""The round-robin router: each in turn, a pin obeyed, who has failed left out, an answer when there is nobody."""
+"""The round-robin router: rotation, pins, excluded workers, errors without candidates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_pin_that_cannot_be_obeyed_is_not_ignored() -> None:
     run_virtual(scenario)
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_no_instance_is_unavailable() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0")
@@ -117,7 +117,7 @@ def wanting(lora: str) -> Request:
     return replace(make_request(), lora=lora)
 
 
-def test_a_request_with_an_adapter_goes_to_who_has_it() -> None:
+def test_a_request_with_an_adapter_goes_to_a_worker_with_it() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             engines = [WithAdapters("sql", "poet"), WithAdapters("sql"), WithAdapters()]
@@ -167,11 +167,11 @@ def test_a_change_of_adapters_is_heard_of() -> None:
             with pytest.raises(Unavailable):
                 await router.route(wanting("sql"))
             await engine.load_lora("sql", "/sql")
-            await running.worker._tell_loras()
+            await running.worker._register_loras()
             await asyncio.sleep(1)
             assert (await router.route(wanting("sql"))).instance.id == running.worker._instance
             await engine.unload_lora("sql")
-            await running.worker._tell_loras()
+            await running.worker._register_loras()
             await asyncio.sleep(1)
             with pytest.raises(Unavailable):
                 await router.route(wanting("sql"))
@@ -179,7 +179,7 @@ def test_a_change_of_adapters_is_heard_of() -> None:
     run_virtual(scenario)
 
 
-def test_who_registers_something_else_has_no_adapters() -> None:
+def test_undecodable_metadata_has_no_adapters() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             odd = await lab.runtime("odd")

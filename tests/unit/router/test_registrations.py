@@ -1,4 +1,4 @@
-"""What workers said of themselves: read off once per change, and nothing of who says nonsense."""
+"""Registrations: decoded once per change, None for undecodable metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.unit.router.policy.test_roster import info
 
 from kvolt.core.ids import InstanceId
-from kvolt.router.registrations import Registered
+from kvolt.router.registrations import Registrations
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 ENDPOINT = EndpointAddress("n", "c", "e")
@@ -38,7 +38,7 @@ class Client:
 def test_read_once_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
     good = msgspec.msgpack.encode(info(taints=("gpu", "eu")))
     client = Client(a=good, b=b"nonsense")
-    registered = Registered(client)  # type: ignore[arg-type]
+    registered = Registrations(client)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert registered.infos()[InstanceId("b")] is None

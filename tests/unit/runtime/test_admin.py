@@ -156,7 +156,7 @@ async def test_web_pages_cannot_use_the_controls(
         ("/v1/unload_lora_adapter", "unload_lora_adapter"),
     ],
 )
-async def test_commands_get_the_body_and_their_result_is_told(
+async def test_commands_get_the_body_and_return_their_result(
     client: httpx.AsyncClient, controls: RecordedControls, path: str, name: str
 ) -> None:
     answer = await client.post(path, content=b'{"lora_name": "sql"}')

@@ -15,7 +15,7 @@ import pytest
 
 from kvolt.core.errors import DeadlineExceeded, Overloaded, Unavailable
 from kvolt.runtime.clock import ThreadBlocking
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 LONG_S = 20.0
 
@@ -28,8 +28,8 @@ async def blocking() -> AsyncIterator[ThreadBlocking]:
 
 
 @pytest.fixture
-async def crew() -> AsyncIterator[Crew]:
-    tasks = Crew("test", on_error=lambda error: None)
+async def task_group() -> AsyncIterator[TaskGroup]:
+    tasks = TaskGroup("test", on_error=lambda error: None)
     yield tasks
     await tasks.close()
 
@@ -110,10 +110,10 @@ async def test_a_call_that_hangs_is_given_up_and_the_others_go_on(
 
 
 async def test_a_cancellation_that_meets_the_result_is_not_swallowed(
-    blocking: ThreadBlocking, crew: Crew
+    blocking: ThreadBlocking, task_group: TaskGroup
 ) -> None:
     ran = threading.Event()
-    task = crew.start(blocking.run(ran.set, LONG_S), "call")
+    task = task_group.start(blocking.run(ran.set, LONG_S), "call")
     await asyncio.sleep(0)
     assert ran.wait(LONG_S)
     time.sleep(0.02)  # the result is on its way to the loop, which stands still
@@ -123,10 +123,10 @@ async def test_a_cancellation_that_meets_the_result_is_not_swallowed(
 
 
 async def test_what_is_given_up_before_it_started_never_runs(
-    blocking: ThreadBlocking, crew: Crew, hang: Hang
+    blocking: ThreadBlocking, task_group: TaskGroup, hang: Hang
 ) -> None:
     ran: list[str] = []
-    hung = [crew.start(blocking.run(hang, LONG_S), "hung") for _ in range(2)]
+    hung = [task_group.start(blocking.run(hang, LONG_S), "hung") for _ in range(2)]
     await until(lambda: hang.num_started == 2)
     with pytest.raises(DeadlineExceeded):
         await blocking.run(lambda: ran.append("late"), 0.01)
@@ -137,15 +137,15 @@ async def test_what_is_given_up_before_it_started_never_runs(
 
 
 async def test_the_queue_is_bounded_and_forgets_what_was_given_up(
-    blocking: ThreadBlocking, crew: Crew, hang: Hang
+    blocking: ThreadBlocking, task_group: TaskGroup, hang: Hang
 ) -> None:
     for _ in range(2):
-        crew.start(blocking.run(hang, LONG_S), "hung")
+        task_group.start(blocking.run(hang, LONG_S), "hung")
     await until(lambda: hang.num_started == 2)
     for _ in range(4):
         with pytest.raises(DeadlineExceeded):
             await blocking.run(lambda: None, 0.001)
-    waiting = [crew.start(blocking.run(lambda: "late", LONG_S), "waiting") for _ in range(3)]
+    waiting = [task_group.start(blocking.run(lambda: "late", LONG_S), "waiting") for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded) as caught:
         await blocking.run(lambda: None, LONG_S)
@@ -169,9 +169,9 @@ async def test_no_more_threads_than_needed() -> None:
 
 
 async def test_closing_ends_what_waits_and_refuses_what_comes(
-    blocking: ThreadBlocking, crew: Crew, hang: Hang
+    blocking: ThreadBlocking, task_group: TaskGroup, hang: Hang
 ) -> None:
-    tasks = [crew.start(blocking.run(hang, LONG_S), "call") for _ in range(3)]
+    tasks = [task_group.start(blocking.run(hang, LONG_S), "call") for _ in range(3)]
     await until(lambda: hang.num_started == 2)
     blocking.close()
     hang.let_go()
@@ -183,14 +183,14 @@ async def test_closing_ends_what_waits_and_refuses_what_comes(
 
 
 async def test_a_dedicated_thread_is_held_up_by_its_own_calls_alone(
-    blocking: ThreadBlocking, crew: Crew, hang: Hang
+    blocking: ThreadBlocking, task_group: TaskGroup, hang: Hang
 ) -> None:
     dedicated = blocking.dedicated("own")
-    abandoned = crew.start(dedicated.run(hang, LONG_S), "call")
+    abandoned = task_group.start(dedicated.run(hang, LONG_S), "call")
     await until(lambda: hang.num_started == 1)
     abandoned.cancel()
     order: list[str] = []
-    following = crew.start(dedicated.run(lambda: order.append("following"), LONG_S), "call")
+    following = task_group.start(dedicated.run(lambda: order.append("following"), LONG_S), "call")
     for _ in range(4):
         assert await blocking.run(lambda: "free", LONG_S) == "free"
     assert await blocking.dedicated("another").run(lambda: "free", LONG_S) == "free"

@@ -13,7 +13,7 @@ from kvolt.runtime.network import SocketNetwork, reserved_port
 
 
 class Greeter(asyncio.Protocol):
-    """Says its name to whoever connects."""
+    """Sends its name to every client."""
 
     def __init__(self, name: bytes) -> None:
         self._name = name
@@ -38,7 +38,7 @@ async def test_connections_are_spread_over_all_who_share_a_port() -> None:
     with reserved_port("127.0.0.1", 0) as port:
         assert port > 0
         address = f"127.0.0.1:{port}"
-        with pytest.raises(ConnectionRefusedError):  # it is kept, but nobody is there
+        with pytest.raises(ConnectionRefusedError):  # it is reserved, but without a listener
             await greeting(port)
         listeners = [
             await network.listen(address, lambda name=name: Greeter(name))  # type: ignore[misc]
@@ -51,17 +51,17 @@ async def test_connections_are_spread_over_all_who_share_a_port() -> None:
         await listeners[1].close()
 
 
-async def test_who_does_not_share_is_told_that_it_is_taken() -> None:
+async def test_a_listener_without_sharing_gets_an_error() -> None:
     network = SocketNetwork(reuse_port=True)
     with reserved_port("127.0.0.1", 0) as port:
         listener = await network.listen(f"127.0.0.1:{port}", lambda: Greeter(b"a"))
-        with pytest.raises(ConfigError, match="is taken by another process"):
+        with pytest.raises(ConfigError, match="is already in use"):
             await SocketNetwork().listen(f"127.0.0.1:{port}", lambda: Greeter(b"c"))
         await listener.close()
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match="is taken by another process"),
+            pytest.raises(ConfigError, match="is already in use"),
             reserved_port("127.0.0.1", port),
         ):
             pass

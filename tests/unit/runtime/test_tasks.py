@@ -1,4 +1,4 @@
-"""Scope and Crew: who is cancelled when, in which order, and which error comes out."""
+"""Scope and TaskGroup: who is cancelled when, in which order, and which error comes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 
 
 class Diary:
@@ -44,12 +44,12 @@ async def cancelled_outcome(
     work: Callable[[], Coroutine[Any, Any, Any]], num_ticks: int = 5
 ) -> asyncio.Task[Any]:
     """The task of `work`, cancelled from outside once it is under way, and over."""
-    crew = Crew("outside", on_error=lambda error: None)
-    task = crew.start(work(), "inner")
+    task_group = TaskGroup("outside", on_error=lambda error: None)
+    task = task_group.start(work(), "inner")
     for _ in range(num_ticks):
         await asyncio.sleep(0)
     task.cancel()
-    await crew.drain()
+    await task_group.drain()
     return task
 
 
@@ -211,12 +211,12 @@ async def test_parent_cancelled_while_children_clean_up() -> None:
             await asyncio.sleep(0)
             scope.cancel()
 
-    crew = Crew("outside")
-    task = crew.start(parent(), "parent")
+    task_group = TaskGroup("outside")
+    task = task_group.start(parent(), "parent")
     await asyncio.sleep(0.01)
     assert not task.done()
     gate.set()
-    await crew.drain()
+    await task_group.drain()
     assert cleaned == ["x"]
 
 
@@ -247,15 +247,15 @@ async def test_cancel_arrives_while_the_failure_unwinds() -> None:
             scope.start(Diary().fail("x"), "x")
             await asyncio.Event().wait()
 
-    crew = Crew("outside", on_error=lambda error: None)
-    task = crew.start(parent(), "parent")
+    task_group = TaskGroup("outside", on_error=lambda error: None)
+    task = task_group.start(parent(), "parent")
     for _ in range(6):
         await asyncio.sleep(0)
     assert task.cancelling() == 1, "woken by the scope"
     task.cancel()
     await asyncio.sleep(0)
     gate.set()
-    await crew.drain()
+    await task_group.drain()
     assert task.cancelled()
 
 
@@ -359,45 +359,45 @@ async def test_a_child_that_cancels_itself_is_no_failure() -> None:
     assert diary.lines == ["y done"]
 
 
-# --- Crew
+# --- TaskGroup
 
 
-async def test_crew_failure_ends_only_its_task() -> None:
+async def test_task_group_failure_ends_only_its_task() -> None:
     diary = Diary()
     errors: list[BaseException] = []
-    crew = Crew("c", errors.append)
-    crew.start(diary.fail("a"), "a")
-    crew.start(diary.work("b"), "b")
-    assert len(crew) == 2
-    await crew.drain()
+    task_group = TaskGroup("c", errors.append)
+    task_group.start(diary.fail("a"), "a")
+    task_group.start(diary.work("b"), "b")
+    assert len(task_group) == 2
+    await task_group.drain()
     assert diary.lines == ["a fails", "b done"]
     assert [str(error) for error in errors] == ["a"]
-    assert len(crew) == 0
+    assert len(task_group) == 0
 
 
-async def test_crew_failure_is_logged_without_a_listener(caplog: pytest.LogCaptureFixture) -> None:
-    crew = Crew("c")
-    crew.start(Diary().fail("oops"), "a")
-    await crew.drain()
-    assert "task c/a failed" in caplog.text
+async def test_task_group_failure_is_logged_without_a_listener(caplog: pytest.LogCaptureFixture) -> None:
+    task_group = TaskGroup("c")
+    task_group.start(Diary().fail("oops"), "a")
+    await task_group.drain()
+    assert "task failed: task=c/a" in caplog.text
     assert "oops" in caplog.text
 
 
-async def test_crew_close_cancels_in_start_order() -> None:
+async def test_task_group_close_cancels_in_start_order() -> None:
     diary = Diary()
-    crew = Crew("c")
+    task_group = TaskGroup("c")
     names = [f"t{number:02}" for number in range(50)]
     for name in names:
-        crew.start(diary.wait(name), name)
+        task_group.start(diary.wait(name), name)
     await asyncio.sleep(0)
-    await crew.close()
+    await task_group.close()
     assert diary.lines == [f"{name} starts" for name in names] + [f"{name} cancelled" for name in names]
-    assert crew.closed
-    assert len(crew) == 0
-    await crew.close()
+    assert task_group.closed
+    assert len(task_group) == 0
+    await task_group.close()
 
 
-async def test_crew_close_waits_for_cleanup() -> None:
+async def test_task_group_close_waits_for_cleanup() -> None:
     cleaned: list[int] = []
 
     async def slow_to_end() -> None:
@@ -407,64 +407,64 @@ async def test_crew_close_waits_for_cleanup() -> None:
             await asyncio.sleep(0.01)
             cleaned.append(1)
 
-    crew = Crew("c")
-    crew.start(slow_to_end(), "x")
+    task_group = TaskGroup("c")
+    task_group.start(slow_to_end(), "x")
     await asyncio.sleep(0)
-    await crew.close()
+    await task_group.close()
     assert cleaned == [1]
 
 
-async def test_closed_crew_refuses() -> None:
-    crew = Crew("c")
-    await crew.close()
-    with pytest.raises(RuntimeError, match="crew c is closed"):
-        crew.start(Diary().wait("late"), "late")
+async def test_closed_task_group_refuses() -> None:
+    task_group = TaskGroup("c")
+    await task_group.close()
+    with pytest.raises(RuntimeError, match="task group c is closed"):
+        task_group.start(Diary().wait("late"), "late")
 
 
-async def test_crew_close_gives_time() -> None:
+async def test_task_group_close_gives_time() -> None:
     diary = Diary()
-    crew = Crew("c")
-    crew.start(diary.work("quick", 5), "quick")
-    crew.start(diary.wait("slow"), "slow")
-    await crew.close(drain_s=0.05)
+    task_group = TaskGroup("c")
+    task_group.start(diary.work("quick", 5), "quick")
+    task_group.start(diary.wait("slow"), "slow")
+    await task_group.close(drain_s=0.05)
     assert diary.lines == ["slow starts", "quick done", "slow cancelled"]
 
 
-async def test_crew_close_does_not_wait_when_idle() -> None:
-    crew = Crew("c")
+async def test_task_group_close_does_not_wait_when_idle() -> None:
+    task_group = TaskGroup("c")
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await crew.close(drain_s=30)
+    await task_group.close(drain_s=30)
     assert loop.time() - began < 10
 
 
-async def test_crew_closed_from_inside_its_own_task() -> None:
+async def test_task_group_closed_from_inside_its_own_task() -> None:
     diary = Diary()
-    crew = Crew("c")
+    task_group = TaskGroup("c")
 
     async def closer() -> None:
         await asyncio.sleep(0)
-        await crew.close()
+        await task_group.close()
         diary.lines.append("closer goes on")
 
-    crew.start(diary.wait("other"), "other")
-    task = crew.start(closer(), "closer")
+    task_group.start(diary.wait("other"), "other")
+    task = task_group.start(closer(), "closer")
     await asyncio.wait([task])
     assert not task.cancelled()
     assert diary.lines == ["other starts", "other cancelled", "closer goes on"]
 
 
-async def test_crew_closed_from_inside_does_not_drain_itself() -> None:
+async def test_task_group_closed_from_inside_does_not_drain_itself() -> None:
     """It waits for the others only: its own end cannot come before its own end."""
     diary = Diary()
-    crew = Crew("c")
+    task_group = TaskGroup("c")
 
     async def closer() -> None:
-        await crew.close(drain_s=30)
+        await task_group.close(drain_s=30)
         diary.lines.append("closer goes on")
 
-    crew.start(diary.work("other", 10), "other")
-    task = crew.start(closer(), "closer")
+    task_group.start(diary.work("other", 10), "other")
+    task = task_group.start(closer(), "closer")
     async with asyncio.timeout(10):
         await asyncio.wait([task])
     assert diary.lines == ["other done", "closer goes on"]
@@ -472,11 +472,11 @@ async def test_crew_closed_from_inside_does_not_drain_itself() -> None:
 
 async def test_two_who_drain() -> None:
     """Each of them hears of the end."""
-    crew = Crew("c")
-    crew.start(Diary().work("x", 10), "x")
-    waiting = Crew("waiting")
+    task_group = TaskGroup("c")
+    task_group.start(Diary().work("x", 10), "x")
+    waiting = TaskGroup("waiting")
     for number in range(3):
-        waiting.start(crew.drain(), str(number))
+        waiting.start(task_group.drain(), str(number))
         await asyncio.sleep(0)
     async with asyncio.timeout(10):
         await waiting.drain()
@@ -484,33 +484,33 @@ async def test_two_who_drain() -> None:
 
 async def test_drain_waits_for_tasks_started_meanwhile() -> None:
     diary = Diary()
-    crew = Crew("c")
+    task_group = TaskGroup("c")
 
     async def parent() -> None:
         await asyncio.sleep(0)
-        crew.start(diary.work("child"), "child")
+        task_group.start(diary.work("child"), "child")
 
-    crew.start(parent(), "parent")
-    await crew.drain()
+    task_group.start(parent(), "parent")
+    await task_group.drain()
     assert diary.lines == ["child done"]
 
 
 async def test_a_cancelled_task_is_no_error() -> None:
     errors: list[BaseException] = []
-    crew = Crew("c", errors.append)
-    task = crew.start(Diary().wait("a"), "a")
+    task_group = TaskGroup("c", errors.append)
+    task = task_group.start(Diary().wait("a"), "a")
     await asyncio.sleep(0)
     task.cancel()
-    await crew.drain()
+    await task_group.drain()
     assert errors == []
 
 
 async def test_drain_can_be_given_up() -> None:
-    crew = Crew("c")
+    task_group = TaskGroup("c")
     diary = Diary()
-    crew.start(diary.wait("a"), "a")
+    task_group.start(diary.wait("a"), "a")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await crew.drain()
+            await task_group.drain()
     assert diary.lines == ["a starts"], "drain cancels nothing"
-    await crew.close()
+    await task_group.close()

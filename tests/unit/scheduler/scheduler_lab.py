@@ -14,12 +14,12 @@ import xxhash
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
-from kvolt.core.ending import End
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
-from kvolt.kv import BlockId, BlockPool, Names
-from kvolt.scheduler.scheduler import Advanced, Limits, Scheduler, StepPlan, Work
+from kvolt.core.stop_check import ChoiceEnd
+from kvolt.kv import BlockId, BlockNames, BlockPool
+from kvolt.scheduler.scheduler import Limits, NewToken, Scheduler, StepPlan, Work
 from kvolt.scheduler.sequence import Sequence, TokenNaming
 from kvolt.scheduler.step_plan import Scheduling
 
@@ -38,7 +38,7 @@ def request(
     ignore_eos: bool = True,
     min_tokens: int = 0,
     stop: tuple[int, ...] = (),
-    resume: tuple[int, ...] = (),
+    prior_tokens: tuple[int, ...] = (),
     salt: str | None = None,
     prompt_logprobs: int | None = None,
 ) -> Request:
@@ -51,7 +51,7 @@ def request(
         ),
         sampling=Sampling(num_choices=n, prompt_logprobs=prompt_logprobs),
         routing=RoutingHints(priority=priority),
-        resume=resume,
+        prior_tokens=prior_tokens,
         salt=salt,
     )
 
@@ -99,7 +99,7 @@ def states_of(request: Request, tokens: list[int]) -> list[int]:
     return [state := digest(state, token) for token in tokens]
 
 
-def names_of(request: Request, tokens: list[int], block_size: int) -> Names:
+def names_of(request: Request, tokens: list[int], block_size: int) -> BlockNames:
     naming = TokenNaming(request, scheduler(1, limits(block_size=block_size))._keys(request))
     naming.reach(tokens, len(tokens) // block_size)
     return naming.names
@@ -109,24 +109,24 @@ def next_token(state: int, index: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QI", state, index), 1) % NUM_TOKENS
 
 
-def alone(request: Request, index: int = 0) -> tuple[list[int], End]:
+def alone(request: Request, index: int = 0) -> tuple[list[int], ChoiceEnd]:
     """What a choice says, and how it ends, when nothing else is in the world: the contract's words again."""
     stop = request.stop
     state = root(request)
-    for token in (*request.token_ids, *request.resume):
+    for token in (*request.token_ids, *request.prior_tokens):
         state = digest(state, token)
-    said = list(request.resume)
+    said = list(request.prior_tokens)
     while True:
         token = next_token(state, index)
         may_stop = len(said) >= stop.min_tokens
         said.append(token)
         state = digest(state, token)
         if may_stop and token == EOS and not stop.ignore_eos:
-            return said, End(FinishReason.STOP)
+            return said, ChoiceEnd(FinishReason.STOP)
         if may_stop and token in stop.stop_token_ids:
-            return said, End(FinishReason.STOP, token)
+            return said, ChoiceEnd(FinishReason.STOP, token)
         if len(said) == stop.max_tokens:
-            return said, End(FinishReason.LENGTH)
+            return said, ChoiceEnd(FinishReason.LENGTH)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Lab:
     scheduler: Scheduler
     memory: dict[tuple[BlockId, int], int] = field(default_factory=dict)
     said: dict[tuple[RequestId, int], list[int]] = field(default_factory=dict)
-    ends: dict[tuple[RequestId, int], End] = field(default_factory=dict)
+    ends: dict[tuple[RequestId, int], ChoiceEnd] = field(default_factory=dict)
     cached: dict[tuple[RequestId, int], int] = field(default_factory=dict)
     plan: StepPlan | None = None
     tables: list[list[BlockId]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Lab:
                 self._check_writes(work, table)
         return self.plan
 
-    def finish(self) -> list[Advanced]:
+    def finish(self) -> list[NewToken]:
         """The step is done: its KV is written, its tokens are told."""
         assert self.plan is not None
         for table in self.tables:  # those of aborted sequences too: the step has them to write to
@@ -165,12 +165,12 @@ class Lab:
         ]
         chosen = [token for work, token in zip(self._works(), sampled, strict=True) if work.samples]
         plan, self.plan = self.plan, None
-        advanced = self.scheduler.commit(plan, chosen)
-        for one in advanced:
+        new_tokens = self.scheduler.commit(plan, chosen)
+        for one in new_tokens:
             self._note(one)
-        return advanced
+        return new_tokens
 
-    def step(self) -> list[Advanced]:
+    def step(self) -> list[NewToken]:
         assert self.begin() is not None, "nothing could run"
         return self.finish()
 
@@ -235,17 +235,17 @@ class Lab:
             self.memory[table[position // block_size], position % block_size] = state
         return state
 
-    def _note(self, one: Advanced) -> None:
-        sequence: Sequence = one.sequence
+    def _note(self, new: NewToken) -> None:
+        sequence: Sequence = new.sequence
         choice = (sequence.request.request_id, sequence.index)
-        assert one.is_first == (choice not in self.said), one
+        assert new.is_first == (choice not in self.said), new
         assert choice not in self.ends, f"{choice} goes on after its end"
         assert sequence.num_cached is not None
-        said = self.said.setdefault(choice, list(sequence.request.resume))
-        said.append(one.token)
+        said = self.said.setdefault(choice, list(sequence.request.prior_tokens))
+        said.append(new.token)
         assert self.cached.setdefault(choice, sequence.num_cached) == sequence.num_cached
-        if one.end is not None:
-            self.ends[choice] = one.end
+        if new.end is not None:
+            self.ends[choice] = new.end
 
     def check_answer(self, request: Request) -> None:
         """Every choice of it said what it says alone, and ended."""

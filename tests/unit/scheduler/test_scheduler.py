@@ -34,7 +34,7 @@ def steps(lab: Lab, count: int) -> None:
 def test_a_request_prefills_then_decodes_and_leaves_nothing() -> None:
     lab = Lab(scheduler())
     one = request("a", (1, 2, 3), max_tokens=3)
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     assert (lab.scheduler.num_running, lab.scheduler.num_waiting, lab.scheduler.has_work) == (0, 1, True)
     outlines = []
     while lab.scheduler.has_work:
@@ -50,7 +50,7 @@ def test_a_request_prefills_then_decodes_and_leaves_nothing() -> None:
 def test_a_long_prompt_is_cut_to_the_budget_and_samples_once() -> None:
     lab = Lab(scheduler(bounds=limits(max_batch_tokens=4)))
     one = request("a", tuple(range(1, 11)), max_tokens=1)
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     found = []
     while lab.scheduler.has_work:
         found.append((outline(lab.begin())[1], len(lab.finish())))
@@ -60,10 +60,10 @@ def test_a_long_prompt_is_cut_to_the_budget_and_samples_once() -> None:
 
 def test_decodes_run_first_and_prefills_share_what_is_left() -> None:
     lab = Lab(scheduler(bounds=limits(max_batch_tokens=6)))
-    lab.scheduler.add(request("a", (1, 2), max_tokens=9))
+    lab.scheduler.add_request(request("a", (1, 2), max_tokens=9))
     lab.step()
-    lab.scheduler.add(request("b", (3, 3, 3), max_tokens=2))
-    lab.scheduler.add(request("c", (4, 4, 4, 4), max_tokens=2))
+    lab.scheduler.add_request(request("b", (3, 3, 3), max_tokens=2))
+    lab.scheduler.add_request(request("c", (4, 4, 4, 4), max_tokens=2))
     assert outline(lab.begin()) == ([("a", 2, 1)], [("b", 0, 3), ("c", 0, 2)])
     lab.finish()
     assert outline(lab.begin()) == ([("a", 3, 1), ("b", 3, 1)], [("c", 2, 2)])
@@ -73,11 +73,11 @@ def test_prompts_first_lets_answers_wait_until_no_prompt_can_be_computed() -> No
     lab = Lab(scheduler(bounds=limits(max_num_seqs=3, max_batch_tokens=6), scheduling=Scheduling.SGLANG))
     asked = [request("a", (1, 2), max_tokens=3)]
     asked += [request(name, (token,) * 7, max_tokens=2) for name, token in (("b", 3), ("c", 4), ("d", 5))]
-    lab.scheduler.add(asked[0])
+    lab.scheduler.add_request(asked[0])
     outlines = [outline(lab.begin())]
     lab.finish()
     for one in asked[1:]:
-        lab.scheduler.add(one)
+        lab.scheduler.add_request(one)
     while lab.scheduler.has_work:
         outlines.append(outline(lab.begin()))
         lab.finish()
@@ -99,7 +99,7 @@ def test_prompts_first_does_not_let_in_with_answers_what_their_victims_made_room
     lab = Lab(scheduler(num_blocks=6, bounds=limits(block_size=1), scheduling=Scheduling.SGLANG))
     asked = [request("a", (1, 2), max_tokens=5), request("b", (3,), max_tokens=3)]
     for one in asked:
-        lab.scheduler.add(one)
+        lab.scheduler.add_request(one)
     while lab.scheduler.has_work:
         plan = lab.begin()
         assert plan is not None
@@ -113,9 +113,9 @@ def test_prompts_first_does_not_let_in_with_answers_what_their_victims_made_room
 
 def test_the_figures_of_a_step_are_those_of_the_step_model() -> None:
     lab = Lab(scheduler(bounds=limits(max_batch_tokens=6)))
-    lab.scheduler.add(request("a", (1, 2), max_tokens=9))
+    lab.scheduler.add_request(request("a", (1, 2), max_tokens=9))
     steps(lab, 2)
-    lab.scheduler.add(request("b", (3,) * 7, max_tokens=2))
+    lab.scheduler.add_request(request("b", (3,) * 7, max_tokens=2))
     plan = lab.begin()
     assert plan is not None
     assert plan.stats == StepStats(batch=1, prefill_tokens=5, prefill_context=25, context_tokens=4)
@@ -128,9 +128,9 @@ def test_the_figures_of_a_step_are_those_of_the_step_model() -> None:
 def test_a_cached_prompt_computes_its_last_block_only() -> None:
     lab = Lab(scheduler())
     first, second = (request(name, (1, 2, 3, 4, 5, 6), max_tokens=2) for name in "ab")
-    lab.scheduler.add(first)
+    lab.scheduler.add_request(first)
     lab.run()
-    lab.scheduler.add(second)
+    lab.scheduler.add_request(second)
     assert outline(lab.begin()) == ([], [("b", 4, 2)])
     lab.finish()
     lab.run()
@@ -140,30 +140,30 @@ def test_a_cached_prompt_computes_its_last_block_only() -> None:
 
 def test_another_tenant_finds_nothing() -> None:
     lab = Lab(scheduler())
-    lab.scheduler.add(request("a", (1, 2, 3, 4, 5), max_tokens=1))
+    lab.scheduler.add_request(request("a", (1, 2, 3, 4, 5), max_tokens=1))
     lab.run()
-    lab.scheduler.add(request("b", (1, 2, 3, 4, 5), max_tokens=1, salt="other"))
+    lab.scheduler.add_request(request("b", (1, 2, 3, 4, 5), max_tokens=1, salt="other"))
     assert outline(lab.begin()) == ([], [("b", 0, 5)])
 
 
 def test_an_answer_is_cached_like_a_prompt() -> None:
     lab = Lab(scheduler())
     first = request("a", (1, 2, 3), max_tokens=6)
-    lab.scheduler.add(first)
+    lab.scheduler.add_request(first)
     lab.run()
     said, _ = alone(first)
-    lab.scheduler.add(request("b", (*first.token_ids, *said, 1, 1), max_tokens=1))
+    lab.scheduler.add_request(request("b", (*first.token_ids, *said, 1, 1), max_tokens=1))
     assert outline(lab.begin()) == ([], [("b", 8, 3)])  # of 9 tokens the last was not computed
 
 
 def test_tokens_of_before_are_prefilled_and_cached_counts_the_prompt_only() -> None:
     lab = Lab(scheduler())
     first = request("a", (1, 2, 3, 4), max_tokens=8)
-    lab.scheduler.add(first)
+    lab.scheduler.add_request(first)
     lab.run()
     said, _ = alone(first)
-    moved = request("b", (1, 2, 3, 4), max_tokens=8, resume=tuple(said[:5]))
-    lab.scheduler.add(moved)
+    moved = request("b", (1, 2, 3, 4), max_tokens=8, prior_tokens=tuple(said[:5]))
+    lab.scheduler.add_request(moved)
     assert outline(lab.begin()) == ([], [("b", 8, 1)])
     lab.finish()
     lab.run()
@@ -173,10 +173,10 @@ def test_tokens_of_before_are_prefilled_and_cached_counts_the_prompt_only() -> N
 
 def test_prompt_logprobs_take_nothing_from_the_cache_for_the_first_choice() -> None:
     lab = Lab(scheduler())
-    lab.scheduler.add(request("a", (1, 2, 3, 4, 5), max_tokens=1))
+    lab.scheduler.add_request(request("a", (1, 2, 3, 4, 5), max_tokens=1))
     lab.run()
     asking = request("b", (1, 2, 3, 4, 5), max_tokens=2, n=2, prompt_logprobs=1)
-    lab.scheduler.add(asking)
+    lab.scheduler.add_request(asking)
     assert outline(lab.begin()) == ([], [("b", 0, 5)])
     lab.finish()
     assert outline(lab.begin()) == ([("b", 5, 1)], [("b", 4, 1)])
@@ -188,7 +188,7 @@ def test_prompt_logprobs_take_nothing_from_the_cache_for_the_first_choice() -> N
 def test_choices_wait_for_the_first_ones_prompt_and_share_its_blocks() -> None:
     lab = Lab(scheduler(bounds=limits(max_batch_tokens=4)))
     one = request("a", (1, 2, 3, 4, 5), max_tokens=3, n=3)
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     assert lab.scheduler.num_waiting == 3
     assert outline(lab.begin()) == ([], [("a", 0, 4)])
     lab.finish()
@@ -207,7 +207,7 @@ def test_choices_wait_for_the_first_ones_prompt_and_share_its_blocks() -> None:
 def test_the_batch_has_so_many_places() -> None:
     lab = Lab(scheduler(bounds=limits(max_num_seqs=2)))
     for name in "abc":
-        lab.scheduler.add(request(name, (1,), max_tokens=2))
+        lab.scheduler.add_request(request(name, (1,), max_tokens=2))
     assert outline(lab.begin())[1] == [("a", 0, 1), ("b", 0, 1)]
     lab.finish()
     assert (lab.scheduler.num_running, lab.scheduler.num_waiting) == (2, 1)
@@ -218,7 +218,7 @@ def test_the_batch_has_so_many_places() -> None:
 def test_waiting_requests_go_by_priority_then_by_arrival() -> None:
     lab = Lab(scheduler(bounds=limits(max_num_seqs=1)))
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", 5), ("e", -1)):
-        lab.scheduler.add(request(name, (1,), max_tokens=1, priority=priority))
+        lab.scheduler.add_request(request(name, (1,), max_tokens=1, priority=priority))
     order = []
     while lab.scheduler.has_work:
         order += [one.sequence.request.request_id for one in lab.step()]
@@ -230,12 +230,12 @@ def test_answers_that_have_begun_go_before_prompts() -> None:
     handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(5,))
     for each in (
         request("prompt", (1,)),
-        request("resumed", (2,), resume=(3,)),
+        request("resumed", (2,), prior_tokens=(3,)),
         replace(request("handed over", (4,)), handoff=handoff),
         replace(request("to be told", (4,)), handoff=replace(handoff, first_tokens=None)),
         request("urgent prompt", (1,), priority=1),
     ):
-        lab.scheduler.add(each)
+        lab.scheduler.add_request(each)
     waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
     assert waiting == ["urgent prompt", "resumed", "handed over", "prompt", "to be told"]
 
@@ -244,12 +244,12 @@ def test_answers_that_have_begun_go_before_prompts() -> None:
 def test_an_answer_ends_however_many_requests_come_after_it(first_tokens: tuple[int, ...] | None) -> None:
     """Also one whose prompt was computed here, among handoffs: it is neither preempted for them nor behind them."""
     lab = Lab(scheduler(num_blocks=16, bounds=limits(max_num_seqs=4)))
-    lab.scheduler.add(request("a", (1, 2, 3), max_tokens=24))
+    lab.scheduler.add_request(request("a", (1, 2, 3), max_tokens=24))
     handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=first_tokens)
     for number in range(200):
         if number >= 3 and lab.scheduler.num_waiting < 3:
             other = request(f"r{number}", (number, 2, 3), max_tokens=24)
-            lab.scheduler.add(replace(other, handoff=handoff))
+            lab.scheduler.add_request(replace(other, handoff=handoff))
         lab.step()
         if (RequestId("a"), 0) in lab.ends:
             return
@@ -261,18 +261,18 @@ def test_handoffs_do_not_starve_a_prompt() -> None:
     handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(7,))
     for number in range(3 * HEAD_START):
         if number == 1:
-            lab.scheduler.add(request("a", (1,)))
-        lab.scheduler.add(replace(request(f"r{number}", (2,)), handoff=handoff))
+            lab.scheduler.add_request(request("a", (1,)))
+        lab.scheduler.add_request(replace(request(f"r{number}", (2,)), handoff=handoff))
     waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
     assert waiting.index(RequestId("a")) == HEAD_START
 
 
 def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     lab = Lab(scheduler(num_blocks=6))
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=4))
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=4))
     lab.step()
-    lab.scheduler.add(request("large", (2,) * 10, max_tokens=1))
-    lab.scheduler.add(request("small", (3,), max_tokens=1))
+    lab.scheduler.add_request(request("large", (2,) * 10, max_tokens=1))
+    lab.scheduler.add_request(request("small", (3,), max_tokens=1))
     while lab.scheduler.num_waiting == 2:
         prefills = outline(lab.begin())[1]
         assert "small" not in [name for name, *_ in prefills]
@@ -282,9 +282,9 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
 
 def test_an_admission_leaves_a_block_for_each_that_runs() -> None:
     lab = Lab(scheduler(num_blocks=5))
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=6))  # 2 blocks now, 4 in the end
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=6))  # 2 blocks now, 4 in the end
     lab.step()
-    lab.scheduler.add(
+    lab.scheduler.add_request(
         request("b", (2, 2, 2, 2, 2), max_tokens=1)
     )  # 3 blocks: they fit, but without the one more
     assert outline(lab.begin()) == ([("a", 3, 1)], [])
@@ -295,12 +295,14 @@ def test_an_admission_leaves_a_block_for_each_that_runs() -> None:
 
 def test_what_it_finds_in_the_cache_is_no_longer_free() -> None:
     lab = Lab(scheduler(num_blocks=6))
-    lab.scheduler.add(request("cached", (9, 9, 9, 9, 9), max_tokens=1))
+    lab.scheduler.add_request(request("cached", (9, 9, 9, 9, 9), max_tokens=1))
     lab.run()
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=6))
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=6))
     lab.step()
     asking = request("b", (9, 9, 9, 9, 5, 5, 5, 5), max_tokens=1)
-    lab.scheduler.add(asking)  # 4 blocks, 2 of them cached: the other 2 would leave none for the first
+    lab.scheduler.add_request(
+        asking
+    )  # 4 blocks, 2 of them cached: the other 2 would leave none for the first
     assert outline(lab.begin()) == ([("a", 3, 1)], [])
     lab.scheduler.check_integrity()
     lab.finish()
@@ -313,8 +315,8 @@ def test_the_last_to_come_yields_its_blocks_and_says_the_same() -> None:
     lab = Lab(scheduler(num_blocks=7))
     first = request("a", (1, 1, 1), max_tokens=10)
     second = request("b", (2, 2, 2), max_tokens=10)
-    lab.scheduler.add(first)
-    lab.scheduler.add(second)
+    lab.scheduler.add_request(first)
+    lab.scheduler.add_request(second)
     while not lab.scheduler.num_preemptions:
         lab.step()
         lab.scheduler.check_integrity()
@@ -329,9 +331,9 @@ def test_the_last_to_come_yields_its_blocks_and_says_the_same() -> None:
 
 def test_who_has_priority_does_not_yield() -> None:
     lab = Lab(scheduler(num_blocks=7))
-    lab.scheduler.add(request("low", (1, 1, 1), max_tokens=10))
+    lab.scheduler.add_request(request("low", (1, 1, 1), max_tokens=10))
     lab.step()
-    lab.scheduler.add(request("high", (2, 2, 2), max_tokens=10, priority=1))
+    lab.scheduler.add_request(request("high", (2, 2, 2), max_tokens=10, priority=1))
     lab.run()
     assert lab.scheduler.num_preemptions
     assert list(lab.ends) == [("high", 0), ("low", 0)]
@@ -340,8 +342,8 @@ def test_who_has_priority_does_not_yield() -> None:
 def test_a_preempted_sequence_goes_on_behind_what_is_still_cached() -> None:
     lab = Lab(scheduler(num_blocks=7, bounds=limits(max_batch_tokens=64)))
     second = request("b", (2, 2, 2), max_tokens=10)
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=10))
-    lab.scheduler.add(second)
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=10))
+    lab.scheduler.add_request(second)
     while not lab.scheduler.num_preemptions:
         lab.step()
     num_said = len(lab.said["b", 0])
@@ -358,7 +360,7 @@ def test_a_preempted_sequence_goes_on_behind_what_is_still_cached() -> None:
 
 def test_an_abort_during_a_step_keeps_its_blocks_until_the_step_is_done() -> None:
     lab = Lab(scheduler(num_blocks=4))
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=4))
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=4))
     lab.begin()
     assert lab.scheduler.abort(RequestId("a"))
     assert not lab.scheduler.has_work
@@ -366,13 +368,13 @@ def test_an_abort_during_a_step_keeps_its_blocks_until_the_step_is_done() -> Non
     lab.scheduler.check_integrity()
     assert lab.finish() == []
     assert lab.scheduler.num_used_blocks == 0
-    assert lab.scheduler.take_changes() == ()  # what was computed for nobody is not kept
+    assert lab.scheduler.take_changes() == ()  # blocks of an aborted request are not cached
     lab.scheduler.check_integrity()
 
 
 def test_an_abort_between_steps_frees_at_once() -> None:
     lab = Lab(scheduler())
-    lab.scheduler.add(request("a", (1, 1, 1), max_tokens=4, n=3))
+    lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=4, n=3))
     steps(lab, 2)
     assert lab.scheduler.abort(RequestId("a"))
     assert (lab.scheduler.num_used_blocks, lab.scheduler.has_work) == (0, False)
@@ -390,7 +392,7 @@ def test_others_get_their_own_tokens_when_one_is_aborted_in_their_midst() -> Non
         request("4", (4,) * 9, max_tokens=5),
         kept[2],
     ):
-        lab.scheduler.add(one)
+        lab.scheduler.add_request(one)
     lab.step()
     lab.begin()
     lab.scheduler.abort(RequestId("2"))
@@ -403,8 +405,8 @@ def test_others_get_their_own_tokens_when_one_is_aborted_in_their_midst() -> Non
 
 def test_only_what_has_not_started_is_withdrawn() -> None:
     lab = Lab(scheduler(bounds=limits(max_num_seqs=1)))
-    lab.scheduler.add(request("a", (1,), max_tokens=3, n=2))
-    lab.scheduler.add(request("b", (1,), max_tokens=3, n=2))
+    lab.scheduler.add_request(request("a", (1,), max_tokens=3, n=2))
+    lab.scheduler.add_request(request("b", (1,), max_tokens=3, n=2))
     lab.begin()
     assert not lab.scheduler.withdraw(RequestId("a"))
     assert lab.scheduler.withdraw(RequestId("b"))
@@ -417,7 +419,7 @@ def test_only_what_has_not_started_is_withdrawn() -> None:
 def test_a_preempted_request_has_started() -> None:
     lab = Lab(scheduler(num_blocks=7))
     for name in "ab":
-        lab.scheduler.add(request(name, (1, 1, ord(name)), max_tokens=10))
+        lab.scheduler.add_request(request(name, (1, 1, ord(name)), max_tokens=10))
     while not lab.scheduler.num_preemptions:
         lab.step()
     assert not lab.scheduler.withdraw(RequestId("b"))
@@ -426,7 +428,7 @@ def test_a_preempted_request_has_started() -> None:
 def test_a_discarded_step_is_planned_again() -> None:
     lab = Lab(scheduler())
     one = request("a", (1, 2, 3), max_tokens=3)
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     plan = lab.begin()
     assert plan is not None
     before = outline(plan)
@@ -437,11 +439,11 @@ def test_a_discarded_step_is_planned_again() -> None:
     lab.check_answer(one)
 
 
-def test_clearing_forgets_the_cache_and_disturbs_nobody() -> None:
+def test_clearing_drops_the_cache_but_no_running_request() -> None:
     lab = Lab(scheduler())
     one = request("a", (1, 2, 3, 4), max_tokens=6)
     mirror = Mirror()
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     steps(lab, 2)
     assert lab.scheduler.clear() == 2
     mirror.apply(lab.scheduler.take_changes())
@@ -449,13 +451,13 @@ def test_clearing_forgets_the_cache_and_disturbs_nobody() -> None:
     lab.check_answer(one)
     mirror.apply(lab.scheduler.take_changes())
     assert mirror.positions == seen(lab.scheduler.pool) == {}
-    lab.scheduler.add(request("b", (1, 2, 3, 4), max_tokens=1))
+    lab.scheduler.add_request(request("b", (1, 2, 3, 4), max_tokens=1))
     assert outline(lab.begin()) == ([], [("b", 0, 4)])
 
 
 def test_events_tell_a_prompt_as_one_run() -> None:
     lab = Lab(scheduler())
-    lab.scheduler.add(request("a", (1, 2, 3, 4, 5), max_tokens=1))
+    lab.scheduler.add_request(request("a", (1, 2, 3, 4, 5), max_tokens=1))
     lab.run()
     changes = lab.scheduler.take_changes()
     assert changes == tuple(lab.scheduler.pool.contents())
@@ -467,7 +469,7 @@ def test_eos_of_the_card_ends_a_request_unless_it_is_ignored() -> None:
     for ignore_eos in (False, True):
         lab = Lab(scheduler())
         one = request("a", (1, 5), max_tokens=60, ignore_eos=ignore_eos)
-        lab.scheduler.add(one)
+        lab.scheduler.add_request(one)
         lab.run()
         lab.check_answer(one)
         ends[ignore_eos] = (lab.said["a", 0][-1] == EOS, len(lab.said["a", 0]))
@@ -478,18 +480,18 @@ def test_eos_of_the_card_ends_a_request_unless_it_is_ignored() -> None:
 def test_what_cannot_run_is_refused_and_leaves_nothing() -> None:
     bounds = limits(max_waiting=2)
     one = scheduler(num_blocks=4, bounds=bounds)
-    one.add(request("a"))
+    one.add_request(request("a"))
     with pytest.raises(InvalidRequest, match="already"):
-        one.add(request("a"))
+        one.add_request(request("a"))
     with pytest.raises(InvalidRequest, match="blocks"):
-        one.add(request("b", (1,) * 6, max_tokens=4))
+        one.add_request(request("b", (1,) * 6, max_tokens=4))
     with pytest.raises(InvalidRequest):
-        one.add(request("b", (1, -2)))
+        one.add_request(request("b", (1, -2)))
     with pytest.raises(InvalidRequest):
-        one.add(request("b", salt="\ud800"))
-    one.add(request("b", n=5))
+        one.add_request(request("b", salt="\ud800"))
+    one.add_request(request("b", n=5))
     with pytest.raises(Overloaded) as caught:
-        one.add(request("c"))
+        one.add_request(request("c"))
     assert caught.value.fields["limit"] == 2
     assert one.num_waiting == 6
     one.check_integrity()
@@ -497,38 +499,38 @@ def test_what_cannot_run_is_refused_and_leaves_nothing() -> None:
 
 def test_steps_follow_one_another() -> None:
     one = scheduler()
-    one.add(request("a"))
+    one.add_request(request("a"))
     plan = one.plan()
     assert plan is not None
-    with pytest.raises(KvoltError, match="under way"):
+    with pytest.raises(KvoltError, match="a step is in flight"):
         one.plan()
     with pytest.raises(KvoltError, match="2 tokens"):
         one.commit(plan, [1, 2])
     one.commit(plan, [1])
-    with pytest.raises(KvoltError, match="not under way"):
+    with pytest.raises(KvoltError, match="not in flight"):
         one.discard(plan)
 
 
 def test_integrity_sees_a_lost_block() -> None:
     lab = Lab(scheduler())
-    lab.scheduler.add(request("a"))
+    lab.scheduler.add_request(request("a"))
     lab.step()
     lab.scheduler.pool.allocate(1)
-    with pytest.raises(AssertionError, match="books"):
+    with pytest.raises(AssertionError, match="in the pool"):
         lab.scheduler.check_integrity()
 
 
-def test_plain_tokens_are_told_apart_from_all_that_needs_more_words() -> None:
+def test_plain_tokens_are_separated_from_other_outputs() -> None:
     one = scheduler()
     for name, choices, logprobs in (("plain", 1, None), ("two", 2, None), ("figures", 1, 0)):
         asked = request(name, (1, 2, 3), max_tokens=3, n=choices)
-        one.add(replace(asked, sampling=replace(asked.sampling, logprobs=logprobs)))
+        one.add_request(replace(asked, sampling=replace(asked.sampling, logprobs=logprobs)))
     batch = PlainBatch()
     told: list[tuple[list[str], tuple[str, ...]]] = []
     while (plan := one.plan()) is not None:
         num_samples = len(plan.decodes) + sum(work.samples for work in plan.prefills)
         advanced = one.commit(plan, [7] * num_samples, batch)
-        told.append(([each.sequence.request.request_id for each in advanced], batch.take()[0]))
+        told.append(([each.sequence.request.request_id for each in advanced], batch.drain()[0]))
     assert told == [
         (["plain", "two", "figures"], ()),
         (["two", "figures", "two"], ("plain",)),

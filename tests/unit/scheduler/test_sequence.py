@@ -11,10 +11,10 @@ from tests.unit.scheduler.scheduler_lab import EOS, request
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.delta import FinishReason
-from kvolt.core.ending import End
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import MediaExtent, SequenceHasher, request_seed
 from kvolt.core.request import MediaSpan, Request
+from kvolt.core.stop_check import ChoiceEnd
 from kvolt.kv import BlockName
 from kvolt.scheduler.sequence import Sequence, TokenNaming
 
@@ -26,31 +26,31 @@ def sequence(request: Request, index: int = 0) -> Sequence:
     return Sequence(request, index, TokenNaming(request, CONTEXT), eos)
 
 
-def pushed(one: Sequence, tokens: tuple[int, ...]) -> list[End | None]:
-    return [one.push(token) for token in tokens]
+def pushed(one: Sequence, tokens: tuple[int, ...]) -> list[ChoiceEnd | None]:
+    return [one.append_token(token) for token in tokens]
 
 
-STOP, LENGTH = End(FinishReason.STOP), End(FinishReason.LENGTH)
+STOP, LENGTH = ChoiceEnd(FinishReason.STOP), ChoiceEnd(FinishReason.LENGTH)
 
 
 def test_it_ends_at_eos_at_a_stop_token_or_at_its_length() -> None:
     answer = request("a", max_tokens=3, ignore_eos=False, stop=(4,))
     assert pushed(sequence(answer), (1, EOS)) == [None, STOP]
     assert pushed(sequence(answer), (6,)) == [STOP]
-    assert pushed(sequence(answer), (1, 4)) == [None, End(FinishReason.STOP, 4)]
+    assert pushed(sequence(answer), (1, 4)) == [None, ChoiceEnd(FinishReason.STOP, 4)]
     assert pushed(sequence(answer), (1, 2, 3)) == [None, None, LENGTH]
 
 
 def test_a_last_token_that_also_stops_is_a_stop() -> None:
     answer = request("a", max_tokens=1, ignore_eos=False, stop=(4,))
     assert pushed(sequence(answer), (EOS,)) == [STOP]
-    assert pushed(sequence(answer), (4,)) == [End(FinishReason.STOP, 4)]
+    assert pushed(sequence(answer), (4,)) == [ChoiceEnd(FinishReason.STOP, 4)]
 
 
 def test_eos_among_stop_ids_is_eos_unless_ignored() -> None:
     assert pushed(sequence(request("a", ignore_eos=False, stop=(EOS,))), (EOS,)) == [STOP]
     ignored = sequence(request("a", ignore_eos=True, stop=(EOS,)))
-    assert pushed(ignored, (6, EOS)) == [None, End(FinishReason.STOP, EOS)]
+    assert pushed(ignored, (6, EOS)) == [None, ChoiceEnd(FinishReason.STOP, EOS)]
 
 
 def test_nothing_stops_it_with_fewer_than_min_tokens_before() -> None:
@@ -58,11 +58,11 @@ def test_nothing_stops_it_with_fewer_than_min_tokens_before() -> None:
     one = sequence(answer)
     banned = []
     for token in (EOS, 4):
-        banned.append(one.banned)
-        assert one.push(token) is None
+        banned.append(one.banned_ids)
+        assert one.append_token(token) is None
     assert banned == [{EOS, 6, 4}, {EOS, 6, 4}]
-    assert one.banned == frozenset()
-    assert one.push(4) == End(FinishReason.STOP, 4)
+    assert one.banned_ids == frozenset()
+    assert one.append_token(4) == ChoiceEnd(FinishReason.STOP, 4)
 
 
 def test_min_tokens_does_not_lift_the_length() -> None:
@@ -71,12 +71,12 @@ def test_min_tokens_does_not_lift_the_length() -> None:
 
 
 def test_tokens_of_before_count() -> None:
-    answer = request("a", (1, 2), max_tokens=4, ignore_eos=False, min_tokens=2, resume=(5, 5, 5))
+    answer = request("a", (1, 2), max_tokens=4, ignore_eos=False, min_tokens=2, prior_tokens=(5, 5, 5))
     one = sequence(answer)
     assert one.tokens == [1, 2, 5, 5, 5]
-    assert (one.num_prompt, one.num_given, one.num_output, one.has_spoken) == (2, 5, 3, False)
-    assert one.push(1) == LENGTH
-    assert (one.num_output, one.has_spoken) == (4, True)
+    assert (one.num_prompt, one.num_initial, one.num_output, one.has_output) == (2, 5, 3, False)
+    assert one.append_token(1) == LENGTH
+    assert (one.num_output, one.has_output) == (4, True)
     assert pushed(sequence(answer), (EOS,)) == [STOP]
 
 
@@ -97,10 +97,10 @@ def test_it_ends_by_the_words_of_the_contract(
     for position, token in enumerate(tokens[:max_tokens]):
         expected = LENGTH if position + 1 == max_tokens else None
         if position >= min_tokens and token in stop:
-            expected = End(FinishReason.STOP, token)
+            expected = ChoiceEnd(FinishReason.STOP, token)
         if position >= min_tokens and token in (EOS, 6) and not ignore_eos:
             expected = STOP
-        assert one.push(token) == expected
+        assert one.append_token(token) == expected
         if expected is not None:
             break
 
@@ -109,9 +109,9 @@ def test_it_ends_by_the_words_of_the_contract(
 def test_prompt_logits_are_needed_once_by_the_first_choice(
     resume: tuple[int, ...], index: int, spoke: bool
 ) -> None:
-    one = sequence(request("a", prompt_logprobs=0, resume=resume), index)
+    one = sequence(request("a", prompt_logprobs=0, prior_tokens=resume), index)
     if spoke:
-        one.push(1)
+        one.append_token(1)
     assert one.needs_prompt_logits == (not resume and not index and not spoke)
     assert not sequence(request("a")).needs_prompt_logits
 

@@ -26,11 +26,11 @@ def run(lab: Lab, count: int) -> None:
 def test_a_prefix_counts_once_for_each_reader_after_the_first() -> None:
     for scheduling in Scheduling:
         lab = Lab(scheduler(bounds=limits(block_size=2), scheduling=scheduling))
-        lab.scheduler.add(request("a", (*PREFIX, 7), max_tokens=9))
+        lab.scheduler.add_request(request("a", (*PREFIX, 7), max_tokens=9))
         run(lab, 1)
         assert shared_tokens(lab) == (1, 0)
-        lab.scheduler.add(request("b", (*PREFIX, 8), max_tokens=3))
-        lab.scheduler.add(request("c", (*PREFIX, 9), max_tokens=9))
+        lab.scheduler.add_request(request("b", (*PREFIX, 8), max_tokens=3))
+        lab.scheduler.add_request(request("c", (*PREFIX, 9), max_tokens=9))
         run(lab, 1)
         assert shared_tokens(lab) == (3, 2 * len(PREFIX))
         run(lab, 1)  # b ends
@@ -40,9 +40,9 @@ def test_a_prefix_counts_once_for_each_reader_after_the_first() -> None:
 
 def test_the_first_reader_may_leave_first() -> None:
     lab = Lab(scheduler(bounds=limits(block_size=2)))
-    lab.scheduler.add(request("a", (*PREFIX, 7), max_tokens=9))
+    lab.scheduler.add_request(request("a", (*PREFIX, 7), max_tokens=9))
     run(lab, 2)
-    lab.scheduler.add(request("b", (*PREFIX, 8), max_tokens=9))
+    lab.scheduler.add_request(request("b", (*PREFIX, 8), max_tokens=9))
     run(lab, 1)
     assert shared_tokens(lab) == (2, len(PREFIX))
     lab.scheduler.abort(RequestId("a"))
@@ -52,15 +52,15 @@ def test_the_first_reader_may_leave_first() -> None:
 
 def test_choices_of_one_request_share_its_prompt() -> None:
     lab = Lab(scheduler(bounds=limits(block_size=2)))
-    lab.scheduler.add(request("a", (*PREFIX, 7), max_tokens=6, n=3))
+    lab.scheduler.add_request(request("a", (*PREFIX, 7), max_tokens=6, n=3))
     run(lab, 2)
     assert shared_tokens(lab) == (3, 2 * len(PREFIX))
 
 
 def test_prompts_without_anything_in_common_share_nothing() -> None:
     lab = Lab(scheduler(bounds=limits(block_size=2)))
-    lab.scheduler.add(request("a", PREFIX, max_tokens=6))
-    lab.scheduler.add(request("b", PREFIX[::-1], max_tokens=6))
+    lab.scheduler.add_request(request("a", PREFIX, max_tokens=6))
+    lab.scheduler.add_request(request("b", PREFIX[::-1], max_tokens=6))
     run(lab, 1)
     assert shared_tokens(lab) == (2, 0)
 
@@ -68,9 +68,9 @@ def test_prompts_without_anything_in_common_share_nothing() -> None:
 def test_a_preempted_sequence_is_not_counted_until_it_decodes_again() -> None:
     lab = Lab(scheduler(num_blocks=8, bounds=limits(block_size=2)))
     first, second = request("a", PREFIX, max_tokens=8), request("b", PREFIX, max_tokens=8)
-    lab.scheduler.add(first)
+    lab.scheduler.add_request(first)
     run(lab, 2)
-    lab.scheduler.add(second)
+    lab.scheduler.add_request(second)
     while lab.scheduler.has_work:
         plan = lab.begin()
         assert plan is not None

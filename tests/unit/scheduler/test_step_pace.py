@@ -33,7 +33,7 @@ def planned(lab: Lab) -> StepPlan:
 def test_a_prompt_alone_is_cut_into_steps_of_a_second() -> None:
     lab = slow_lab()
     asked = request("long", (1,) * 1464, max_tokens=1)
-    lab.scheduler.add(asked)
+    lab.scheduler.add_request(asked)
     plans = []
     while lab.scheduler.has_work:
         plans.append(planned(lab))
@@ -48,11 +48,11 @@ def test_no_step_with_a_prompt_is_above_the_limit_while_others_decode() -> None:
     lab = slow_lab()
     short = [request(f"short-{number}", (2, 3), max_tokens=400) for number in range(4)]
     for each in short:
-        lab.scheduler.add(each)
+        lab.scheduler.add_request(each)
     planned(lab)
     asked = [request(f"long-{number}", (number,) * 700, max_tokens=2) for number in range(3)]
     for each in asked:
-        lab.scheduler.add(each)
+        lab.scheduler.add_request(each)
     times = []
     while True:
         plan = planned(lab)
@@ -71,9 +71,9 @@ def test_no_step_with_a_prompt_is_above_the_limit_while_others_decode() -> None:
 def test_a_prompt_at_most_doubles_a_step_but_adds_no_more_than_its_limit() -> None:
     decodes = LatencyModel(base_s=0.15, prefill_token_s=0.002)
     lab = slow_lab(decodes)
-    lab.scheduler.add(request("short", (2, 3), max_tokens=50))
+    lab.scheduler.add_request(request("short", (2, 3), max_tokens=50))
     planned(lab)
-    lab.scheduler.add(request("long", (1,) * 500, max_tokens=2))
+    lab.scheduler.add_request(request("long", (1,) * 500, max_tokens=2))
     plan = planned(lab)
     assert 0.25 < decodes.step_s(plan.stats) <= 0.3
     slower = LatencyModel(base_s=2.0, prefill_token_s=0.01)
@@ -86,7 +86,7 @@ def test_every_prompt_ends_where_one_token_is_predicted_above_every_limit(schedu
     lab = slow_lab(LatencyModel(base_s=5.0, prefill_token_s=5.0), scheduling)
     asked = [request(f"long-{number}", (number,) * 40, max_tokens=3) for number in range(3)]
     for each in asked:
-        lab.scheduler.add(each)
+        lab.scheduler.add_request(each)
     plan = planned(lab)
     assert [(work.start, work.num_tokens) for work in plan.prefills] == [(0, 16)]
     lab.run()
@@ -97,9 +97,9 @@ def test_every_prompt_ends_where_one_token_is_predicted_above_every_limit(schedu
 def test_prompts_alone_in_a_step_are_cut_while_answers_wait() -> None:
     model = LatencyModel(base_s=0.02, prefill_token_s=0.001)
     lab = slow_lab(model, Scheduling.SGLANG)
-    lab.scheduler.add(request("short", (2, 3), max_tokens=50))
+    lab.scheduler.add_request(request("short", (2, 3), max_tokens=50))
     planned(lab)
-    lab.scheduler.add(request("long", (1,) * 300, max_tokens=2))
+    lab.scheduler.add_request(request("long", (1,) * 300, max_tokens=2))
     plan = planned(lab)
     assert plan.prefills
     assert not plan.decodes
@@ -117,9 +117,9 @@ def steps_until_answered(lab: Lab, name: str, most: int = 200) -> int:
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     lab = slow_lab()
     long, short = request("long", (1,) * 1464, max_tokens=1), request("short", (2,) * 40, max_tokens=3)
-    lab.scheduler.add(long)
+    lab.scheduler.add_request(long)
     planned(lab)
-    lab.scheduler.add(short)
+    lab.scheduler.add_request(short)
     assert steps_until_answered(lab, "short") == 1
     assert lab.scheduler.num_running == 2
     lab.run()
@@ -130,22 +130,22 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 def test_the_rest_of_a_prompt_whose_kv_is_here_does_not_wait_for_a_long_one() -> None:
     lab = slow_lab()
     known = request("known", (3,) * 700, max_tokens=1)
-    lab.scheduler.add(known)
+    lab.scheduler.add_request(known)
     lab.run()
     for number in range(3):
-        lab.scheduler.add(request(f"long-{number}", (4 + number,) * 1000, max_tokens=1))
+        lab.scheduler.add_request(request(f"long-{number}", (4 + number,) * 1000, max_tokens=1))
     planned(lab)
-    lab.scheduler.add(request("again", (3,) * 700 + (1, 2), max_tokens=2))
+    lab.scheduler.add_request(request("again", (3,) * 700 + (1, 2), max_tokens=2))
     assert steps_until_answered(lab, "again") == 1
     lab.run()
 
 
 def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come() -> None:
     lab = slow_lab()
-    lab.scheduler.add(request("long", (1,) * 1000, max_tokens=1))
+    lab.scheduler.add_request(request("long", (1,) * 1000, max_tokens=1))
     shares = []
     for number in range(1000):
-        lab.scheduler.add(request(f"short-{number}", (number,) * 30, max_tokens=1))
+        lab.scheduler.add_request(request(f"short-{number}", (number,) * 30, max_tokens=1))
         plan = planned(lab)
         own = sum(work.num_tokens for work in plan.prefills if work.sequence.request.request_id == "long")
         shares.append(own / plan.stats.prefill_tokens)
@@ -159,10 +159,12 @@ def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come() -> 
 def test_no_block_that_the_first_waiting_prompt_needs_goes_to_a_later_one() -> None:
     lab = Lab(scheduler(20, BOUNDS))
     lab.scheduler.pace = StepPace(LatencyModel(base_s=0.01, prefill_token_s=0.02))
-    lab.scheduler.add(request("running", (1,) * 160, max_tokens=1))  # ten of the blocks
+    lab.scheduler.add_request(request("running", (1,) * 160, max_tokens=1))  # ten of the blocks
     planned(lab)
-    lab.scheduler.add(request("first", (2,) * 150, max_tokens=1))  # the ten others, and one for who runs
-    lab.scheduler.add(request("short", (3,) * 4, max_tokens=30))
+    lab.scheduler.add_request(
+        request("first", (2,) * 150, max_tokens=1)
+    )  # the ten others, and one for who runs
+    lab.scheduler.add_request(request("short", (3,) * 4, max_tokens=30))
     while (RequestId("running"), 0) not in lab.said:
         assert [work.sequence.request.request_id for work in planned(lab).prefills] == ["running"]
     names = {work.sequence.request.request_id for work in planned(lab).prefills}
@@ -173,7 +175,7 @@ def test_no_block_that_the_first_waiting_prompt_needs_goes_to_a_later_one() -> N
 def test_a_prompt_that_is_aborted_between_two_cuts_is_computed_no_further() -> None:
     lab = slow_lab()
     asked = request("long", (1,) * 1464, max_tokens=1)
-    lab.scheduler.add(asked)
+    lab.scheduler.add_request(asked)
     first = planned(lab)
     assert first.stats.prefill_tokens < 200
     assert lab.scheduler.abort(asked.request_id)
@@ -186,7 +188,7 @@ def test_steps_that_take_longer_than_predicted_make_smaller_cuts() -> None:
     lab = Lab(scheduler(512, BOUNDS))
     lab.scheduler.pace = pace
     for number in range(12):
-        lab.scheduler.add(request(str(number), (number,) * 1000, max_tokens=1))
+        lab.scheduler.add_request(request(str(number), (number,) * 1000, max_tokens=1))
     sizes = []
     for _ in range(40):
         plan = planned(lab)
@@ -204,7 +206,7 @@ def test_a_model_measured_on_a_machine_too_busy_to_measure_makes_no_long_steps()
     lab = Lab(scheduler(512, BOUNDS))
     lab.scheduler.pace = pace = StepPace(measured, most_timed=64)
     for number in range(3):
-        lab.scheduler.add(request(str(number), (number,) * 1464, max_tokens=1))
+        lab.scheduler.add_request(request(str(number), (number,) * 1464, max_tokens=1))
     times = []
     while lab.scheduler.has_work:
         stats = planned(lab).stats
@@ -219,7 +221,7 @@ def test_a_model_measured_on_a_machine_too_busy_to_measure_makes_no_long_steps()
 def test_no_step_has_more_than_twice_the_prompt_tokens_of_one_that_was_timed() -> None:
     lab = Lab(scheduler(512, BOUNDS))
     lab.scheduler.pace = pace = StepPace(LatencyModel(base_s=1e-6), most_timed=40)
-    lab.scheduler.add(request("long", (1,) * 1000, max_tokens=1))
+    lab.scheduler.add_request(request("long", (1,) * 1000, max_tokens=1))
     sizes = []
     while lab.scheduler.has_work:
         stats = planned(lab).stats

@@ -21,7 +21,7 @@ BOUNDS = limits(context_length=20, block_size=4)
         (request("a", max_tokens=0), "max_tokens"),
         (request("a", max_tokens=4, min_tokens=5), "min_tokens"),
         (request("a", max_tokens=4, min_tokens=-1), "min_tokens"),
-        (request("a", max_tokens=2, resume=(1, 2)), "resume"),
+        (request("a", max_tokens=2, prior_tokens=(1, 2)), "prior_tokens"),
         (request("a", (1,) * 10, max_tokens=11), "max_tokens"),
         (request("a", (1,) * 10, max_tokens=8), "max_tokens"),
     ],
@@ -54,12 +54,12 @@ def test_a_step_has_room_for_a_token_of_each_sequence() -> None:
     assert caught.value.fields["key"] == "max_batch_tokens"
 
 
-def test_a_batch_is_told_once_and_its_ids_are_one_object_while_they_are_the_same() -> None:
+def test_a_batch_is_drained_once_and_equal_ids_are_one_object() -> None:
     batch = PlainBatch()
     told = []
     for names in ("ab", "ab", "ba", ""):
         batch.ids += [RequestId(name) for name in names]
         batch.tokens += [len(told), 7][: len(names)]
-        told.append(batch.take())
+        told.append(batch.drain())
     assert told == [(("a", "b"), (0, 7)), (("a", "b"), (1, 7)), (("b", "a"), (2, 7)), ((), ())]
     assert told[0][0] is told[1][0]

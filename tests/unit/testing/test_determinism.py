@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import asyncio, random, sys
 from kvolt.core.errors import ConnectFailed
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.loop import run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
@@ -48,12 +48,12 @@ async def main():
     profile = LinkProfile(jitter_s=0.01, bytes_per_s=1e5, window_bytes=5000, rechunk=True)
     network = VirtualNetwork(random.Random(seed), profile=profile, log=print)
     names = ["red", "green", "blue", "grey"]
-    crew = Crew("talk")
+    task_group = TaskGroup("talk")
     for name in names:
         process = VirtualProcess.on(network, name, seed)
         await process.network.listen(f"{name}:7000", Echo)
         for peer in names:
-            crew.start(talk(process, peer, network), f"{name}-{peer}")
+            task_group.start(talk(process, peer, network), f"{name}-{peer}")
     for step in range(10):
         await asyncio.sleep(1)
         a, b = network.rng.sample(names, 2)
@@ -65,7 +65,7 @@ async def main():
             lambda: network.resume(a),
             lambda: network.slow(a, b, 0.05, 2e4),
         ])()
-    await crew.close()
+    await task_group.close()
     network.close()
 
 run_virtual(main)

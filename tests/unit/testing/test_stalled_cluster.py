@@ -24,7 +24,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.journey import Road
+from kvolt.journey.journey import JourneyContext
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS
 from kvolt.router.service.client import RouterLink
@@ -37,10 +37,10 @@ from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.events.mem import MemBus, MemEvents
-from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.plane.port import RequestPlane
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.cluster.deltas import Deltas
 from kvolt.testing.virtual.loop import in_process, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
@@ -78,7 +78,7 @@ class Stream:
         self.error: KvoltError | None = None
         self.is_over = False
 
-    async def run(self, road: Road) -> None:
+    async def run(self, journey_context: JourneyContext) -> None:
         request = Request(
             request_id=RequestId(f"r{self.number}"),
             model=MODEL,
@@ -87,7 +87,7 @@ class Stream:
             sampling=Sampling(seed=self.number),
         )
         try:
-            async with await Deltas.of(road, request, LIMITS) as deltas:
+            async with await Deltas.of(journey_context, request, LIMITS) as deltas:
                 async for delta in deltas:
                     self.tokens += delta.token_ids
                     self.arrivals.append(asyncio.get_running_loop().time())
@@ -114,8 +114,8 @@ class Cluster:
         self.streams: list[Stream] = []
         self.link: RouterLink | None = None
         self._bus = MemBus()
-        self._crew = Crew("cluster")
-        self._road: Road | None = None
+        self._task_group = TaskGroup("cluster")
+        self._journey_context: JourneyContext | None = None
 
     async def start(self, num_workers: int = 2) -> None:
         self._launch("disc", 7400, self._serve_join)
@@ -124,11 +124,15 @@ class Cluster:
             self._launch(f"w{number}", 0, self._work)
         self._launch("f0", 0, self._ask)
         await until(
-            lambda: self._road is not None and len(self._road.client.candidates()) == num_workers, 20.0
+            lambda: (
+                self._journey_context is not None
+                and len(self._journey_context.client.candidates()) == num_workers
+            ),
+            20.0,
         )
 
     def _launch(self, name: str, port: int, body: Body) -> None:
-        in_process(name, lambda: self._crew.start(self._run(name, port, body), name))
+        in_process(name, lambda: self._task_group.start(self._run(name, port, body), name))
 
     async def _run(self, name: str, port: int, body: Body) -> None:
         process = VirtualProcess.on(self.network, name, 1)
@@ -158,7 +162,7 @@ class Cluster:
 
     async def _serve_join(self, runtime: Runtime) -> None:
         join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=10.0)
-        join.add_to(runtime.server)
+        join.register_endpoints(runtime.server)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -184,8 +188,8 @@ class Cluster:
         client = await runtime.client(ENDPOINT)
         link = self.link = await RouterLink.to(runtime, "ns")
         router = link.new_router(ROUTERS["round-robin"])(RouterContext(client, runtime, 16))
-        requests = Crew("requests")
-        self._road = Road(router, client, requests)
+        requests = TaskGroup("requests")
+        self._journey_context = JourneyContext(router, client, requests)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -195,10 +199,15 @@ class Cluster:
 
     def ask(self, num_streams: int = NUM_STREAMS) -> list[Stream]:
         """Streams that begin now, in the frontend."""
-        assert self._road is not None
-        road, streams = self._road, [Stream(len(self.streams) + number) for number in range(num_streams)]
+        assert self._journey_context is not None
+        journey_context, streams = (
+            self._journey_context,
+            [Stream(len(self.streams) + number) for number in range(num_streams)],
+        )
         for stream in streams:
-            in_process("f0", lambda stream=stream: self._crew.start(stream.run(road), "stream"))
+            in_process(
+                "f0", lambda stream=stream: self._task_group.start(stream.run(journey_context), "stream")
+            )
         self.streams += streams
         return streams
 
@@ -210,8 +219,8 @@ class Cluster:
             resume_process(self.network, name)
 
     def reachable(self) -> int:
-        assert self._road is not None
-        return len(self._road.client.candidates())
+        assert self._journey_context is not None
+        return len(self._journey_context.client.candidates())
 
     async def whole(self, within_s: float = 120.0) -> None:
         """Every stream ends, and is right."""
@@ -220,7 +229,7 @@ class Cluster:
             stream.check()
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
         self.network.close()
 
 
@@ -272,8 +281,8 @@ def test_streams_go_on_where_they_were(stalled: tuple[str, ...]) -> None:
         await asyncio.sleep(1.0)
         await cluster.stall(stalled, 20.0)
         await cluster.whole()
-        assert cluster._road is not None
-        assert not cluster._road.stats.elsewhere_s
+        assert cluster._journey_context is not None
+        assert not cluster._journey_context.stats.reroute_s
         assert all(19.0 < stream.longest_gap_s < 20.5 for stream in streams)
 
     clustered(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import in_process, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 from kvolt.testing.virtual.ports import resume_process, stall_process
@@ -39,9 +39,9 @@ def test_a_stalled_process_runs_nothing_and_its_timers_fire_late() -> None:
     async def main() -> None:
         network = VirtualNetwork(random.Random(1))
         network.host("a"), network.host("b")
-        crew = Crew("all")
-        stalled = in_process("a", lambda: crew.start(tick(), "a"))
-        other = in_process("b", lambda: crew.start(tick(), "b"))
+        task_group = TaskGroup("all")
+        stalled = in_process("a", lambda: task_group.start(tick(), "a"))
+        other = in_process("b", lambda: task_group.start(tick(), "b"))
         await asyncio.sleep(0.5)
         stall_process(network, "a")
         await other
@@ -51,7 +51,7 @@ def test_a_stalled_process_runs_nothing_and_its_timers_fire_late() -> None:
         resume_process(network, "a")
         await stalled
         assert log[3:] == ["tick 5", "tick 6", "tick 7"]
-        await crew.close()
+        await task_group.close()
 
     run_virtual(main)
 
@@ -62,14 +62,14 @@ def test_what_peers_sent_arrives_before_the_timers_that_came_due() -> None:
     async def main() -> None:
         network = VirtualNetwork(random.Random(1))
         a, b = network.host("a"), network.host("b")
-        crew = Crew("all")
+        task_group = TaskGroup("all")
 
         async def serve() -> None:
             await a.listen("a:1", lambda: Inbox(log))
             await asyncio.sleep(3)
             log.append(f"{asyncio.get_running_loop().time():g} timer")
 
-        serving = in_process("a", lambda: crew.start(serve(), "serve"))
+        serving = in_process("a", lambda: task_group.start(serve(), "serve"))
         await asyncio.sleep(0.1)
         client = await b.connect("a:1", lambda: Inbox([]), 1.0)
         await asyncio.sleep(0.1)
@@ -89,7 +89,7 @@ def test_what_peers_sent_arrives_before_the_timers_that_came_due() -> None:
         times, events = zip(*(line.split(maxsplit=1) for line in log), strict=True)
         assert events == ("got late", "got accepted by the host", "timer")
         assert len(set(times)) == 1
-        await crew.close()
+        await task_group.close()
         network.close()
 
     run_virtual(main)
@@ -101,12 +101,12 @@ def test_a_connection_that_was_reset_during_a_stall_is_seen_lost_after_it() -> N
     async def main() -> None:
         network = VirtualNetwork(random.Random(1))
         a, b = network.host("a"), network.host("b")
-        crew = Crew("all")
+        task_group = TaskGroup("all")
 
         async def serve() -> None:
             await a.listen("a:1", lambda: Inbox(log))
 
-        await in_process("a", lambda: crew.start(serve(), "serve"))
+        await in_process("a", lambda: task_group.start(serve(), "serve"))
         await b.connect("a:1", lambda: Inbox([]), 1.0)
         await asyncio.sleep(1)
         stall_process(network, "a")
@@ -117,7 +117,7 @@ def test_a_connection_that_was_reset_during_a_stall_is_seen_lost_after_it() -> N
         await asyncio.sleep(0)
         await asyncio.sleep(0.001)
         assert [line.split()[1] for line in log] == ["lost"]
-        await crew.close()
+        await task_group.close()
         network.close()
 
     run_virtual(main)
@@ -130,15 +130,15 @@ def test_a_cancelled_task_of_a_stalled_process_ends_when_it_runs_again() -> None
     async def main() -> None:
         network = VirtualNetwork(random.Random(1))
         network.host("a")
-        crew = Crew("all")
-        task = in_process("a", lambda: crew.start(forever(), "a"))
+        task_group = TaskGroup("all")
+        task = in_process("a", lambda: task_group.start(forever(), "a"))
         await asyncio.sleep(0)
         stall_process(network, "a")
         task.cancel()
         await asyncio.sleep(1)
         assert not task.done()
         resume_process(network, "a")
-        await crew.close()
+        await task_group.close()
         assert task.cancelled()
 
     run_virtual(main)

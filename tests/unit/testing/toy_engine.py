@@ -23,8 +23,8 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
-from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv, features_of
+from kvolt.core.request import Handoff, Request, Sampling
+from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, SealedKv, features_of
 from kvolt.engines.sim.model import EOS, sim_card
 from kvolt.transfer.memory.slabs import Slab
 
@@ -70,6 +70,8 @@ class Job:
 
 
 class ToyEngine:
+    sampling_fields = frozenset(Sampling.__struct_fields__)
+
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         self._spec, self._arguments = spec, arguments
         self._card = sim_card(spec.model, 256, arguments.block_size)
@@ -111,8 +113,10 @@ class ToyEngine:
 
     def _add(self, request: Request) -> Job:
         stop, num_prompt = request.stop, len(request.token_ids)
-        is_uneven = len(request.resume_choices) not in (0, request.sampling.num_choices)
-        most = max((len(request.resumed(index)) for index in request.open_choices), default=stop.max_tokens)
+        is_uneven = len(request.prior_tokens_by_choice) not in (0, request.sampling.num_choices)
+        most = max(
+            (len(request.prior_tokens_of(index)) for index in request.open_choices), default=stop.max_tokens
+        )
         if not num_prompt or is_uneven or stop.max_tokens <= most:
             raise InvalidRequest("nothing to do", param="token_ids")
         if num_prompt + stop.max_tokens > self._card.context_length or request.request_id in self._jobs:
@@ -123,7 +127,7 @@ class ToyEngine:
         return job
 
     def _choice(self, request: Request, index: int) -> Choice:
-        tokens = [*request.token_ids, *request.resumed(index)]
+        tokens = [*request.token_ids, *request.prior_tokens_of(index)]
         if request.handoff is not None and request.handoff.first_tokens is not None:
             tokens.append(request.handoff.first_tokens[index])
         num_blocks = -(-(len(request.token_ids) + request.stop.max_tokens) // self._arguments.block_size)
@@ -353,20 +357,20 @@ class ToyEngine:
         self._work.set()
         return taken
 
-    # --- KvPlaced
+    # --- KvAddressable
 
     def kv_slabs(self) -> tuple[Slab, ...]:
         return (self.store.slab,)
 
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
         if request_id not in self._held:
             raise NotFound(f"no blocks are held of {request_id}", kind="handoff", name=request_id)
         return _placed(self._held[request_id][0])
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         while True:
             if request_id in self._held:
-                return await self.hold_kv(request_id)
+                return await self.held_kv(request_id)
             job = self._jobs.get(request_id)
             if job is None or job.prefilled is None:
                 raise NotFound(f"no prompt {request_id} is computed", kind="handoff", name=request_id)
@@ -375,12 +379,12 @@ class ToyEngine:
             self._stepped.clear()
             await self._stepped.wait()
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        room = self.store.make_room(keys, hashes)
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        room = self.store.allocate_kv(keys, hashes)
         self._work.set()
         return room
 
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
         kept = self.store.settle(room.blocks[0], num_filled, keep_for is not None)
         if keep_for is not None:
             loop = asyncio.get_running_loop()
@@ -408,9 +412,9 @@ class ToyEngine:
         found = [self._pin(name, tip) for tip in new if tip.key not in parents]
         return tuple(found)
 
-    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+    async def attach_kv(self, room: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
         """It computes a prompt in one go: whatever comes meanwhile comes too late."""
-        return KvTaken(request_id in self._jobs)
+        return AttachedKv(request_id in self._jobs)
 
     def _pin(self, name: RequestId, tip: Entry) -> SealedKv:
         chain = [tip]
@@ -481,8 +485,8 @@ class ToyEngine:
             self.store.release(entries)
 
 
-def _placed(entries: Sequence[Entry]) -> KvHeld:
-    return KvHeld(
+def _placed(entries: Sequence[Entry]) -> HeldKv:
+    return HeldKv(
         tuple(entry.block for entry in entries),
         tuple(entry.key for entry in entries),
         tuple(entry.sequence_hash for entry in entries),
@@ -500,4 +504,4 @@ def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs
 
 def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
     told = _logprobs(request.token_ids[1:], request.sampling.prompt_logprobs)
-    return None if told is None or request.resumed(0) else (None, *told)
+    return None if told is None or request.prior_tokens_of(0) else (None, *told)

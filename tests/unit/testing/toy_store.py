@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
-from kvolt.engines.contract import KvRoom
+from kvolt.engines.contract import KvAllocation
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 
@@ -39,7 +39,7 @@ class Entry:
 
     def told(self) -> Stored:
         parent = self.parent.sequence_hash if self.parent else None
-        return Stored.of([self.sequence_hash], parent, self.position)
+        return Stored.from_hashes([self.sequence_hash], parent, self.position)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Store:
     def evict(self, entry: Entry) -> None:
         del self.named[entry.key]
         entry.named = False
-        self.changes.append(Removed.of([entry.sequence_hash]))
+        self.changes.append(Removed.from_hashes([entry.sequence_hash]))
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[Entry]:
         found: list[Entry] = []
@@ -141,20 +141,20 @@ class Store:
             else:
                 self.free.append(entry.block)
 
-    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+    def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         room = Room(self.acquire(keys), [])
         num_present = len(room.present)
         num_blocks = min(len(keys), self.num_blocks - self.num_reserved)
         if num_blocks <= num_present:
             self.release(room.present)
-            return KvRoom(num_present, ())
+            return KvAllocation(num_present, ())
         self.reserve(num_blocks)
         before = room.present[-1] if room.present else None
         for index in range(num_present, num_blocks):
             before = self.new(keys[index], hashes[index], before)
             room.fresh.append(before)
         self.rooms[room.fresh[0].block] = room
-        return KvRoom(num_present, tuple(entry.block for entry in room.fresh))
+        return KvAllocation(num_present, tuple(entry.block for entry in room.fresh))
 
     def settle(self, first_block: int, num_filled: int, keep: bool = False) -> list[Entry]:
         """What is to be kept, if it is: reserved and held."""
@@ -185,7 +185,7 @@ class Store:
         return True
 
     def accepts(self, block: KvBlock) -> bool:
-        return block.intact and len(block.data) == self.slab.block_bytes
+        return block.is_intact and len(block.data) == self.slab.block_bytes
 
     def clear(self) -> int:
         num_blocks = len(self.named)

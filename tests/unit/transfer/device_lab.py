@@ -9,8 +9,9 @@ import numpy as np
 
 from kvolt.core.errors import TransferFailed, Unsupported
 from kvolt.transfer.memory import device_memory
-from kvolt.transfer.memory.device_memory import DeviceHandle, Memory, Sums
-from kvolt.transfer.memory.slabs import Pieces, Slab
+from kvolt.transfer.memory.device_memory import DeviceHandle, Memory
+from kvolt.transfer.memory.pieces import Pieces, Sums
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.paths.capabilities import MachineFacts
 
 WITH_GPU = MachineFacts(num_gpus=1, has_torch=True)

@@ -22,7 +22,7 @@ from kvolt.transfer.peer.wire import (
     Message,
     Ticket,
     Welcome,
-    ticket_bytes,
+    encode_ticket,
     to_frame,
 )
 
@@ -87,7 +87,7 @@ def calling(to: Address, use_unix: bool = False) -> Iterator[Talk]:
 def reading_from(to: Address, use_unix: bool = False) -> Iterator[tuple[Talk, Welcome]]:
     """Connected to an agent, which has said welcome."""
     with calling(to, use_unix) as talk:
-        talk.say(Hello("somebody", "frames"))
+        talk.say(Hello("reader", "frames"))
         welcome = talk.hear()
         assert isinstance(welcome, Welcome)
         yield talk, welcome
@@ -104,7 +104,7 @@ class Source:
 
     def ticket(self, num_blocks: int = 1, secret: int = 1, kind: MemoryKind = MemoryKind.HOST) -> bytes:
         slab = SlabInfo(number=0, kind=kind, block_bytes=BLOCK, num_blocks=NUM)
-        return ticket_bytes(Ticket(self.address, secret, slab, num_blocks, "read"))
+        return encode_ticket(Ticket(self.address, secret, slab, num_blocks, "read"))
 
     def accept(self) -> Talk:
         """The next that connects."""

@@ -71,10 +71,10 @@ def new_sides() -> Iterator[Callable[..., Side]]:
 def mute(*names: Side) -> Iterator[None]:
     """Their NIXL is not driven: what is read of them over NIXL is under way and does not come."""
     for side in names:
-        side.nixl._answer_peers = lambda: None  # type: ignore[method-assign]
+        side.nixl._poll_peers = lambda: None  # type: ignore[method-assign]
     yield
     for side in names:
-        del side.nixl._answer_peers
+        del side.nixl._poll_peers
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -90,12 +90,12 @@ async def under_way(side: Side, count: int = 1) -> None:
 
 async def in_thread(side: Side, what: Callable[[], object]) -> None:
     done = threading.Event()
-    side.agent._hub.progress.call(lambda: (what(), done.set())[1])
+    side.agent._hub.progress.call_soon(lambda: (what(), done.set())[1])
     await until(done.is_set)
 
 
 async def made(*sides: Side) -> None:
-    """Their NIXL is there already, and knows nobody."""
+    """The NIXL agents exist already and know no peer."""
     for side in sides:
         await in_thread(side, lambda side=side: side.nixl.when_ready(lambda: None))
         await until(lambda side=side: side.nixl.is_ready)

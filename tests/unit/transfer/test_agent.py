@@ -28,8 +28,8 @@ from kvolt.transfer.memory.layout import IncompatibleLayout, SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.operation import OperationState
 from kvolt.transfer.peer import chunks
-from kvolt.transfer.peer import read_op as reading
-from kvolt.transfer.peer.wire import Address, Hello, read_ticket, ticket_bytes, to_frame
+from kvolt.transfer.peer import read_op as read_op_module
+from kvolt.transfer.peer.wire import Address, Hello, decode_ticket, encode_ticket, to_frame
 
 BLOCK = 4096
 NUM = 64
@@ -99,7 +99,7 @@ async def test_some_of_a_ticket(source: Side, target: Side) -> None:
     await offer
     assert (target.rows[[1, 2]] == source.rows[[17, 10]]).all()
     offer = source.agent.offer(source.slab, range(10, 20), SOON_S)
-    with pytest.raises(InvalidRequest, match="10 blocks are offered"):
+    with pytest.raises(InvalidRequest, match="outside the 10"):
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S, positions=[10])
     assert offer.state is OperationState.IN_PROGRESS
 
@@ -120,7 +120,7 @@ async def test_blocks_are_written_in_parts(source: Side, target: Side) -> None:
     await source.agent.write(accept.ticket, source.slab, [20, 21], SOON_S, positions=[0, 1])
     await accept
     assert (target.rows[[1, 2, 3, 4]] == source.rows[[20, 21, 10, 11]]).all()
-    with pytest.raises(NotFound, match="any more"):
+    with pytest.raises(NotFound, match="no longer"):
         await source.agent.write(accept.ticket, source.slab, [20], SOON_S, positions=[0])
 
 
@@ -136,7 +136,7 @@ async def test_other_names_are_other_checksums(source: Side, target: Side, path:
         wrong = np.array([0, 1, 7], dtype=np.uint64).tobytes()
         await target.agent.read(offer.ticket, target.slab, [1, 2, 3], SOON_S, seeds=wrong)
     assert raised.value.fields == {"path": path, "reason": "checksum"}
-    # Nobody has it, so it can be read again.
+    # The offer is still open, so it can be read again.
     await target.agent.read(offer.ticket, target.slab, [1, 2, 3], SOON_S, seeds=seeds.tobytes())
     await offer
 
@@ -145,7 +145,7 @@ async def test_what_was_read_is_not_offered_any_more(source: Side, target: Side)
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
     await offer
-    with pytest.raises(NotFound, match="not offered"):
+    with pytest.raises(NotFound, match="does not exist"):
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
 
 
@@ -165,7 +165,7 @@ async def test_an_offer_is_taken_back(source: Side, target: Side) -> None:
         await source.agent.write(accept.ticket, source.slab, [1], SOON_S)
 
 
-async def test_what_nobody_takes_expires(source: Side, target: Side) -> None:
+async def test_an_unused_offer_expires(source: Side, target: Side) -> None:
     offer = source.agent.offer(source.slab, [1], 0.05)
     accept = target.agent.accept(target.slab, [1], 0.05)
     for each in (offer, accept):
@@ -180,15 +180,15 @@ async def test_a_read_that_is_cancelled_has_stopped(
     source: Side, target: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two of its blocks; the offer stays for others."""
-    for module in (reading, chunks):
-        monkeypatch.setattr(module, "_TURN_BYTES", 1)
+    for module in (read_op_module, chunks):
+        monkeypatch.setattr(module, "_STEP_BYTES", 1)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", BLOCK)
-    first_part = {name: getattr(reading.Reading, name) for name in ("turn", "arrived")}
+    first_part = {name: getattr(read_op_module.ReadOp, name) for name in ("step", "on_chunk")}
 
     is_asked = threading.Event()
 
     def then_cancel(name: str) -> Callable[..., object]:
-        def call(self: reading.Reading, *arguments: object) -> object:
+        def call(self: read_op_module.ReadOp, *arguments: object) -> object:
             done = first_part[name](self, *arguments)
             assert is_asked.wait(SOON_S)
             read.cancel()
@@ -197,7 +197,7 @@ async def test_a_read_that_is_cancelled_has_stopped(
         return call
 
     for name in first_part:
-        monkeypatch.setattr(reading.Reading, name, then_cancel(name))
+        monkeypatch.setattr(read_op_module.ReadOp, name, then_cancel(name))
     offer = source.agent.offer(source.slab, range(NUM), SOON_S)
     read = target.agent.read(offer.ticket, target.slab, range(NUM), SOON_S)
     is_asked.set()
@@ -326,21 +326,21 @@ async def test_what_is_wrong_is_refused_at_once(source: Side) -> None:
     agent, slab = source.agent, source.slab
     offer = agent.offer(slab, [1, 2], SOON_S)
     accept = agent.accept(slab, [3], SOON_S)
-    with pytest.raises(InvalidRequest, match="no such block"):
+    with pytest.raises(InvalidRequest, match="out of range"):
         agent.offer(slab, [NUM], SOON_S)
-    with pytest.raises(InvalidRequest, match="twice"):
+    with pytest.raises(InvalidRequest, match="duplicate"):
         agent.offer(slab, [1, 1], SOON_S)
-    with pytest.raises(InvalidRequest, match="no blocks"):
+    with pytest.raises(InvalidRequest, match="empty"):
         agent.accept(slab, [], SOON_S)
-    with pytest.raises(InvalidRequest, match="row"):
+    with pytest.raises(InvalidRequest, match="one-dimensional"):
         agent.accept(slab, np.zeros((2, 2), dtype=np.int64), SOON_S)
     with pytest.raises(InvalidRequest, match="seed"):
         agent.offer(slab, [1], SOON_S, seeds=b"1")
     with pytest.raises(InvalidRequest, match="seed"):
         agent.read(offer.ticket, slab, [4, 5], SOON_S, seeds=b"1")
-    with pytest.raises(InvalidRequest, match="2 blocks for 1"):
+    with pytest.raises(InvalidRequest, match="2 source blocks for 1"):
         agent.read(offer.ticket, slab, [4], SOON_S)
-    with pytest.raises(InvalidRequest, match="none to read"):
+    with pytest.raises(InvalidRequest, match="allows write"):
         agent.read(accept.ticket, slab, [4], SOON_S)
     with pytest.raises(InvalidRequest, match="2 blocks for 1"):
         agent.write(accept.ticket, slab, [4, 5], SOON_S)
@@ -348,22 +348,22 @@ async def test_what_is_wrong_is_refused_at_once(source: Side) -> None:
         agent.read(offer.ticket, Slab.shared(2, 100), [0, 1], SOON_S)
     with pytest.raises(ProtocolError, match="ticket"):
         agent.read(b"no ticket", slab, [4], SOON_S)
-    with pytest.raises(InvalidRequest, match="no block"):
+    with pytest.raises(InvalidRequest, match="cannot hold a block"):
         Slab(memoryview(bytearray(10)), 11)
 
 
-async def test_nobody_is_there(source: Side) -> None:
-    ticket = read_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
+async def test_an_unreachable_peer(source: Side) -> None:
+    ticket = decode_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        gone = Address("gone", "127.0.0.1", port, "kvolt-nobody")
-        lost = ticket_bytes(type(ticket)(gone, 1, ticket.slab, 1, "read"))
+        gone = Address("remove_session", "127.0.0.1", port, "kvolt-nobody")
+        lost = encode_ticket(type(ticket)(gone, 1, ticket.slab, 1, "read"))
         with pytest.raises(NetworkFault, match="no connection"):
             await source.agent.read(lost, source.slab, [1], SOON_S)
     replaced = Address("other", source.agent.address.host, source.agent.address.port, "")
     with pytest.raises(NetworkFault, match="another agent"):
-        other = ticket_bytes(type(ticket)(replaced, 1, ticket.slab, 1, "read"))
+        other = encode_ticket(type(ticket)(replaced, 1, ticket.slab, 1, "read"))
         await source.agent.read(other, source.slab, [1], SOON_S)
 
 
@@ -371,9 +371,9 @@ async def test_a_peer_that_never_answers(source: Side) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        ticket = read_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
+        ticket = decode_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
         address = Address("silent", "127.0.0.1", silent.getsockname()[1], "")
-        asked = ticket_bytes(type(ticket)(address, 1, ticket.slab, 1, "read"))
+        asked = encode_ticket(type(ticket)(address, 1, ticket.slab, 1, "read"))
         with pytest.raises(DeadlineExceeded):
             await source.agent.read(asked, source.slab, [1], 0.1)
 
@@ -402,7 +402,7 @@ def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="cannot be served"):
+        with pytest.raises(ConfigError, match="cannot listen"):
             TransferAgent(TransferOptions(port=taken.getsockname()[1]))
 
 

@@ -27,17 +27,18 @@ from kvolt.core.errors import (
 )
 from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.memory.layout import SlabLayout
-from kvolt.transfer.memory.slabs import Pieces, Slab
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import read as nixl_read
 from kvolt.transfer.nixl.memory import unit_bytes_of, units_of
 from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.peer import checksum_task as summing
-from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.peer import read_op as read_op_module
 from kvolt.transfer.peer import serving
 from kvolt.transfer.peer.wire import Ready
 
-if nixl_library.find() is None:
+if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)
 
 
@@ -59,7 +60,7 @@ def target(sides: Callable[..., Side]) -> Side:
 
 async def test_blocks_are_read(source: Side, target: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several parts, from any place to any other."""
-    monkeypatch.setattr(nixl_read, "TURN_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(nixl_read, "STEP_BYTES", 5 * BLOCK)
     there, here = (np.random.default_rng(seed).permutation(NUM) for seed in (2, 3))
     offer = source.agent.offer(source.slab, there, SOON_S)
     read = target.agent.read(offer.ticket, target.slab, here, SOON_S)
@@ -75,7 +76,7 @@ async def test_some_blocks_and_no_others(source: Side, target: Side) -> None:
     assert not np.delete(target.rows, [1, 2], axis=0).any()
 
 
-async def test_memory_that_nobody_can_map(source: Side, target: Side) -> None:
+async def test_private_memory_is_not_mapped(source: Side, target: Side) -> None:
     plain = Slab(memoryview(bytearray(os.urandom(4 * BLOCK))), BLOCK)
     into = Slab(memoryview(bytearray(4 * BLOCK)), BLOCK)
     for _ in range(2):  # the second time all is known
@@ -149,32 +150,32 @@ async def test_other_names_are_other_checksums(source: Side, target: Side) -> No
 async def test_a_source_that_is_changed_too_early_is_found(
     source: Side, target: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums_of = summing.sums_of
+    compute_checksums = summing.compute_checksums
 
     def then_change(*arguments: object) -> object:
-        sums = sums_of(*arguments)  # type: ignore[arg-type]
+        sums = compute_checksums(*arguments)  # type: ignore[arg-type]
         source.rows[2] ^= 1
         return sums
 
-    monkeypatch.setattr(summing, "sums_of", then_change)
+    monkeypatch.setattr(summing, "compute_checksums", then_change)
     with mute(source):
         offer = source.agent.offer(source.slab, [1, 2], SOON_S)
         read = target.agent.read(offer.ticket, target.slab, [1, 2], SOON_S)
-        await until(lambda: reading_of(target) is not None and reading_of(target)._num_checked == 2)
+        await until(lambda: read_op_of(target) is not None and read_op_of(target)._num_checked == 2)
     with pytest.raises(TransferFailed, match="block 1"):
         await read
 
 
-def reading_of(side: Side) -> reading.Reading:
+def read_op_of(side: Side) -> read_op_module.ReadOp:
     for read in list(side.nixl._reads):
-        return read.reading
+        return read.read_op
     return None  # type: ignore[return-value]
 
 
 async def test_tickets_that_are_not_known(source: Side, target: Side) -> None:
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
-    with pytest.raises(NotFound, match="not offered"):
+    with pytest.raises(NotFound, match="does not exist"):
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
     assert source.nixl._num_served == 0
 
@@ -191,7 +192,7 @@ async def test_a_peer_that_names_blocks_that_there_are_not(
     with pytest.raises(ProtocolError, match="outside"):
         await target.agent.read(offer.ticket, target.slab, [1, 2], SOON_S)
     named = np.array([1, 2, 3])
-    with pytest.raises(Exception, match="3 blocks came for 2"):
+    with pytest.raises(Exception, match="announced 3 blocks for 2"):
         await target.agent.read(offer.ticket, target.slab, [1, 2], SOON_S)
     assert not target.rows.any()
 
@@ -199,18 +200,18 @@ async def test_a_peer_that_names_blocks_that_there_are_not(
 async def test_nothing_spins(source: Side, target: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a peer lets us wait it is asked for now and then, and nothing at all happens when nothing is under way."""
     turns: list[Nixl] = []
-    turn = Nixl.turn
+    step = Nixl.step
 
     def counted(self: Nixl) -> bool:
         turns.append(self)
-        return turn(self)
+        return step(self)
 
     offer = source.agent.offer(source.slab, range(NUM), SOON_S)
     with mute(source):
         read = target.agent.read(offer.ticket, target.slab, range(NUM), SOON_S)
         await under_way(target)
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(Nixl, "turn", counted)
+        monkeypatch.setattr(Nixl, "step", counted)
         await asyncio.sleep(0.2)
         assert 0 < len(turns) < 1000
     await read
@@ -229,15 +230,15 @@ async def test_memory_is_registered_once_and_forgotten_when_it_is_closed(
     for _ in range(2):
         offer = source.agent.offer(first, [0], SOON_S)
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
-        assert source.nixl._ours is not None
-        assert len(source.nixl._ours._known) == 1
+        assert source.nixl._local_memory is not None
+        assert len(source.nixl._local_memory._known) == 1
     assert target.rows[1].all()
     await until(lambda: not source.nixl._num_served)
     first.close()
     second = Slab.shared(NUM, BLOCK)
     offer = source.agent.offer(second, [1], SOON_S)
     assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "nixl"
-    assert len(source.nixl._ours._known) == 1
+    assert len(source.nixl._local_memory._known) == 1
     assert not target.rows[1].any()
 
 

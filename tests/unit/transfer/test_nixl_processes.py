@@ -1,4 +1,4 @@
-"""NIXL, the real one, between processes: who is killed takes nobody along."""
+"""Real NIXL between processes: a killed process does not affect others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvolt.transfer.nixl import read as nixl_read
 from kvolt.transfer.operation import OperationState
 from kvolt.transfer.peer import read_op as reading
 
-if nixl_library.find() is None:
+if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)
 
 
@@ -51,17 +51,17 @@ def target(sides: Callable[..., Side]) -> Side:
 async def kill_in_the_middle(
     read: Callable[[], Operation], process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    landed, parts = reading.Reading.landed, []
+    landed, parts = reading.ReadOp.on_blocks_moved, []
 
-    def then_kill(self: reading.Reading, count: int) -> None:
+    def then_kill(self: reading.ReadOp, count: int) -> None:
         landed(self, count)
         parts.append(count)
         if len(parts) == 3:
             process.send_signal(signal.SIGKILL)
             process.wait()
 
-    monkeypatch.setattr(nixl_read, "TURN_BYTES", PEER_BLOCK)
-    monkeypatch.setattr(reading.Reading, "landed", then_kill)
+    monkeypatch.setattr(nixl_read, "STEP_BYTES", PEER_BLOCK)
+    monkeypatch.setattr(reading.ReadOp, "on_blocks_moved", then_kill)
     with pytest.raises(NetworkFault):
         await read()
     assert 3 <= len(parts) < PEER_NUM

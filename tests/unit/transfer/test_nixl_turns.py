@@ -1,4 +1,4 @@
-"""NIXL's turns without NIXL: what goes wrong with one read, or with its library, stops nobody else."""
+"""Nixl steps without the NIXL library: a failure of one read or of the library does not affect others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvolt.core.errors import KvoltError, Unsupported, WorkerLost
-from kvolt.transfer.memory.slabs import Pieces, Slab, SlabInfo
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.nixl import memory as nixl_memory
 from kvolt.transfer.nixl import path as nixl_path
 from kvolt.transfer.nixl.memory import NixlMemory, units_of
@@ -30,10 +31,10 @@ class Turns:
     def now(self) -> float:
         return 0.0
 
-    def work(self, work: Work) -> None:
+    def schedule(self, work: Work) -> None:
         self.queue.append(work)
 
-    def at(self, when: float, do: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, do: Callable[[], None]) -> Timer:
         return Timer(when, do)
 
 
@@ -56,7 +57,7 @@ class Agent:
 
 
 class Ended:
-    """A Reading, as far as NIXL knows it."""
+    """A ReadOp as NIXL sees it."""
 
     def __init__(self) -> None:
         self.errors: list[KvoltError | None] = []
@@ -64,7 +65,7 @@ class Ended:
     def stop(self, error: KvoltError) -> None:
         self.errors.append(error)
 
-    def let_go(self, error: KvoltError | None) -> None:
+    def on_mover_stopped(self, error: KvoltError | None) -> None:
         self.errors.append(error)
 
 
@@ -73,7 +74,7 @@ class Read:
     is_stopped = False
 
     def __init__(self, fails: bool) -> None:
-        self.reading = Ended()
+        self.read_op = Ended()
         self.num_turns = 0
         self._fails = fails
 
@@ -83,11 +84,11 @@ class Read:
             raise RuntimeError("a defect")
         return True
 
-    def give_up(self) -> None: ...
+    def release_agent(self) -> None: ...
 
     @property
-    def is_over(self) -> bool:
-        return bool(self.reading.errors)
+    def is_done(self) -> bool:
+        return bool(self.read_op.errors)
 
 
 @pytest.fixture
@@ -103,36 +104,36 @@ def nixl(turns: Turns) -> Nixl:
 def test_a_read_that_fails_in_a_way_of_its_own_stops_no_other(nixl: Nixl) -> None:
     broken, fine = Read(fails=True), Read(fails=False)
     nixl._reads = {broken: None, fine: None}  # type: ignore[dict-item]
-    nixl._wake()
-    assert nixl.turn()
-    assert nixl.turn()
-    assert [type(each).__name__ for each in broken.reading.errors] == ["TransferFailed"]
+    nixl._poll_eagerly()
+    assert nixl.step()
+    assert nixl.step()
+    assert [type(each).__name__ for each in broken.read_op.errors] == ["TransferFailed"]
     assert (broken.num_turns, fine.num_turns) == (1, 2)
     assert list(nixl._reads) == [fine]
 
 
-def test_who_cannot_be_told_stops_no_other(nixl: Nixl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_callback_stops_no_other_read(nixl: Nixl, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Ended, error: KvoltError | None) -> None:
         self.errors.append(error)
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Ended, "let_go", broken)
+    monkeypatch.setattr(Ended, "on_mover_stopped", broken)
     reads = [Read(fails=False), Read(fails=False)]
     nixl._reads = dict.fromkeys(reads)  # type: ignore[arg-type]
-    nixl._abandon(WorkerLost("all ends", reason="test"))
-    assert [len(read.reading.errors) for read in reads] == [1, 1]
+    nixl._reset(WorkerLost("all ends", reason="test"))
+    assert [len(read.read_op.errors) for read in reads] == [1, 1]
 
 
 def test_an_agent_that_breaks_goes(nixl: Nixl, caplog: pytest.LogCaptureFixture) -> None:
     """The error that it broke with does not keep it: it could still write to blocks that were given back."""
     read = Read(fails=False)
     nixl._agent, nixl._reads = Agent(), {read: None}  # type: ignore[dict-item]
-    nixl.serve()
-    nixl.turn()
+    nixl.start_serving()
+    nixl.step()
     assert not nixl.is_ready
-    assert isinstance(read.reading.errors[0], WorkerLost)
-    assert "NIXL is broken" in caplog.text
-    assert "outlives" not in caplog.text
+    assert isinstance(read.read_op.errors[0], WorkerLost)
+    assert "NIXL agent failed" in caplog.text
+    assert "still referenced" not in caplog.text
 
 
 def test_an_agent_that_cannot_take_memory_is_not_held_by_why(nixl: Nixl) -> None:
@@ -140,7 +141,7 @@ def test_an_agent_that_cannot_take_memory_is_not_held_by_why(nixl: Nixl) -> None
         def describe(self, slab: Slab) -> Any:
             raise RuntimeError("no memory can be locked")
 
-    nixl._ours = Full()  # type: ignore[assignment]
+    nixl._local_memory = Full()  # type: ignore[assignment]
     with pytest.raises(Unsupported, match="locked") as raised:
         nixl.describe(Slab.shared(1, 4096), 0)
     assert raised.value.__context__ is None
@@ -150,33 +151,33 @@ def test_units_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes of a peer's memory are its own word."""
     monkeypatch.setattr(nixl_memory, "_MAX_UNITS", 8)
     with pytest.raises(Unsupported, match="9 pieces"):
-        NixlMemory("peer", 0, 9 * 64).list_of(object(), 64)
-    with pytest.raises(Unsupported, match="1 bytes"):
+        NixlMemory("peer", 0, 9 * 64).descriptor_list(object(), 64)
+    with pytest.raises(Unsupported, match="units of 1 bytes"):
         units_of(Pieces(np.array([0]), 9), 1)
     assert len(units_of(Pieces(np.array([0]), 8), 1)) == 8
 
 
 def test_descriptions_are_counted(nixl: Nixl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_path, "_MAX_TOLD", 2)
+    monkeypatch.setattr(nixl_path, "_MAX_DESCRIPTIONS", 2)
     nixl._agent = Agent()
     slab = SlabInfo(number=1, kind=MemoryKind.HOST, block_bytes=64, num_blocks=1)
     told = [NixlSlab(slab, address, 0, b"") for address in range(3)]
     for each in [*told[:2], told[1]]:
-        nixl._known(HERE, each)
+        nixl._remote_memory(HERE, each)
     with pytest.raises(Unsupported, match="2 times"):
-        nixl._known(HERE, told[2])
+        nixl._remote_memory(HERE, told[2])
 
 
-def test_peers_of_one_name_are_told_apart(nixl: Nixl) -> None:
-    """NIXL forgets a name when nobody has it any more."""
+def test_peers_with_one_agent_name_are_distinguished(nixl: Nixl) -> None:
+    """NIXL removes an agent name once no peer uses it."""
     forgotten: list[str] = []
     nixl._agent = Agent()
     nixl._agent.remove_remote_agent = forgotten.append
     slab = NixlSlab(SlabInfo(number=1, kind=MemoryKind.HOST, block_bytes=64, num_blocks=1), 0, 0, b"")
     there = Address("a", "127.0.0.1", 2, "")
     for address in (HERE, there):
-        nixl._known(address, slab)
-    nixl.forget(HERE)
+        nixl._remote_memory(address, slab)
+    nixl.forget_peer(HERE)
     assert (forgotten, list(nixl._peers)) == ([], [there])
-    nixl.forget(there)
+    nixl.forget_peer(there)
     assert forgotten == ["name"]

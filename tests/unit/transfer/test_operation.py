@@ -35,7 +35,7 @@ def test_the_table_cannot_be_changed() -> None:
 def test_what_is_over_stays_over_and_everything_else_can_be_stopped() -> None:
     for state in OperationState:
         left_by = {event for was, event in TRANSITIONS if was is state}
-        if state.is_over:
+        if state.is_done:
             assert not left_by
         else:
             assert left_by > {OperationEvent.FAIL, OperationEvent.CANCEL, OperationEvent.EXPIRE}
@@ -50,7 +50,7 @@ def test_a_transfer_completes_only_by_finishing_what_was_started() -> None:
     assert next_state("t-1", started, OperationEvent.FINISH) is OperationState.COMPLETE
 
 
-def test_who_gives_up_is_told_apart_from_what_went_wrong() -> None:
+def test_cancellation_is_distinguished_from_errors() -> None:
     for (_, event), after in TRANSITIONS.items():
         assert (after is OperationState.CANCELLED) == (event is OperationEvent.CANCEL)
         assert (after is OperationState.ERRORED) == (event in (OperationEvent.FAIL, OperationEvent.EXPIRE))

@@ -13,7 +13,7 @@ from kvolt.core.errors import Cancelled, DeadlineExceeded, TransferFailed
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.paths import file_path
-from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.peer import read_op as read_op_module
 
 SOON_S = 20.0
 BLOCK = 4096
@@ -30,13 +30,13 @@ def agent() -> Iterator[TransferAgent]:
 def slow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slab:
     """Where to; it never ends by itself."""
 
-    def no_end(self: reading.Reading | file_path.FileMove) -> bool:
+    def no_end(self: read_op_module.ReadOp | file_path.FileMover) -> bool:
         time.sleep(0.001)
-        is_over = self.is_over if isinstance(self, reading.Reading) else self._reading.is_over
-        return not is_over
+        is_done = self.is_done if isinstance(self, read_op_module.ReadOp) else self._read_op.is_done
+        return not is_done
 
-    for kind in (reading.Reading, file_path.FileMove):
-        monkeypatch.setattr(kind, "turn", no_end)
+    for kind in (read_op_module.ReadOp, file_path.FileMover):
+        monkeypatch.setattr(kind, "step", no_end)
     return Slab.shared(8, BLOCK) if request.param == "copy" else Slab.of_file(tmp_path / "f", 8, BLOCK)
 
 
@@ -44,11 +44,11 @@ async def test_a_read_ends_with_the_offer(agent: TransferAgent, slow: Slab) -> N
     """Its blocks are the owner's again, who may change them."""
     offer = agent.offer(Slab.shared(8, BLOCK), [1, 2], 0.1)
     read = agent.read(offer.ticket, slow, [1, 2], SOON_S)
-    with pytest.raises(DeadlineExceeded, match="nobody has read"):
+    with pytest.raises(DeadlineExceeded, match="not read before"):
         await offer
     with pytest.raises(DeadlineExceeded, match="expired"):
-        await asyncio.wait_for(read.over(), 5) or await read
-    assert not agent._hub._own_reads
+        await asyncio.wait_for(read.wait_done(), 5) or await read
+    assert not agent._hub._local_reads
 
 
 async def test_a_read_ends_with_the_agent(agent: TransferAgent, slow: Slab) -> None:
@@ -65,7 +65,7 @@ async def test_a_memory_that_is_closed_too_early(agent: TransferAgent, tmp_path:
     memory, file = Slab.shared(8, BLOCK), Slab.of_file(tmp_path / "f", 8, BLOCK)
     offer = agent.offer(file, [1], SOON_S)
     memory.memory.release()
-    with pytest.raises(TransferFailed, match="cannot be moved"):
+    with pytest.raises(TransferFailed, match="cannot move blocks"):
         await agent.read(offer.ticket, memory, [1], SOON_S)
     whole = Slab.shared(8, BLOCK)
     assert await agent.read(offer.ticket, whole, [1], SOON_S) == "file"

@@ -30,7 +30,7 @@ BASE = Setup(settings=TwinSettings(num_workers=3, engine=SimArguments(block_size
             [{"base_s": 0.1}, {"base_s": 0.2, "batch_s": 1}],
         ),
         ("preset=a/b.json,x", ["a/b.json", "x"]),
-        ("say=null,word", [None, "word"]),
+        ("answer_text=null,word", [None, "word"]),
     ],
 )
 def test_axes_as_they_are_typed(text: str, values: list[Any]) -> None:
@@ -39,7 +39,7 @@ def test_axes_as_they_are_typed(text: str, values: list[Any]) -> None:
 
 @pytest.mark.parametrize("text", ["workers", "=1,2"])
 def test_what_is_no_axis(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not NAME=V1,V2"):
+    with pytest.raises(ConfigError, match="expected NAME=V1,V2"):
         parse_axis(text)
 
 
@@ -99,11 +99,11 @@ def test_every_name_can_be_given_its_own_value() -> None:
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({}, "something to vary"),
+        ({}, "at least one axis"),
         ({"worker": [1]}, "did you mean 'workers'"),
         ({"zzz": [1]}, "known: workers"),
-        ({"workers": []}, "lacks a value"),
-        ({"workers": [1, ""]}, "lacks a value"),
+        ({"workers": []}, "has no values"),
+        ({"workers": [1, ""]}, "has no values"),
         ({"workers": list(range(200)), "seed": list(range(100))}, "20000 points"),
     ],
 )
@@ -123,13 +123,13 @@ def test_of_very_many_points_some_may_be_drawn() -> None:
 @pytest.mark.parametrize(
     ("point", "words"),
     [
-        ({"workers": 0}, "no cluster has workers=0"),
-        ({"workers": "many"}, "no cluster has workers=many"),
+        ({"workers": 0}, "invalid value workers=0"),
+        ({"workers": "many"}, "invalid value workers=many"),
         ({"router": "nobody"}, "known: latency, classic"),
         ({"block_size": 0}, "block_size"),
         ({"preset": "h200"}, "preset"),
-        ({"arrivals": 0}, "arrivals=0 is no factor"),
-        ({"arrivals": "fast"}, "arrivals=fast is no factor"),
+        ({"arrivals": 0}, "arrivals=0 is not a factor"),
+        ({"arrivals": "fast"}, "arrivals=fast is not a factor"),
         ({"max_num_seqs": 4, "max_batch_tokens": 2}, "max_batch_tokens"),
         ({"latency": {"bas_s": 1}}, "bas_s"),
         ({"router.temperature": -1}, "router.temperature=-1"),

@@ -1,4 +1,4 @@
-"""A twin in trouble: events are lost, the router begins anew, workers come and go, and every request is answered."""
+"""A twin with faults: events are lost, the router begins anew, workers come and go, and every request is answered."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.traces import small_trace
 from kvolt.bench.traces.synthetic import RECIPES, make_trace
 from kvolt.router.breaker import FIRST_BACKOFF_S, MAX_BACKOFF_S
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.port import Router
-from kvolt.router.queue.queue_router import who_decides
+from kvolt.router.queue.queue_router import deciding_router
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.events.port import Event
 from kvolt.testing.virtual.loop import run_virtual
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.faults import LossyBus, Trouble, new_bus
+from kvolt.twin.faults import Faults, LossyBus, new_bus
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.report import make_twin_report
 
@@ -31,9 +31,9 @@ SETTINGS = TwinSettings(
 )
 
 
-def ran(trouble: Trouble, router: str = "latency") -> tuple[TwinRun, list[Sample], list[Router]]:
+def ran(faults: Faults, router: str = "latency") -> tuple[TwinRun, list[Sample], list[Router]]:
     """With the routers that decided, each once."""
-    settings = replace(SETTINGS, trouble=trouble, router=router)
+    settings = replace(SETTINGS, faults=faults, router=router)
     run = TwinRun(settings, new_tally(settings))
     samples: list[Sample] = []
     routers: list[Router] = []
@@ -41,7 +41,7 @@ def ran(trouble: Trouble, router: str = "latency") -> tuple[TwinRun, list[Sample
     def on_sample(sample: Sample) -> None:
         samples.append(sample)
         assert run.cluster is not None
-        router = run.cluster.road.router
+        router = run.cluster.journey_context.router
         if not any(router is each for each in routers):
             routers.append(router)
 
@@ -74,25 +74,25 @@ def test_a_bus_loses_its_share() -> None:
 
 
 def test_without_loss_there_is_nothing_to_draw() -> None:
-    assert type(new_bus(Trouble(), 1)) is MemBus
-    lossy = new_bus(Trouble(event_loss=1.0), 1)
+    assert type(new_bus(Faults(), 1)) is MemBus
+    lossy = new_bus(Faults(event_loss=1.0), 1)
     lossy.send(Event("t", "a", 1, b""))
     assert isinstance(lossy, LossyBus)
     assert lossy.num_lost == 1
 
 
 def test_lost_events_cost_nothing_but_questions() -> None:
-    calm, _, _ = ran(Trouble())
-    run, samples, routers = ran(Trouble(event_loss=0.2))
-    (router,) = map(who_decides, routers)
-    assert isinstance(router, ExactRouter)
+    calm, _, _ = ran(Faults())
+    run, samples, routers = ran(Faults(event_loss=0.2))
+    (router,) = map(deciding_router, routers)
+    assert isinstance(router, EventFedRouter)
     assert router.ingest.stats.num_gaps > 10
     assert all(sample.error is None for sample in samples)
     assert run.tally.cached_tokens == pytest.approx(calm.tally.cached_tokens, rel=0.05)
 
 
 def test_workers_come_and_go_and_every_request_is_answered() -> None:
-    run, samples, _ = ran(Trouble(churn_s=10.0))
+    run, samples, _ = ran(Faults(churn_s=10.0))
     assert len(samples) == 300
     assert all(sample.error is None for sample in samples)
     assert run.watch.ended_s is not None
@@ -107,8 +107,8 @@ def test_workers_come_and_go_and_every_request_is_answered() -> None:
 
 
 def test_a_router_that_begins_anew_asks_what_is_held() -> None:
-    calm, _, _ = ran(Trouble())
-    run, samples, routers = ran(Trouble(router_restart_s=5.0))
+    calm, _, _ = ran(Faults())
+    run, samples, routers = ran(Faults(router_restart_s=5.0))
     assert len(samples) == 300
     assert all(sample.error is None for sample in samples)
     assert len(routers) > 10
@@ -117,25 +117,25 @@ def test_a_router_that_begins_anew_asks_what_is_held() -> None:
 
 
 def test_trouble_follows_from_the_seed() -> None:
-    trouble = Trouble(event_loss=0.05, churn_s=7.0, router_restart_s=11.0)
-    (_, first, _), (_, second, _) = ran(trouble), ran(trouble)
+    faults = Faults(event_loss=0.05, churn_s=7.0, router_restart_s=11.0)
+    (_, first, _), (_, second, _) = ran(faults), ran(faults)
     assert first == second
 
 
 def test_a_router_that_knows_nothing_lives_through_it() -> None:
-    _, samples, _ = ran(Trouble(churn_s=10.0, router_restart_s=7.0), router="round-robin")
+    _, samples, _ = ran(Faults(churn_s=10.0, router_restart_s=7.0), router="round-robin")
     assert all(sample.error is None for sample in samples)
 
 
 @pytest.mark.parametrize("wrong", [{"event_loss": 1.5}, {"churn_s": 0}, {"router_restart_s": -1}])
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, Trouble)
+        msgspec.convert(wrong, Faults)
 
 
 def test_a_slow_worker_does_not_say_so() -> None:
-    run, samples, _ = ran(Trouble(slow_workers=1, slow_by=8.0), "round-robin")
-    even, others, _ = ran(Trouble(), "round-robin")
+    run, samples, _ = ran(Faults(slow_workers=1, slow_by=8.0), "round-robin")
+    even, others, _ = ran(Faults(), "round-robin")
     assert all(each.error is None for each in (*samples, *others))
     busy_s = [worker.busy_s for worker in run.watch.workers]
     told_s = [worker.busy_s for worker in even.watch.workers]
@@ -148,7 +148,7 @@ def test_a_slow_worker_does_not_say_so() -> None:
 )
 def test_a_worker_that_fails_at_once_gets_a_few_probes(router: str) -> None:
     """It looks idle all the time: without a breaker, the routers that look at load send it nearly everything."""
-    settings = replace(SETTINGS, num_workers=8, router=router, trouble=Trouble(failing_workers=1))
+    settings = replace(SETTINGS, num_workers=8, router=router, faults=Faults(failing_workers=1))
     run = TwinRun(settings, new_tally(settings))
     errors: list[Failure | None] = []
     retries: dict[str, int] = {}
@@ -156,7 +156,7 @@ def test_a_worker_that_fails_at_once_gets_a_few_probes(router: str) -> None:
     def on_sample(sample: Sample) -> None:
         errors.append(sample.error)
         assert run.cluster is not None
-        retries.update(run.cluster.road.stats.retries)
+        retries.update(run.cluster.journey_context.stats.retries)
 
     trace = list(itertools.islice(make_trace(replace(RECIPES["small"], requests=401, rate_per_s=40.0)), 401))
     run.run(trace, on_sample)

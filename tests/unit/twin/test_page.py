@@ -15,10 +15,10 @@ def test_rows_tell_what_it_cost_and_how_it_was_used() -> None:
     report = reported(settings, [record(0), record(1000), record(2000, tokens=600)], "ttft=300ms")
     told = dict(cluster_rows(report))
     assert told["workers"] == "2, 4 GPU each, least-loaded"
-    assert told["GPU-seconds"].startswith(f"{report.twin.gpu_seconds:.1f}, of which busy")
+    assert told["GPU-seconds"].startswith(f"{report.twin.gpu_seconds:.1f}, busy")
     assert told["hit rate, device"] == "0.0 % of input tokens (0)"
     assert told["preemptions"] == "0"
-    assert "busy, least and most of a worker" in told
+    assert "busy, least and most loaded worker" in told
     header, *periods = period_rows(report)
     assert header == ["from", "workers busy", "running", "waiting", "KV used"]
     assert 5 <= len(periods) <= 12
@@ -41,7 +41,7 @@ def test_a_run_of_nothing_can_be_told() -> None:
     report = reported(ONE, [])
     assert period_rows(report)[1:] == []
     assert reason_rows(report)[1:] == []
-    assert "GPU-seconds per whole answer" not in dict(cluster_rows(report))
+    assert "GPU-seconds per complete request" not in dict(cluster_rows(report))
     assert "<h2>Cluster</h2>" in twin_page(report)
 
 
@@ -59,12 +59,12 @@ def test_the_page_has_all_of_it() -> None:
     for words in (
         "on virtual time",
         "<h2>Cluster</h2>",
-        "Workers busy, KV blocks held",
+        "Workers busy, KV blocks used",
         "Requests at workers",
         "<h2>Workers</h2>",
         "Missed the SLA: 2",
-        "brought no whole answer",
-        "The worst of them",
+        "no complete response",
+        "Worst requests",
         "First token, by when it was due",
     ):
         assert words in page

@@ -66,7 +66,7 @@ def test_a_broken_line_before_it_is_told(tmp_path: Path) -> None:
     saved(path, result(1))
     path.write_bytes(path.read_bytes() + b"nonsense\n")
     saved(path, result(2))
-    with pytest.raises(ConfigError, match=r"points\.jsonl line 2 is no result"):
+    with pytest.raises(ConfigError, match=r"points\.jsonl line 2 is not a sweep result"):
         read(path)
 
 

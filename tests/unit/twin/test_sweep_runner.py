@@ -14,7 +14,7 @@ from tests.unit.twin.test_inside import ENGINE, ONE, record
 
 from kvolt.bench.load.sla import parse_sla
 from kvolt.twin.axes import Setup
-from kvolt.twin.sweep_runner import Common, Outcome, _help, run_points, solve
+from kvolt.twin.sweep_runner import Common, Outcome, _run_assigned, run_points, solve
 
 COMMON = Common([record(at * 50, output=20) for at in range(20)], parse_sla("ttft=300ms"))
 SETUPS = [
@@ -46,7 +46,7 @@ def test_a_point_that_fails_and_one_whose_process_dies_do_not_end_the_others(tmp
     by_place = {outcome.place: outcome for outcome in outcomes}
     assert sorted(by_place) == list(range(6))
     assert str(preset) in by_place[1].error
-    dead = [outcome for outcome in outcomes if "ended with" in outcome.error]
+    dead = [outcome for outcome in outcomes if "exited with" in outcome.error]
     assert len(dead) == 1
     assert all(outcome.figures for outcome in outcomes if not outcome.error)
     assert multiprocessing.active_children() == []
@@ -61,7 +61,7 @@ def test_a_process_that_dies_at_work_is_told() -> None:
             child.kill()
     assert [outcome.place for outcome in outcomes] == [0, 1]
     assert outcomes[0].figures
-    assert outcomes[1].error == "its process ended with -9: was there too little memory?"
+    assert outcomes[1].error == "the process exited with code -9 (out of memory?)"
 
 
 def test_left_early_nothing_goes_on() -> None:
@@ -93,7 +93,7 @@ class Script:
 def test_what_runs_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     script = Script((3, SETUPS[0]), (4, replace(SETUPS[0], arrivals=-1.0)), (5, SETUPS[1]))
-    _help(script, msgspec.msgpack.encode(COMMON))  # type: ignore[arg-type]
+    _run_assigned(script, msgspec.msgpack.encode(COMMON))  # type: ignore[arg-type]
     assert [outcome.place for outcome in script.sent] == [3, 4, 5]
     assert [bool(outcome.error) for outcome in script.sent] == [False, True, False]
     assert script.sent[0].figures == solve(COMMON, SETUPS[0])

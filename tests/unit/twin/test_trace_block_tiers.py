@@ -27,25 +27,25 @@ def test_what_left_a_device_is_found_below_it(router: str) -> None:
     plain = run(replace(SMALL, router=router))
     host = run(replace(SMALL, router=router, tiers=TwinTiers(host_blocks=20_000)))
     assert host.tally.cached_tokens > 1.1 * plain.tally.cached_tokens
-    assert host.watch.brought_tokens[Tier.HOST] > 0
-    assert plain.watch.brought_tokens.total() == 0
+    assert host.watch.onboarded_tokens[Tier.HOST] > 0
+    assert plain.watch.onboarded_tokens.total() == 0
 
 
 def test_a_disk_has_what_the_host_has_no_room_for() -> None:
     tiers = TwinTiers(host_blocks=40, disk_blocks=50_000, disk_bytes_per_s=20e9)
     both = run(replace(SMALL, tiers=tiers))
-    assert both.watch.brought_tokens[Tier.DISK] > 0
+    assert both.watch.onboarded_tokens[Tier.DISK] > 0
     again = run(replace(SMALL, tiers=tiers))
     assert again.tally.cached_tokens == both.tally.cached_tokens, "a seed gives the same again"
 
 
 def test_what_cannot_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["twin", "--kv-disk", "100blocks"]) == 2
-    assert "by way of the host" in capsys.readouterr().err
+    assert "disk_blocks requires host_blocks" in capsys.readouterr().err
     assert main(["twin", "--kv-host", "100blocks", "--kv-eviction", "mru"]) == 2
     assert "mru" in capsys.readouterr().err
     assert main(["twin", "--kv-host", "lots"]) == 2
-    assert "no size" in capsys.readouterr().err
+    assert "invalid tier size" in capsys.readouterr().err
 
 
 def test_the_report_tells_tiers_apart(capsys: pytest.CaptureFixture[str]) -> None:

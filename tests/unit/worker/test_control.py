@@ -31,25 +31,25 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import KvDigest, Stored
 from kvolt.core.kv_recovery import (
-    KvAnswer,
     KvContents,
     KvEventsSince,
+    KvRecoveryResponse,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
 )
 from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.frontend.admin.clear_kv import clear_kv_blocks
-from kvolt.journey.withdrawal import ask_back
+from kvolt.frontend.admin.worker_commands import clear_kv_blocks
+from kvolt.journey.withdrawal import withdraw_request
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.endpoint.client import EndpointClient, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
-from kvolt.worker.control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
+from kvolt.worker.control import ClearKv, CommandResult, ListFeatures, LoadLora, UnloadLora
 
-decode = msgspec.msgpack.Decoder(WorkerAnswer).decode
+decode = msgspec.msgpack.Decoder(CommandResult).decode
 
 
 class Capable(ScriptedEngine):
@@ -82,7 +82,7 @@ class Restrained(Capable):
         return msgspec.structs.replace(await super().start(), features=("Lora",))
 
 
-async def ask(caller: Runtime, running: RunningWorker, command: Any) -> WorkerAnswer:
+async def ask(caller: Runtime, running: RunningWorker, command: Any) -> CommandResult:
     endpoint = EndpointAddress(NAMESPACE, running.endpoint.component, CONTROL)
     address = running.runtime.plane.address
     assert address is not None
@@ -99,14 +99,14 @@ def test_commands_reach_the_engine() -> None:
             assert running.worker.info is not None
             assert running.worker.info.features == ("KvEvents", "Lora")
             features = ("KvEvents", "Lora")
-            assert await ask(caller, running, ListFeatures()) == WorkerAnswer(features)
-            assert await ask(caller, running, ClearKv()) == WorkerAnswer(features, cleared_blocks=7)
-            assert await ask(caller, running, ClearKv()) == WorkerAnswer(features, cleared_blocks=0)
-            assert await ask(caller, running, LoadLora("a", "/adapters/a")) == WorkerAnswer(features, ("a",))
+            assert await ask(caller, running, ListFeatures()) == CommandResult(features)
+            assert await ask(caller, running, ClearKv()) == CommandResult(features, cleared_blocks=7)
+            assert await ask(caller, running, ClearKv()) == CommandResult(features, cleared_blocks=0)
+            assert await ask(caller, running, LoadLora("a", "/adapters/a")) == CommandResult(features, ("a",))
             assert engine.adapters == {"a": "/adapters/a"}
             with pytest.raises(NotFound, match="no adapter 'b'"):
                 await ask(caller, running, UnloadLora("b"))
-            assert await ask(caller, running, UnloadLora("a")) == WorkerAnswer(features)
+            assert await ask(caller, running, UnloadLora("a")) == CommandResult(features)
 
     run_virtual(scenario)
 
@@ -176,7 +176,7 @@ def test_a_worker_refuses_an_adapter_that_it_does_not_have() -> None:
                 assert running.worker.info is not None
                 request = make_request(model=running.worker.info.model)
                 wanted = msgspec.structs.replace(request, lora="poet")
-                with pytest.raises(Unavailable, match="'poet' is not loaded at this worker") as caught:
+                with pytest.raises(Unavailable, match="'poet' is not loaded on this worker") as caught:
                     async with await start_stream(client, wanted) as stream:
                         await anext(stream)
                 assert caught.value.fields["reason"] == "no_adapter"
@@ -260,10 +260,12 @@ def test_a_request_that_has_not_begun_is_given_back_and_its_stream_ends_with_the
             first = await start_stream(client, make_request("first", tokens=50))
             second = await start_stream(client, make_request("second"))
             await until(lambda: engine.load().waiting == 1)
-            assert not await ask_back(client.plane, instance, RequestId("first")), "it is being computed"
-            assert not await ask_back(client.plane, instance, RequestId("nobody's"))
-            assert await ask_back(client.plane, instance, RequestId("second"))
-            assert not await ask_back(client.plane, instance, RequestId("second"))
+            assert not await withdraw_request(client.plane, instance, RequestId("first")), (
+                "it is being computed"
+            )
+            assert not await withdraw_request(client.plane, instance, RequestId("nobody's"))
+            assert await withdraw_request(client.plane, instance, RequestId("second"))
+            assert not await withdraw_request(client.plane, instance, RequestId("second"))
             with pytest.raises(Unavailable) as caught:
                 await anext(second)
             assert was_withdrawn(caught.value)
@@ -277,24 +279,24 @@ def test_a_request_that_has_not_begun_is_given_back_and_its_stream_ends_with_the
     run_virtual(scenario)
 
 
-async def recall(caller: Runtime, running: RunningWorker, question: Any) -> list[KvAnswer]:
+async def recall(caller: Runtime, running: RunningWorker, question: Any) -> list[KvRecoveryResponse]:
     endpoint = EndpointAddress(NAMESPACE, running.endpoint.component, CONTROL)
     address = running.runtime.plane.address
     assert address is not None
-    read = msgspec.msgpack.Decoder(KvAnswer).decode
+    read = msgspec.msgpack.Decoder(KvRecoveryResponse).decode
     async with await open_stream(
         caller.plane, Destination(address, str(endpoint)), question, LIMITS, read
     ) as stream:
         return [part async for part in stream]
 
 
-def test_a_router_is_told_what_it_missed() -> None:
+def test_router_recovers_missed_events() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine := Capable())
             caller = await lab.runtime("caller")
             hashes = tuple(range(100_000))
-            change = Stored.of(hashes)
+            change = Stored.from_hashes(hashes)
             engine.put(StepOutput(kv_changes=(change,)))
             await asyncio.sleep(0.1)
             journal, instance = running.worker.journal, running.worker._instance
@@ -310,19 +312,19 @@ def test_a_router_is_told_what_it_missed() -> None:
             packed = b"".join(part.hashes for part in parts if isinstance(part, KvSnapshotPart))
             assert sorted(np.frombuffer(packed, HASHES_DTYPE).tolist()) == list(hashes)
             running.worker.journal = None
-            with pytest.raises(Unavailable, match="about to start"):
+            with pytest.raises(Unavailable, match="is starting"):
                 await recall(caller, running, KvContents())
 
     run_virtual(scenario)
 
 
-def test_an_engine_that_tells_nothing_has_no_answer() -> None:
+def test_engine_without_kv_events_refuses_recovery() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", ScriptedEngine())
             caller = await lab.runtime("caller")
             for question in (KvContents(), KvEventsSince(1, 0)):
-                with pytest.raises(Unsupported, match="which blocks"):
+                with pytest.raises(Unsupported, match="publishes no KV events"):
                     await recall(caller, running, question)
 
     run_virtual(scenario)

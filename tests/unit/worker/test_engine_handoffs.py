@@ -29,7 +29,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.withdrawal import ask_back
+from kvolt.journey.withdrawal import withdraw_request
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 from kvolt.worker.engine_handoffs import EngineHandoffs
@@ -39,7 +39,7 @@ from kvolt.worker.worker import stats_of
 
 INSTANCE = InstanceId("w0")
 HOLD_S = 5.0
-MEETING = Rendezvous(room=1, address="there")
+MEETING = Rendezvous(mailbox=1, address="there")
 
 
 class Engine:
@@ -67,25 +67,25 @@ class Engine:
 def test_a_ticket_is_passed_on_as_it_is() -> None:
     async def scenario() -> None:
         own = EngineHandoffs(Engine())
-        handoff = await own.give(make_request("r"), INSTANCE)
+        handoff = await own.serve_prefill(make_request("r"), INSTANCE)
         assert (handoff.ticket, handoff.prefill_instance, handoff.first_tokens) == (b"own", INSTANCE, (9,))
         assert handoff.expires_in_s == HOLD_S
-        assert own.stats.num_given == 1
-        await own.take(handoff, keep_for=RequestId("r"))
-        assert own.stats.num_taken == 1
-        own.let_go(RequestId("r"))
+        assert own.stats.num_sent == 1
+        await own.pull(handoff, keep_for=RequestId("r"))
+        assert own.stats.num_received == 1
+        own.release_kept(RequestId("r"))
         await own.close()
 
     run_virtual(scenario)
 
 
-def test_what_nobody_comes_for_is_the_engines_to_let_go() -> None:
+def test_blocks_that_are_not_pulled_are_released_by_the_engine() -> None:
     """Who waits to fetch it may have asked the engine for more time."""
 
     async def scenario() -> None:
         engine = Engine()
         own = EngineHandoffs(engine)
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         await asyncio.sleep(HOLD_S + 0.1)
         assert engine.released == []
         assert not own.drop(RequestId("r")), "it is not there any more"
@@ -94,11 +94,11 @@ def test_what_nobody_comes_for_is_the_engines_to_let_go() -> None:
     run_virtual(scenario)
 
 
-def test_what_nobody_wants_is_let_go_at_once() -> None:
+def test_unused_blocks_are_released_at_once() -> None:
     async def scenario() -> None:
         engine = Engine()
         own = EngineHandoffs(engine)
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         assert own.drop(RequestId("r"))
         assert not own.drop(RequestId("r"))
         assert not own.drop(RequestId("nobody"))
@@ -115,12 +115,12 @@ def test_an_id_that_is_used_again_has_its_own_time() -> None:
     async def scenario() -> None:
         engine = Engine()
         own = EngineHandoffs(engine)
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         await asyncio.sleep(HOLD_S - 1)
         assert own.drop(RequestId("r"))
         await asyncio.sleep(0.5)
         assert engine.released == ["r"]
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         await asyncio.sleep(1)
         assert own.drop(RequestId("r")), "the second was forgotten in the first one's time"
         await own.close()
@@ -132,7 +132,7 @@ def test_a_ticket_without_a_time_is_kept() -> None:
     async def scenario() -> None:
         engine = Engine(hold_s=None)
         own = EngineHandoffs(engine)
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         await asyncio.sleep(1)
         assert engine.released == []
         assert own.drop(RequestId("r"))
@@ -147,8 +147,8 @@ def test_a_prompt_that_cannot_be_computed_leaves_nothing() -> None:
         engine.error = InvalidRequest("too long")
         own = EngineHandoffs(engine)
         with pytest.raises(InvalidRequest):
-            await own.give(make_request("r"), INSTANCE)
-        assert own.stats.num_given == 0
+            await own.serve_prefill(make_request("r"), INSTANCE)
+        assert own.stats.num_sent == 0
         assert not own.drop(RequestId("r"))
         await own.close()
 
@@ -162,7 +162,7 @@ def test_a_cancelled_prompt_leaves_nothing() -> None:
         own = EngineHandoffs(engine)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
-                await own.give(make_request("r"), INSTANCE)
+                await own.serve_prefill(make_request("r"), INSTANCE)
         assert not own.drop(RequestId("r"))
         await own.close()
 
@@ -173,7 +173,7 @@ def test_close_waits_for_nothing() -> None:
     async def scenario() -> None:
         engine = Engine()
         own = EngineHandoffs(engine)
-        await own.give(make_request("r"), INSTANCE)
+        await own.serve_prefill(make_request("r"), INSTANCE)
         async with asyncio.timeout(0.1):
             await own.close()
         assert engine.released == [], "the engine is closed next, and all is let go"
@@ -184,7 +184,10 @@ def test_close_waits_for_nothing() -> None:
 def test_decode_first_is_not_for_them() -> None:
     async def scenario() -> None:
         own = EngineHandoffs(Engine())
-        for call in (own.push(make_request(), MEETING, INSTANCE), own.receive(make_request(), MEETING)):
+        for call in (
+            own.serve_rendezvous(make_request(), MEETING, INSTANCE),
+            own.pull_rendezvous(make_request(), MEETING),
+        ):
             with pytest.raises(Unsupported) as caught:
                 await call
             assert caught.value.fields["feature"] == "decode-first"
@@ -269,7 +272,7 @@ def test_a_prompt_goes_from_one_worker_to_another() -> None:
             assert usage is not None
             assert usage.completion_tokens == TOKENS
             given, taken = stats_of([one.worker, other.worker])
-            assert (given.num_given, taken.num_taken) == (1, 1)
+            assert (given.num_sent, taken.num_received) == (1, 1)
             assert isinstance(one.worker.handoffs, EngineHandoffs)
             assert not lab.errors
 
@@ -315,7 +318,7 @@ def test_no_transfer_is_reported_where_the_engine_reports_none() -> None:
     run_virtual(scenario)
 
 
-def test_nobody_is_told_where_to_meet_them() -> None:
+def test_no_rendezvous_address_is_published() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running, _ = await start(lab, Role.PREFILL)
@@ -326,7 +329,7 @@ def test_nobody_is_told_where_to_meet_them() -> None:
     run_virtual(scenario)
 
 
-def test_what_is_not_fetched_is_let_go() -> None:
+def test_blocks_that_are_not_pulled_are_released() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Role.PREFILL, hold_s=2.0)
@@ -353,15 +356,15 @@ def test_a_caller_that_goes_takes_the_prompt_with_it() -> None:
     run_virtual(scenario)
 
 
-def test_a_handoff_that_nobody_wants_can_be_taken_back() -> None:
+def test_unused_handoff_can_be_withdrawn() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Role.PREFILL)
             await prefill(client, asked())
             assert not is_empty(running.engine)
             [instance] = client.instances()
-            assert await ask_back(client.plane, instance, RequestId("r"))
-            assert not await ask_back(client.plane, instance, RequestId("r"))
+            assert await withdraw_request(client.plane, instance, RequestId("r"))
+            assert not await withdraw_request(client.plane, instance, RequestId("r"))
             await until(lambda: is_empty(running.engine), timeout_s=1.0)
 
     run_virtual(scenario)

@@ -15,7 +15,7 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, Role, StopConditions
-from kvolt.engines.contract import EngineSpec, KvRoom
+from kvolt.engines.contract import EngineSpec, KvAllocation
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.tasks import Scope
 from kvolt.transfer.agent import TransferAgent, TransferOptions
@@ -108,15 +108,15 @@ async def at_rest(*sides: Side) -> None:
 
 
 @pytest.mark.parametrize("near", [True, False])
-async def test_decode_goes_on_with_what_prefill_computed(near: bool) -> None:
+async def test_decode_continues_with_the_prefill_worker_kv(near: bool) -> None:
     asked = request()
     expected = await whole(asked)
     async with side() as prefill, side(near=near) as decode:
-        handoff = await prefill.handoffs.give(asked, PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(asked, PREFILL)
         assert handoff.prefill_instance == PREFILL
         assert handoff.cached_tokens == 0
         assert prefill.num_used > 0
-        pulled = await decode.handoffs.take(handoff)
+        pulled = await decode.handoffs.pull(handoff)
         assert (pulled.num_blocks, pulled.path) == (5, "shm" if near else "tcp")
         tokens = await decode.answer(replace(asked, handoff=handoff))
         assert after_first(handoff, tokens) == expected
@@ -128,12 +128,12 @@ async def test_decode_goes_on_with_what_prefill_computed(near: bool) -> None:
 async def test_what_decode_has_is_not_moved() -> None:
     async with side() as prefill, side() as decode:
         await decode.answer(request("before", 3 * BLOCK))
-        handoff = await prefill.handoffs.give(request(), PREFILL)
-        assert (await decode.handoffs.take(handoff)).num_blocks == 2
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 2
         await decode.answer(replace(request(), handoff=handoff))
-        again = await prefill.handoffs.give(request("again"), PREFILL)
+        again = await prefill.handoffs.serve_prefill(request("again"), PREFILL)
         assert again.cached_tokens == 5 * BLOCK
-        assert (await decode.handoffs.take(again)).num_blocks == 0
+        assert (await decode.handoffs.pull(again)).num_blocks == 0
         await at_rest(prefill, decode)  # also what nobody had to fetch
 
 
@@ -141,9 +141,9 @@ async def test_a_prompt_of_less_than_a_block_moves_nothing() -> None:
     asked = request(num_tokens=BLOCK - 1)
     expected = await whole(asked)
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(asked, PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(asked, PREFILL)
         assert handoff.ticket == b""
-        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 0
         tokens = await decode.answer(replace(asked, handoff=handoff))
         assert after_first(handoff, tokens) == expected
         await at_rest(prefill, decode)
@@ -158,7 +158,7 @@ async def test_what_does_not_come_is_computed_again(how: str) -> None:
         prefill = await stack.enter_async_context(
             side(replace(ENGINE, hold_s=0.05 if how == "expired" else 30.0))
         )
-        handoff = await prefill.handoffs.give(asked, PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(asked, PREFILL)
         if how == "gone":
             prefill.agent.close()
         elif how == "nonsense":
@@ -167,8 +167,8 @@ async def test_what_does_not_come_is_computed_again(how: str) -> None:
             await at_rest(prefill)
         else:
             other = await stack.enter_async_context(side())
-            await other.handoffs.take(handoff)
-        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+            await other.handoffs.pull(handoff)
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 0
         tokens = await decode.answer(replace(asked, handoff=handoff))
         assert after_first(handoff, tokens) == expected
         assert decode.cached("r") == 0
@@ -187,10 +187,10 @@ async def test_who_goes_leaves_nothing() -> None:
 
         prefill.engine.prefill = never  # type: ignore[method-assign]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(prefill.handoffs.give(request("a"), PREFILL), 0.05)
+            await asyncio.wait_for(prefill.handoffs.serve_prefill(request("a"), PREFILL), 0.05)
         await prefill.engine.release_prefill(RequestId("a"))
         prefill.engine.prefill = slow  # type: ignore[method-assign]
-        handoff = await prefill.handoffs.give(request(), PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
 
         pull = decode.handoffs._mover.pull
 
@@ -200,53 +200,53 @@ async def test_who_goes_leaves_nothing() -> None:
 
         decode.handoffs._mover.pull = stuck  # type: ignore[method-assign]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(decode.handoffs.take(handoff), 0.05)
+            await asyncio.wait_for(decode.handoffs.pull(handoff), 0.05)
         await at_rest(decode)
         decode.handoffs._mover.pull = pull  # type: ignore[method-assign]
-        assert (await decode.handoffs.take(handoff)).num_blocks == 5
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 5
         await at_rest(prefill, decode)
 
 
 async def test_an_engine_that_refuses_is_heard() -> None:
     async with side() as prefill:
         with pytest.raises(KvoltError, match="context"):
-            await prefill.handoffs.give(request(num_tokens=100_000), PREFILL)
+            await prefill.handoffs.serve_prefill(request(num_tokens=100_000), PREFILL)
         await at_rest(prefill)
 
 
-async def test_what_nobody_will_fetch_is_dropped() -> None:
+async def test_unused_offer_is_dropped() -> None:
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(request(), PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
         assert not prefill.handoffs.drop(RequestId("another"))
         assert prefill.handoffs.drop(request().request_id)
         await at_rest(prefill)
         assert not prefill.handoffs.drop(request().request_id)
-        assert (await decode.handoffs.take(handoff)).num_blocks == 0
-        again = await prefill.handoffs.give(request(), PREFILL)
-        assert (await decode.handoffs.take(again)).num_blocks == 5, "the same id can be given again"
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 0
+        again = await prefill.handoffs.serve_prefill(request(), PREFILL)
+        assert (await decode.handoffs.pull(again)).num_blocks == 5, "the same id can be given again"
         await at_rest(prefill)
         assert not prefill.handoffs.drop(request().request_id)
 
 
 async def test_what_an_engine_cannot_take_is_declined() -> None:
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(request(), PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
 
-        async def refuse(*arguments: object) -> KvRoom:
+        async def refuse(*arguments: object) -> KvAllocation:
             raise Unsupported("blocks of several ranks do not travel yet", feature="kv")
 
-        decode.engine.make_room = refuse  # type: ignore[method-assign]
-        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        decode.engine.allocate_kv = refuse  # type: ignore[method-assign]
+        assert (await decode.handoffs.pull(handoff)).num_blocks == 0
         assert decode.handoffs.stats.failures == {"unsupported": 1}
         await at_rest(prefill)
 
 
 async def test_a_ticket_that_is_none_for_a_transfer_is_no_error() -> None:
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(request(), PREFILL)
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
         ticket = msgspec.msgpack.decode(handoff.ticket, type=HandoffTicket)
         nonsense = msgspec.msgpack.encode(replace(ticket, transfer=b"nonsense"))
-        assert (await decode.handoffs.take(replace(handoff, ticket=nonsense))).num_blocks == 0
+        assert (await decode.handoffs.pull(replace(handoff, ticket=nonsense))).num_blocks == 0
         assert sum(decode.handoffs.stats.failures.values()) == 1
         await at_rest(decode)
 
@@ -266,12 +266,12 @@ async def crowd(decode: Side) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-async def test_what_was_pulled_stays_for_who_goes_on_with_it(is_kept: bool) -> None:
+async def test_pulled_blocks_are_kept_for_their_request(is_kept: bool) -> None:
     asked = request()
     expected = await whole(asked)
     async with side() as prefill, side(SCARCE) as decode:
-        handoff = await prefill.handoffs.give(asked, PREFILL)
-        await decode.handoffs.take(handoff, keep_for=asked.request_id if is_kept else None)
+        handoff = await prefill.handoffs.serve_prefill(asked, PREFILL)
+        await decode.handoffs.pull(handoff, keep_for=asked.request_id if is_kept else None)
         assert decode.num_used == (5 if is_kept else 0)
         await crowd(decode)
         tokens = await decode.answer(replace(asked, handoff=handoff))
@@ -280,20 +280,20 @@ async def test_what_was_pulled_stays_for_who_goes_on_with_it(is_kept: bool) -> N
         await at_rest(prefill, decode)
 
 
-async def test_who_does_not_go_on_with_it_lets_it_go() -> None:
+async def test_kept_blocks_are_released_without_a_submit() -> None:
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(request(), PREFILL)
-        await decode.handoffs.take(handoff, keep_for=RequestId("r"))
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
+        await decode.handoffs.pull(handoff, keep_for=RequestId("r"))
         assert decode.num_used == 5
-        decode.handoffs.let_go(RequestId("r"))
+        decode.handoffs.release_kept(RequestId("r"))
         await at_rest(prefill, decode)
 
 
-async def test_what_is_given_away_is_not_let_go_by_its_name() -> None:
+async def test_offered_blocks_are_not_released_as_kept_ones() -> None:
     """Somebody may be reading it."""
     async with side() as both:
-        await both.handoffs.give(request(), PREFILL)
-        both.handoffs.let_go(RequestId("r"))
+        await both.handoffs.serve_prefill(request(), PREFILL)
+        both.handoffs.release_kept(RequestId("r"))
         await asyncio.sleep(0.01)
         assert both.num_used == 6
         both.handoffs.drop(RequestId("r"))
@@ -303,22 +303,22 @@ async def test_what_is_given_away_is_not_let_go_by_its_name() -> None:
 @pytest.mark.parametrize("when", ["before", "while", "after"])
 async def test_who_goes_while_it_settles_leaves_nothing(when: str) -> None:
     async with side() as prefill, side() as decode:
-        handoff = await prefill.handoffs.give(request(), PREFILL)
-        settle_kv = decode.engine.settle_kv
-        going_on = asyncio.Event()
+        handoff = await prefill.handoffs.serve_prefill(request(), PREFILL)
+        commit_kv = decode.engine.commit_kv
+        migrated_request = asyncio.Event()
 
-        async def settle(room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        async def settle(room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
             if when == "before":
                 taking.cancel()
             elif when == "while":
-                await going_on.wait()
-            await settle_kv(room, num_filled, keep_for)
+                await migrated_request.wait()
+            await commit_kv(room, num_filled, keep_for)
             if when == "after":  # it is done, and whoever waits for it has not run since
                 assert decode.num_used == 5
                 taking.cancel()
 
-        decode.engine.settle_kv = settle  # type: ignore[method-assign]
-        taking = asyncio.ensure_future(decode.handoffs.take(handoff, keep_for=RequestId("r")))
+        decode.engine.commit_kv = settle  # type: ignore[method-assign]
+        taking = asyncio.ensure_future(decode.handoffs.pull(handoff, keep_for=RequestId("r")))
         if when == "while":
             async with asyncio.timeout(5):
                 while not decode.handoffs.stats.num_blocks:
@@ -326,6 +326,6 @@ async def test_who_goes_while_it_settles_leaves_nothing(when: str) -> None:
             taking.cancel()
         await asyncio.wait([taking])
         assert taking.cancelled()
-        going_on.set()
+        migrated_request.set()
         await at_rest(prefill, decode)
         assert await decode.engine.match(request()) == 5 * BLOCK, "it is still cached"

@@ -135,7 +135,7 @@ def test_a_bug_with_one_request_is_that_requests_failure(caplog: pytest.LogCaptu
         run_virtual(scenario)
 
 
-def test_an_abort_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_abort_is_harmless(caplog: pytest.LogCaptureFixture) -> None:
     class CannotAbort(ScriptedEngine):
         def abort(self, request_id: RequestId) -> None:
             super().abort(request_id)

@@ -6,23 +6,23 @@ import random
 
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
-from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.held_blocks import HeldBlocks
 
 
 def stored(*hashes: int, tier: Tier = Tier.DEVICE) -> Stored:
-    return Stored.of(hashes, tier=tier)
+    return Stored.from_hashes(hashes, tier=tier)
 
 
 def removed(*hashes: int, tier: Tier = Tier.DEVICE) -> Removed:
-    return Removed.of(hashes, tier)
+    return Removed.from_hashes(hashes, tier)
 
 
-def contents(holdings: Holdings) -> dict[tuple[int, Tier], set[int]]:
+def contents(holdings: HeldBlocks) -> dict[tuple[int, Tier], set[int]]:
     return {(rank, tier): set(blocks) for rank, tier, blocks in holdings.contents() if blocks}
 
 
 def test_ranks_and_tiers_are_apart() -> None:
-    holdings = Holdings()
+    holdings = HeldBlocks()
     holdings.apply((stored(1, 2), stored(1, tier=Tier.HOST)), 0)
     holdings.apply((stored(1, 3),), 1)
     assert contents(holdings) == {(0, Tier.DEVICE): {1, 2}, (0, Tier.HOST): {1}, (1, Tier.DEVICE): {1, 3}}
@@ -38,7 +38,7 @@ def test_ranks_and_tiers_are_apart() -> None:
 
 def test_what_cannot_be_is_taken_as_a_set_would() -> None:
     """An engine that tells a block twice, or one gone that never was, does no harm."""
-    holdings = Holdings()
+    holdings = HeldBlocks()
     holdings.apply((stored(1, 2), stored(2, 3, 3), removed(9), removed(1, 1), removed(1)), 0)
     assert contents(holdings) == {(0, Tier.DEVICE): {2, 3}}
     assert holdings.digests() == (KvDigest(2, digest_of((2, 3))),)
@@ -49,7 +49,7 @@ def test_what_cannot_be_is_taken_as_a_set_would() -> None:
 
 def test_random_histories() -> None:
     rng = random.Random(3)
-    holdings, model = Holdings(), set[int]()
+    holdings, model = HeldBlocks(), set[int]()
     for _ in range(500):
         blocks = rng.sample(range(200), rng.choice((1, 3, 40)))
         change: KvChange
@@ -71,7 +71,7 @@ def test_random_histories() -> None:
 
 
 def test_it_is_bounded_and_says_so() -> None:
-    holdings = Holdings(max_blocks=10)
+    holdings = HeldBlocks(max_blocks=10)
     holdings.apply((stored(*range(10)),), 0)
     assert not holdings.is_lost
     holdings.apply((stored(10),), 1)

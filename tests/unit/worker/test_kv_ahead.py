@@ -24,7 +24,7 @@ class Room:
         self.request = one
         block_size = lab.scheduler.limits.block_size
         names = names_of(one, list(one.token_ids), block_size)
-        self.adopted = lab.scheduler.adopt(names.part(0, num_blocks))
+        self.adopted = lab.scheduler.allocate_incoming(names.slice(0, num_blocks))
         states = states_of(one, list(one.token_ids))
         self.states = [states[at : at + block_size] for at in range(0, len(states), block_size)]
         self.num_last = 0
@@ -35,12 +35,12 @@ class Room:
             place, block = self.adopted[-1 - self.num_last]
             self.lab.fill(block, self.states[place])
             self.num_last += 1
-        taken = self.lab.scheduler.take_adopted(self.adopted, self.num_last, self.request.request_id)
+        taken = self.lab.scheduler.attach_incoming(self.adopted, self.num_last, self.request.request_id)
         self.lab.scheduler.check_integrity()
         return taken
 
     def settle(self, num_filled: int = 0) -> None:
-        self.lab.scheduler.seal_adopted(self.adopted, num_filled)
+        self.lab.scheduler.commit_incoming(self.adopted, num_filled)
         self.lab.scheduler.check_integrity()
 
 
@@ -51,7 +51,7 @@ def lab_of(num_blocks: int = 32, max_batch_tokens: int = 4) -> Lab:
 def test_what_came_is_not_computed() -> None:
     lab = lab_of()
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     assert room.bring() == (0, 0), "it waits, and may take them later"
     lab.step()  # blocks 0 and 1
     assert room.bring(2) == (3, 2)
@@ -71,16 +71,16 @@ def test_what_came_is_not_computed() -> None:
 
 
 def test_steps_are_small_while_blocks_come_and_others_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvolt.scheduler.step_plan._FEWEST_MEETING", 4)
+    monkeypatch.setattr("kvolt.scheduler.step_plan._MIN_SHARED_TOKENS", 4)
     lab = lab_of(max_batch_tokens=8)
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     plan = lab.begin()
     assert plan is not None
     assert [work.num_tokens for work in plan.prefills] == [8], "nothing has come yet"
     lab.finish()
     other = request("b", (9, 9, 9, 9), max_tokens=2)
-    lab.scheduler.add(other)
+    lab.scheduler.add_request(other)
     assert room.bring(3) == (3, 4)
     plan = lab.begin()
     assert plan is not None
@@ -95,9 +95,9 @@ def test_steps_are_small_while_blocks_come_and_others_have_the_rest(monkeypatch:
 def test_a_chunk_ends_where_blocks_are_ahead() -> None:
     lab = lab_of(max_batch_tokens=16)
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     short = request("b", (9, 9, 9), max_tokens=9)
-    lab.scheduler.add(short)
+    lab.scheduler.add_request(short)
     plan = lab.begin()
     assert plan is not None
     assert plan.prefills[0].num_tokens == 16
@@ -110,10 +110,10 @@ def test_a_chunk_ends_where_blocks_are_ahead() -> None:
     assert lab.cached[A, 0] == 4
 
 
-def test_between_steps_it_goes_on_behind_them_at_once() -> None:
+def test_computing_continues_behind_them_between_steps() -> None:
     lab = lab_of()
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.step()
     assert room.bring(9) == (8, 2)
     room.settle()
@@ -126,11 +126,11 @@ def test_between_steps_it_goes_on_behind_them_at_once() -> None:
     assert lab.cached[A, 0] == 16
 
 
-def test_the_first_block_of_a_room_is_nobodys() -> None:
+def test_first_block_of_a_room_is_unused() -> None:
     """The room goes by it: it may be another's before the room is settled."""
     lab = Lab(scheduler(32, limits(max_batch_tokens=1, max_num_seqs=1)))
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.begin()
     assert room.bring(10) == (9, 1)
     lab.finish()
@@ -146,10 +146,10 @@ def test_who_loses_its_blocks_loses_what_came() -> None:
     """And takes what comes after that."""
     lab = Lab(scheduler(24, limits(max_batch_tokens=6, max_num_seqs=2)))
     first = request("b", (1, 2, 3), max_tokens=28, priority=1)
-    lab.scheduler.add(first)
+    lab.scheduler.add_request(first)
     lab.step()
     room = Room(lab, LONG, 8)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.begin()
     lab.finish()
     assert room.bring(2)[0] == 2  # type: ignore[index]
@@ -168,7 +168,7 @@ def test_who_wants_logprobs_of_its_prompt_computes_it() -> None:
     lab = lab_of()
     one = request("a", PROMPT, prompt_logprobs=1)
     room = Room(lab, one, 10)
-    lab.scheduler.add(one)
+    lab.scheduler.add_request(one)
     lab.step()
     assert room.bring(9) == (0, 10)
     room.settle()
@@ -179,7 +179,7 @@ def test_who_wants_logprobs_of_its_prompt_computes_it() -> None:
 def test_who_waits_for_blocks_does_not_wait_for_those_that_come_for_itself() -> None:
     lab = lab_of(num_blocks=16)
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     assert lab.begin() is None, "there are six left"
     assert room.bring() == (0, 10)
     room.settle()
@@ -189,9 +189,9 @@ def test_who_waits_for_blocks_does_not_wait_for_those_that_come_for_itself() -> 
 
 def test_who_waits_behind_others_may_take_them_later() -> None:
     lab = lab_of(num_blocks=16)
-    lab.scheduler.add(request("b", (1, 2, 3), max_tokens=3))
+    lab.scheduler.add_request(request("b", (1, 2, 3), max_tokens=3))
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     assert room.bring() == (0, 0)
     room.settle()
     lab.run()
@@ -200,7 +200,7 @@ def test_who_waits_behind_others_may_take_them_later() -> None:
 def test_what_is_cleared_does_not_come_back() -> None:
     lab = lab_of()
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.begin()
     lab.scheduler.clear()
     assert room.bring(10) == (0, 2)
@@ -215,7 +215,7 @@ def test_blocks_of_another_prompt_are_not_taken() -> None:
     lab = lab_of()
     other = request("a", (*PROMPT[:-3], 6, 6, 6))
     room = Room(lab, other, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.step()
     assert room.bring(9) == (0, 2)
     room.settle()
@@ -223,11 +223,11 @@ def test_blocks_of_another_prompt_are_not_taken() -> None:
     lab.check_answer(LONG)
 
 
-def test_whoever_is_gone_takes_nothing() -> None:
+def test_cancelled_caller_keeps_nothing() -> None:
     lab = lab_of()
     room = Room(lab, LONG, 10)
     assert room.bring() is None, "it has not come"
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     lab.begin()
     assert room.bring(2) == (3, 2)
     lab.scheduler.abort(A)
@@ -240,7 +240,7 @@ def test_whoever_is_gone_takes_nothing() -> None:
 def test_all_that_came_for_one_that_waits_is_found() -> None:
     lab = lab_of()
     room = Room(lab, LONG, 10)
-    lab.scheduler.add(LONG)
+    lab.scheduler.add_request(LONG)
     assert room.bring(10) == (0, 0)
     room.settle(10)
     lab.run()
@@ -268,7 +268,7 @@ def test_whatever_comes_when_answers_are_the_same(seed: int) -> None:
             room = Room(lab, one, rng.randint(2, (len(one.token_ids) - 1) // 2))
             if room.adopted:
                 rooms.append(room)
-        lab.scheduler.add(one)
+        lab.scheduler.add_request(one)
         for _ in range(rng.randint(0, 4)):
             is_running = lab.begin() is not None
             for room in list(rooms):

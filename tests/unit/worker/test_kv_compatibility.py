@@ -19,7 +19,7 @@ from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.testing import run_virtual
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.worker.kv_compatibility import slabs_of, why_unfit
+from kvolt.worker.kv_compatibility import find_mismatch, slabs_of
 from kvolt.worker.worker import Worker
 
 BLOCK = KvLayout(
@@ -44,7 +44,7 @@ def slabs(degree: int = 1, **more: Any) -> KvSlabs:
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_ranks_may_share_the_heads_differently(degree: int) -> None:
-    assert why_unfit(slabs(2), slabs(degree)) is None
+    assert find_mismatch(slabs(2), slabs(degree)) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_ranks_may_share_the_heads_differently(degree: int) -> None:
     ],
 )
 def test_what_differs_is_named(theirs: KvSlabs, field: str) -> None:
-    reason = why_unfit(slabs(), theirs)
+    reason = find_mismatch(slabs(), theirs)
     assert reason is not None
     assert field in reason
 
@@ -67,8 +67,8 @@ def test_what_differs_is_named(theirs: KvSlabs, field: str) -> None:
 def test_who_does_not_say_how_its_blocks_lie_is_taken_at_its_word() -> None:
     nonsense = KvSlabs(block=BLOCK, total_kv_heads=3, tp_degree=2)
     for theirs in (None, nonsense):
-        assert why_unfit(slabs(dtype="other"), theirs) is None
-        assert why_unfit(theirs, slabs(dtype="other")) is None
+        assert find_mismatch(slabs(dtype="other"), theirs) is None
+        assert find_mismatch(theirs, slabs(dtype="other")) is None
 
 
 # --- workers
@@ -105,7 +105,7 @@ async def refused(lab: Lab, engine: SimEngine, namespace: str = NAMESPACE) -> Co
     return None
 
 
-def test_a_prefill_worker_that_fits_nobody_is_refused() -> None:
+def test_incompatible_prefill_worker_is_refused() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Air(), Role.DECODE)
@@ -137,7 +137,7 @@ def test_a_prefill_worker_that_fits_one_of_them_may_come() -> None:
     run_virtual(scenario)
 
 
-def test_a_decode_worker_that_fits_nobody_says_so_and_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_incompatible_decode_worker_logs_and_serves(caplog: pytest.LogCaptureFixture) -> None:
     """It needs no prefill worker, and what is wrong may be at those."""
 
     async def scenario() -> None:
@@ -146,11 +146,11 @@ def test_a_decode_worker_that_fits_nobody_says_so_and_answers(caplog: pytest.Log
             assert await refused(lab, eighths(Role.DECODE)) is None
 
     run_virtual(scenario)
-    (told,) = [
+    (message,) = [
         record.getMessage() for record in caplog.records if record.name == "kvolt.worker.kv_compatibility"
     ]
-    assert "late cannot exchange KV with prefill" in told
-    assert "dtype is eighths here and sim there" in told
+    assert "worker=late peer=prefill" in message
+    assert "dtype is eighths here and sim there" in message
 
 
 def test_the_engine_of_one_that_is_refused_is_closed() -> None:
@@ -185,7 +185,7 @@ def test_what_a_worker_registers_says_how_its_blocks_lie() -> None:
                 ARGUMENTS.block_size,
                 1,
             )
-            # Nobody moves KV to or from this one.
+            # No worker transfers KV to or from this one.
             alone = await lab.worker("alone")
             assert alone.worker.info is not None
             assert alone.worker.info.kv_slabs is None
@@ -193,7 +193,7 @@ def test_what_a_worker_registers_says_how_its_blocks_lie() -> None:
     run_virtual(scenario)
 
 
-def test_those_of_another_namespace_or_card_are_nobodys_peers() -> None:
+def test_no_peers_of_another_namespace_or_card() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             await start(lab, Air(), Role.DECODE)
@@ -205,7 +205,7 @@ def test_those_of_another_namespace_or_card_are_nobodys_peers() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.AGGREGATED])
-def test_those_of_the_same_role_or_none_are_nobodys_peers(role: Role) -> None:
+def test_no_peers_of_the_same_role(role: Role) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             await start(lab, Air(), role)
@@ -214,7 +214,7 @@ def test_those_of_the_same_role_or_none_are_nobodys_peers(role: Role) -> None:
     run_virtual(scenario)
 
 
-def test_who_is_leaving_stands_in_nobodys_way() -> None:
+def test_leaving_worker_is_no_obstacle() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Air(), Role.DECODE)
@@ -232,7 +232,7 @@ def test_who_was_lost_stands_in_the_way_for_as_long_as_its_lease() -> None:
             key = f"{running.endpoint.prefix}{running.worker._instance}"
             discovery = running.runtime.discovery
             gone = asyncio.get_running_loop().call_later(
-                3.0, lambda: lab._crew.start(discovery.delete(key), "lost")
+                3.0, lambda: lab._task_group.start(discovery.delete(key), "lost")
             )
             assert await refused(lab, eighths(Role.PREFILL)) is None
             assert gone.when() < asyncio.get_running_loop().time()

@@ -17,10 +17,10 @@ from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEventBatch, Removed, Stored
 from kvolt.core.kv_recovery import (
     PART_BYTES,
-    KvAnswer,
     KvContents,
     KvEventsSince,
-    KvQuestion,
+    KvRecoveryRequest,
+    KvRecoveryResponse,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
@@ -28,18 +28,18 @@ from kvolt.core.kv_recovery import (
 from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.testing import run_virtual
-from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.held_blocks import HeldBlocks
 from kvolt.worker.kv_event_publisher import KvJournal
 
 decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 
 
 def stored(*hashes: int) -> Stored:
-    return Stored.of(hashes)
+    return Stored.from_hashes(hashes)
 
 
 def removed(*hashes: int) -> Removed:
-    return Removed.of(hashes)
+    return Removed.from_hashes(hashes)
 
 
 def journal(max_bytes: int = 10_000) -> tuple[KvJournal, list[KvEventBatch]]:
@@ -65,11 +65,11 @@ def test_recent_batches_can_be_had_again() -> None:
     for step in range(5):
         made.record((stored(2 * step), stored(2 * step + 1)))
     for event_id in range(10):
-        again = [decode(payload) for payload in made.since(event_id) or ()]
+        again = [decode(payload) for payload in made.batches_since(event_id) or ()]
         ids = [event.event_id for batch in again for event in batch.events]
         assert ids == list(range(event_id - event_id % 2, 10)), "from the batch that has it on"
-    assert made.since(10) == []
-    assert made.since(11) == []
+    assert made.batches_since(10) == []
+    assert made.batches_since(11) == []
 
 
 def test_the_past_is_bounded_and_says_so() -> None:
@@ -78,12 +78,12 @@ def test_the_past_is_bounded_and_says_so() -> None:
         made.record((stored(step),))
         assert made.num_bytes <= 600
     assert len(published) == 100
-    kept = made.since(99)
+    kept = made.batches_since(99)
     assert kept is not None
     assert len(kept) == 1
-    assert made.since(0) is None
-    oldest = next(event_id for event_id in range(100) if made.since(event_id) is not None)
-    whole = made.since(oldest)
+    assert made.batches_since(0) is None
+    oldest = next(event_id for event_id in range(100) if made.batches_since(event_id) is not None)
+    whole = made.batches_since(oldest)
     assert whole is not None
     assert sum(map(len, whole)) == made.num_bytes
     assert 3 < len(whole) < 20
@@ -93,10 +93,10 @@ def test_a_batch_larger_than_the_bound_is_published_and_not_kept() -> None:
     made, published = journal(max_bytes=300)
     made.record((stored(*range(1000)),))
     assert len(published) == 1
-    assert (made.num_bytes, made.since(0)) == (0, None)
+    assert (made.num_bytes, made.batches_since(0)) == (0, None)
 
 
-def test_a_worker_publishes_what_its_engine_tells() -> None:
+def test_worker_publishes_its_engines_events() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             engines = [ScriptedEngine(), ScriptedEngine()]
@@ -130,19 +130,19 @@ def test_a_batch_of_an_older_worker_can_be_read(batch: KvEventBatch) -> None:
 # --- what a router is answered
 
 
-def answers(made: KvJournal, question: KvQuestion) -> list[KvAnswer]:
+def answers(made: KvJournal, question: KvRecoveryRequest) -> list[KvRecoveryResponse]:
     """As they arrive."""
-    read = msgspec.msgpack.Decoder(KvAnswer).decode
-    return [read(msgspec.msgpack.encode(part)) for part in made.answer(question)]
+    read = msgspec.msgpack.Decoder(KvRecoveryResponse).decode
+    return [read(msgspec.msgpack.encode(part)) for part in made.recover(question)]
 
 
-def test_events_are_told_again() -> None:
+def test_events_are_replayed() -> None:
     made, published = journal()
     for step in range(5):
         made.record((stored(2 * step), stored(2 * step + 1)))
     [replay] = answers(made, KvEventsSince(7, 5))
     assert isinstance(replay, KvReplay)
-    assert (replay.instance, replay.epoch, replay.next_id, replay.is_gone) == ("i", 7, 10, False)
+    assert (replay.instance, replay.epoch, replay.next_id, replay.is_unavailable) == ("i", 7, 10, False)
     assert [decode(payload) for payload in replay.batches] == published[2:]
     assert replay.digests == (KvDigest(10, digest_of(range(10))),)
     [nothing] = answers(made, KvEventsSince(7, 10))
@@ -156,7 +156,7 @@ def test_events_that_are_gone_are_said_to_be(epoch: int, event_id: int) -> None:
         made.record((stored(step),))
     [replay] = answers(made, KvEventsSince(epoch, event_id))
     assert isinstance(replay, KvReplay)
-    assert (replay.is_gone, replay.epoch, replay.batches, replay.next_id) == (True, 7, (), 100)
+    assert (replay.is_unavailable, replay.epoch, replay.batches, replay.next_id) == (True, 7, (), 100)
 
 
 def test_a_long_replay_comes_in_parts() -> None:
@@ -174,9 +174,11 @@ def test_all_that_is_held_comes_in_parts_with_its_digests() -> None:
     made, _ = journal(max_bytes=0)
     made.record((stored(*range(100_000)), removed(*range(50))))
     made.record((stored(1, 2),), dp_rank=1)
-    parts = made.answer(KvContents())
+    parts = made.recover(KvContents())
     made.record((stored(3),), dp_rank=1)  # after it was asked: none of it may show
-    head, *rest = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=KvAnswer) for part in parts]
+    head, *rest = [
+        msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=KvRecoveryResponse) for part in parts
+    ]
     assert isinstance(head, KvSnapshot)
     assert (head.instance, head.epoch, head.next_id) == ("i", 7, 3)
     held: dict[int, set[int]] = {}
@@ -204,11 +206,11 @@ def test_now_and_then_a_batch_says_what_is_held() -> None:
 
 def test_a_worker_that_lost_count_says_so(caplog: pytest.LogCaptureFixture) -> None:
     published: list[bytes] = []
-    made = KvJournal(7, InstanceId("i"), published.append, holdings=Holdings(max_blocks=20))
+    made = KvJournal(7, InstanceId("i"), published.append, held_blocks=HeldBlocks(max_blocks=20))
     for step in range(100):
         made.record((stored(step),))
-    with pytest.raises(Unsupported, match="not known"):
-        made.answer(KvContents())
+    with pytest.raises(Unsupported, match="are unknown"):
+        made.recover(KvContents())
     [replay] = answers(made, KvEventsSince(7, 98))
     assert isinstance(replay, KvReplay)
     assert len(replay.batches) == 2, "events go on"

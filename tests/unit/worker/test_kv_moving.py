@@ -118,7 +118,7 @@ async def test_every_rank_gets_its_heads(
     assert path == ("shm" if near else "tcp")
     assert_moved(target, whole, SOURCE[1:], TARGET[1:])
     async with asyncio.timeout(WAIT_S):
-        await offer.over()  # also that of a replica that nobody needed
+        await offer.wait_done()  # also that of a replica that nobody needed
     assert target.mover.block_bytes == sum(slab.block_bytes for slab in target.slabs)
 
 
@@ -127,7 +127,7 @@ async def test_an_offer_is_over_when_the_last_rank_has_read_it(sides: Sides) -> 
     source.fill(whole_blocks())
     offering = source.agent.offer(source.slabs[0], SOURCE, WAIT_S)
     for slab, is_last in zip(target.slabs, (False, True), strict=True):
-        assert not offering.state.is_over
+        assert not offering.state.is_done
         await target.agent.read(offering.ticket, slab, TARGET, WAIT_S, is_last=is_last)
     assert await offering == ""
     assert_moved(target, whole_blocks(), SOURCE, TARGET)
@@ -168,7 +168,7 @@ class Stuck:
     def cancel(self) -> None:
         self._over.set()
 
-    async def over(self) -> None:
+    async def wait_done(self) -> None:
         await self._over.wait()
 
 
@@ -181,13 +181,13 @@ async def test_a_rank_whose_blocks_do_not_come_is_a_miss(sides: Sides) -> None:
             for slab in source.slabs
         ]
         offers[lost].cancel()
-        await offers[lost].over()
+        await offers[lost].wait_done()
         ticket = msgspec.msgpack.encode([offer.ticket for offer in offers])
-        with pytest.raises(KvoltError, match="not offered any more"):
+        with pytest.raises(KvoltError, match="the offer does not exist or has ended"):
             await target.mover.pull(ticket, 0, KEYS[:4], TARGET, WAIT_S)
         target.mover.decline(ticket)
         async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*(offer.over() for offer in offers))
+            await asyncio.gather(*(offer.wait_done() for offer in offers))
 
 
 async def test_blocks_under_another_name_are_refused(sides: Sides) -> None:
@@ -211,11 +211,11 @@ async def test_a_rank_that_is_missing_is_named_and_nothing_is_read(sides: Sides)
 async def test_ranks_that_cannot_share_heads_are_refused_with_the_remedy(sides: Sides) -> None:
     source, target = sides(3, 6), sides(2, 6)
     offer = source.mover.offer(SOURCE, KEYS[:4], WAIT_S)
-    with pytest.raises(IncompatibleLayout, match="choose degrees of which one divides the other"):
+    with pytest.raises(IncompatibleLayout, match="choose degrees such that one divides the other"):
         await target.mover.pull(offer.ticket, 0, KEYS[:4], TARGET, WAIT_S)
     target.mover.decline(offer.ticket)
     async with asyncio.timeout(WAIT_S):
-        await offer.over()
+        await offer.wait_done()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ async def test_blocks_of_no_kv_are_refused(sides: Sides) -> None:
     source, target = sides(1), sides(1)
     plain = Slab.shared(NUM_BLOCKS, source.slabs[0].block_bytes)
     ticket = source.agent.offer(plain, SOURCE, WAIT_S).ticket
-    with pytest.raises(ProtocolError, match="no KV"):
+    with pytest.raises(ProtocolError, match="not KV"):
         await target.mover.pull(msgspec.msgpack.encode([ticket]), 0, KEYS[:4], TARGET, WAIT_S)
 
 
@@ -269,8 +269,8 @@ async def test_an_offer_that_is_cancelled_or_expires_is_over_on_all_ranks(sides:
     offer = source.mover.offer(SOURCE, KEYS[:4], WAIT_S)
     offer.cancel()
     async with asyncio.timeout(WAIT_S):
-        await offer.over()
-        await source.mover.offer(SOURCE, KEYS[:4], 0.01).over()
+        await offer.wait_done()
+        await source.mover.offer(SOURCE, KEYS[:4], 0.01).wait_done()
     target = sides(1)
     with pytest.raises(KvoltError):
         await target.mover.pull(offer.ticket, 0, KEYS[:4], TARGET, WAIT_S)

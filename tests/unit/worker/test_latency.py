@@ -8,7 +8,7 @@ import msgspec
 from tests.unit.engines.lab import Lab, ScriptedEngine, until
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.latency import LatencyModel, at_speed
+from kvolt.core.latency import LatencyModel, scale_speed
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
@@ -34,11 +34,11 @@ def test_a_corrected_model_is_registered_once_it_matters() -> None:
         async with Lab() as lab:
             engine = CalibratedEngine()
             client = await lab.client(await lab.worker("w0", engine))
-            engine.latency = at_speed(MEASURED, 0.9)
+            engine.latency = scale_speed(MEASURED, 0.9)
             await asyncio.sleep(60.0)
             assert registered(client) == MEASURED, "too little to matter"
             for speed in (0.5, 0.9):
-                engine.latency = at_speed(MEASURED, speed)
+                engine.latency = scale_speed(MEASURED, speed)
                 await until(lambda: registered(client) == engine.latency, 40.0)
 
     run_virtual(scenario)
@@ -51,7 +51,7 @@ def test_a_stall_is_not_registered() -> None:
             client = await lab.client(await lab.worker("w0", engine))
             for _ in range(10):
                 for speed, after_s in ((0.1, 10.0), (1.0, 10.0)):
-                    engine.latency = at_speed(MEASURED, speed)
+                    engine.latency = scale_speed(MEASURED, speed)
                     await asyncio.sleep(after_s)
                     assert registered(client) == MEASURED
 

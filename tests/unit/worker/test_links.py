@@ -28,7 +28,7 @@ def test_links_are_registered_as_they_are_measured() -> None:
             [before] = client.instances()
             info = registered(client)
             for links in (SHM, BOTH):
-                await running.worker.tell_links(links)
+                await running.worker.register_links(links)
                 await until(lambda links=links: registered(client).links == links)
             [after] = client.instances()
             assert msgspec.structs.replace(after, info=before.info) == before, "the same instance"
@@ -50,18 +50,18 @@ def test_links_that_have_not_changed_are_not_registered_anew() -> None:
                 await update(*args)  # type: ignore[arg-type]
 
             running.runtime.update_info = count  # type: ignore[method-assign]
-            await asyncio.gather(*(running.worker.tell_links(SHM) for _ in range(5)))
+            await asyncio.gather(*(running.worker.register_links(SHM) for _ in range(5)))
             assert num_told == 1
 
     run_virtual(scenario)
 
 
-def test_a_worker_that_has_not_started_tells_nothing() -> None:
+def test_worker_exports_nothing_before_start() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0")
             fresh = type(running.worker)(running.runtime, running.engine, "other")
-            await fresh.tell_links(SHM)
+            await fresh.register_links(SHM)
             assert fresh.info is None
 
     run_virtual(scenario)

@@ -30,7 +30,7 @@ def samples(metrics: WorkerMetrics) -> dict[str, float]:
             extra = {
                 key: value
                 for key, value in sample.labels.items()
-                if key not in ("model", "worker_id") and not key.startswith("dynamo_")
+                if key not in ("namespace", "component", "endpoint", "worker_id", "model")
             }
             inside = ",".join(f"{key}={value}" for key, value in sorted(extra.items()))
             found[sample.name + (f"{{{inside}}}" if inside else "")] = sample.value
@@ -56,17 +56,16 @@ def test_steps_are_added_up() -> None:
     assert now["kvolt_worker_step_seconds_bucket{le=0.005}"] == 1
     assert now["kvolt_worker_step_seconds_bucket{le=0.0075}"] == 2
     assert now["kvolt_worker_step_seconds_bucket{le=+Inf}"] == 3
-    assert now["dynamo_component_total_blocks"] == 36
-    assert now["dynamo_component_gpu_cache_usage_percent"] == pytest.approx(5 / 36)
+    assert now["kvolt_worker_kv_usage_ratio{dp_rank=0}"] == pytest.approx(5 / 36)
 
 
-def test_ranks_are_told_apart() -> None:
+def test_ranks_are_distinguished() -> None:
     metrics = WorkerMetrics()
     metrics.on_load(WorkerLoad(running=3, kv_total_blocks=10))
     metrics.on_load(WorkerLoad(running=5, kv_total_blocks=10, dp_rank=1))
     now = samples(metrics)
     assert (now["kvolt_worker_running{dp_rank=0}"], now["kvolt_worker_running{dp_rank=1}"]) == (3, 5)
-    assert now["dynamo_component_total_blocks"] == 20
+    assert now["kvolt_worker_kv_total_blocks{dp_rank=1}"] == 10
 
 
 def test_the_hit_rate_is_that_of_recent_prompts_by_tokens() -> None:
@@ -79,7 +78,7 @@ def test_the_hit_rate_is_that_of_recent_prompts_by_tokens() -> None:
         metrics.on_prompt(10, 5)
     assert metrics.hit_rate == pytest.approx(0.5, abs=0.01)
     now = samples(metrics)
-    assert now["kvolt_worker_kv_hit_rate"] == now["dynamo_component_kv_cache_hit_rate"] == metrics.hit_rate
+    assert now["kvolt_worker_kv_hit_rate"] == metrics.hit_rate
     assert now["kvolt_worker_prompt_tokens_total"] == 10_400
     assert now["kvolt_worker_cached_tokens_total"] == 5_300
 
@@ -126,11 +125,9 @@ def test_every_way_a_request_can_end_is_counted_once() -> None:
                 "refused": 1,
                 "withdrawn": 0,
             }
-            assert now["dynamo_component_requests_total"] == 4
-            assert now["dynamo_component_inflight_requests"] == 0
-            assert now["dynamo_component_cancellation_total"] == 1
-            assert now["dynamo_component_errors_total{error_type=generate}"] == 1
-            assert now["dynamo_component_request_duration_seconds_count"] == 4
+            assert now["kvolt_worker_requests_started_total"] == 4
+            assert now["kvolt_worker_open_requests"] == 0
+            assert now["kvolt_worker_request_seconds_count"] == 4
             assert (now["kvolt_worker_prompt_tokens_total"], now["kvolt_worker_cached_tokens_total"]) == (
                 20,
                 8,
@@ -139,7 +136,7 @@ def test_every_way_a_request_can_end_is_counted_once() -> None:
     run_virtual(scenario)
 
 
-def test_a_worker_tells_who_it_is_and_how_long_it_took() -> None:
+def test_worker_exports_identity_and_load_time() -> None:
     class Slow(ScriptedEngine):
         async def start(self) -> Any:
             await asyncio.sleep(5)
@@ -148,13 +145,12 @@ def test_a_worker_tells_who_it_is_and_how_long_it_took() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine := Slow())
-            stored = Stored.of([1])
+            stored = Stored.from_hashes([1])
             engine.put(StepOutput(kv_changes=(stored,)))
             await asyncio.sleep(3)
             now = samples(running.worker.metrics)
             assert now["kvolt_worker_load_seconds"] == pytest.approx(5, abs=0.1)
-            assert now["dynamo_component_model_load_time_seconds"] == now["kvolt_worker_load_seconds"]
-            assert now["dynamo_component_uptime_seconds"] == pytest.approx(3, abs=0.1)
+            assert now["kvolt_worker_uptime_seconds"] == pytest.approx(3, abs=0.1)
             assert now["kvolt_worker_kv_events_total{kind=stored}"] == 1
             assert now["kvolt_worker_kv_history_bytes"] > 0
             assert now["kvolt_worker_step_age_seconds"] == 0

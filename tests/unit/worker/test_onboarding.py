@@ -9,8 +9,8 @@ import pytest
 
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.runtime.tasks import Crew
-from kvolt.worker.onboarding import bring_back
+from kvolt.runtime.tasks import TaskGroup
+from kvolt.worker.onboarding import onboard_then_submit
 from kvolt.worker.tiering import Onboarded, Tiering
 
 REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(1, 2), stop=StopConditions(max_tokens=1))
@@ -28,10 +28,10 @@ class Tiers:
         self.story.append("onboard")
         return Onboarded()
 
-    def is_coming(self, request_id: RequestId) -> bool:
+    def has_concurrent(self, request_id: RequestId) -> bool:
         return self.coming
 
-    async def bring_ahead(self, request_id: RequestId) -> Onboarded:
+    async def onboard_concurrently(self, request_id: RequestId) -> Onboarded:
         self.story.append("ahead")
         try:
             await asyncio.sleep(60)
@@ -39,7 +39,7 @@ class Tiers:
             self.story.append("ahead is over")
         return Onboarded()
 
-    def let_go(self, request_id: RequestId) -> None:
+    def release_kept(self, request_id: RequestId) -> None:
         self.story.append("let go")
 
 
@@ -56,10 +56,10 @@ class Others:
         self.tiers.story.append("done")
 
 
-def begin(crew: Crew, tiers: Tiers, others: Others) -> asyncio.Task[None]:
+def begin(task_group: TaskGroup, tiers: Tiers, others: Others) -> asyncio.Task[None]:
     nobody: Any = None
-    return crew.start(
-        bring_back(cast(Tiering, tiers), REQUEST, KEYS, nobody, nobody, others.work), "bring back"
+    return task_group.start(
+        onboard_then_submit(cast(Tiering, tiers), REQUEST, KEYS, nobody, nobody, others.work), "bring back"
     )
 
 
@@ -70,19 +70,19 @@ async def settled() -> None:
 
 async def test_cancelled_before_its_first_step_nothing_was_begun() -> None:
     """A coroutine that nobody awaits would be a warning, and warnings are errors here."""
-    crew, tiers = Crew("test"), Tiers()
-    task = begin(crew, tiers, Others(tiers))
+    task_group, tiers = TaskGroup("test"), Tiers()
+    task = begin(task_group, tiers, Others(tiers))
     task.cancel()
     await asyncio.wait([task])
     assert tiers.story == []
-    await crew.close()
+    await task_group.close()
 
 
 @pytest.mark.parametrize("coming", [False, True])
 async def test_only_what_comes_has_a_task(coming: bool) -> None:
-    crew, tiers = Crew("test"), Tiers(coming)
+    task_group, tiers = TaskGroup("test"), Tiers(coming)
     others = Others(tiers)
-    task = begin(crew, tiers, others)
+    task = begin(task_group, tiers, others)
     before = len(asyncio.all_tasks())
     await settled()
     assert len(asyncio.all_tasks()) - before == int(coming)
@@ -90,16 +90,16 @@ async def test_only_what_comes_has_a_task(coming: bool) -> None:
     await task
     beside, after = (["ahead"], ["ahead is over"]) if coming else ([], [])
     assert tiers.story == ["onboard", "work", *beside, "done", *after]
-    await crew.close()
+    await task_group.close()
 
 
 @pytest.mark.parametrize("coming", [False, True])
-async def test_cancelled_in_the_middle_the_blocks_are_let_go(coming: bool) -> None:
-    crew, tiers = Crew("test"), Tiers(coming)
-    task = begin(crew, tiers, Others(tiers))
+async def test_cancelling_releases_the_blocks(coming: bool) -> None:
+    task_group, tiers = TaskGroup("test"), Tiers(coming)
+    task = begin(task_group, tiers, Others(tiers))
     await settled()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
     assert tiers.story[-1] == "let go"
-    await crew.close()
+    await task_group.close()

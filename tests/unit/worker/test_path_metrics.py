@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
-from kvolt.transfer.paths.path_watch import Ends, PathWatch, Way
+from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, TransferPath
 from kvolt.worker.path_metrics import PathMetrics
 
 PLAIN = capabilities_of(MachineFacts())
@@ -19,17 +19,17 @@ def told(watch: PathWatch | None) -> set[str]:
     return {line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")}
 
 
-def test_nothing_is_told_while_nothing_moves() -> None:
+def test_no_path_metrics_without_transfers() -> None:
     assert told(None) == set()
 
 
-def test_speeds_and_slow_paths_are_told() -> None:
+def test_speeds_and_slow_paths_are_exported() -> None:
     watch = PathWatch("10.0.0.1", "me", PLAIN)
-    peer = watch.peer("10.0.0.2", "you", is_near=False, can=PLAIN)
-    way = Way(Ends(MemoryKind.SHARED, MemoryKind.SHARED), "tcp")
+    peer = watch.peer("10.0.0.2", "you", is_near=False, capabilities=PLAIN)
+    way = TransferPath(Endpoints(MemoryKind.SHARED, MemoryKind.SHARED), "tcp")
     watch.observe(peer, way, SMALL_BYTES, 0.25)
     watch.observe(peer, way, LARGE_BYTES, 0.5)  # half of it is the latency
-    watch.judge(peer, way)
+    watch.check_fallback(peer, way)
     assert told(watch) == {
         'kvolt_transfer_slow_path_total{lack="nixl",path="tcp"} 1.0',
         'kvolt_transfer_slow_path_total{lack="rdma",path="tcp"} 1.0',

@@ -15,7 +15,7 @@ from kvolt.cli.process import running
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch, Tier
 from kvolt.core.kv_recovery import KvContents, KvSnapshotPart
-from kvolt.core.packed_hashes import unpacked
+from kvolt.core.packed_hashes import unpack_hashes
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.shared_pool import link as pool_link
@@ -28,8 +28,8 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.tasks import Crew
-from kvolt.worker.pool_event_publisher import PoolEventPublisher, tell_pool
+from kvolt.runtime.tasks import TaskGroup
+from kvolt.worker.pool_event_publisher import PoolEventPublisher, watch_pool
 
 _decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 NOW = SystemClock().monotonic
@@ -46,10 +46,10 @@ class Told:
         assert self.publisher.journal is not None
         parts = [
             each
-            for each in self.publisher.journal.answer(KvContents())
+            for each in self.publisher.journal.recover(KvContents())
             if isinstance(each, KvSnapshotPart) and each.tier is tier
         ]
-        return {name for part in parts for name in unpacked(part.hashes)}
+        return {name for part in parts for name in unpack_hashes(part.hashes)}
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def pool(
         publisher = PoolEventPublisher(process.runtime, "test")
         told = Told(server, publisher, await publisher.start() if tells else None)
         if told.name is not None:
-            publisher.follow(server, told.name)
+            publisher.attach(server, told.name)
         try:
             await server.start()
             yield told
@@ -82,7 +82,7 @@ async def pool(
 @asynccontextmanager
 async def worker(memory: Device, folder: Path) -> AsyncIterator[TieredCache]:
     tier = PoolTier(folder / "pool.sock", BlockShape.of(memory.slabs), NOW)
-    cache = TieredCache.over(memory.slabs, 16, [(tier, 1)])
+    cache = TieredCache.for_slabs(memory.slabs, 16, [(tier, 1)])
     await cache.start()
     try:
         yield cache
@@ -101,8 +101,8 @@ async def emptied(host: HostTier) -> None:
     the blocks can be found there."""
 
     def remove_blocks() -> bool:
-        host.books.forget(host.books)
-        return len(host.books) == 0
+        host.slot_table.forget(host.slot_table)
+        return len(host.slot_table) == 0
 
     await until(remove_blocks)
 
@@ -111,7 +111,7 @@ def hashes(blocks: Sequence[TierBlock]) -> set[int]:
     return {block.sequence_hash for block in blocks}
 
 
-async def test_what_workers_bring_is_told_once_by_the_pool(tmp_path: Path) -> None:
+async def test_pool_publishes_blocks_of_workers_once(tmp_path: Path) -> None:
     blocks = sequence("a", 8)
     with device() as memory:
         memory.compute(blocks, range(8))
@@ -122,14 +122,14 @@ async def test_what_workers_bring_is_told_once_by_the_pool(tmp_path: Path) -> No
             assert told.publisher.journal.counts["stored"] == 16, "each block once in each tier"
             status = await told.publisher._runtime.status()
             assert status.details["pool"] == {"host": 8, "disk": 8}
-            batches = [_decode(each) for each in told.publisher.journal.since(0) or ()]
+            batches = [_decode(each) for each in told.publisher.journal.batches_since(0) or ()]
             assert {batch.instance for batch in batches} == {told.name}
             for cache in (one, two):
                 tiers = {each.tier for each in cache.host.take_changes()}
                 assert tiers == {Tier.HOST}, "workers tell of their own memory only"
 
 
-async def test_what_goes_from_a_pool_is_told(tmp_path: Path) -> None:
+async def test_pool_publishes_removed_blocks(tmp_path: Path) -> None:
     with device() as memory:
         async with pool(tmp_path, num_host=8, has_disk=False) as told, worker(memory, tmp_path) as cache:
             for name in ("a", "b"):
@@ -139,12 +139,12 @@ async def test_what_goes_from_a_pool_is_told(tmp_path: Path) -> None:
                 await until(lambda blocks=blocks: told.blocks(Tier.HOST) >= hashes(blocks))  # type: ignore[misc]
             host = told.server.host
             assert host is not None
-            assert len(told.blocks(Tier.HOST)) == len(host.books) == 8
+            assert len(told.blocks(Tier.HOST)) == len(host.slot_table) == 8
             assert told.publisher.journal is not None
             assert told.publisher.journal.counts["removed"] == 4
 
 
-async def test_what_a_pool_brings_from_its_disk_is_told(tmp_path: Path) -> None:
+async def test_pool_publishes_blocks_loaded_from_disk(tmp_path: Path) -> None:
     blocks = sequence("a", 6)
     with device() as memory:
         memory.compute(blocks, range(6))
@@ -157,11 +157,11 @@ async def test_what_a_pool_brings_from_its_disk_is_told(tmp_path: Path) -> None:
             await emptied(cache.host)
             told.server.on_change()
             assert told.blocks(Tier.HOST) == set()
-            assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 6
+            assert (await cache.onboard(blocks, range(20, 26))).num_blocks == 6
             await until(lambda: told.blocks(Tier.HOST) == hashes(blocks))
 
 
-async def test_a_pool_that_starts_anew_tells_what_its_disk_has_kept(tmp_path: Path) -> None:
+async def test_restarted_pool_publishes_its_disk(tmp_path: Path) -> None:
     """As soon as a worker says what blocks they are; it has another name then."""
     blocks = sequence("a", 6)
     with device() as memory:
@@ -179,16 +179,16 @@ async def test_a_pool_that_starts_anew_tells_what_its_disk_has_kept(tmp_path: Pa
 
 async def test_a_worker_says_which_pool_it_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a request that needs it: one that is back is found again."""
-    monkeypatch.setattr(pool_link, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(pool_link, "_RETRY_S", 0.05)
     said: list[InstanceId | None] = []
 
     async def register_anew(*, kv_pool: InstanceId | None) -> None:
         said.append(kv_pool)
 
-    crew = Crew("test")
+    task_group = TaskGroup("test")
     with device() as memory:
         async with worker(memory, tmp_path) as cache:
-            crew.start(tell_pool(cache.host, register_anew), "pool")
+            task_group.start(watch_pool(cache.host, register_anew), "pool")
             await until(lambda: said == [None])
             async with pool(tmp_path) as first:
                 await until(lambda: said == [None, first.name])
@@ -199,13 +199,13 @@ async def test_a_worker_says_which_pool_it_reaches(tmp_path: Path, monkeypatch: 
             async with pool(tmp_path, tells=False) as silent:
                 await until(lambda: silent.server._num_workers == 1)
             assert said[4:] == [None], "one that tells nobody has no name"
-            await crew.close()
+            await task_group.close()
 
 
 async def test_a_pool_that_is_back_for_others_is_not_reached_and_that_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool_link, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(pool_link, "_RETRY_S", 0.02)
     num_met = 0
     with device() as memory, device(block_bytes=7000) as other:
         async with pool(tmp_path, has_disk=False) as first, worker(memory, tmp_path) as cache:
@@ -216,23 +216,23 @@ async def test_a_pool_that_is_back_for_others_is_not_reached_and_that_is_said_on
             await until(lambda: tier.pool is None)
             elsewhere = tmp_path / "b"
             async with pool(elsewhere, has_disk=False) as second, worker(other, elsewhere):
-                meet = second.server._meet
+                meet = second.server._on_hello
 
                 async def counted(hello: Hello) -> None:
                     nonlocal num_met
                     num_met += 1
                     await meet(hello)
 
-                monkeypatch.setattr(second.server, "_meet", counted)
+                monkeypatch.setattr(second.server, "_on_hello", counted)
                 (elsewhere / "pool.sock").rename(tmp_path / "pool.sock")
                 await until(lambda: num_met >= 4)
-                assert caplog.text.count("cannot be used") == 1
+                assert caplog.text.count("shared pool unusable") == 1
                 assert tier.pool is None
 
 
 async def test_a_worker_without_a_pool_says_nothing() -> None:
     with device() as memory:
-        cache = TieredCache.over(memory.slabs, 16)
+        cache = TieredCache.for_slabs(memory.slabs, 16)
         await cache.start()
-        await tell_pool(cache.host, None)  # type: ignore[arg-type]
+        await watch_pool(cache.host, None)  # type: ignore[arg-type]
         await cache.close()

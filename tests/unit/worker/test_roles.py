@@ -40,11 +40,11 @@ from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.engines.contract import EngineSpec, KvRoom
+from kvolt.engines.contract import EngineSpec, KvAllocation
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.withdrawal import ask_back
+from kvolt.journey.withdrawal import withdraw_request
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
@@ -76,7 +76,7 @@ class Offer:
         if not self._over.done():
             self._over.set_result(None)
 
-    def over(self) -> Awaitable[object]:
+    def wait_done(self) -> Awaitable[object]:
         return self._over
 
 
@@ -89,7 +89,7 @@ class Post:
     def cancel(self) -> None:
         self._air.rooms.pop(self._room, None)
 
-    async def over(self) -> None:
+    async def wait_done(self) -> None:
         """Nobody asks here."""
 
 
@@ -148,21 +148,21 @@ class Mover:
             self._air.offers[ticket].cancel()
 
     @property
-    def where(self) -> str:
+    def address(self) -> str:
         return "in the air"
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> Post:
-        return Post(self._air, room, note)
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> Post:
+        return Post(self._air, mailbox, message)
 
-    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
-        assert where == self.where
+    async def receive(self, address: str, mailbox: int, timeout_s: float) -> bytes:
+        assert address == self.address
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._air.room(room))
+                return await asyncio.shield(self._air.room(mailbox))
         except TimeoutError:
-            raise DeadlineExceeded("nobody came", stage="total", after_s=timeout_s) from None
+            raise DeadlineExceeded("no message", stage="total", after_s=timeout_s) from None
         finally:
-            self._air.rooms.pop(room, None)
+            self._air.rooms.pop(mailbox, None)
 
 
 # --- workers
@@ -253,7 +253,7 @@ def test_a_prefill_worker_answers_with_a_handoff() -> None:
     run_virtual(scenario)
 
 
-def test_a_decode_worker_goes_on_with_it() -> None:
+def test_decode_worker_continues() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             air = Air()
@@ -266,7 +266,7 @@ def test_a_decode_worker_goes_on_with_it() -> None:
             await at_rest(one, other)
             given, taken = stats_of([one.worker, other.worker])
             num_bytes = 3 * one.engine.kv_slabs()[0].block_bytes
-            assert (given.num_given, taken.num_taken) == (1, 1)
+            assert (given.num_sent, taken.num_received) == (1, 1)
             assert (taken.by_path, taken.num_bytes) == ({"air": 3}, num_bytes)
             stages, *others = [delta.stages for delta in deltas]
             assert stages is not None
@@ -346,7 +346,7 @@ def test_a_role_that_the_engine_cannot_do_is_refused(role: Role, kind: type[SimE
             runtime = await lab.runtime("w0")
             new_mover = None if kind is SimEngine else Air().mover
             worker = Worker(runtime, engine_of(role, kind=kind), NAMESPACE, None, new_mover)
-            with pytest.raises(ConfigError, match=f"a {role} worker moves KV") as caught:
+            with pytest.raises(ConfigError, match=f"a {role} worker transfers KV") as caught:
                 await worker.start()
             assert caught.value.fields["key"] == "role"
             assert "aggregated" in caught.value.fields["remedy"]
@@ -430,7 +430,7 @@ def test_a_prompt_that_came_is_not_computed_again_however_busy_the_worker_is() -
     run_virtual(scenario)
 
 
-def test_what_came_for_a_request_that_the_engine_refuses_is_let_go() -> None:
+def test_kept_blocks_of_a_refused_request_are_released() -> None:
     class Refuses(SimEngine):
         def submit(self, request: Request) -> None:
             if request.handoff is not None:
@@ -453,10 +453,12 @@ def test_what_came_for_a_request_that_the_engine_refuses_is_let_go() -> None:
 
 def test_a_cancel_while_blocks_settle_leaves_nothing() -> None:
     class Slow(SimEngine):
-        async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        async def commit_kv(
+            self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None
+        ) -> None:
             assert keep_for == "r"
             await asyncio.sleep(0.5)
-            await super().settle_kv(room, num_filled, keep_for)
+            await super().commit_kv(room, num_filled, keep_for)
 
     async def scenario() -> None:
         async with Lab() as lab:
@@ -515,8 +517,8 @@ def test_a_prompt_that_has_not_begun_is_given_back() -> None:
             second = await start_stream(client, prompt_of(asked("second")))
             await until(lambda: running.engine.load().waiting == 1)
             (instance,) = client.instances()
-            assert not await ask_back(client.plane, instance, asked("first").request_id)
-            assert await ask_back(client.plane, instance, asked("second").request_id)
+            assert not await withdraw_request(client.plane, instance, asked("first").request_id)
+            assert await withdraw_request(client.plane, instance, asked("second").request_id)
             with pytest.raises(Unavailable) as caught:
                 await anext(second)
             assert was_withdrawn(caught.value)
@@ -536,7 +538,7 @@ def test_a_second_stream_with_the_same_id_is_refused() -> None:
             request = replace(asked(), handoff=await prefill(to_prefill, asked()))
             first = await start_stream(client, request)
             await until(lambda: bool(air.num_pulls))
-            with pytest.raises(Unavailable, match="still running here"):
+            with pytest.raises(Unavailable, match="still running on this worker"):
                 await read(client, request)
             assert len(tokens_of([delta async for delta in first])) == TOKENS - 1
             assert air.num_pulls == 1

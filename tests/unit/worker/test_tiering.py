@@ -24,7 +24,7 @@ from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.admission import Admission
-from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
@@ -51,19 +51,19 @@ class Tiered:
     async def answer(self, request: Request) -> tuple[list[int], Onboarded]:
         """As a worker does it."""
         onboarded = Onboarded()
-        if keys := self.tiering.names_below(request):
+        if keys := self.tiering.find_offloaded(request):
             onboarded = await self.tiering.onboard(request, keys)
         said = self.said[request.request_id] = []
         self.engine.submit(request)
         async with asyncio.timeout(20), Scope("ahead") as scope:
-            bringing = scope.start(self.bring_ahead(request), "bring ahead")
+            bringing = scope.start(self.onboard_concurrently(request), "bring ahead")
             while not (said and said[-1].finish):
                 await asyncio.sleep(0.001)
             bringing.cancel()
         return [token for delta in said for token in delta.token_ids], onboarded
 
-    async def bring_ahead(self, request: Request) -> None:
-        came = await self.tiering.bring_ahead(request.request_id)
+    async def onboard_concurrently(self, request: Request) -> None:
+        came = await self.tiering.onboard_concurrently(request.request_id)
         if came.num_blocks:
             self.came.append(came)
 
@@ -84,7 +84,7 @@ async def tiered(
     slabs = engine.kv_slabs()
     shape = BlockShape.of(slabs)
     lower = [] if folder is None else [(DiskTier(DiskFiles(folder, shape, 256)), 1)]
-    cache = TieredCache.over(slabs, num_host, lower)
+    cache = TieredCache.for_slabs(slabs, num_host, lower)
     told: list[KvChange] = []
     tiering = Tiering(
         engine,
@@ -104,7 +104,7 @@ async def tiered(
                 found.said.setdefault(request_id, []).append(delta)
             for request_id, token in zip(step.plain_ids, step.plain_tokens, strict=True):
                 found.said.setdefault(request_id, []).append(Delta(token_ids=(token,)))
-            tiering.saw(step.kv_changes)
+            tiering.on_engine_changes(step.kv_changes)
 
     await tiering.start()
     async with Scope("tiered") as scope:
@@ -135,7 +135,7 @@ def asked(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
 
 
 async def until_offloaded(at: Tiered, num_blocks: int) -> None:
-    await until(lambda: len(at.cache.host.books) >= num_blocks)
+    await until(lambda: len(at.cache.host.slot_table) >= num_blocks)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -179,7 +179,7 @@ async def test_answers_are_kept_as_prompts_are() -> None:
         assert onboarded.num_blocks == 6
 
 
-async def test_only_what_the_device_lacks_is_brought() -> None:
+async def test_only_missing_blocks_are_onboarded() -> None:
     async with tiered() as at:
         await at.answer(request("long", 10))
         await until_offloaded(at, 8)
@@ -201,7 +201,7 @@ async def test_a_restart_finds_what_the_disk_has(tmp_path: Path) -> None:
         assert sum(change.num_blocks for change in stored) >= 8, "who routes hears of it"
 
 
-async def test_what_is_computed_sooner_is_not_brought() -> None:
+async def test_blocks_that_are_faster_to_compute_are_not_onboarded() -> None:
     instant = LatencyModel(base_s=1e-6, prefill_token_s=1e-9)
     async with tiered(model=instant) as at:
         expected, _ = await at.answer(request("first", 10))
@@ -231,7 +231,7 @@ async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
             onboarding.cancel()
             await asyncio.wait([onboarding])
             if not onboarding.cancelled():
-                at.tiering.let_go(RequestId("gone"))
+                at.tiering.release_kept(RequestId("gone"))
         await at_rest(at)
 
 
@@ -261,7 +261,7 @@ async def test_whatever_goes_wrong_below_the_prompt_is_computed(monkeypatch: pyt
         expected, _ = await at.answer(request("first", 10))
         await until_offloaded(at, 8)
         await at.engine.clear_kv()
-        monkeypatch.setattr(at.cache, "fetch", broken)
+        monkeypatch.setattr(at.cache, "onboard", broken)
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
         assert onboarded.num_blocks == 0
@@ -288,7 +288,7 @@ async def test_only_what_is_admitted_goes_down() -> None:
         expected, _ = await at.answer(gold)
         await until_offloaded(at, 3)
         await asyncio.sleep(0.05)
-        assert len(at.cache.host.books) == 3
+        assert len(at.cache.host.slot_table) == 3
         await at.engine.clear_kv()
         tokens, onboarded = await at.answer(replace(gold, request_id=RequestId("again")))
         assert (tokens, onboarded.num_blocks) == (expected, 3)
@@ -302,7 +302,7 @@ async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> No
         await at.answer(request("few", 10, num_tokens=BLOCK + 1, max_tokens=1))
         await at.answer(request("more", 300, num_tokens=BLOCK + 1, max_tokens=1))
         await asyncio.sleep(0.05)
-        assert len(at.cache.host.books) == 0
+        assert len(at.cache.host.slot_table) == 0
         await at.answer(request("enough", 500, num_tokens=BLOCK + 1, max_tokens=1))
         await until_offloaded(at, 3)
 
@@ -336,7 +336,7 @@ async def test_blocks_that_may_not_be_held_any_more_are_not_copied(monkeypatch: 
         monkeypatch.setattr(at.engine, "pin_sealed", expired)
         await at.answer(request("first", 10))
         await asyncio.sleep(0.2)
-        assert len(at.cache.host.books) == 0
+        assert len(at.cache.host.slot_table) == 0
         await at_rest(at)
 
 
@@ -353,15 +353,15 @@ async def computing(folder: Path | None = None, block_s: float = 0.0025) -> Asyn
     """An engine that takes 80 ms for a prompt which takes as long to bring."""
     arguments = replace(SLOW, latency=STEPS)
     async with tiered(folder=folder, model=STEPS, arguments=arguments, num_host=128) as at:
-        fetch = at.cache.fetch
+        fetch = at.cache.onboard
 
         async def slowly(
             blocks: Sequence[TierBlock], numbers: Sequence[int], timeout_s: float | None = None
-        ) -> Fetched:
+        ) -> OnboardResult:
             await asyncio.sleep(block_s * len(blocks))
             return await fetch(blocks, numbers, timeout_s)
 
-        at.cache.fetch = slowly  # type: ignore[method-assign]
+        at.cache.onboard = slowly  # type: ignore[method-assign]
         at.expected, _ = await at.answer(request("first", 10, LONG_PROMPT))
         await until_offloaded(at, 32)
         await at.engine.clear_kv()
@@ -386,18 +386,18 @@ async def test_a_part_that_does_not_come_is_computed_with_what_lies_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with computing() as at:
-        slowly, num_calls = at.cache.fetch, 0
+        slowly, num_calls = at.cache.onboard, 0
 
         async def failing(
             blocks: Sequence[TierBlock], numbers: Sequence[int], timeout_s: float | None = None
-        ) -> Fetched:
+        ) -> OnboardResult:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 2:
-                return Fetched(1, ((Tier.HOST, 1),))
+                return OnboardResult(1, ((Tier.HOST, 1),))
             return await slowly(blocks, numbers, timeout_s)
 
-        monkeypatch.setattr(at.cache, "fetch", failing)
+        monkeypatch.setattr(at.cache, "onboard", failing)
         tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
         assert tokens == at.expected
         assert at.cached("again") == 4 * BLOCK, "the last part, an eighth"
@@ -409,23 +409,23 @@ async def test_an_engine_that_fails_to_take_them_computes(monkeypatch: pytest.Mo
         raise KvoltError("no such room")
 
     async with computing() as at:
-        monkeypatch.setattr(at.engine, "take_kv", broken)
+        monkeypatch.setattr(at.engine, "attach_kv", broken)
         tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
         assert tokens == at.expected
         assert at.cached("again") == 0
         await at_rest(at)
 
 
-async def test_whoever_goes_meanwhile_leaves_nothing() -> None:
+async def test_cancelling_leaves_nothing() -> None:
     async with computing() as at:
         for delay_s in (0.0, 0.02, 0.05):
             gone = request("gone", 10, LONG_PROMPT)
             await at.tiering.onboard(gone, at.engine.kv_keys(gone))
             if delay_s == 0.0:
-                at.tiering.let_go(RequestId("gone"))
+                at.tiering.release_kept(RequestId("gone"))
             else:
                 at.engine.submit(gone)
-                bringing = asyncio.ensure_future(at.tiering.bring_ahead(gone.request_id))
+                bringing = asyncio.ensure_future(at.tiering.onboard_concurrently(gone.request_id))
                 await asyncio.sleep(delay_s)
                 at.engine.abort(gone.request_id)
                 bringing.cancel()
@@ -472,7 +472,7 @@ async def test_what_comes_too_late_is_no_hit() -> None:
         assert tokens == at.expected[: len(tokens)] or tokens[: len(at.expected)] == at.expected
         assert at.cached("again") == 0
         assert at.came == []
-        assert at.tiering.brought.total() == 0
+        assert at.tiering.onboarded.total() == 0
         await at_rest(at)
 
 
@@ -492,7 +492,7 @@ async def test_it_closes_while_blocks_come(caplog: pytest.LogCaptureFixture) -> 
         asked = request("again", 10, LONG_PROMPT)
         await at.tiering.onboard(asked, at.engine.kv_keys(asked))
         at.engine.submit(asked)
-        bringing = asyncio.ensure_future(at.tiering.bring_ahead(asked.request_id))
+        bringing = asyncio.ensure_future(at.tiering.onboard_concurrently(asked.request_id))
         await asyncio.sleep(0.02)
         bringing.cancel()  # as a worker does before it closes its tiers
         await asyncio.wait([bringing])

@@ -15,11 +15,12 @@ from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.testing import run_virtual
 from kvolt.worker.metrics import WorkerMetrics
+from kvolt.worker.vllm_metric_names import vllm_names
 
 ENGINE = "{engine=0,model_name=sim-tiny}"
 
 
-def test_a_sim_worker_tells_its_figures_under_vllms_names() -> None:
+def test_sim_worker_exports_vllm_metric_names() -> None:
     async def scenario() -> dict[str, float]:
         async with Lab() as lab:
             running = await lab.worker("w0", sim(ARGUMENTS))
@@ -45,7 +46,7 @@ def test_a_sim_worker_tells_its_figures_under_vllms_names() -> None:
         assert now[f"vllm:{name}_seconds_sum{ENGINE}"] == pytest.approx(count * num_steps * STEP_S, rel=0.1)
 
 
-def test_a_busy_worker_tells_so() -> None:
+def test_busy_worker_reports_load() -> None:
     async def scenario() -> dict[str, float]:
         async with Lab() as lab:
             arguments = SimArguments(max_num_seqs=2, kv_blocks=10, latency=LatencyModel(base_s=1.0))
@@ -79,7 +80,7 @@ def test_other_engines_have_no_such_names() -> None:
 def between(*told: tuple[int, int, int, float]) -> tuple[float, float]:
     """Count and sum of times between tokens after steps of: running, batch, prompt tokens, time."""
     metrics = WorkerMetrics()
-    metrics.with_vllm_names = True
+    metrics.alias_families = vllm_names
     for running, batch, prompt, time_s in told:
         metrics.on_load(WorkerLoad(running=running, step=StepStats(batch, prompt, time_s=time_s)))
     now = samples(metrics)

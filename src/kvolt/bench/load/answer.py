@@ -1,10 +1,9 @@
-"""What a streamed answer says, from its bytes and the times at which they came. Pure.
+"""Reader of a streamed response: content, usage and token times, from bytes and their arrival times. Pure.
 
-Almost all events of an answer differ in their text only. So one that has text is decoded and its bytes before and
-after the text are kept; while events look the same around it, they are tokens and nothing is decoded. Whatever looks
-different (a role, a finish reason, usage, an error) is decoded, and the next one with text is learned anew. Where
-a server makes every event different, this is right all the same, only slower. A piece of the body that is exactly one
-event, as servers write a token, is recognised as it is; others are taken apart first.
+Almost all events of a response differ only in their text. An event with text is decoded and its bytes before and after
+the text are kept as a template; events that match the template count as tokens without decoding. Other events (role,
+finish reason, usage, error) are decoded, and the next event with text gives a new template. If every event differs,
+this is still correct but slower. A body piece that is exactly one event is matched directly; others are split first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _QUOTE = ord('"')
 _LEAD, _BLANK_LINE = b"data: ", b"\n\n"
 
 OnGap = Callable[[float, int], None]
-"""Is told a gap, and how many times it was."""
+"""Called with a gap in seconds and its number of occurrences."""
 
 
 class _Delta(msgspec.Struct):
@@ -48,7 +47,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The server's own count."""
+    """Token counts of the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -69,7 +68,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class AnswerReader:
-    """One answer as it comes. Gaps between events with text go to `on_gap`, in seconds."""
+    """Reads one response. Gaps between events with text go to `on_gap`, in seconds."""
 
     __slots__ = (
         "_after", "_before", "_keep_text", "_least", "_on_gap", "_scanner", "_texts", "done", "error",
@@ -82,14 +81,14 @@ class AnswerReader:
         self._scanner = EventScanner()
         self._texts: list[str] = []
         self._before: bytes | None = None
-        """Of an event with text, up to the text; and what is after it."""
+        """Template: bytes of an event before and after its text."""
         self._after = b""
         self._least = 0
-        """How long it is with no text at all."""
+        """Length of the template without text."""
         self.num_events = 0
-        """With text, or with anything else that was generated."""
+        """Events with generated content."""
         self.first_s = self.second_s = self.last_s = 0.0
-        """When the first, the second and the last of them came; meaningless where there are not so many."""
+        """Arrival times of the first, second and last event with content, if there are so many."""
         self.max_gap_s = 0.0
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
@@ -97,7 +96,7 @@ class AnswerReader:
         self.done = False
 
     def feed(self, pieces: list[bytes], now: float) -> None:
-        """Parts of the body that came at one time. ProtocolError: they are no answer."""
+        """Process pieces of the body that arrived together. Raises ProtocolError for an invalid response."""
         scanner = self._scanner
         if len(pieces) == 1 and self.num_events and not scanner.tail and self._is_token(pieces[0]):
             self._count_one(now)
@@ -116,22 +115,22 @@ class AnswerReader:
             self._count(num_tokens, now)
 
     def end(self, now: float) -> None:
-        """There is no more: what came of a last event is all of it."""
+        """Process the end of the body; it completes an unterminated last event."""
         for data in self._scanner.end():
             self._event(data, now)
 
     @property
     def text(self) -> str:
-        """What was answered, where that is kept; thoughts are no part of it."""
+        """Response text without reasoning, if text is kept."""
         return "".join(self._texts)
 
     @property
     def whole(self) -> bool:
-        """Whether the stream said that this is all."""
+        """Whether the stream ended with a finish reason or [DONE]."""
         return self.done or self.finish_reason is not None
 
     def _is_token(self, event: bytes) -> bool:
-        """Whether it is one event, like the one that was learned but for the text, which is not empty."""
+        """Whether these bytes are one event that matches the template with a non-empty text."""
         before = self._before
         return (
             before is not None
@@ -154,7 +153,7 @@ class AnswerReader:
         try:
             chunk = _decode(data)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"an event is no chunk of an answer: {error}", rule="sse json") from None
+            raise ProtocolError(f"invalid response chunk: {error}", rule="sse json") from None
         if (error_body := bytes(chunk.error)) != b"null":
             self.error = error_message(error_body)
             return
@@ -169,7 +168,7 @@ class AnswerReader:
                 self._learn(data)
 
     def _count_one(self, now: float) -> None:
-        """As `_count`, of one event that is not the first: nearly all are."""
+        """Fast path of `_count` for one event that is not the first."""
         gap = now - self.last_s
         self.last_s = now
         if self.num_events == 1:
@@ -180,7 +179,7 @@ class AnswerReader:
         self._on_gap(gap, 1)
 
     def _count(self, number: int, now: float) -> None:
-        """So many events came together."""
+        """Count events that arrived together."""
         before = self.num_events
         self.num_events = before + number
         if before:
@@ -197,32 +196,32 @@ class AnswerReader:
         self.last_s = now
 
     def _learn(self, data: bytes) -> None:
-        found = _TEXT.search(data)
-        if found is None:  # a tool call, a list of log probabilities: decoded each time
+        match = _TEXT.search(data)
+        if match is None:  # a tool call, a list of log probabilities: decoded each time
             self._before = None
             return
-        head = _TEXT_HEAD.match(data, found.start())
+        head = _TEXT_HEAD.match(data, match.start())
         assert head is not None
         self._before = _LEAD + data[: head.end()]
-        self._after = data[found.end() - 1 :] + _BLANK_LINE
+        self._after = data[match.end() - 1 :] + _BLANK_LINE
         self._least = len(self._before) + len(self._after)
 
 
 def error_message(body: bytes) -> str:
-    """What an error of a server says, in one short line: OpenAI's form, or whatever came."""
-    found: str | None = None
+    """Error message of a server in one short line, from OpenAI's format or the plain body."""
+    message: str | None = None
     for wanted in (_ErrorBody, _Error, str):
         try:
             decoded = msgspec.json.decode(body, type=wanted)
         except msgspec.MsgspecError:
             continue
         if isinstance(decoded, _ErrorBody):
-            found = error_message(bytes(decoded.error))
+            message = error_message(bytes(decoded.error))
         else:
-            found = decoded.message if isinstance(decoded, _Error) else str(decoded)
-        if found:
+            message = decoded.message if isinstance(decoded, _Error) else str(decoded)
+        if message:
             break
-    text = found or body.decode(errors="replace")
+    text = message or body.decode(errors="replace")
     return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
 
 

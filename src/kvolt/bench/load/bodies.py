@@ -1,7 +1,4 @@
-"""Requests as bytes: OpenAI's chat and completions formats inside HTTP/1.1. Pure.
-
-The one place that knows which fields are sent.
-"""
+"""Encoding of requests: OpenAI chat and completions bodies in HTTP/1.1. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvolt import __version__
-from kvolt.bench.load.workloads import Ask, Message
+from kvolt.bench.load.workloads import Message, Prompt
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.network import join_address
 
@@ -29,27 +26,27 @@ found still between name should home big give air line set own under read last n
 next sound below saw something thought both few those always show large often together asked house world going want
 """
 _WORDS = tuple(_WORD_LIST.split())
-"""Words that are one token each, after a blank, in the vocabularies of today's models."""
+"""Words that are one token each, after a space, in common vocabularies."""
 
 
 class Endpoint(StrEnum):
-    """Which of the API's forms prompts take."""
+    """Request type."""
 
     CHAT = "chat"
-    """Messages of words, as chat applications send them."""
+    """Chat messages of words."""
     COMPLETIONS = "completions"
-    """A prompt of words."""
+    """Completion prompt of words."""
     TOKENS = "tokens"
-    """A prompt of token ids: exact lengths, where the server takes them."""
+    """Completion prompt of token ids, with exact lengths, if the server supports them."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server: where it is, and how its API is reached."""
+    """Address and API path of a server."""
 
     host: str
     port: int
     path: str
-    """Where the API begins, for example /v1."""
+    """Base path of the API, for example /v1."""
     secure: bool = False
     api_key: str | None = None
 
@@ -77,16 +74,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_target(url: str, api_key: str | None = None) -> Target:
-    """`http://127.0.0.1:8000`, with or without the scheme and /v1."""
+    """Parse a server URL; the scheme and /v1 are optional."""
     remedy = "write it as http://HOST:PORT"
     text = url.strip()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ConfigError(f"{text!r} is no URL", key="url", remedy=remedy)
+        raise ConfigError(f"invalid URL {text!r}", key="url", remedy=remedy)
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{text} is no URL: {error}", key="url", remedy=remedy) from error
+        raise ConfigError(f"invalid URL {text}: {error}", key="url", remedy=remedy) from error
     if (
         parts.scheme not in ("http", "https")
         or not parts.hostname
@@ -94,12 +91,10 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
         or parts.query
         or parts.username
     ):
-        raise ConfigError(f"{text} is no URL of a server", key="url", remedy=remedy)
+        raise ConfigError(f"invalid server URL {text}", key="url", remedy=remedy)
     key = (api_key or "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            "the API key has characters that no key has", key="api_key", remedy="check --api-key"
-        )
+        raise ConfigError("the API key contains invalid characters", key="api_key", remedy="check --api-key")
     path = re.sub(r"/(chat/)?completions$", "", parts.path.rstrip("/"))
     secure = parts.scheme == "https"
     return Target(
@@ -112,7 +107,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
 
 
 class RequestMaker:
-    """Requests of one run to one server."""
+    """Encodes the requests of one run to one server."""
 
     def __init__(
         self, target: Target, model: str, endpoint: Endpoint, fields: dict[str, Any], ignore_eos: bool = True
@@ -127,14 +122,16 @@ class RequestMaker:
         }
         self._more = fields
 
-    def request(self, ask: Ask) -> bytes:
-        body = {**self._fields, "max_tokens": ask.output_tokens}
+    def request(self, prompt: Prompt) -> bytes:
+        body = {**self._fields, "max_tokens": prompt.output_tokens}
         if self._endpoint is Endpoint.CHAT:
             path = "/chat/completions"
-            body["messages"] = [{"role": said.role, "content": _text(said)} for said in ask.messages]
+            body["messages"] = [
+                {"role": message.role, "content": _text(message)} for message in prompt.messages
+            ]
         else:
             path = "/completions"
-            body["prompt"] = self._prompt(ask.messages)
+            body["prompt"] = self._prompt(prompt.messages)
         return self._target.post(path, msgspec.json.encode({**body, **self._more}))
 
     def _prompt(self, messages: Sequence[Message]) -> str | list[int]:

@@ -1,10 +1,10 @@
-"""A lean HTTP client: raw protocols on the Network port, no task and no object per token.
+"""Low-overhead HTTP client: protocols on the Network port, without a task or object per token.
 
-Owns connections (kept alive, pooled, bounded), timeouts, and whom a lost connection concerns. It must not know what
-is asked or measured: each call has a Handler that is told what comes.
+Owns connections (keep-alive, pooled, bounded) and timeouts. Must not know requests or measurements: each call has a
+Handler that receives the response.
 
-When all connections are taken, calls wait in order; their own timeouts end that wait. A call whose kept-alive
-connection turns out to be closed before a byte of the answer came is sent once more, as browsers do.
+When all connections are in use, calls wait in order until their timeouts. A call on a reused connection that closes
+before the first response byte is sent once more, as browsers do.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvolt.bench.load.sample import Failure
 from kvolt.core.errors import ConnectFailed, ProtocolError
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import ProtocolFactory, tune_socket
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 
 class Dialer(Protocol):
-    """The half of the Network port that a client needs."""
+    """The client part of the Network port."""
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol: ...
 
 
 class Handler(Protocol):
-    """Whoever sent a call. `end` or `fail` is the last thing it is told, and it is told one of them once."""
+    """Receives the response of a call; ends with exactly one call of `end` or `fail`."""
 
     @property
-    def begun(self) -> bool:
-        """Whether the first token is there: until then the timeout for it holds."""
+    def has_started(self) -> bool:
+        """Whether the first token arrived, which ends the first-token timeout."""
         ...
 
     def sent(self, now: float) -> None: ...
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
-        """Who is to have the body. A ProtocolError of theirs ends the call."""
+        """Return the reader of the body. Its ProtocolError ends the call."""
         ...
 
     def end(self, now: float) -> None: ...
@@ -50,18 +50,18 @@ class Handler(Protocol):
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of every wait and of every number of things."""
+    """Timeouts and maximum numbers of connections."""
 
     connect_s: float = 10.0
     first_token_s: float = 300.0
     total_s: float = 1800.0
     max_connections: int = 10_000
     max_connecting: int = 128
-    """At once: a server's queue of connections not yet accepted is about as long."""
+    """Maximum concurrent connects, about the length of a server's accept queue."""
 
 
 class Call:
-    """One request under way."""
+    """One running request."""
 
     __slots__ = ("connection", "handler", "is_over", "request", "timer", "was_sent_twice")
 
@@ -75,7 +75,7 @@ class Call:
 
 
 class HttpClient:
-    """Calls to one server. Close it, or its connections stay."""
+    """Calls to one server; `close` ends its connections."""
 
     def __init__(self, dialer: Dialer, clock: Clock, address: str, limits: ClientLimits) -> None:
         self._dialer = dialer
@@ -83,10 +83,10 @@ class HttpClient:
         self._limits = limits
         self.now = clock.monotonic
         self._loop = asyncio.get_running_loop()
-        self._crew = Crew("bench-connect")
+        self._task_group = TaskGroup("bench-connect")
         self._waiting: deque[Call] = deque()
         self._idle: list[_Connection] = []
-        """The last used first, so that the others may be closed by the server when there are too many."""
+        """Idle connections, last used first, so that surplus ones reach the server's idle timeout."""
         self._open: dict[_Connection, None] = {}
         self._num_connecting = 0
         self._closed = False
@@ -104,7 +104,7 @@ class HttpClient:
         return call
 
     def give_up(self, call: Call, kind: str, message: str) -> None:
-        """End a call now; nothing happens when it is over."""
+        """Fail a call now, unless it has ended."""
         if call.is_over:
             return
         connection = call.connection
@@ -116,9 +116,9 @@ class HttpClient:
         self._assign()
 
     async def close(self) -> None:
-        """Drop all connections. Calls still under way fail as cut."""
+        """Close all connections; running calls fail."""
         self._closed = True
-        await self._crew.close()
+        await self._task_group.close()
         for call in list(self._waiting):
             self.give_up(call, Failure.CUT, "the client was closed")
         for connection in list(self._open):
@@ -130,7 +130,7 @@ class HttpClient:
     # -- for connections
 
     def finish(self, call: Call) -> Handler:
-        """The call is over; its handler is to be told by the caller."""
+        """Mark a call as ended and return its handler, which the caller notifies."""
         call.is_over = True
         call.connection = None
         if call.timer is not None:
@@ -142,18 +142,18 @@ class HttpClient:
         self._open[connection] = None
 
     def release(self, connection: _Connection) -> None:
-        """The connection can take another call."""
+        """Return a connection to the pool."""
         self._idle.append(connection)
         self._assign()
 
     def forget(self, connection: _Connection) -> None:
-        """The connection is gone, or about to be."""
+        """Remove a connection that is closed or closing."""
         self._open.pop(connection, None)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def lost(self, call: Call, was_reused: bool, reason: str) -> None:
-        """A connection broke under a call that has no whole answer."""
+        """Handle the loss of a connection with an incomplete response."""
         call.connection = None
         if was_reused and not call.was_sent_twice and not self._closed:
             call.was_sent_twice = True
@@ -169,7 +169,7 @@ class HttpClient:
     # -- inside
 
     def _assign(self) -> None:
-        """Give waiting calls to idle connections, and open others for the rest."""
+        """Assign waiting calls to idle connections and open new ones for the rest."""
         if self._closed:
             return
         while self._waiting and self._idle:
@@ -182,7 +182,7 @@ class HttpClient:
         )
         for _ in range(num_wanted):
             self._num_connecting += 1
-            self._crew.start(self._connect(), "connect")
+            self._task_group.start(self._connect(), "connect")
 
     async def _connect(self) -> None:
         failure: str | None = None
@@ -195,7 +195,7 @@ class HttpClient:
                 self._idle.append(connection)
             else:
                 failure = f"{self._address} closed the connection at once"
-        except (ConnectFailed, UnicodeError) as error:  # UnicodeError: a name that DNS cannot hold
+        except (ConnectFailed, UnicodeError) as error:  # UnicodeError: invalid host name
             failure = str(error)
         finally:
             self._num_connecting -= 1
@@ -206,7 +206,7 @@ class HttpClient:
 
     def _first_token_due(self, call: Call) -> None:
         limits = self._limits
-        if not call.handler.begun:
+        if not call.handler.has_started:
             message = f"no token within {limits.first_token_s:g} s"
             self.give_up(call, Failure.FIRST_TOKEN_TIMEOUT, message)
             return
@@ -214,11 +214,11 @@ class HttpClient:
         call.timer = self._loop.call_later(left_s, self._answer_due, call)
 
     def _answer_due(self, call: Call) -> None:
-        self.give_up(call, Failure.TOTAL_TIMEOUT, f"not done within {self._limits.total_s:g} s")
+        self.give_up(call, Failure.TOTAL_TIMEOUT, f"not complete within {self._limits.total_s:g} s")
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one call at a time."""
+    """One connection with one call at a time."""
 
     __slots__ = ("_body", "_client", "_now", "_num_calls", "_reader", "_transport", "call")
 
@@ -228,12 +228,12 @@ class _Connection(asyncio.Protocol):
         self._reader = ResponseReader()
         self._transport: asyncio.Transport | None = None
         self._body: BodyReader | None = None
-        """None until the head is there."""
+        """None before the response head."""
         self._num_calls = 0
         self.call: Call | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is not one by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         tune_socket(transport)
         self._client.opened(self)
 
@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         call = self.call
         if call is None:
-            self.drop()  # a server that speaks unasked is about to hang up
+            self.drop()  # unsolicited data: the server is about to close
             return
         now = self._now()
         reader, body = self._reader, self._body
@@ -275,18 +275,18 @@ class _Connection(asyncio.Protocol):
             return
         if self._body is not None:
             try:
-                self._reader.end()  # an answer may end with its connection
+                self._reader.end()  # the end of the connection may end the response
             except ProtocolError as broken:
                 reason = str(error) if error is not None else broken.message
                 self._client.lost(call, False, reason)
             else:
                 self._client.finish(call).end(self._client.now())
             return
-        reason = str(error) if error is not None else "the server closed the connection and answered nothing"
+        reason = str(error) if error is not None else "the server closed the connection without a response"
         self._client.lost(call, self._num_calls > 1, reason)
 
     def drop(self) -> None:
-        """Close at once, telling nobody."""
+        """Close immediately without notifying the handler."""
         self.call = None
         self._client.forget(self)
         transport, self._transport = self._transport, None

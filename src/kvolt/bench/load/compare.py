@@ -1,8 +1,7 @@
-"""Two runs beside each other: what changed, and whether chance alone could have done it. Pure, seeded.
+"""Comparison of two runs: changes with bootstrap confidence intervals. Pure, seeded.
 
-The answers that each report keeps are drawn anew many times (bootstrap); the middle 95 % of the changes seen there is
-the interval. It tells of chance within the two runs, not of what differs between one day and another: for that,
-run each side several times.
+The samples kept in each report are resampled many times; the interval is the middle 95 % of the changes. It covers the
+variance within the two runs, not between days: for that, repeat each run several times.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of both runs. `change` is relative: 0.1 is ten percent more in the second."""
+    """One metric of both runs. `change` is relative: 0.1 means ten percent more in the second."""
 
     figure: str
     first: float
@@ -30,7 +29,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     change: float | None
     low: float | None = None
     high: float | None = None
-    """Of the change; None where a run has but one such number."""
+    """Bounds of the change; None if a run has only one value."""
     more_is_better: bool = False
 
     @property
@@ -38,20 +37,20 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         if self.low is None or self.high is None:
             return ""
         if self.low <= 0.0 <= self.high:
-            return "no difference seen"
+            return "no significant difference"
         return "better" if (self.low > 0.0) == self.more_is_better else "worse"
 
 
 def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000) -> list[Change]:
-    """Latencies with intervals, then the figures that a run has only once."""
+    """Changes of latencies with intervals, then of metrics with one value per run."""
     rng = np.random.Generator(np.random.PCG64(seed))
     changes = []
     for name in LATENCIES:
-        ours, theirs = _values(first, name), _values(second, name)
-        if min(len(ours), len(theirs)) < _FEWEST:
+        first_values, second_values = _values(first, name), _values(second, name)
+        if min(len(first_values), len(second_values)) < _FEWEST:
             continue
-        before, after = _figures(ours[None, :])[:, 0], _figures(theirs[None, :])[:, 0]
-        drawn = _drawn_changes(ours, theirs, rng, num_draws)
+        before, after = _figures(first_values[None, :])[:, 0], _figures(second_values[None, :])[:, 0]
+        drawn = _drawn_changes(first_values, second_values, rng, num_draws)
         tail = 100.0 * (1.0 - _CONFIDENCE) / 2.0
         low, high = np.percentile(drawn, [tail, 100.0 - tail], axis=1)
         for at, figure in enumerate(("mean", "p50", "p90", "p99")):
@@ -69,7 +68,7 @@ def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000)
 
 
 def differing_settings(first: Report, second: Report) -> dict[str, tuple[object, object]]:
-    """What was not the same in the two runs, so that nobody compares apples with pears unknowingly."""
+    """Settings that differ between the two runs."""
     names = [*first.settings, *(name for name in second.settings if name not in first.settings)]
     found: dict[str, tuple[object, object]] = {
         name: (first.settings.get(name), second.settings.get(name))

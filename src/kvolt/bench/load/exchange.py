@@ -1,7 +1,4 @@
-"""One request from the moment it is due to its Sample: the client's Handler for streamed answers. Pure.
-
-Owns which failure an answer is. Must not know connections, nor what becomes of the Sample.
-"""
+"""Handler of one streamed response: produces the request's Sample and classifies failures. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from kvolt.bench.load.sample import Failure, Sample
 _MAX_REFUSAL_BYTES = 64 << 10
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request before it is sent; times from the start of the run."""
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a request before it is sent; times from the start of the run."""
 
     number: int
     session: int
@@ -29,17 +26,17 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """Hears what comes for one request, and tells `on_end` what it was."""
+    """Receives the response of one request and passes its Sample to `on_end`."""
 
     def __init__(
         self,
-        asked: Asked,
+        plan: RequestPlan,
         origin_s: float,
         on_gap: OnGap,
         on_end: Callable[[Exchange, Sample], None],
     ) -> None:
-        self.asked = asked
-        self.answer = AnswerReader(on_gap, asked.keep_text)
+        self.plan = plan
+        self.answer = AnswerReader(on_gap, plan.keep_text)
         self._origin_s = origin_s
         self._on_end = on_end
         self._status = 0
@@ -48,7 +45,7 @@ class Exchange:
         self._sent_at: float | None = None
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.answer.num_events > 0
 
     def sent(self, now: float) -> None:
@@ -68,7 +65,7 @@ class Exchange:
         if self._status != 200:
             self._over(now, f"http_{self._status}", error_message(self._body))
         elif not self._is_stream:
-            self._over(now, Failure.NO_STREAM, "the server answered in one piece and not as a stream")
+            self._over(now, Failure.NO_STREAM, "the server did not stream the response")
         else:
             answer.end(now)
             if answer.error is not None:
@@ -81,23 +78,23 @@ class Exchange:
                 self._over(now, None, None)
 
     def fail(self, kind: str, message: str, now: float) -> None:
-        if self.answer.error is not None:  # some servers say what is wrong and then hang up
+        if self.answer.error is not None:  # some servers send an error and then close
             kind, message = Failure.STREAM_ERROR, self.answer.error
         self._over(now, kind, message)
 
     def _over(self, now: float, error: str | None, message: str | None) -> None:
-        asked, answer, origin_s = self.asked, self.answer, self._origin_s
+        plan, answer, origin_s = self.plan, self.answer, self._origin_s
         usage = answer.usage
         details = usage.prompt_tokens_details if usage is not None else None
         num_input = usage.prompt_tokens if usage is not None else None
         num_output = usage.completion_tokens if usage is not None else None
         num_events = answer.num_events
         sample = Sample(
-            number=asked.number,
-            session=asked.session,
-            turn=asked.turn,
-            due_s=asked.due_s,
-            started_s=asked.started_s,
+            number=plan.number,
+            session=plan.session,
+            turn=plan.turn,
+            due_s=plan.due_s,
+            started_s=plan.started_s,
             sent_s=None if self._sent_at is None else self._sent_at - origin_s,
             first_s=answer.first_s - origin_s if num_events else None,
             second_s=answer.second_s - origin_s if num_events > 1 else None,
@@ -105,7 +102,7 @@ class Exchange:
             end_s=now - origin_s,
             max_gap_s=answer.max_gap_s,
             num_events=num_events,
-            input_tokens=asked.input_tokens if num_input is None else num_input,
+            input_tokens=plan.input_tokens if num_input is None else num_input,
             output_tokens=num_events if num_output is None else num_output,
             cached_tokens=None if details is None else details.cached_tokens,
             error=None if error is None else str(error),

@@ -1,14 +1,14 @@
-"""A histogram of bounded memory whose percentiles are within 0.4 % (log-linear buckets, as HdrHistogram's).
+"""Histogram with bounded memory and percentiles within 0.4 % (log-linear buckets like HdrHistogram).
 
-Values are counted in units (for times: microseconds). Below 256 units each has its own bucket; above, each power of
-two is cut into 128 equal ones:
+Values are counted in units (microseconds for times). Below 256 units each value has its own bucket; above, each power
+of two is divided into 128 equal buckets:
 
     units    0 ... 255 | 256 ... 511 | 512 ... 1023 | ...
     width        1     |      2      |      4       |
     bucket   0 ... 255 | 256 ... 383 | 384 ...  511 | ...
 
-Recording is a shift and an addition, since the generator does it for every token. Histograms with one unit can be
-merged, and are the same whatever the order.
+Recording is a shift and an addition, since it happens for every token. Histograms with equal units can be merged in any
+order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvolt.core.errors import InvalidRequest
 _MANTISSA_BITS = 8
 _HALF_BITS = _MANTISSA_BITS - 1
 _MAX_UNITS = (1 << 44) - 1
-"""About 200 days in microseconds; what is longer counts as this long."""
+"""About 200 days in microseconds; larger values are clamped."""
 _NUM_BUCKETS = ((_MAX_UNITS.bit_length() - _MANTISSA_BITS) << _HALF_BITS) + (1 << _MANTISSA_BITS)
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report says of one figure; times in seconds."""
+    """Summary of one metric in a report; times in seconds."""
 
     count: int
     mean: float
@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistogramData(msgspec.Struct, frozen=True, kw_only=True):
-    """A histogram in a file: the buckets that are not empty."""
+    """Serialized histogram: the non-empty buckets."""
 
     units_per_value: float
     buckets: list[int]
@@ -54,7 +54,7 @@ class HistogramData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """Counts values that are not negative; a negative one (two clocks disagree) counts as 0."""
+    """Counts non-negative values; a negative value (clock skew) counts as 0."""
 
     __slots__ = ("_counts", "_units_per_value", "count", "max", "min", "total")
 
@@ -98,23 +98,23 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """The value that `percent` of all values do not exceed (nearest rank); 0 when there are none."""
+        """Percentile by nearest rank; 0 without values."""
         return self.percentiles((percent,))[0]
 
     def percentiles(self, percents: tuple[float, ...]) -> list[float]:
-        """Several at once, in rising order: the buckets are walked one time."""
+        """Several percentiles, in rising order, in one pass."""
         if not self.count:
             return [0.0] * len(percents)
         found: list[float] = []
-        seen = 0
-        wanted = [max(1, math.ceil(self.count * percent / 100.0)) for percent in percents]
+        num_seen = 0
+        ranks = [max(1, math.ceil(self.count * percent / 100.0)) for percent in percents]
         for bucket, number in enumerate(self._counts):
             if not number:
                 continue
-            seen += number
-            while len(found) < len(wanted) and wanted[len(found)] <= seen:
+            num_seen += number
+            while len(found) < len(ranks) and ranks[len(found)] <= num_seen:
                 found.append(min(max(self._middle(bucket), self.min), self.max))
-            if len(found) == len(wanted):
+            if len(found) == len(ranks):
                 break
         return found
 
@@ -148,7 +148,9 @@ class Histogram:
         made = cls(data.units_per_value)
         for bucket, number in zip(data.buckets, data.counts, strict=True):
             if not 0 <= bucket < _NUM_BUCKETS or number < 0:
-                raise InvalidRequest(f"no histogram has {number} values in bucket {bucket}", param="buckets")
+                raise InvalidRequest(
+                    f"invalid histogram: {number} values in bucket {bucket}", param="buckets"
+                )
             made._counts[bucket] = number
             made.count += number
         made.total, made.max = data.total, data.max

@@ -1,4 +1,4 @@
-"""Which models a server has: asked over the same client, before a run."""
+"""Query of the server's models before a run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Listing(msgspec.Struct):
 
 
 class _WholeAnswer:
-    """A Handler that keeps the body."""
+    """Handler that collects the whole body."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.begun = False
+        self.has_started = False
         self.status = 0
         self.body = b""
         self.failure: tuple[str, str] | None = None
@@ -39,7 +39,7 @@ class _WholeAnswer:
     def sent(self, now: float) -> None: ...
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
-        self.begun = True
+        self.has_started = True
         self.status = status
         return self._keep
 
@@ -59,44 +59,44 @@ class _WholeAnswer:
             self.over.set_result(None)
 
 
-async def find_model(client: HttpClient, target: Target, wanted: str | None) -> str:
-    """The wanted model, or the only one. ConfigError when nobody answers there, or somebody must choose."""
+async def find_model(client: HttpClient, target: Target, requested: str | None) -> str:
+    """The requested model, or the only one. Raises ConfigError if the server is unreachable or has several models."""
     answer = _WholeAnswer()
     call = client.submit(target.get("/models"), answer)
     try:
         async with asyncio.timeout(_PATIENCE_S):
             await answer.over
     except TimeoutError:
-        client.give_up(call, Failure.TOTAL_TIMEOUT, f"it lists no models within {_PATIENCE_S:g} s")
+        client.give_up(call, Failure.TOTAL_TIMEOUT, f"no model list within {_PATIENCE_S:g} s")
     if answer.failure is not None:
         kind, message = answer.failure
-        if kind == Failure.CONNECT or wanted is None:
+        if kind == Failure.CONNECT or requested is None:
             raise ConfigError(
-                f"nothing answers at {target.url}: {message}",
+                f"{target.url} is unreachable: {message}",
                 key="url",
-                remedy="start a server with `kvolt serve`, or name another with --url",
+                remedy="start a server with `kvolt serve`, or choose another with --url",
             )
-        return wanted
-    if wanted is not None:
-        return wanted  # a server may well answer without listing
+        return requested
+    if requested is not None:
+        return requested  # not every server lists its models
     if answer.status in (401, 403):
         raise ConfigError(
-            f"{target.url} answers {answer.status}: {error_message(answer.body)}",
+            f"{target.url} responds {answer.status}: {error_message(answer.body)}",
             key="api_key",
-            remedy="give a key with --api-key or OPENAI_API_KEY",
+            remedy="set --api-key or OPENAI_API_KEY",
         )
     try:
         names = [model.id for model in msgspec.json.decode(answer.body, type=_Listing).data]
     except msgspec.MsgspecError:
         raise ConfigError(
-            f"{target.url}/models answers {answer.status} and no list of models",
+            f"{target.url}/models responds {answer.status} without a model list",
             key="url",
-            remedy="check --url, or name the model with --model",
+            remedy="check --url, or set --model",
         ) from None
     if len(names) == 1:
         return names[0]
     if not names:
-        raise ConfigError(f"{target.url} serves no model yet", key="model", remedy="see `kvolt status`")
+        raise ConfigError(f"{target.url} serves no model", key="model", remedy="see `kvolt status`")
     raise ConfigError(
         f"{target.url} serves {len(names)} models: {', '.join(names)}",
         key="model",

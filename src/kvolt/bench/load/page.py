@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: tables, and plots inside it. Pure."""
+"""Report as a self-contained HTML file with tables and plots. Pure."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ svg text.limit { fill: #dc2626; }
 
 
 def html_page(report: Report, more: Sequence[str] = ()) -> str:
-    """`more` are further sections, as HTML, between the plots and the settings."""
-    title = f"{report.model}: {'cut ' if report.was_cut else ''}load of {report.url}"
-    begun = "on virtual time"
+    """HTML page of a report. `more` are additional HTML sections before the settings."""
+    title = f"{report.model}: {'interrupted ' if report.was_cut else ''}load of {report.url}"
+    started = "on virtual time"
     if report.started_at:
-        begun = datetime.fromtimestamp(report.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        started = datetime.fromtimestamp(report.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     header, *rows = latency_rows(report)
     warnings = "".join(f'<p class="warning">{escape(warning)}</p>' for warning in report.warnings)
     errors = [(kind, str(count), report.messages.get(kind, "")) for kind, count in report.errors.items()]
     settings = [(name, str(value)) for name, value in report.settings.items() if value is not None]
     sections = [
-        f"<h1>{escape(title)}</h1><p>{begun}</p>{warnings}",
+        f"<h1>{escape(title)}</h1><p>{started}</p>{warnings}",
         table(None, facts(report)),
         "<h2>Latency (ms)</h2>",
         table(header, rows),
@@ -64,7 +64,7 @@ def html_page(report: Report, more: Sequence[str] = ()) -> str:
 
 
 def html_file(title: str, sections: Sequence[str]) -> str:
-    """A whole file of sections that are HTML already."""
+    """HTML document with these HTML sections."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
@@ -73,7 +73,7 @@ def html_file(title: str, sections: Sequence[str]) -> str:
 
 
 def table(header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
-    """Columns of figures; without a header, names and what they are."""
+    """HTML table; without a header, rows are names and values."""
     head = f"<thead><tr>{_cells('th', header)}</tr></thead>" if header is not None else ""
     body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
     kind = ' class="named"' if header is None else ""
@@ -115,13 +115,13 @@ def _timeline_plots(report: Report) -> list[str]:
     tokens = Series("tokens", _rates(line.tokens, line.width_s))
     return [
         plot("Output tokens", "s", "tokens/s", [tokens]),
-        plot("Requests under way", "s", "requests", [Series("under way", in_flight)]),
+        plot("Running requests", "s", "requests", [Series("running", in_flight)]),
         plot("Requests due and ended", "s", "requests/s", [arrivals, ends]),
     ]
 
 
 def _rates(counts: Sequence[float], width_s: float) -> list[Point]:
-    """Per second, over a second or more: in less there are so few that one more or less is all there is to see."""
+    """Rates per second over intervals of at least one second, since shorter ones have too few requests."""
     joined = max(1, math.ceil(len(counts) / _MAX_RATES))
     if len(counts) * width_s > _LONG_S:
         joined = max(joined, math.ceil(1.0 / width_s))

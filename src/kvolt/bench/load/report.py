@@ -1,7 +1,6 @@
-"""What a run says of itself at its end, as one value: a report. Pure.
+"""Report of a run, also the format of the JSON file. Pure.
 
-The JSON file is this struct. It holds the histograms and a choice of single answers too, so that runs can be merged
-and compared later.
+Contains the histograms and a sample of single responses, so that runs can be merged and compared.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from kvolt.core.errors import ConfigError
 FORMAT = "kvolt-bench/1"
 
 _LATE_S = 0.010
-"""A generator that is later than this with one request in a hundred tells of itself, not of the server."""
+"""Maximum p99 lateness of the generator; above it, latencies include the generator's delays."""
 _FEW_FOR_P99 = 100
 
 Setting = str | int | float | bool | None
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Per second of the measured time, of whole answers."""
+    """Rates of complete responses over the measured time."""
 
     window_s: float
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
     good_requests_per_s: float | None
-    """Goodput: within the SLA. None without one."""
+    """Goodput: requests within the SLA; None without an SLA."""
     good_share: float | None
-    """Of all requests that ended, failed ones included."""
+    """Fraction of all ended requests, including failed ones, within the SLA."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and tokens; warm-up is in no other number than its own."""
+    """Requests and tokens, without warm-up requests, except in `warmup`."""
 
     whole: int
     failed: int
@@ -45,7 +44,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     events: int
-    """Stream events with tokens: fewer than tokens where a server sends several at once."""
+    """Stream events with tokens; fewer than tokens if a server sends several per event."""
     cached_tokens: int | None
 
 
@@ -75,7 +74,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tally does not know of its run."""
+    """Facts of a run that are not in its tally."""
 
     url: str
     model: str
@@ -134,18 +133,18 @@ def make_report(facts: RunFacts, tally: Tally) -> Report:
 def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
     warnings = []
     if facts.was_cut:
-        warnings.append(f"the run was cut: {tally.num_cut} answers were under way and are not counted")
+        warnings.append(f"the run was interrupted: {tally.num_cut} running requests are not counted")
     late_s = tally.lateness.percentile(99.0)
     if facts.open_loop and late_s > _LATE_S:
         warnings.append(
             f"the generator could not keep the schedule: 1 request in 100 was sent {late_s * 1e3:.0f} ms late or "
-            "later (in the latencies, since they count from the schedule); ask for less, or from several machines"
+            "later (included in the latencies, which count from the schedule); reduce the load or use several machines"
         )
     if tally.num_failed:
         share = 100.0 * tally.num_failed / max(1, tally.num_ended)
-        warnings.append(f"{share:.1f} % of the requests failed: latencies are of the others only")
+        warnings.append(f"{share:.1f} % of the requests failed: latencies exclude them")
     if 0 < tally.num_whole < _FEW_FOR_P99:
-        warnings.append(f"{tally.num_whole} answers are few: p99 and above are about the slowest one")
+        warnings.append(f"only {tally.num_whole} responses: p99 and above are about the slowest one")
     if tally.output_tokens > 1.05 * tally.num_events:
         per_event = tally.output_tokens / max(1, tally.num_events)
         warnings.append(
@@ -159,17 +158,19 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(data: bytes, name: str) -> Report:
-    """ConfigError names the file when it is no report."""
+    """Decode a report. Raises ConfigError with the file name if it is invalid."""
     try:
         report = msgspec.json.decode(data, type=Report)
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{name} is no report of kvolt bench: {error}", key="report", remedy="give a report.json it wrote"
+            f"{name} is not a kvolt bench report: {error}",
+            key="report",
+            remedy="use a report.json of `kvolt bench`",
         ) from error
     if report.format != FORMAT:
         raise ConfigError(
             f"{name} has the format {report.format}, not {FORMAT}",
             key="report",
-            remedy="use the kvolt that wrote it",
+            remedy="use the kvolt version that wrote it",
         )
     return report

@@ -1,4 +1,4 @@
-"""A report's figures as rows of text, the same for terminal, plain output and HTML. Pure."""
+"""Rows of text of a report, for terminal, plain and HTML output. Pure."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
 def latency_rows(report: Report) -> list[list[str]]:
-    """A header, then one row for each latency, in milliseconds."""
+    """Header and one row per latency, in milliseconds."""
     rows = [["", *_COLUMNS]]
     for name, summary in report.latencies.items():
         values = (
             summary.mean, summary.p50, summary.p90, summary.p95, summary.p99, summary.p99_9, summary.max,
         )  # fmt: skip
-        told = [milliseconds(value) if summary.count else "-" for value in values]
-        rows.append([f"{LATENCY_NAMES[name]} ({name})", *told])
+        cells = [milliseconds(value) if summary.count else "-" for value in values]
+        rows.append([f"{LATENCY_NAMES[name]} ({name})", *cells])
     return rows
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """Everything but the latencies, as name and value."""
+    """All values except latencies, as names and values."""
     counts, flow = report.counts, report.throughput
-    requests = f"{counts.whole} whole, {counts.failed} failed"
-    requests += f", {counts.cut} cut" if counts.cut else ""
-    requests += f" (and {counts.warmup} to warm up)" if counts.warmup else ""
+    requests = f"{counts.whole} complete, {counts.failed} failed"
+    requests += f", {counts.cut} interrupted" if counts.cut else ""
+    requests += f" (and {counts.warmup} warm-up)" if counts.warmup else ""
     rows = [
         ("requests", requests),
         ("measured time", f"{flow.window_s:.2f} s"),
@@ -53,14 +53,14 @@ def facts(report: Report) -> list[tuple[str, str]]:
         limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in (report.sla or {}).items())
         share = "-" if flow.good_share is None else f"{100.0 * flow.good_share:.1f} %"
         rows.append(("goodput", f"{flow.good_requests_per_s:.3g} requests/s, {share} within {limits}"))
-    rows.append(("sent late by", _middle_and_tail(report.lateness)))
+    rows.append(("lateness", _middle_and_tail(report.lateness)))
     if report.connecting.p99 > _NOTABLE_S:
-        rows.append(("waited for a connection", _middle_and_tail(report.connecting)))
+        rows.append(("wait for a connection", _middle_and_tail(report.connecting)))
     return rows
 
 
 def change_rows(changes: list[Change]) -> list[list[str]]:
-    """A header, then one row for each figure; latencies in milliseconds."""
+    """Header and one row per metric; latencies in milliseconds."""
     rows = [["", "first", "second", "change", "95 % interval", ""]]
     for change in changes:
         is_latency = change.low is not None

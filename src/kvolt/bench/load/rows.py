@@ -1,4 +1,4 @@
-"""One line of CSV a request. Pure: the file is the caller's."""
+"""CSV output with one line per request. Pure: the caller owns the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
 
 
 class Rows:
-    """Writes each request as it ends; warm-up is marked."""
+    """Writes each request at its end; warm-up requests are marked."""
 
     def __init__(self, file: TextIO) -> None:
         self._writer = csv.writer(file, lineterminator="\n")

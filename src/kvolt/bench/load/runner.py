@@ -1,10 +1,10 @@
-"""Runs a load: sends what is due when it is due, hears what comes, counts it, and ends in order.
+"""Load run: sends requests when they are due, counts the responses, and drains at the end.
 
-Owns which request is next, in open and in closed loop, and which of them count. It must not know HTTP or how results
-are shown. Runs in callbacks of the loop: there is no task per request.
+Decides which request is next, in open and closed loop, and which requests count. Must not know HTTP or the display of
+results. Runs in loop callbacks, without a task per request.
 
-In an open loop sessions begin by the schedule whatever the server does. In a closed loop a fixed number of users ask
-one after another; one whose request failed waits a moment, so that a dead server is not asked at full speed.
+In an open loop sessions start by the schedule, regardless of the server. In a closed loop each of a fixed number of
+users sends one request after another, with a pause after a failure so that a failing server is not flooded.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import msgspec
 
 from kvolt.bench.load.bodies import RequestMaker
 from kvolt.bench.load.client import Call, HttpClient
-from kvolt.bench.load.exchange import Asked, Exchange
+from kvolt.bench.load.exchange import Exchange, RequestPlan
 from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.load.tally import Tally
-from kvolt.bench.load.workloads import Ask, Session, Workload
+from kvolt.bench.load.workloads import Prompt, Session, Workload
 from kvolt.runtime.clock import Clock
 
 _EARLY_S = 0.0005
-"""Timers count in milliseconds: what is due so soon is sent now."""
+"""Timer resolution: requests due within this time are sent now."""
 _MAX_SENT_PER_TICK = 64
-"""Before answers are heard again, when many are due."""
+"""Maximum requests sent before responses are processed again."""
 _PAUSE_AFTER_FAILURE_S = 0.1
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run goes: an open loop has a schedule, a closed one a concurrency."""
+    """Pace of a run: a schedule for an open loop, a concurrency for a closed loop."""
 
     schedule: Iterator[float] | None = None
     concurrency: int | None = None
     num_requests: int | None = None
     duration_s: float | None = None
-    """The run is over after so many counted requests, or so long after the first; None: when the workload ends."""
+    """The run ends after `num_requests`, or after this time since the first; if both are None, with the workload."""
     num_warmup: int = 0
-    """Requests before those, which are not counted."""
+    """Initial requests that are not counted."""
     drain_s: float = 5.0
-    """What answers under way get when the run is ended from outside."""
+    """Time for running requests after `end`."""
 
 
 @dataclass(slots=True)
 class _User:
-    """A session and how far it is."""
+    """A session and its current turn."""
 
     number: int
     session: Session
@@ -54,7 +54,7 @@ class _User:
 
 
 class LoadRun:
-    """One run; `run` it once."""
+    """One run; call `run` once."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class LoadRun:
         self._on_sample = on_sample
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        """Nothing is under way or due; or `end` was called."""
+        """Set when no request is running or due, or after `end`."""
         self._calls: dict[Exchange, tuple[Call | None, _User]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        """Of questions being thought about, by the number of the session; -1 is the schedule's."""
+        """Timers of think times by session number; -1 is the schedule's."""
         self._origin_s = 0.0
         self._next_due_s: float | None = None
         self._num_sessions = 0
@@ -101,7 +101,7 @@ class LoadRun:
 
     @property
     def share_done(self) -> float | None:
-        """How much of the run is over, where that is known."""
+        """Fraction of the run that is done, if known."""
         pace, tally = self._pace, self._tally
         shares = []
         if pace.num_requests:
@@ -113,7 +113,7 @@ class LoadRun:
         return min(1.0, max(shares)) if shares else None
 
     async def run(self) -> None:
-        """To the end, or until `end`: then nothing more is sent, and what is under way may drain."""
+        """Run until done or `end`, which stops sending and drains running requests."""
         self._origin_s = self._now()
         if self._pace.schedule is not None:
             self._take_due()
@@ -130,7 +130,7 @@ class LoadRun:
             self._stop_sending()
 
     def end(self) -> None:
-        """End the run before its time; `run` returns when what is under way has drained."""
+        """End the run early; `run` returns when running requests have drained."""
         if not self._over.is_set():
             self.was_cut = True
             self._over.set()
@@ -182,13 +182,13 @@ class LoadRun:
 
     def _begin_session(self, due_s: float) -> None:
         session = self._workload.session(self._num_sessions) if self._may_send(due_s) else None
-        ask = session.next(None) if session is not None else None
-        if session is None or ask is None:
+        prompt = session.next(None) if session is not None else None
+        if session is None or prompt is None:
             self._next_due_s = None
             return
         user = _User(self._num_sessions, session)
         self._num_sessions += 1
-        self._send(user, ask, due_s)
+        self._send(user, prompt, due_s)
 
     def _may_send(self, due_s: float) -> bool:
         pace = self._pace
@@ -196,7 +196,7 @@ class LoadRun:
             return False
         return pace.num_requests is None or self._num_started < pace.num_warmup + pace.num_requests
 
-    def _send(self, user: _User, ask: Ask, due_s: float) -> None:
+    def _send(self, user: _User, prompt: Prompt, due_s: float) -> None:
         number = self._num_started
         self._num_started += 1
         counted = number >= self._pace.num_warmup
@@ -204,17 +204,17 @@ class LoadRun:
             if self._ends_s is None and self._pace.duration_s is not None:
                 self._ends_s = due_s + self._pace.duration_s
             self._tally.started(due_s)
-        asked = Asked(
+        plan = RequestPlan(
             number=number,
             session=user.number,
             turn=user.turn,
             due_s=due_s,
             started_s=self.elapsed_s,
-            input_tokens=ask.input_tokens,
+            input_tokens=prompt.input_tokens,
             keep_text=user.session.wants_text,
         )
-        exchange = Exchange(asked, self._origin_s, self._tally.on_gap if counted else _ignore, self._ended)
-        request = self._maker.request(ask)
+        exchange = Exchange(plan, self._origin_s, self._tally.on_gap if counted else _ignore, self._ended)
+        request = self._maker.request(prompt)
         self._calls[exchange] = (None, user)
         call = self._client.submit(request, exchange)
         if exchange in self._calls:
@@ -228,22 +228,22 @@ class LoadRun:
         else:
             self._tally.warmed_up()
         self._on_sample(sample, counted)
-        self._go_on(user, sample, exchange.answer.text)
+        self._next_turn(user, sample, exchange.answer.text)
         self._check_over()
 
-    def _go_on(self, user: _User, sample: Sample, text: str) -> None:
-        """The next turn, or in a closed loop the next session."""
+    def _next_turn(self, user: _User, sample: Sample, text: str) -> None:
+        """Start the next turn, or in a closed loop the next session."""
         if self._is_stopping:
             return
         if sample.error is None:
-            ask = user.session.next(text)
-            if ask is not None:
+            prompt = user.session.next(text)
+            if prompt is not None:
                 user.turn += 1
                 self._later(
                     user.session.think_s,
                     sample.end_s,
                     user.number,
-                    lambda due_s: self._turn(user, ask, due_s),
+                    lambda due_s: self._turn(user, prompt, due_s),
                 )
                 return
         if self._pace.schedule is None:
@@ -260,9 +260,9 @@ class LoadRun:
 
         self._timers[key] = self._loop.call_later(max(0.0, due_s - self.elapsed_s), fire)
 
-    def _turn(self, user: _User, ask: Ask, due_s: float) -> None:
+    def _turn(self, user: _User, prompt: Prompt, due_s: float) -> None:
         if self._may_send(due_s):
-            self._send(user, ask, due_s)
+            self._send(user, prompt, due_s)
 
     def _check_over(self) -> None:
         if not self._calls and not self._timers and self._next_due_s is None:
@@ -270,4 +270,4 @@ class LoadRun:
 
 
 def _ignore(gap_s: float, times: int = 1) -> None:
-    """Of a request that does not count."""
+    """Gap callback of a warm-up request."""

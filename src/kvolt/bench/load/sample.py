@@ -1,8 +1,7 @@
-"""One request as it was measured. Pure.
+"""Measurement of one request. Pure.
 
-All latencies count from `due_s`, the time at which the request should have been sent: what a stalled server or a late
-generator makes others wait is then in the figures (no coordinated omission). A request that went out a moment early,
-as timers may, counts from when it went.
+All latencies count from `due_s`, the scheduled start, so that delays by a stalled server or a late generator are
+included (no coordinated omission). A request that a timer sent slightly early counts from its start.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 
 class Failure(StrEnum):
-    """Why a request brought no whole answer, where no status code says it (`http_503`)."""
+    """Reason of a failure without a status code (those are `http_503` and so on)."""
 
     CONNECT = "connect_failed"
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"
@@ -24,7 +23,7 @@ class Failure(StrEnum):
     NO_STREAM = "not_a_stream"
     PROTOCOL = "protocol"
     CUT = "cut"
-    """The run was ended before the answer was: no error of the server's."""
+    """The run was ended before the response was complete; not a server error."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,18 +34,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     turn: int
     due_s: float
     started_s: float
-    """When the generator came to it; later than due when it could not keep the schedule."""
+    """Actual start; later than `due_s` if the generator was late."""
     sent_s: float | None
-    """When the bytes went out: after `started_s` by what a connection took."""
+    """Time at which the request was written; includes the wait for a connection."""
     first_s: float | None
     second_s: float | None
     last_s: float | None
-    """When the first, second and last token came."""
+    """Arrival of the first, second and last token."""
     end_s: float
     max_gap_s: float
     num_events: int
     input_tokens: int
-    """By the server's count; by ours where it gives none."""
+    """Server's count, else the generator's."""
     output_tokens: int
     cached_tokens: int | None
     error: str | None = None
@@ -66,17 +65,17 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttst_s(self) -> float | None:
-        """From the first token to the second."""
+        """Time from the first to the second token."""
         return None if self.second_s is None or self.first_s is None else self.second_s - self.first_s
 
     @property
     def itl_s(self) -> float | None:
-        """The mean gap between events with tokens."""
+        """Mean gap between events with tokens."""
         return self._decode_s(self.num_events)
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first, by the server's count of tokens."""
+        """Time per output token after the first, by the server's token count."""
         return self._decode_s(self.output_tokens)
 
     @property
@@ -85,12 +84,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """What this one user saw, once tokens came."""
+        """Token rate after the first token."""
         tpot_s = self.tpot_s
         return 1.0 / tpot_s if tpot_s else None
 
     def figures(self) -> dict[str, float | None]:
-        """By the names of an SLA."""
+        """Metrics by their SLA names."""
         return {
             "ttft": self.ttft_s,
             "ttst": self.ttst_s,

@@ -1,7 +1,6 @@
-"""When requests are due in an open loop: iterators of seconds from the start, never decreasing.
+"""Schedules of open-loop runs: iterators of non-decreasing start times in seconds. Pure.
 
-Pure: chance comes in as a function that draws from [0, 1). What is asked at those times is the workload's matter.
-A closed loop has no schedule: there a request is due when one before it has ended.
+A closed loop has no schedule: a request is due when the user's previous one has ended.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
 Draw = Callable[[], float]
-"""The next number of a seeded generator, uniform in [0, 1)."""
+"""Draws from a seeded uniform distribution over [0, 1)."""
 
 
 def constant(rate: float) -> Iterator[float]:
-    """One request every 1/rate seconds, without end."""
+    """One request every 1/rate seconds, infinite."""
     _check_positive(rate, "rate")
     return (number / rate for number in count())
 
 
 def poisson(rate: float, draw: Draw) -> Iterator[float]:
-    """Independent users: exponential gaps with a mean of 1/rate seconds, without end."""
+    """Poisson arrivals: exponential gaps with mean 1/rate seconds, infinite."""
     _check_positive(rate, "rate")
     return _poisson(rate, draw)
 
 
 def bursts(rate: float, size: int) -> Iterator[float]:
-    """`size` requests at once, so often that the mean rate is `rate`; without end."""
+    """Bursts of `size` requests with mean rate `rate`, infinite."""
     _check_positive(rate, "rate")
     if size < 1:
-        raise ConfigError(f"a burst of {size} requests is none", key="burst", remedy="give 1 or more")
+        raise ConfigError(f"--burst is {size}", key="burst", remedy="give 1 or more")
     every_s = size / rate
     return (number // size * every_s for number in count())
 
 
 def from_trace(records: Iterable[TraceRecord], speed: float = 1.0) -> Iterator[float]:
-    """The trace's own times, from its first record on, `speed` times as fast; ends with the trace.
+    """Arrival times of a trace relative to its first record, divided by `speed`.
 
-    A record that is older than the one before it is due at once: a schedule does not go back.
+    A record older than its predecessor is due at once.
     """
     _check_positive(speed, "speed")
     return _from_trace(records, speed)
@@ -66,4 +65,4 @@ def _from_trace(records: Iterable[TraceRecord], speed: float) -> Iterator[float]
 
 def _check_positive(value: float, name: str) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"--{name} is {value:g}", key=name, remedy="give a number above 0")
+        raise ConfigError(f"--{name} is {value:g}", key=name, remedy="must be above 0")

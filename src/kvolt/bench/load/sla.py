@@ -1,4 +1,4 @@
-"""Durations as people write them, and the limits within which an answer is good. Pure."""
+"""Parsing of durations, and SLA limits for goodput. Pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _UNITS_S = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(\D*)$")
 
 FIGURES = ("ttft", "ttst", "itl", "max_gap", "tpot", "e2e")
-"""Of one answer: first token, second after first, mean and longest gap, time per output token, all of it."""
+"""Metrics of a response: TTFT, first to second token, mean and longest gap, time per output token, total."""
 
 
 def parse_duration_s(text: str, key: str = "duration") -> float:
-    """`500ms`, `1.5s`, `2m`; a bare number is in seconds."""
-    found = _DURATION.match(text.strip())
-    unit = found[2].strip() if found else None
-    if found is None or unit not in _UNITS_S or not math.isfinite(float(found[1])):
-        raise ConfigError(f"{text!r} is no duration", key=key, remedy="write 500ms, 1.5s or 2m")
-    return float(found[1]) * _UNITS_S[unit]
+    """Parse `500ms`, `1.5s` or `2m`; a plain number is in seconds."""
+    match = _DURATION.match(text.strip())
+    unit = match[2].strip() if match else None
+    if match is None or unit not in _UNITS_S or not math.isfinite(float(match[1])):
+        raise ConfigError(f"invalid duration {text!r}", key=key, remedy="for example 500ms, 1.5s or 2m")
+    return float(match[1]) * _UNITS_S[unit]
 
 
 class Sla(msgspec.Struct, frozen=True):
-    """An upper limit in seconds for each of some figures; an answer is good when it keeps all of them."""
+    """Upper limits in seconds for some metrics; a response is good if it meets all."""
 
     limits: dict[str, float]
 
     def is_kept(self, figures: dict[str, float | None]) -> bool:
-        """A figure that an answer does not have (one token has no gap) breaks nothing."""
+        """Whether all limits are met. Missing metrics (one token has no gap) count as met."""
         for name, limit_s in self.limits.items():
             value = figures.get(name)
             if value is not None and value > limit_s:
@@ -40,14 +40,14 @@ class Sla(msgspec.Struct, frozen=True):
 
 
 def parse_sla(text: str) -> Sla:
-    """`ttft=500ms,itl=50ms`."""
+    """Parse `ttft=500ms,itl=50ms`."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name = name.strip().lower()
         if not equals or name not in FIGURES:
             raise ConfigError(
-                f"--sla: {part.strip()!r} is no limit",
+                f"--sla: invalid limit {part.strip()!r}",
                 key="sla",
                 remedy=f"write ttft=500ms,itl=50ms with any of {', '.join(FIGURES)}",
             )

@@ -1,4 +1,4 @@
-"""Plots as SVG text: lines and points over two axes, nothing else. Pure."""
+"""Line and scatter plots as SVG text. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 import msgspec
 
 _WIDTH, _HEIGHT = 460, 250
-"""About as wide as a plot is shown, so that its letters are as large as they say."""
+"""About the displayed size, so that font sizes are true."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 34, 38
 _COLOURS = ("#3b82f6", "#dc2626", "#059669", "#d97706", "#7c3aed")
 _NUM_TICKS = 5
@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 
 class Series(msgspec.Struct, frozen=True):
-    """A named line, or a cloud of points."""
+    """A named line or scatter series."""
 
     name: str
     points: Sequence[Point]
@@ -28,7 +28,7 @@ class Series(msgspec.Struct, frozen=True):
 def plot(
     title: str, x_label: str, y_label: str, series: Sequence[Series], y_limit: float | None = None
 ) -> str:
-    """One chart from zero on both axes, its unit behind the title. `y_limit` is drawn as a line that should be kept."""
+    """One chart with axes from zero and the unit behind the title. `y_limit` is drawn as a line."""
     points = [point for each in series for point in each.points]
     x_max = max((x for x, _ in points), default=0.0)
     y_max = max((y for _, y in points), default=0.0)
@@ -56,8 +56,8 @@ def plot(
     if y_limit is not None:
         _, y = place((0.0, y_limit))
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="limit"/>')
-        beside = y - 4 if y > _TOP + 12 else y + 12  # above the line, but not in the title
-        parts.append(f'<text x="{_LEFT + 4}" y="{beside:.1f}" class="limit">limit {short(y_limit)}</text>')
+        label_y = y - 4 if y > _TOP + 12 else y + 12  # above the line but below the title
+        parts.append(f'<text x="{_LEFT + 4}" y="{label_y:.1f}" class="limit">limit {short(y_limit)}</text>')
     legend_x = _WIDTH - _RIGHT
     for number, each in reversed(list(enumerate(series))):
         colour = _COLOURS[number % len(_COLOURS)]
@@ -86,7 +86,7 @@ def ticks(largest: float) -> list[float]:
 
 
 def short(number: float) -> str:
-    """A tick's number in few characters."""
+    """Short text of a tick value."""
     if number >= 1e6:
         return f"{number / 1e6:g}M"
     return f"{number / 1e3:g}k" if number >= 1e4 else f"{float(f'{number:.4g}'):g}"

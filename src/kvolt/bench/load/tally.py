@@ -1,7 +1,7 @@
-"""All that is counted in a run, in bounded memory. Pure.
+"""Statistics of a run, in bounded memory. Pure.
 
-Latencies are of whole answers only; what failed is counted by kind, with the first message of each. Gaps between
-tokens are recorded as they come, those of answers that failed later too: they were seen.
+Latencies include complete responses only; failures are counted by kind, with the first message of each. Gaps between
+tokens are recorded as they arrive, including those of responses that fail later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.timeline import Timeline
 
 KEPT_SAMPLES = 5000
-"""Answers whose own figures are kept (a uniform choice of all), for plots and for comparing runs."""
+"""Size of the uniform sample of responses kept for plots and comparisons."""
 _RATE_UNITS = 1e3
 _MAX_KINDS = 64
 
@@ -24,7 +24,7 @@ LATENCIES = ("ttft", "ttst", "itl", "tpot", "e2e")
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """One answer as a report keeps it; seconds."""
+    """Metrics of one sampled response, in seconds."""
 
     at_s: float
     ttft: float | None
@@ -35,7 +35,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally:
-    """Samples in, figures out."""
+    """Accumulates samples."""
 
     def __init__(self, sla: Sla | None, draw: Callable[[], float]) -> None:
         self.sla = sla
@@ -45,7 +45,7 @@ class Tally:
         self.user_rate = Histogram(_RATE_UNITS)
         self.lateness = Histogram()
         self.connecting = Histogram()
-        """From when the generator came to a request to when its bytes went out."""
+        """Time from the actual start of a request until it was written."""
         self.timeline = Timeline()
         self.kept: list[Kept] = []
         self.errors: dict[str, int] = {}
@@ -63,21 +63,21 @@ class Tally:
 
     @property
     def window_s(self) -> float:
-        """From when the first counted request was due to the end of the last one."""
+        """Time from the first counted request's due time to the end of the last one."""
         return 0.0 if self.first_due_s is None else max(0.0, self.last_end_s - self.first_due_s)
 
     def started(self, due_s: float) -> None:
-        """A counted request is under way."""
+        """Count the start of a request."""
         if self.first_due_s is None:
             self.first_due_s = due_s
         self.timeline.started(due_s)
 
     def warmed_up(self) -> None:
-        """A request that does not count has ended."""
+        """Count the end of a warm-up request."""
         self.num_warmup += 1
 
     def add(self, sample: Sample) -> None:
-        """A counted request has ended."""
+        """Count the end of a request."""
         self.last_end_s = max(self.last_end_s, sample.end_s)
         self.timeline.ended(sample.end_s, sample.error is not None)
         self.lateness.record(sample.lateness_s)
@@ -114,7 +114,7 @@ class Tally:
         self._keep(sample, figures)
 
     def _keep(self, sample: Sample, figures: dict[str, float | None]) -> None:
-        """Reservoir sampling: each answer so far is kept with equal chance."""
+        """Reservoir sampling: each response is kept with equal probability."""
         at = len(self.kept)
         if at >= KEPT_SAMPLES:
             at = int(self._draw() * self.num_whole)

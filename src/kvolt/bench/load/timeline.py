@@ -1,4 +1,4 @@
-"""A run over time, in a bounded number of intervals: when there are too many, two become one. Pure."""
+"""Time series of a run in a bounded number of intervals, which are merged pairwise when there are too many. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FIRST_WIDTH_S = 0.25
 
 
 class TimelineData(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums per interval, from the start of the run."""
+    """Sums per interval since the start of the run."""
 
     width_s: float
     started: list[int]
@@ -19,7 +19,7 @@ class TimelineData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Counts requests where they start and end, and spreads an answer's tokens over the time in which they came."""
+    """Counts starts and ends of requests, and spreads output tokens over their arrival period."""
 
     def __init__(self) -> None:
         self._width_s = _FIRST_WIDTH_S
@@ -29,7 +29,7 @@ class Timeline:
         self._tokens: list[float] = []
 
     def started(self, at_s: float) -> None:
-        interval = self._interval(at_s)  # first: it may replace the lists
+        interval = self._interval(at_s)  # first, since it may replace the lists
         self._started[interval] += 1
 
     def ended(self, at_s: float, failed: bool) -> None:

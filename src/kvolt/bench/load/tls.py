@@ -1,4 +1,4 @@
-"""Connections under TLS, for servers behind https."""
+"""TLS connections for https servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvolt.runtime.network import ProtocolFactory, split_address
 
 
 class TlsDialer:
-    """Connects as the Network port does, and shakes hands."""
+    """Dialer that connects over the Network port and performs the TLS handshake."""
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self._context = context or ssl.create_default_context()
@@ -22,11 +22,13 @@ class TlsDialer:
             async with asyncio.timeout(timeout_s):
                 _, protocol = await loop.create_connection(factory, host, port, ssl=self._context)
         except TimeoutError:
-            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+            raise ConnectFailed(
+                f"{address} did not respond within {timeout_s:g} s", address=address
+            ) from None
         except ssl.SSLCertVerificationError as error:
             raise ConnectFailed(
                 f"the certificate of {address} is not trusted: {error.verify_message}; "
-                "set SSL_CERT_FILE to a file with the authority that signed it",
+                "set SSL_CERT_FILE to a file with its certificate authority",
                 address=address,
             ) from error
         except OSError as error:  # SSLError is one

@@ -1,7 +1,7 @@
-"""What is asked: prompts of wanted lengths as token ids, alone or as conversations. Pure, a function of the seed.
+"""Workloads: prompts of given lengths as token ids, single or as conversations. Pure, a function of the seed.
 
-Everything is made of token ids; `bodies` sends them as they are or as words. Session number N is the same whatever was
-asked before it, so two runs with one seed ask the same, in open and in closed loop.
+`bodies` encodes token ids as they are or as words. Session N does not depend on earlier sessions, so two runs with one
+seed send the same requests, in open and in closed loop.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
 DEFAULT_VOCABULARY = (100, 900)
-"""Ids that every model has and that are no special tokens."""
+"""Token ids that are ordinary tokens in every model."""
 
 _KEPT_PREFIXES = 256
 _U64 = (1 << 64) - 1
 _SHARED, _OWN, _LENGTHS = range(3)
-"""What a stream of random numbers is for: the first word of its seed after the user's."""
+"""Purposes of random streams, part of their seeds."""
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Said by us as token ids, or by the model as the text that came."""
+    """User message as token ids, or response text of the model."""
 
     role: str
     content: Sequence[int] | str
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """One request, before it has a form."""
+class Prompt(msgspec.Struct, frozen=True):
+    """One request before encoding."""
 
     messages: tuple[Message, ...]
     input_tokens: int
-    """By our count, without what a template adds; answers of the model count as they were asked for."""
+    """Prompt length without the chat template; earlier responses count with their requested length."""
     output_tokens: int
 
 
 class Session(Protocol):
-    """What one user asks, one after another."""
+    """Consecutive requests of one user."""
 
     @property
     def wants_text(self) -> bool:
-        """Whether answers are asked about further, so that their text must be kept."""
+        """Whether later turns need the text of responses."""
         ...
 
     @property
     def think_s(self) -> float:
-        """From an answer's end to the question that `next` gave last."""
+        """Pause between the previous response and the request returned last by `next`."""
         ...
 
-    def next(self, answer: str | None) -> Ask | None:
-        """The first ask for None, then the one after that answer; None when the session is over."""
+    def next(self, answer: str | None) -> Prompt | None:
+        """Return the next request given the previous response (None at first); None at the end of the session."""
         ...
 
 
 class Workload(Protocol):
-    """Sessions by number."""
+    """Numbered sessions."""
 
     def session(self, number: int) -> Session | None:
-        """None when there are no more."""
+        """Return session `number`; None after the last one."""
         ...
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """A number of tokens, drawn evenly from `low` to `high`."""
+    """Uniform distribution of a token count."""
 
     low: int
     high: int
@@ -79,34 +79,34 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 def parse_lengths(text: str, key: str) -> Lengths:
-    """`512`, or `256-1024` for lengths between the two."""
+    """Parse `512` or `256-1024`."""
     low, dash, high = text.partition("-")
     if low.strip().isdecimal() and (high.strip().isdecimal() or not dash):
         lengths = Lengths(int(low), int(high) if dash else int(low))
         if 1 <= lengths.low <= lengths.high:
             return lengths
     raise ConfigError(
-        f"--{key} {text} is no length", key=key, remedy="write 512 or 256-1024 (tokens, at least 1)"
+        f"--{key}: invalid length {text}", key=key, remedy="for example 512 or 256-1024 (tokens, at least 1)"
     )
 
 
 class PromptShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Synthetic prompts: the same beginning for all (of a group), the rest of each its own."""
+    """Synthetic prompts with shared prefixes and unique remainders."""
 
     input: Lengths
     output: Lengths
     shared_prefix: int = 0
-    """Tokens, within the input length."""
+    """Shared prefix in tokens, part of the input length."""
     num_prefixes: int = 1
-    """Groups with a prefix each; session N is of group N modulo this."""
+    """Number of different prefixes; session N uses prefix N modulo this."""
     vocabulary: tuple[int, int] = DEFAULT_VOCABULARY
 
     def check(self) -> None:
         if not 0 <= self.shared_prefix <= self.input.low:
             raise ConfigError(
-                f"--shared-prefix {self.shared_prefix} is over --input {self.input.low}",
+                f"--shared-prefix {self.shared_prefix} exceeds --input {self.input.low}",
                 key="shared_prefix",
-                remedy="the prefix is a part of the input: make it shorter, or the input longer",
+                remedy="the prefix is part of the input: reduce it or raise --input",
             )
         if self.num_prefixes < 1:
             raise ConfigError("--prefixes is below 1", key="prefixes", remedy="give 1 or more")
@@ -118,7 +118,7 @@ class PromptShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Synthetic:
-    """Sessions of one question each."""
+    """Sessions of one request each."""
 
     def __init__(self, shape: PromptShape, seed: int) -> None:
         shape.check()
@@ -132,23 +132,23 @@ class Synthetic:
         num_input, num_output = shape.input.draw(lengths), shape.output.draw(lengths)
         own = _tokens(_rng(self._seed, _OWN, number), num_input - shape.shared_prefix, shape.vocabulary)
         content = [*self._prefix(number % shape.num_prefixes), *own]
-        return _OneQuestion(Ask((Message("user", content),), num_input, num_output))
+        return _SingleRequest(Prompt((Message("user", content),), num_input, num_output))
 
     def _make_prefix(self, group: int) -> list[int]:
         return _tokens(_rng(self._seed, _SHARED, group), self._shape.shared_prefix, self._shape.vocabulary)
 
 
 class Chats:
-    """Conversations: each turn sends all that was said before, and follows the answer by a time to think.
+    """Conversations: each turn sends the whole history, a think time after the previous response.
 
-    The shared prefix is the system message. Every question has a length drawn from the input lengths less that.
+    The shared prefix is the system message; user messages have the remaining input length.
     """
 
     def __init__(self, shape: PromptShape, num_turns: int, think_s: float, seed: int) -> None:
         shape.check()
         if num_turns < 1 or think_s < 0:
             raise ConfigError(
-                "a chat needs a turn and no negative time", key="turns", remedy="give --turns 2"
+                "--turns must be 1 or more and --think not negative", key="turns", remedy="give --turns 2"
             )
         self._shape = shape
         self._num_turns = num_turns
@@ -168,9 +168,9 @@ class Chats:
 
 
 def sessions_of(records: Sequence[TraceRecord]) -> list[list[int]]:
-    """Places in the trace, by session: a record with a delay follows the one before it in its session.
+    """Record indexes by session. A record with a delay follows the previous record of its session.
 
-    All others begin one at their own time, as everything does in a trace that has no delays.
+    Other records start a session at their own time.
     """
     sessions: list[list[int]] = []
     latest: dict[str, list[int]] = {}
@@ -186,9 +186,9 @@ def sessions_of(records: Sequence[TraceRecord]) -> list[list[int]]:
 
 
 class FromTrace:
-    """What the records say, session by session. Records with equal hash ids have equal beginnings.
+    """Sessions of a trace. Records with equal hash ids have equal prefixes.
 
-    A later turn's prompt is the trace's, not what the server answered: lengths stay those of the trace.
+    Prompts of later turns come from the trace, not from the server's responses, so lengths match the trace.
     """
 
     def __init__(
@@ -208,13 +208,13 @@ class FromTrace:
     def session(self, number: int) -> Session | None:
         return _Replay(self, self._sessions[number]) if number < len(self._sessions) else None
 
-    def turn(self, place: int) -> tuple[Ask, float]:
-        """The ask at that place of the trace, and what it waits after the one before it."""
+    def turn(self, place: int) -> tuple[Prompt, float]:
+        """Request of the record at this index, and its delay after the previous one."""
         record = self._records[place]
         first = self._first
-        prompt = [first + token for token in tokens_of(record, self._num_ids, self._seed, place)]
-        ask = Ask((Message("user", prompt),), len(prompt), max(1, record.output_length))
-        return ask, max(0.0, record.delay or 0.0) / 1000.0 / self._speed
+        token_ids = [first + token for token in tokens_of(record, self._num_ids, self._seed, place)]
+        prompt = Prompt((Message("user", token_ids),), len(token_ids), max(1, record.output_length))
+        return prompt, max(0.0, record.delay or 0.0) / 1000.0 / self._speed
 
 
 class _Replay:
@@ -225,49 +225,49 @@ class _Replay:
         self._places = iter(places)
         self.think_s = 0.0
 
-    def next(self, answer: str | None) -> Ask | None:
+    def next(self, answer: str | None) -> Prompt | None:
         place = next(self._places, None)
         if place is None:
             return None
-        ask, self.think_s = self._trace.turn(place)
-        return ask
+        prompt, self.think_s = self._trace.turn(place)
+        return prompt
 
 
-class _OneQuestion:
+class _SingleRequest:
     wants_text = False
     think_s = 0.0
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask: Ask | None = ask
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt: Prompt | None = prompt
 
-    def next(self, answer: str | None) -> Ask | None:
-        ask, self._ask = self._ask, None
-        return ask
+    def next(self, answer: str | None) -> Prompt | None:
+        prompt, self._prompt = self._prompt, None
+        return prompt
 
 
 class _Chat:
     def __init__(self, system: list[int], questions: list[tuple[list[int], int]], think_s: float) -> None:
         self.think_s = think_s
-        self._said = [Message("system", system)] if system else []
+        self._messages = [Message("system", system)] if system else []
         self._num_tokens = len(system)
         self._questions = iter(questions)
-        self._left = len(questions)
+        self._num_left = len(questions)
 
     @property
     def wants_text(self) -> bool:
-        return self._left > 0
+        return self._num_left > 0
 
-    def next(self, answer: str | None) -> Ask | None:
+    def next(self, answer: str | None) -> Prompt | None:
         question, num_output = next(self._questions, (None, 0))
         if question is None:
             return None
-        self._left -= 1
+        self._num_left -= 1
         if answer is not None:
-            self._said.append(Message("assistant", answer))
-        self._said.append(Message("user", question))
-        ask = Ask(tuple(self._said), self._num_tokens + len(question), num_output)
-        self._num_tokens = ask.input_tokens + num_output
-        return ask
+            self._messages.append(Message("assistant", answer))
+        self._messages.append(Message("user", question))
+        prompt = Prompt(tuple(self._messages), self._num_tokens + len(question), num_output)
+        self._num_tokens = prompt.input_tokens + num_output
+        return prompt
 
 
 def _rng(seed: int, *stream: int) -> np.random.Generator:

@@ -1,7 +1,7 @@
-"""Traces: what was asked when, and how long it was, without a word of text. Reading, writing, changing, making them.
+"""Request traces: arrival times, lengths and prefix hashes, without text. Reading, writing, transforming, generating.
 
 `prefixes`, `transforms`, `tokens`, `distribution`, `reuse` and `analysis` are pure; `reading`, `writing` and `sources`
-touch files; `synthetic` draws from its own seeded source. None of them knows who replays a trace.
+access files; `synthetic` uses its own seeded generator.
 """
 
 from kvolt.bench.traces.analysis import TraceAnalysis, analyze

@@ -1,4 +1,4 @@
-"""What a trace is like: how much, how fast, how long, and how much of it is asked again. One pass, pure."""
+"""Analysis of a trace: rate, lengths, sessions and prefix reuse. One pass, pure."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _FIRST_WINDOW_MS = 1000.0
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests per second over time, in equal windows from the first request on."""
+    """Requests per second in equal windows from the first request."""
 
     mean: float
-    """Of the whole duration; 0 where all requests arrive at once."""
+    """Mean over the whole duration; 0 if all requests arrive at once."""
     peak: float
-    """Of the busiest window."""
+    """Rate of the busiest window."""
     window_s: float
     windows: tuple[float, ...]
 
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that belong together."""
+    """Sessions of a trace."""
 
     count: int
     turns: Distribution
 
 
 class TraceAnalysis(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `kvolt trace analyze` tells."""
+    """Result of `kvolt trace analyze`."""
 
     requests: int
     duration_s: float
@@ -47,15 +47,15 @@ class TraceAnalysis(msgspec.Struct, frozen=True, kw_only=True):
     input_length: Distribution
     output_length: Distribution
     block_sizes: tuple[int, ...]
-    """Of records with hash ids."""
+    """Block sizes of records with hash ids."""
     reuse: Reuse | None
-    """None for a trace without hash ids: nothing is known of its prefixes."""
+    """Prefix reuse; None without hash ids."""
     sessions: Sessions | None
-    """None where no request names one."""
+    """None if no request has a session."""
 
 
 def analyze(records: Iterable[TraceRecord], lru_blocks: Sequence[int] = LRU_BLOCKS) -> TraceAnalysis:
-    """Records in order of time. Holds the different blocks, lengths and sessions, not the records."""
+    """Analyze records in order of time. Keeps distinct blocks, lengths and sessions in memory, not records."""
     arrivals = _Arrivals()
     inputs: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
@@ -73,9 +73,7 @@ def analyze(records: Iterable[TraceRecord], lru_blocks: Sequence[int] = LRU_BLOC
         reuse.add(record)
     input_length, output_length = distribution(inputs), distribution(outputs)
     if input_length is None or output_length is None:
-        raise ConfigError(
-            "a trace without requests", key="trace", remedy="nothing was left of it: filter less"
-        )
+        raise ConfigError("the trace has no requests", key="trace", remedy="relax the filters")
     turn_counts = distribution(Counter(turns.values()))
     return TraceAnalysis(
         requests=input_length.count,
@@ -92,7 +90,7 @@ def analyze(records: Iterable[TraceRecord], lru_blocks: Sequence[int] = LRU_BLOC
 
 
 class _Arrivals:
-    """Counts per window. Windows double when they become too many, so a year needs no more room than a minute."""
+    """Counts per window. Windows are merged pairwise when there are too many, so memory is bounded."""
 
     def __init__(self) -> None:
         self._first_ms: float | None = None

@@ -1,6 +1,6 @@
-"""Azure's public traces of LLM inference: CSV with TIMESTAMP, ContextTokens and GeneratedTokens, no prefixes.
+"""Azure's public LLM inference traces: CSV with TIMESTAMP, ContextTokens and GeneratedTokens.
 
-They say nothing of what prompts share, so records have no hash ids.
+They contain no prefix information, so records have no hash ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_header(line: bytes) -> bool:
 def read_azure(
     lines: Iterable[tuple[int, bytes]], file: str, block_size: int
 ) -> Iterator[tuple[int, TraceRecord]]:
-    """Records after their line numbers; times count from the first one. The first line is the header."""
+    """Line numbers and records; times are relative to the first record. The first line is the header."""
     rows = iter(lines)
     names = [name.lower() for name in _cells(next(rows)[1])]
     places = [names.index(column.lower()) for column in COLUMNS]
@@ -39,7 +39,7 @@ def read_azure(
             moment = datetime.fromisoformat(when)
             start = start or moment
             timestamp = (moment - start) / _MILLISECOND
-        except (ValueError, TypeError) as error:  # TypeError: only one of the two has a zone
+        except (ValueError, TypeError) as error:  # TypeError: only one of the times has a time zone
             raise trace_error(file, number, f"TIMESTAMP: {error}") from error
         yield (
             number,
@@ -58,7 +58,7 @@ def _length(text: str, least: int, column: str, file: str, number: int) -> int:
     except ValueError as error:
         raise trace_error(file, number, f"{column}: expected int, got {text[:40]!r}") from error
     if not least <= value <= MAX_LENGTH:
-        raise trace_error(file, number, f"{column}: {value} is not within {least} and {MAX_LENGTH}")
+        raise trace_error(file, number, f"{column}: {value} is not between {least} and {MAX_LENGTH}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Many numbers in a line: least, mean, percentiles, most."""
+"""Summary of a distribution: minimum, mean, percentiles, maximum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles are values that occur: the least one that so many percent of all do not exceed."""
+    """Summary statistics. Percentiles are nearest-rank values."""
 
     count: int
     min: float
@@ -20,7 +20,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def distribution(counts: Mapping[int, int]) -> Distribution | None:
-    """Of values by how often each occurs, which needs memory for different values only. None of nothing."""
+    """Summarize values given by their counts; None without values."""
     count = sum(counts.values())
     if not count:
         return None
@@ -37,10 +37,10 @@ def distribution(counts: Mapping[int, int]) -> Distribution | None:
 
 
 def _percentile(values: list[int], counts: Mapping[int, int], percent: int, count: int) -> int:
-    wanted = -(-percent * count // 100)
-    seen = 0
+    rank = -(-percent * count // 100)
+    num_seen = 0
     for value in values:
-        seen += counts[value]
-        if seen >= wanted:
+        num_seen += counts[value]
+        if num_seen >= rank:
             return value
-    raise AssertionError("the last value reaches every percentile")
+    raise AssertionError("the maximum covers every percentile")

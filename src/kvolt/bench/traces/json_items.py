@@ -1,7 +1,7 @@
-"""The items of a JSON array one after the other, so that a file larger than the memory can be read.
+"""Incremental reader of a JSON array's items, for files larger than memory.
 
-Text is decoded by the standard library's `raw_decode`, which says where an item ends. An item that is not whole yet
-looks like a broken one; the two are told apart by where the decoder stopped.
+Uses the standard library's `raw_decode`, which returns the end of an item. Incomplete and invalid items are
+distinguished by the position of the decoding error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvolt.core.errors import ConfigError
 
 _CHUNK_BYTES = 1 << 20
 _NEAR_END_CHARS = 16
-"""A token that was cut by the end of what was read is found wrong at most so far before it."""
+"""Maximum distance of the error position from the end of the buffer for an incomplete token."""
 _WHITE = " \t\r\n"
 
 
 class ItemReader:
-    """Iterates over (line where the item begins, item)."""
+    """Iterates over (first line of the item, item)."""
 
     def __init__(self, stream: BufferedReader, file: str) -> None:
         self._stream = stream
@@ -30,7 +30,7 @@ class ItemReader:
         self._text = ""
         self._at = 0
         self._line = 1
-        """Of `_at`."""
+        """Line number of `_at`."""
         self._ended = False
         self._decode = json.JSONDecoder().raw_decode
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
@@ -47,18 +47,20 @@ class ItemReader:
                 self._advance(self._at + 1)
         self._expect("]")
         if self._next_char():
-            raise self._error("something follows the array")
+            raise self._error("data after the array")
 
     def _expect(self, char: str) -> None:
-        found = self._next_char()
-        if found != char:
+        char_found = self._next_char()
+        if char_found != char:
             raise self._error(
-                f"bad JSON: expected {char!r}, got {found!r}" if found else "bad JSON: the file is cut"
+                f"bad JSON: expected {char!r}, got {char_found!r}"
+                if char_found
+                else "bad JSON: unexpected end of file"
             )
         self._advance(self._at + 1)
 
     def _next_char(self) -> str:
-        """The next character that is no white space, which stays; empty at the end of the file."""
+        """Peek at the next non-whitespace character; empty at the end of the file."""
         while True:
             end = self._at
             while end < len(self._text) and self._text[end] in _WHITE:
@@ -79,7 +81,7 @@ class ItemReader:
                     or error.pos >= len(self._text) - _NEAR_END_CHARS
                 )
                 if cut and len(self._text) - self._at > MAX_LINE_BYTES:
-                    raise self._error(f"an item of more than {MAX_LINE_BYTES >> 20} MiB") from error
+                    raise self._error(f"an item exceeds {MAX_LINE_BYTES >> 20} MiB") from error
                 if cut and self._more():
                     continue
                 line = self._line + self._text.count("\n", self._at, error.pos)
@@ -94,7 +96,7 @@ class ItemReader:
         self._at = to
 
     def _more(self) -> bool:
-        """Reads on, and forgets what was used. As much again as there is: a long item costs no square of its length."""
+        """Drop consumed text and read as much as is buffered, so that long items take linear time."""
         if self._ended:
             return False
         rest = self._text[self._at :]

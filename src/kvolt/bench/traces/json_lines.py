@@ -1,13 +1,13 @@
-"""Lines of JSON to records: Mooncake's public traces, Dynamo's names for the same, and what kvolt writes.
+"""JSONL traces: Mooncake's public traces, Dynamo's field names, and kvolt's own files.
 
-| here | also understood |
+| field | alias |
 | --- | --- |
 | timestamp (ms) | created_time |
 | input_length, output_length | input_tokens, output_tokens |
 | session | session_id |
 | delay (ms) | delay_ms |
 
-Other fields are ignored, since recordings may say more than a replay needs.
+Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvolt.bench.traces.lines import trace_error
 from kvolt.core.trace import TraceRecord
 
 MAX_LENGTH = 2**26
-"""In tokens. A number beyond it is a mistake, and making its prompt would fill the memory."""
+"""Maximum length in tokens, so that a wrong number does not exhaust memory."""
 
 _Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
 _OutputLength = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
@@ -56,7 +56,7 @@ _decoder = msgspec.json.Decoder(_Row)
 def read_json_lines(
     lines: Iterable[tuple[int, bytes]], file: str, block_size: int
 ) -> Iterator[tuple[int, TraceRecord]]:
-    """Records after their line numbers. `block_size` is for lines that do not tell their own."""
+    """Line numbers and records. `block_size` applies to lines without one."""
     before = 0.0
     for number, line in lines:
         try:
@@ -72,14 +72,14 @@ def read_json_lines(
 
 
 class _WrongRow(Exception):
-    """One row cannot be a record; says why."""
+    """A row is not a valid record; the message is the reason."""
 
 
 def _record(row: _Row, before: float, block_size: int) -> TraceRecord:
     timestamp = _either(row.timestamp, row.created_time)
     delay = _either(row.delay, row.delay_ms)
     if timestamp is None and delay is not None:
-        timestamp = before  # a later turn: it begins when the turn before has ended, whenever that is
+        timestamp = before  # a later turn starts when the previous one has ended
     input_length = _either(row.input_length, row.input_tokens)
     output_length = _either(row.output_length, row.output_tokens)
     if timestamp is None:
@@ -89,7 +89,7 @@ def _record(row: _Row, before: float, block_size: int) -> TraceRecord:
     if output_length is None:
         raise _WrongRow("no output_length")
     if row.hash_ids and max(row.hash_ids) > _MAX_HASH_ID:
-        raise _WrongRow("hash_ids: an id of more than 64 bits")
+        raise _WrongRow("hash_ids: an id exceeds 64 bits")
     session = row.session_id if row.session is None else row.session
     return TraceRecord(
         timestamp=timestamp,
@@ -108,11 +108,11 @@ def _either(one: _Number | None, other: _Number | None) -> _Number | None:
 
 
 def plain_reason(error: Exception) -> str:
-    """msgspec's message with the field first and without its quoting."""
+    """msgspec's message with the field first and without quotes."""
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return f"bad JSON: {text}"
-    found = _WHERE.match(text)
-    what, where = (text, "") if found is None else (found[1], f"{found[2]}: ")
+    match = _WHERE.match(text)
+    what, where = (text, "") if match is None else (match[1], f"{match[2]}: ")
     what = what.replace("`", "")
     return f"{where}{what[:1].lower()}{what[1:]}"

@@ -1,7 +1,4 @@
-"""A trace file as numbered lines, plain or gzip; and the one error that says what is wrong with it, and where.
-
-Owns opening, decompressing and bounding. Must not know what a line means.
-"""
+"""Numbered lines of a plain or gzip file, with bounded length, and the error type of all trace readers."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from typing import Any, cast
 from kvolt.core.errors import ConfigError
 
 MAX_LINE_BYTES = 16 << 20
-"""No line, and no item of a JSON array, may be longer: a wrong file must not fill the memory."""
+"""Maximum length of a line or JSON array item, so that a wrong file does not exhaust memory."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What reading a file raises: the disk's errors, and a gzip file that is cut or broken."""
+"""Exceptions of reading: I/O errors and invalid gzip data."""
 
 
 def trace_error(file: str, line: int, reason: str, remedy: str | None = None) -> ConfigError:
-    """The error of all readers. `line` counts from 1."""
-    remedy = remedy or "correct or remove that line"
+    """Create the ConfigError of all readers. `line` counts from 1."""
+    remedy = remedy or "correct or remove the line"
     return ConfigError(
         f"{file}:{line}: {reason}", key="trace", remedy=remedy, file=file, line=line, reason=reason
     )
@@ -34,40 +31,40 @@ def trace_error(file: str, line: int, reason: str, remedy: str | None = None) ->
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """The file's bytes, decompressed if they begin as gzip does, whatever the file is called."""
+    """Open a file, decompressed if it starts with the gzip magic number."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror or error}", key="trace", remedy="name a trace file that can be read"
+            f"{path}: {error.strerror or error}", key="trace", remedy="choose a readable trace file"
         ) from error
     with file:
         if file.peek(2)[:2] != _GZIP_MAGIC:
             yield file
             return
-        # GzipFile itself has slow lines and no peek.
+        # GzipFile reads lines slowly and has no peek.
         with gzip.GzipFile(fileobj=file) as unzipped, BufferedReader(cast(Any, unzipped)) as stream:
             yield stream
 
 
 def numbered_lines(stream: BufferedReader, file: str) -> Iterator[tuple[int, bytes]]:
-    """Each line that has something in it, without the white space around it, after its number."""
+    """Numbered non-empty lines, stripped."""
     number = 0
     while True:
         number += 1
         try:
             line = stream.readline(MAX_LINE_BYTES + 1)
         except UNREADABLE as error:
-            raise trace_error(file, number, f"cannot be read: {error}", "fetch the file again") from error
+            raise trace_error(file, number, f"cannot be read: {error}", "download the file again") from error
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise trace_error(file, number, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            raise trace_error(file, number, f"a line exceeds {MAX_LINE_BYTES >> 20} MiB")
         text = strip_mark(line).strip() if number == 1 else line.strip()
         if text:
             yield number, text
 
 
 def strip_mark(start: bytes) -> bytes:
-    """A file's first bytes without the mark that some editors put there."""
+    """Remove a UTF-8 byte order mark."""
     return start.removeprefix(_BYTE_ORDER_MARK)

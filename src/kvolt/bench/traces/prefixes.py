@@ -1,13 +1,13 @@
-"""Hash ids for prompts that are made of pieces: an equal beginning gives equal ids, anything else other ones.
+"""Hash ids for prompts of segments: equal prefixes give equal ids.
 
-A prompt is a row of segments, each with a key for its content and a length in tokens: a turn of a chat, or a block of
-another size. A block's id is a chained hash of the keys up to the segment in which the block ends:
+A prompt is a sequence of segments, each with a content key and a length in tokens: a chat turn, or a block of another
+size. A block's id is a chained hash of the keys up to the segment in which the block ends:
 
     segments   |----- a -----|--- b ---|------- c ------|
     blocks     |  a  |  ab   |   ab  |   abc   |  abc'  |      ' partial: its length is hashed too
 
-Two prompts thus share a block if all segments that reach into it, and all before, are the same. That is careful: where
-segments differ, tokens at their beginnings might still be equal, which nobody can know from a trace.
+Two prompts share a block if all segments up to its end are equal. This is conservative: different segments may have
+equal first tokens, which a trace does not show.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Segment = tuple[int, int]
 """Key (64 bits) and length in tokens."""
 
 ROOT = 0
-"""The chain before the first segment."""
+"""Chain value before the first segment."""
 _PARTIAL_SEED = 1
 _pack_link = struct.Struct("<QQ").pack
 
 
 def link(chain: int, key: int) -> int:
-    """The chain after one more segment."""
+    """Chain value after one more segment."""
     return xxh3(_pack_link(chain, key))
 
 
 def block_ids(segments: Iterable[Segment], block_size: int) -> tuple[int, ...]:
-    """One id per block of `block_size` tokens, the last one partial where the lengths do not divide."""
+    """One id per block of `block_size` tokens; the last block may be partial."""
     ids: list[int] = []
     chain, end, count = ROOT, 0, 0
     for key, length in segments:
         chain = xxh3(_pack_link(chain, key))
         end += length
         if end // block_size > count:
-            # One hash for all blocks that end in this segment: their places tell them apart.
+            # One hash for all blocks that end in this segment; their positions distinguish them.
             base, first, count = _base(chain), count, end // block_size
             ids.extend(range(base + first, base + count))
     rest = end - count * block_size
@@ -52,12 +52,12 @@ def block_ids(segments: Iterable[Segment], block_size: int) -> tuple[int, ...]:
 
 
 def _base(chain: int) -> int:
-    """62 bits, so that with a place added it is still a positive number of 64 bits everywhere."""
+    """62 bits, so that the sum with a position is a positive signed 64-bit number."""
     return chain >> 2
 
 
 def segments_of(record: TraceRecord) -> Iterator[Segment]:
-    """A record's own blocks as segments."""
+    """Segments of a record's blocks."""
     left = record.input_length
     for key in record.hash_ids:
         yield key, min(record.block_size, left)
@@ -65,7 +65,7 @@ def segments_of(record: TraceRecord) -> Iterator[Segment]:
 
 
 def reblock(records: Iterable[TraceRecord], block_size: int) -> Iterator[TraceRecord]:
-    """The same prompts in blocks of another size, larger or smaller; the sizes need not divide each other."""
+    """Rehash prompts to another block size; the sizes need not divide each other."""
     for record in records:
         if record.block_size == block_size:
             yield record

@@ -1,6 +1,6 @@
-"""`read_trace`: any trace file as records. The format is found by looking into the file, never by its name.
+"""Reader of trace files in all formats. The format is detected from the content, not the name.
 
-What all formats must keep is checked here: times that do not run backwards, and as many hash ids as there are blocks.
+Checks the rules of all formats: non-decreasing times, and one hash id per block.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MOONCAKE_BLOCK_SIZE = 512
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a file does not say itself."""
+    """Options for information that a file lacks."""
 
     block_size: int | None = None
-    """Tokens per hash id where records do not tell: 512 in Mooncake's traces. For chats: of the ids that are made."""
+    """Tokens per hash id if records have none: 512 in Mooncake's traces. For chats: block size of generated ids."""
     count_tokens: TokenCounter = count_words
-    """For files with text."""
+    """Token counter for files with text."""
     in_order: bool = True
-    """Whether a time before its predecessor's is an error. Only who sorts next can do without."""
+    """Raise an error for decreasing times. Disable it only to sort the records."""
 
 
 def read_trace(path: str | Path, options: ReadOptions | None = None) -> Iterator[TraceRecord]:
-    """Records one by one, in the file's order; memory does not grow with the file.
+    """Iterate over records in file order, with bounded memory.
 
-    A broken file is a ConfigError with `file`, `line` and `reason`, raised when that line is reached.
+    An invalid line raises ConfigError with `file`, `line` and `reason` when it is reached.
     """
     options = options or ReadOptions()
     file = str(path)
@@ -55,25 +55,25 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Iterator
         for line, record in _records(stream, file, options):
             _check_hash_ids(record, file, line)
             if not 0 <= record.timestamp < float("inf"):
-                raise trace_error(file, line, f"timestamp {record.timestamp:g} is negative or endless")
+                raise trace_error(file, line, f"timestamp {record.timestamp:g} is negative or infinite")
             if options.in_order and before is not None and record.timestamp < before[1]:
                 raise trace_error(
                     file,
                     line,
                     f"timestamp {record.timestamp:g} is before {before[1]:g} of line {before[0]}",
-                    "`kvolt trace convert --sort` puts records in order",
+                    "`kvolt trace convert --sort` sorts records",
                 )
             before = line, record.timestamp
             yield record
     if before is None:
-        raise trace_error(file, 1, "no requests in it", "name a file with at least one request")
+        raise trace_error(file, 1, "no requests", "choose a file with at least one request")
 
 
 def _records(stream: BufferedReader, file: str, options: ReadOptions) -> Iterator[tuple[int, TraceRecord]]:
     try:
         start = strip_mark(stream.peek(1)).lstrip()
     except UNREADABLE as error:
-        raise trace_error(file, 1, f"cannot be read: {error}", "fetch the file again") from error
+        raise trace_error(file, 1, f"cannot be read: {error}", "download the file again") from error
     chat_block_size = options.block_size or CHAT_BLOCK_SIZE
     if start.startswith(b"["):
         items = ItemReader(stream, file)
@@ -88,7 +88,7 @@ def _records(stream: BufferedReader, file: str, options: ReadOptions) -> Iterato
         return read_azure(lines, file, block_size)
     if not first[1].startswith(b"{"):
         known = f"neither JSON nor a CSV header with {', '.join(COLUMNS)}"
-        remedy = "Mooncake JSONL, Azure CSV and ShareGPT JSON can be read, see `kvolt trace --help`"
+        remedy = "supported formats: Mooncake JSONL, Azure CSV and ShareGPT JSON (`kvolt trace --help`)"
         raise trace_error(file, first[0], known, remedy)
     if _is_chat(first[1]):
         return read_sharegpt_lines(lines, file, options.count_tokens, chat_block_size)
@@ -99,7 +99,7 @@ def _is_chat(line: bytes) -> bool:
     try:
         return "conversations" in msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False  # the reader of records says what is wrong with it
+        return False  # the record reader reports the error
 
 
 def _check_hash_ids(record: TraceRecord, file: str, line: int) -> None:
@@ -111,5 +111,5 @@ def _check_hash_ids(record: TraceRecord, file: str, line: int) -> None:
             file,
             line,
             f"{num_ids} hash ids are {few}: {length} tokens are {num_blocks} blocks of {block_size}",
-            "name the block size of the trace (--trace-block-size), or correct that line",
+            "set --trace-block-size, or correct the line",
         )

@@ -1,7 +1,7 @@
-"""A trace file that grows while requests end, which is not the order in which they came.
+"""Trace file of a recording, written as requests end and sorted by arrival time at the end.
 
-What comes is on disk at once, beside the file that it will be, so that a recorder that is killed loses nothing; memory
-takes sixteen bytes per request. `finish` writes the trace in order of time.
+Records are written to a temporary file at once, so that a killed recorder loses nothing; memory use is 16 bytes per
+request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class UnsortedTrace:
-    """Lines at `PATH.unsorted` until `finish` makes PATH of them; `discard` makes nothing.
+    """Writes lines to `PATH.unsorted`; `finish` sorts them into PATH, `discard` deletes them.
 
-    `kvolt trace convert --sort` reads what a killed recorder leaves.
+    `kvolt trace convert --sort` recovers the file of a killed recorder.
     """
 
     def __init__(self, path: str | Path, replace_left: bool = False) -> None:
-        """`replace_left`: what an earlier recording to this path has left may go."""
+        """`replace_left` overwrites the temporary file of an earlier recording."""
         self._path = Path(path)
         self.unsorted_path = self._path.with_name(f"{self._path.name}.unsorted")
         self._times = array("d")
@@ -38,13 +38,13 @@ class UnsortedTrace:
             self._file: BinaryIO = self.unsorted_path.open("w+b" if replace_left else "x+b")
         except FileExistsError as error:
             raise ConfigError(
-                f"{self.unsorted_path} is what a recording has left that was killed, or that runs",
+                f"{self.unsorted_path} exists: another recording is running or was killed",
                 key="trace",
-                remedy="`kvolt trace convert --sort` makes a trace of it; --force replaces it",
+                remedy="recover it with `kvolt trace convert --sort`, or replace it with --force",
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"{path}: {error.strerror or error}", key="trace", remedy="name a file that can be written"
+                f"{path}: {error.strerror or error}", key="trace", remedy="choose a writable file"
             ) from error
 
     @property
@@ -59,11 +59,11 @@ class UnsortedTrace:
         self._size_bytes += len(line)
 
     def flush(self) -> None:
-        """From here on only the machine's end could lose what came."""
+        """Flush the records to the operating system."""
         self._file.flush()
 
     def finish(self) -> int:
-        """Write the trace; how many requests it has. At equal times they stay in the order they came."""
+        """Write the sorted trace; return the number of requests. The sort is stable."""
         self._file.flush()
         written = write_trace(self._path, self._in_order())
         self.discard()

@@ -1,13 +1,13 @@
-"""How much of a trace's prompts a prefix cache could find: without bound, and with LRU caches of several sizes at once.
+"""Prefix cache hit rates of a trace, for an unbounded cache and LRU caches of several sizes, in one pass.
 
-For an LRU cache only one number matters: how many other blocks were used since a block's last use. With `distance` of
-them, caches of more than `distance` blocks still have it. So one pass gives the hit rate for every size (Mattson 1970).
+LRU hits depend only on the reuse distance, the number of other blocks used since a block's last use: caches of more
+than `distance` blocks still hold it. One pass gives the hit rate for every size (Mattson 1970).
 
-A request uses all its blocks at once, the first one last, as engines free them: so a block never outlives the one
-before it, and what a request shares with an earlier one is a run of blocks whose distances count up by one. That makes
-a run, and not a block, the unit of work: blocks are counted per request that used them last, in a Fenwick tree.
+A request uses all its blocks at once, the first one last, as engines free them: a block never outlives its parent, and
+the blocks shared with an earlier request are a run whose distances increase by one. Work is therefore per run, not per
+block: blocks are counted by the request that used them last, in a Fenwick tree.
 
-Memory grows with the number of different blocks: that is what a cache without bound is.
+Memory grows with the number of distinct blocks.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from kvolt.core.trace import TraceRecord
 
 
 class LruRate(msgspec.Struct, frozen=True):
-    """What an LRU cache of so many blocks would have found."""
+    """Hit rate of an LRU cache of this size."""
 
     blocks: int
     hit_rate: float
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates are shares of all blocks of all prompts, the first time included; partial last blocks count as blocks."""
+    """Hit rates as fractions of all prompt blocks, including first uses; partial blocks count as blocks."""
 
     blocks: int
     distinct_blocks: int
     hit_rate: float
-    """Of a cache without bound."""
+    """Hit rate of an unbounded cache, in blocks."""
     token_hit_rate: float
-    """The same in tokens."""
+    """Hit rate of an unbounded cache, in tokens."""
     requests_with_reuse: float
-    """Share of requests that find at least one block."""
+    """Fraction of requests that hit at least one block."""
     lru: tuple[LruRate, ...]
     distance: Distribution | None
-    """Other blocks used between two uses of a block; None where no block is used twice."""
+    """Distribution of reuse distances in blocks; None without reuse."""
 
 
 class ReuseMeter:
-    """Takes records in order of time."""
+    """Accumulates records in order of time."""
 
     def __init__(self, lru_blocks: Sequence[int] = ()) -> None:
         self._capacities = sorted(set(lru_blocks))
         self._capacity_hits = [0] * len(self._capacities)
         self._last_use: dict[int, int] = {}
-        """By chained id, so that ids need not be unique in themselves: the request that used the block last."""
+        """Request that used each block last, by chained id (ids alone need not be unique)."""
         self._live = _Fenwick()
-        """By request: how many blocks it is the last user of."""
+        """Number of blocks by the request that used them last."""
         self._distances: Counter[int] = Counter()
         self._requests = self._reusing = 0
         self._blocks = self._hits = 0
@@ -67,7 +67,7 @@ class ReuseMeter:
         chains = list(_chains(record))
         runs = list(self._runs(chains))
         for user, length in runs:
-            # All blocks that were used after `user` came, which includes the runs before this one.
+            # All blocks used since `user`, including the previous runs of this request.
             self._count_run(len(self._last_use) - self._live.sum_through(user), length)
         for user, length in runs:
             self._live.add(user, -length)
@@ -83,7 +83,7 @@ class ReuseMeter:
         self._hit_tokens += min(hits * record.block_size, record.input_length)
 
     def result(self) -> Reuse | None:
-        """None where no record had hash ids."""
+        """Return the result; None if no record had hash ids."""
         if not self._blocks:
             return None
         rates = zip(self._capacities, self._capacity_hits, strict=True)
@@ -98,16 +98,16 @@ class ReuseMeter:
         )
 
     def _runs(self, chains: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Leading blocks that were seen before, as (last user, how many in a row)."""
+        """Runs of leading blocks that were used before, as (last user, length)."""
         user: int | None = None
         length = 0
         for chained in chains:
-            found = self._last_use.get(chained)
-            if found != user:
+            last_user = self._last_use.get(chained)
+            if last_user != user:
                 if user is not None:
                     yield user, length
-                user, length = found, 0
-            if found is None:
+                user, length = last_user, 0
+            if last_user is None:
                 return
             length += 1
         if user is not None:
@@ -127,7 +127,7 @@ def _chains(record: TraceRecord) -> Iterator[int]:
 
 
 class _Fenwick:
-    """Numbers in a row with sums of beginnings; a change, a sum and one more number each cost O(log n)."""
+    """Fenwick tree: prefix sums with O(log n) updates and appends."""
 
     def __init__(self) -> None:
         self._tree = [0]

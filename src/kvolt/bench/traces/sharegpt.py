@@ -1,8 +1,7 @@
-"""Chats in ShareGPT's format to records: a JSON array, or lines, of `{"id", "conversations": [{"from", "value"}]}`.
+"""ShareGPT chats: a JSON array, or lines, of `{"id", "conversations": [{"from", "value"}]}`.
 
-Every answer becomes a record whose prompt is all that came before it in the chat. There are no times in such a file:
-timestamps are 0, and a later turn has a delay of 0, so it follows when the turn before has ended. Text is counted and
-hashed, and not kept.
+Every answer becomes a record whose prompt is the history before it. The format has no times: timestamps are 0, and
+later turns have a delay of 0, so they follow when the previous turn has ended. Text is counted and hashed but not kept.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvolt.core.trace import TraceRecord
 TokenCounter = Callable[[str], int]
 
 BLOCK_SIZE = 16
-"""Turns are short: blocks of 512 tokens would hide what they share."""
+"""Small blocks, since turns are short and larger blocks would hide shared prefixes."""
 
 _ANSWERS = {"gpt", "assistant", "chatgpt", "model", "bing", "bard", "claude"}
 
 
 def count_words(text: str) -> int:
-    """Tokens as a rule of thumb for English: four for three words."""
+    """Approximate token count of English text: four tokens per three words."""
     return math.ceil(len(text.split()) * 4 / 3)
 
 
@@ -86,6 +85,6 @@ def _records(chat: _Chat, index: int, count_tokens: TokenCounter, block_size: in
             )
             delay = 0.0
         if length:
-            # Who speaks is part of a prompt too.
+            # The role is part of the prompt.
             segments.append((xxh3(f"{turn.speaker}\0{turn.value}".encode("utf-8", "surrogatepass")), length))
             input_length += length

@@ -1,4 +1,4 @@
-"""The public traces: where they come from, under which licence, and whether a folder has the very same bytes."""
+"""Public traces: source, licence, and verification of local copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvolt.core.errors import ConfigError
 
 
 class PublicTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """One file that somebody else has published."""
+    """A published trace file."""
 
     name: str
     about: str
     repository: str
     path: str
-    """Within the repository."""
+    """Path in the repository."""
     url: str
     licence: str
     sha256: str
@@ -29,7 +29,7 @@ class PublicTrace(msgspec.Struct, frozen=True, kw_only=True):
 PUBLIC_TRACES = (
     PublicTrace(
         name="mooncake-conversation",
-        about="chats with a public service: times, lengths, hash ids of 512-token blocks",
+        about="chats of a public service: times, lengths, hash ids of 512-token blocks",
         repository="github.com/kvcache-ai/Mooncake",
         path="FAST25-release/traces/conversation_trace.jsonl",
         url="https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/conversation_trace.jsonl",
@@ -40,7 +40,7 @@ PUBLIC_TRACES = (
     ),
     PublicTrace(
         name="azure-conversation-2023",
-        about="chats of a cloud's customers: times and lengths",
+        about="chats of cloud customers: times and lengths",
         repository="github.com/Azure/AzurePublicDataset",
         path="data/AzureLLMInferenceTrace_conv.csv",
         url="https://raw.githubusercontent.com/Azure/AzurePublicDataset/master/data/AzureLLMInferenceTrace_conv.csv",
@@ -54,13 +54,13 @@ PUBLIC_TRACES = (
 
 class FileState(StrEnum):
     SAME = "same"
-    """These bytes are what was published."""
+    """Equal to the published file."""
     DIFFERS = "differs"
     MISSING = "missing"
 
 
 class FoundTrace(msgspec.Struct, frozen=True):
-    """A public trace, and what a folder has of it."""
+    """A public trace and the state of its local copy."""
 
     trace: PublicTrace
     state: FileState
@@ -68,12 +68,14 @@ class FoundTrace(msgspec.Struct, frozen=True):
 
 
 def find_public(folder: str | Path) -> list[FoundTrace]:
-    """Each public trace in `folder`, under any name: found by size and sha256, or by its own name."""
+    """Find each public trace in `folder` by size and sha256 under any name, or by its own name."""
     try:
         files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     except OSError as error:
         raise ConfigError(
-            f"{folder}: {error.strerror or error}", key="KVOLT_TRACES", remedy="name a folder with traces"
+            f"{folder}: {error.strerror or error}",
+            key="KVOLT_TRACES",
+            remedy="choose a directory with traces",
         ) from error
     return [_find(trace, files) for trace in PUBLIC_TRACES]
 

@@ -1,7 +1,7 @@
-"""Traces that are made: chats with shared system prompts, by a recipe and a seed, so that none need be shipped.
+"""Synthetic traces: multi-turn chats with shared system prompts, from a recipe and a seed.
 
-Sessions arrive; each picks a system prompt and asks one question after the other, each time with all that was said
-before in front. Times are those of a person who reads and thinks; what a server makes of them is the server's matter.
+Each arriving session picks a system prompt and sends several requests, each with the whole history. Arrival times
+assume a fixed time per output token and random think times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvolt.core.trace import TraceRecord
 
 
 class Lognormal(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens: half are below the median; sigma 0 makes all equal, 1 gives a long tail."""
+    """Log-normal lengths in tokens; sigma 0 makes all equal to the median, 1 gives a long tail."""
 
     median: float
     sigma: float = 0.0
@@ -31,7 +31,7 @@ class Lognormal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Given(msgspec.Struct, frozen=True):
-    """Lengths drawn from these, each as likely as it is frequent among them."""
+    """Lengths drawn uniformly from a list of samples."""
 
     lengths: tuple[int, ...]
 
@@ -43,27 +43,27 @@ Lengths = Lognormal | Given
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides a synthetic trace."""
+    """Parameters of a synthetic trace."""
 
     requests: int = 1000
     seed: int = 0
     rate_per_s: float = 5.0
-    """Requests, on average, once the first sessions have come to their later turns."""
+    """Mean request rate in the steady state."""
     burstiness: float = 1.0
-    """Of arriving sessions: 1 is Poisson, less comes in bursts (gaps vary by 1 / sqrt of it), more is steadier."""
+    """Session arrivals: 1 is Poisson, below 1 burstier, above 1 steadier (coefficient of variation 1 / sqrt)."""
     system_prompts: int = 8
-    """How many there are; the second is asked half as often as the first, the third a third as often. 0: none."""
+    """Number of system prompts, with Zipf popularity (the second is used half as often as the first). 0: none."""
     system: Lengths = Lognormal(median=1024, sigma=0.5, max=8192)
     turns: float = 3.0
-    """Questions per session on average, at least one (geometric)."""
+    """Mean number of turns per session, at least one (geometric)."""
     question: Lengths = Lognormal(median=256, sigma=1.0, max=16384)
     answer: Lengths = Lognormal(median=256, sigma=0.8, max=4096)
     think_s: float = 15.0
-    """Between an answer's end and the next question, on average (exponential)."""
+    """Mean think time between an answer and the next request (exponential)."""
     token_s: float = 0.02
-    """How long a token of an answer is taken to last."""
+    """Assumed time per output token."""
     max_context: int = 32768
-    """A session ends where its next question and answer would not fit."""
+    """A session ends when its next turn would exceed this context length."""
     block_size: int = 512
 
 
@@ -82,16 +82,16 @@ RECIPES: dict[str, Recipe] = {
     "chat": Recipe(),
     "burst": Recipe(burstiness=0.1, turns=1.0),
 }
-"""By name: `small` is the project's own trace, for tests and laptops; the figures of the others are round numbers."""
+"""Recipes by name: `small` is for tests and laptops; the parameters of the others are round numbers."""
 
 
 def small_trace() -> list[TraceRecord]:
-    """The trace that stands in where no public one is: 300 requests that fit into a context of 2,048 tokens."""
+    """The default trace: 300 requests that fit a context of 2,048 tokens."""
     return list(make_trace(RECIPES["small"]))
 
 
 def make_trace(recipe: Recipe) -> Iterator[TraceRecord]:
-    """Records in order of time. Holds the sessions that go on, not the records."""
+    """Generate records in order of time. Keeps active sessions in memory, not records."""
     _check(recipe)
     return _Maker(recipe).records()
 
@@ -99,12 +99,12 @@ def make_trace(recipe: Recipe) -> Iterator[TraceRecord]:
 def _check(recipe: Recipe) -> None:
     for name in ("requests", "rate_per_s", "burstiness", "max_context", "block_size"):
         if not 0 < getattr(recipe, name) < math.inf:
-            raise ConfigError(f"{name} must be above 0", key=name, remedy="give a positive number")
+            raise ConfigError(f"{name} must be above 0", key=name, remedy="use a positive number")
     if recipe.max_context < 2 or recipe.turns < 1:
         raise ConfigError(
-            "a session needs one turn, and room for a question and an answer",
+            "turns must be at least 1 and max_context at least 2",
             key="turns" if recipe.turns < 1 else "max_context",
-            remedy="turns of at least 1, a max_context of at least 2",
+            remedy="correct the recipe",
         )
     if min(recipe.system_prompts, recipe.think_s, recipe.token_s) < 0:
         raise ConfigError("a negative number in the recipe", key="recipe", remedy="give 0 or more")
@@ -114,9 +114,9 @@ def _check(recipe: Recipe) -> None:
 class _Session:
     number: int
     ids: list[int]
-    """Of its full blocks so far."""
+    """Hash ids of its full blocks."""
     length: int
-    """Tokens so far."""
+    """Length of its history in tokens."""
     turn: int = 0
 
 

@@ -1,7 +1,7 @@
-"""What tiers of given sizes would find of a trace: each prompt's blocks looked up, kept, and let go by a rule. Pure.
+"""Cache hits of KV tiers with given sizes on a trace, by eviction policy. Pure.
 
-A block counts only where all before it are found, in any tier. `best` is what nobody could pass: Belady's choice of who
-goes, for one cache of the whole size, with every block on its own.
+A block is a hit only if all blocks before it are hits, in any tier. `best_hits` is the upper bound: Belady's optimal
+eviction for one cache of the total size, with independent blocks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.trace import TraceRecord
-from kvolt.kv.tiers.slot_table import TierBlock, TierBooks
+from kvolt.kv.tiers.slot_table import SlotTable, TierBlock
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all prompt blocks of a trace."""
+    """Hit counts over all prompt blocks of a trace."""
 
     num_blocks: int
     by_tier: tuple[int, ...]
-    """Found in each tier, the fastest first."""
+    """Hits in each tier, fastest first."""
     num_written: tuple[int, ...]
-    """Into each tier."""
+    """Blocks written to each tier."""
 
     @property
     def hit_rate(self) -> float:
@@ -34,18 +34,18 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_hits(records: Iterable[TraceRecord], capacity: int) -> tuple[int, int]:
-    """Blocks asked for, and those that one cache of so many blocks can have at best."""
-    asked = [block for record in records for block in record.hash_ids]
+    """Number of requested blocks, and the maximum hits of a cache with this capacity."""
+    requested = [block for record in records for block in record.hash_ids]
     following: dict[int, deque[int]] = {}
-    for at, block in enumerate(asked):
+    for at, block in enumerate(requested):
         following.setdefault(block, deque()).append(at)
     held: dict[int, int] = {}
     by_next: list[tuple[int, int]] = []
     num_hits = 0
-    for block in asked:
+    for block in requested:
         upcoming = following[block]
         upcoming.popleft()
-        next_at = upcoming[0] if upcoming else len(asked)
+        next_at = upcoming[0] if upcoming else len(requested)
         num_hits += block in held
         held[block] = next_at
         heapq.heappush(by_next, (-next_at, block))
@@ -53,12 +53,12 @@ def best_hits(records: Iterable[TraceRecord], capacity: int) -> tuple[int, int]:
             negative, farthest = heapq.heappop(by_next)
             if held.get(farthest) == -negative:
                 del held[farthest]
-    return len(asked), num_hits
+    return len(requested), num_hits
 
 
 def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], eviction: str = "lru") -> Found:
-    """With tiers of so many blocks, the fastest first: all of them keep every block."""
-    tiers = [TierBooks(Tier.HOST, size, eviction) for size in sizes]
+    """Simulate inclusive tiers with these sizes, fastest first."""
+    tiers = [SlotTable(Tier.HOST, size, eviction) for size in sizes]
     num_blocks, by_tier, written = 0, [0] * len(tiers), [0] * len(tiers)
     for record in records:
         blocks = _blocks(record.hash_ids)
@@ -72,13 +72,13 @@ def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], evictio
             by_tier[level] += 1
             num_found += 1
         for index, tier in enumerate(tiers):
-            seen = [key for key in keys[:num_found] if tier.has(key)]
-            tier.hold(seen)
+            present = [key for key in keys[:num_found] if tier.has(key)]
+            tier.hold(present)
             new = [blocks[each].key for each, _ in tier.reserve(blocks)]
             for key in new:
                 tier.seal(key, 0)
-            tier.register(reversed(new))  # the deepest first, so that a parent is younger
-            tier.release(seen)
+            tier.register(reversed(new))  # deepest first, so that parents are more recent
+            tier.release(present)
             tier.take_changes()
             written[index] += len(new)
     return Found(num_blocks=num_blocks, by_tier=tuple(by_tier), num_written=tuple(written))

@@ -1,8 +1,8 @@
-"""From hash ids to tokens: prompts that share what the trace says they share, and nothing else.
+"""Prompt tokens from hash ids: prompts share exactly the prefixes that the trace defines.
 
-Every block's tokens come from a hash function of unlimited output (SHAKE-128) over the seed and the block's id: no
-state, no cache, the same in every process. Scaling 32 random bits to the vocabulary is done for a whole prompt at once,
-as a few operations on one long integer, since a step of Python per token would cost more than an engine's.
+The tokens of a block are the output of SHAKE-128 over the seed and the block's id: stateless, equal in every process.
+Scaling 32 random bits to the vocabulary is done for a whole prompt with a few operations on one long integer, since
+per-token Python code would be too slow.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _pack_block = struct.Struct("<cQQ").pack
 
 
 def tokens_of(record: TraceRecord, vocabulary_size: int, seed: int = 0, index: int = 0) -> tuple[int, ...]:
-    """Exactly `input_length` tokens below `vocabulary_size`; equal hash ids at equal positions give equal tokens.
+    """Generate `input_length` tokens below `vocabulary_size`; equal hash ids at equal positions give equal tokens.
 
-    A record without hash ids gets tokens that depend on `index`, its place in the trace: nothing is shared.
+    Tokens of a record without hash ids depend on `index`, its position in the trace, so nothing is shared.
     """
     if not 0 < vocabulary_size <= 2**_LANE_BITS:
         raise ConfigError(
-            f"a vocabulary of {vocabulary_size} tokens",
+            f"the vocabulary size is {vocabulary_size}",
             key="vocabulary_size",
-            remedy="give the model's, above 0",
+            remedy="must be above 0",
         )
     length = record.input_length
     if record.hash_ids:
@@ -37,7 +37,7 @@ def tokens_of(record: TraceRecord, vocabulary_size: int, seed: int = 0, index: i
             raise ConfigError(
                 f"{len(record.hash_ids)} hash ids are too few for {length} tokens in blocks of {record.block_size}",
                 key="hash_ids",
-                remedy="give a record as `read_trace` checks it",
+                remedy="use records checked by `read_trace`",
             )
         block_bytes = record.block_size * _LANE_BYTES
         noise = b"".join([_noise(b"b", seed, key, block_bytes) for key in record.hash_ids])
@@ -51,9 +51,9 @@ def _noise(kind: bytes, seed: int, key: int, num_bytes: int) -> bytes:
 
 
 def _scaled(noise: bytes, size: int) -> bytes:
-    """Each 32-bit number x as x * size >> 32, for all numbers at once.
+    """Map each 32-bit number x to x * size >> 32, for all numbers at once.
 
-    Products need 64 bits, so numbers at even and at odd places are multiplied apart, each with the other's place free.
+    Products need 64 bits, so numbers at even and odd positions are multiplied separately.
     """
     low = _low_lanes(-(-len(noise) // 8))
     numbers = int.from_bytes(noise, "little")
@@ -64,5 +64,5 @@ def _scaled(noise: bytes, size: int) -> bytes:
 
 @lru_cache(maxsize=16)
 def _low_lanes(num_pairs: int) -> int:
-    """Ones in the lower half of each 64 bits."""
+    """Mask of the lower half of each 64-bit lane."""
     return int.from_bytes(b"\xff\xff\xff\xff\0\0\0\0" * num_pairs, "little")

@@ -1,7 +1,4 @@
-"""Traces to other traces: functions from records to records, lazy unless they say so, and without chance.
-
-What needs more than one record at a time (renumbering, sorting) says what it holds.
-"""
+"""Transformations of traces: deterministic functions from records to records, lazy unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ Records = Iterable[TraceRecord]
 
 
 def scale_time(records: Records, speed: float) -> Iterator[TraceRecord]:
-    """The same requests `speed` times as fast: 2 halves every gap."""
+    """Divide arrival times by `speed`: 2 halves every gap."""
     if not (speed > 0 and math.isfinite(speed)):
         raise ConfigError(
-            f"speed {speed:g} is not above 0", key="speed", remedy="2 is twice as fast, 0.5 half as fast"
+            f"speed {speed:g} is not above 0", key="speed", remedy="for example 2 for twice as fast"
         )
     return (
         replace(
@@ -38,7 +35,7 @@ def scale_time(records: Records, speed: float) -> Iterator[TraceRecord]:
 
 
 def cut(records: Records, start_ms: float = 0.0, end_ms: float = math.inf) -> Iterator[TraceRecord]:
-    """What arrives from `start_ms` on and before `end_ms`, at unchanged times; ends at the first that is later."""
+    """Requests from `start_ms` until before `end_ms`, at unchanged times; stops at the first later one."""
     for record in records:
         if record.timestamp >= end_ms:
             return
@@ -47,16 +44,18 @@ def cut(records: Records, start_ms: float = 0.0, end_ms: float = math.inf) -> It
 
 
 def limit(records: Records, count: int) -> Iterator[TraceRecord]:
-    """The first `count` requests."""
+    """First `count` requests."""
     if count < 0:
-        raise ConfigError(f"limit {count} is negative", key="limit", remedy="name how many requests to keep")
+        raise ConfigError(f"limit {count} is negative", key="limit", remedy="must be 0 or more")
     return islice(records, count)
 
 
 def sample(records: Records, share: float, seed: int = 0) -> Iterator[TraceRecord]:
-    """About `share` of the requests, the same ones for the same seed. A session stays or goes as a whole."""
+    """Random fraction of the requests, by seed; sessions are kept or dropped as a whole."""
     if not 0 <= share <= 1:
-        raise ConfigError(f"sample {share:g} is not within 0 and 1", key="sample", remedy="0.1 keeps a tenth")
+        raise ConfigError(
+            f"sample {share:g} is not between 0 and 1", key="sample", remedy="for example 0.1 to keep a tenth"
+        )
     below = int(share * 2**64)
     return (
         record
@@ -66,15 +65,15 @@ def sample(records: Records, share: float, seed: int = 0) -> Iterator[TraceRecor
 
 
 def merge(*traces: Records) -> Iterator[TraceRecord]:
-    """Traces in the order of their times; at equal times the first trace's come first.
+    """Merge traces by time; at equal times in the order of the arguments.
 
-    Equal hash ids stay equal: give traces that were made apart their `own_ids` before.
+    Hash ids are kept: apply `own_ids` first to traces that were recorded separately.
     """
     return heapq.merge(*traces, key=lambda record: record.timestamp)
 
 
 def own_ids(records: Records, name: str) -> Iterator[TraceRecord]:
-    """Hash ids and sessions that no trace with another `name` shares."""
+    """Make hash ids and sessions unique to `name`."""
     salt = xxh3(name.encode())
     for record in records:
         ids = tuple(link(salt, key) for key in record.hash_ids)
@@ -83,20 +82,20 @@ def own_ids(records: Records, name: str) -> Iterator[TraceRecord]:
 
 
 def shift(records: Records, by_ms: float) -> Iterator[TraceRecord]:
-    """Every time moved by so much; none may become negative."""
+    """Shift all times; none may become negative."""
     for record in records:
         moved = record.timestamp + by_ms
         if moved < 0:
             raise ConfigError(
                 f"a shift by {by_ms:g} ms moves a request to {moved:g} ms",
                 key="shift",
-                remedy=f"shift back by {record.timestamp:g} ms at most",
+                remedy=f"shift back by at most {record.timestamp:g} ms",
             )
         yield replace(record, timestamp=moved)
 
 
 def start_at_zero(records: Records) -> Iterator[TraceRecord]:
-    """Shifted so that the first request arrives at 0."""
+    """Shift times so that the first request arrives at 0."""
     rest = iter(records)
     first = next(rest, None)
     if first is None:
@@ -106,18 +105,18 @@ def start_at_zero(records: Records) -> Iterator[TraceRecord]:
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """Inclusive, in tokens."""
+    """Inclusive bounds in tokens."""
 
     min_input: int = 0
     max_input: float = math.inf
     min_output: int = 0
     max_output: float = math.inf
     max_total: float = math.inf
-    """Of prompt and answer together: a model's context."""
+    """Maximum prompt plus output length."""
 
 
 def filter_lengths(records: Records, bounds: LengthBounds) -> Iterator[TraceRecord]:
-    """Only requests within the bounds."""
+    """Keep requests within the bounds."""
     return (
         record
         for record in records
@@ -128,7 +127,7 @@ def filter_lengths(records: Records, bounds: LengthBounds) -> Iterator[TraceReco
 
 
 def renumber(records: Records) -> Iterator[TraceRecord]:
-    """Hash ids as 0, 1, 2 ... in the order they first appear: short lines. Holds every different id."""
+    """Renumber hash ids from 0 in order of appearance. Keeps all distinct ids in memory."""
     numbers: dict[int, int] = {}
     for record in records:
         ids = tuple(numbers.setdefault(key, len(numbers)) for key in record.hash_ids)
@@ -136,5 +135,5 @@ def renumber(records: Records) -> Iterator[TraceRecord]:
 
 
 def sort_by_time(records: Records) -> list[TraceRecord]:
-    """In order of their times, and as they were at equal times. Holds them all."""
+    """Sort by time (stable). Keeps all records in memory."""
     return sorted(records, key=lambda record: record.timestamp)

@@ -1,4 +1,4 @@
-"""Records to a file of JSON lines, as Mooncake's traces are: other tools read it too."""
+"""Writer of traces as Mooncake JSONL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
 _DECIMALS = 3
-"""Of a millisecond: nobody sends more exactly."""
+"""Decimals of times in milliseconds."""
 
 
 def write_trace(path: str | Path, records: Iterable[TraceRecord]) -> int:
-    """How many were written. A name that ends in `.gz` is compressed.
+    """Write a trace, compressed if the name ends in `.gz`; return the number of records.
 
-    The file appears when it is whole, so `records` may even be read from the file that is written.
+    The file is replaced at the end, so `records` may be read from the same file.
     """
     target = Path(path)
     part = target.with_name(f"{target.name}.part")
@@ -31,7 +31,7 @@ def write_trace(path: str | Path, records: Iterable[TraceRecord]) -> int:
         with ExitStack() as stack:
             file = stack.enter_context(_created(part))
             if target.suffix == ".gz":
-                # No name and no time inside: equal records give equal files.
+                # Without name and time in the gzip header, equal records give equal files.
                 file = cast(BinaryIO, stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)))
             for record in records:
                 file.write(encode(_rounded(record)) + b"\n")
@@ -47,7 +47,7 @@ def _created(path: Path) -> BinaryIO:
         return path.open("wb")
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror or error}", key="trace", remedy="name a file that can be written"
+            f"{path}: {error.strerror or error}", key="trace", remedy="choose a writable file"
         ) from error
 
 

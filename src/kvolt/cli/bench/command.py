@@ -1,4 +1,4 @@
-"""`kvolt bench`: load on any OpenAI-compatible server, measured; and two such measurements compared."""
+"""`kvolt bench`: load-test an OpenAI-compatible server, and compare two reports."""
 
 from __future__ import annotations
 
@@ -51,51 +51,50 @@ from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
 HELP = """
-Put load on an OpenAI-compatible server (kvolt, vLLM, SGLang, any) and measure what its users would see.
+Load-test an OpenAI-compatible server (kvolt, vLLM, SGLang or any other) and report latencies and throughput.
 
-Choose how requests come:
-  --rate 10            open loop: 10 a second whatever the server does, as from many independent users. Latencies
-                       count from when a request was due, so a server that stalls cannot hide who had to wait.
-  --concurrency 32     closed loop: 32 users, each asks when its answer is there. Shows what a server can do at most;
-                       a slow server is asked less, so its latencies look better than its users would find them.
-  --trace FILE         open loop at the times and lengths of a trace (see `kvolt trace`), --speed 2 for twice as fast;
-                       with --rate or --concurrency only its lengths and shared prefixes
+Load:
+  --rate 10            open loop: 10 requests per second, regardless of the server's responses. Latencies count from
+                       the scheduled start, so a stalled server cannot hide queueing (no coordinated omission).
+  --concurrency 32     closed loop: 32 users, each sends its next request when the previous one is finished. Use it
+                       to find the maximum throughput.
+  --trace FILE         open loop with the times and lengths of a trace (see `kvolt trace`); with --rate or
+                       --concurrency only its lengths and shared prefixes
 
 Examples:
-  kvolt bench --rate 10 --requests 300                         to where `kvolt serve` listens
-  kvolt bench --url http://10.0.0.5:8000 --concurrency 64 --duration 60 --warmup 64
+  kvolt bench --rate 10 --requests 300                         the local `kvolt serve`
+  kvolt bench --url http://10.0.0.5:8000 --concurrency 64 --duration 60s --warmup 64
   kvolt bench --rate 20 --input 2048 --output 128 --shared-prefix 1536 --sla ttft=500ms,itl=50ms --out before
-  kvolt bench --rate 5 --turns 4 --think 2s                    conversations that send their history again
+  kvolt bench --rate 5 --turns 4 --think 2s                    multi-turn conversations
   kvolt bench --trace conversation.jsonl --speed 0.5 --endpoint tokens --out replay
   kvolt bench --trace sharegpt.json --concurrency 32           its conversations, by 32 users
-  kvolt bench compare before after                             what changed, and could it be chance?
+  kvolt bench compare before after                             differences with confidence intervals
 
-What is told: ttft, from when a request was due to its first token; ttst, from there to the second; itl, each gap
-between tokens as they came; tpot, mean time per token after the first; e2e, the whole answer. Tokens are counted
-by the server (usage); warm-up is in no figure. --out writes report.json, report.html and requests.csv. Ctrl-C ends
-the run in order and still reports, marked as cut; a second Ctrl-C ends at once.
+Metrics: ttft, scheduled start to first token; ttst, first to second token; itl, each gap between tokens; tpot, mean
+time per token after the first; e2e, the whole request. Token counts are the server's usage. Ctrl-C stops the run and
+reports what was measured; a second Ctrl-C exits at once.
 
-Exits with 0, with 1 when no request was answered, with 130 when cut.
+Exit code: 0; 1 if no request succeeded; 130 if interrupted.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_server(parser.add_argument_group("the server"))
-    add_load(parser.add_argument_group("how requests come"))
-    add_prompts(parser.add_argument_group("what is asked"))
+    add_server(parser.add_argument_group("server"))
+    add_load(parser.add_argument_group("load"))
+    add_prompts(parser.add_argument_group("requests"))
     add_results(parser.add_argument_group("results"))
     verbs = parser.add_subparsers(metavar="compare", dest="bench_verb", required=False)
-    comparing = verbs.add_parser("compare", help="two reports: differences with confidence intervals")
-    comparing.add_argument("first", metavar="A", help="report.json of a run, or its folder")
-    comparing.add_argument("second", metavar="B", help="of another")
-    comparing.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    comparing.add_argument("--json", action="store_true", help="for scripts")
+    comparing = verbs.add_parser("compare", help="compare two reports: differences with confidence intervals")
+    comparing.add_argument("first", metavar="A", help="First report.json, or its directory.")
+    comparing.add_argument("second", metavar="B", help="Second report.json, or its directory.")
+    comparing.add_argument("--seed", type=int, default=0, help="Seed of the bootstrap samples. [default: 0]")
+    comparing.add_argument("--json", action="store_true", help="Print JSON.")
     comparing.set_defaults(without_config=_compare)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All that is known before the first byte is sent; wrong flags are found in making it."""
+    """The validated run, built before the first request."""
 
     target: Target
     limits: ClientLimits
@@ -108,16 +107,16 @@ class _Plan:
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     plan = _plan(args, loaded)
     folder = Path(args.out) if args.out else None
-    made: list[Report] = []
+    reports: list[Report] = []
     with ExitStack() as files:
         rows = open_rows(folder, args.force, files) if folder is not None else None
 
         async def main() -> int:
-            made.append(await _measure(args, plan, rows))
+            reports.append(await _measure(args, plan, rows))
             return 0
 
         run_loop(main)
-    [report] = made
+    [report] = reports
     if folder is not None:
         try:
             write_report(folder, report, html_page(report))
@@ -183,19 +182,19 @@ async def _run_shown(load: LoadRun, tally: Tally, stop: StopSignal, quiet: bool)
         await load.run()
         scope.cancel()
 
-    async def end_when_told() -> None:
+    async def end_on_signal() -> None:
         await stop.wait()
         load.end()
 
     async with Scope("bench") as scope:
-        scope.start(end_when_told(), "stop")
+        scope.start(end_on_signal(), "stop")
         if not quiet:
             scope.start(Progress(load, tally).show(), "progress")
         scope.start(drive(), "load")
 
 
 def _ignore(sample: Sample, counted: bool) -> None:
-    """Where no file is wanted."""
+    """Sample callback without an output file."""
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -208,13 +207,13 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_report(given: str) -> Report:
-    path = Path(given)
+def _read_report(name: str) -> Report:
+    path = Path(name)
     try:
         path = path / "report.json" if path.is_dir() else path
         return decode_report(path.read_bytes(), str(path))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"cannot read {path}: {reason}", key="report", remedy="give a report.json"
+            f"cannot read {path}: {reason}", key="report", remedy="name a report.json"
         ) from error

@@ -1,4 +1,4 @@
-"""The flags of `kvolt bench`, and what they mean: server, pace, workload, limits."""
+"""Flags of `kvolt bench`, and the pace, workload and client limits built from them."""
 
 from __future__ import annotations
 
@@ -32,181 +32,214 @@ from kvolt.runtime.config.settings import Settings
 
 _DEFAULT_REQUESTS = 100
 _KEPT_FILES = 64
-"""Files that are no connections."""
+"""File descriptors reserved for other uses."""
 
 
 def add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--url", help="default: env OPENAI_BASE_URL, or where `kvolt serve` listens by its settings"
-    )
-    group.add_argument("--model", metavar="NAME", help="default: the only one that the server lists")
-    group.add_argument(
-        "--api-key", metavar="KEY", help="sent as a bearer token (default: env OPENAI_API_KEY)"
-    )
-    group.add_argument("--connect-timeout", metavar="TIME", default="10s", help="default: 10s")
-    group.add_argument("--first-token-timeout", metavar="TIME", default="300s", help="default: 300s")
-    group.add_argument(
-        "--timeout", metavar="TIME", default="1800s", help="for a whole answer (default: 1800s)"
+        "--url",
+        help="Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
     )
     group.add_argument(
-        "--connections", type=int, metavar="N", help="at most (default: as many as files may be open)"
+        "--model", metavar="NAME", help="Model to request. Default: the only model that the server lists."
     )
-    group.add_argument("--config", metavar="FILE", help="TOML file with settings (env KVOLT_CONFIG)")
+    group.add_argument("--api-key", metavar="KEY", help="Bearer token. Default: $OPENAI_API_KEY.")
+    group.add_argument(
+        "--connect-timeout", metavar="TIME", default="10s", help="Connect timeout. [default: 10s]"
+    )
+    group.add_argument(
+        "--first-token-timeout", metavar="TIME", default="300s", help="Maximum TTFT. [default: 300s]"
+    )
+    group.add_argument(
+        "--timeout", metavar="TIME", default="1800s", help="Maximum duration of a request. [default: 1800s]"
+    )
+    group.add_argument(
+        "--connections",
+        type=int,
+        metavar="N",
+        help="Maximum number of connections. Default: the open file limit.",
+    )
+    group.add_argument("--config", metavar="FILE", help="TOML config file, for the address of `kvolt serve`.")
 
 
 def add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rate", type=float, metavar="R", help="requests (or conversations) a second, open loop"
+        "--rate", type=float, metavar="R", help="Open loop: mean requests (or conversations) per second."
     )
     group.add_argument(
-        "--concurrency", type=int, metavar="N", help="users who ask one after another, closed loop"
+        "--concurrency", type=int, metavar="N", help="Closed loop: number of concurrent users."
     )
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="Mooncake JSONL, Azure CSV or ShareGPT JSON; when to ask too, unless given",
+        help="Trace with prompt and output lengths: Mooncake JSONL, Azure CSV or ShareGPT JSON. Also sets the "
+        "arrival times unless --rate or --concurrency is given.",
     )
     group.add_argument(
         "--arrivals",
         choices=("poisson", "constant", "burst"),
         default="poisson",
-        help="with --rate: independent users, even gaps, or --burst at once (default: poisson)",
+        help="Arrival process of --rate; `burst` sends --burst requests at once. [default: poisson]",
     )
-    group.add_argument("--burst", type=int, default=10, metavar="N", help="requests of a burst (default: 10)")
-    group.add_argument("--speed", type=float, default=1.0, metavar="X", help="of the trace (default: 1)")
+    group.add_argument("--burst", type=int, default=10, metavar="N", help="Requests per burst. [default: 10]")
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="Speed-up of the trace's times. [default: 1]"
+    )
     group.add_argument(
         "--requests",
         type=int,
         metavar="N",
-        help=f"how many count (default: {_DEFAULT_REQUESTS}, or the whole trace)",
+        help=f"Number of measured requests. Default: {_DEFAULT_REQUESTS}, or the whole trace.",
     )
-    group.add_argument("--duration", metavar="TIME", help="send for so long instead, e.g. 60s")
     group.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="first N requests do not count (default: 0)"
+        "--duration", metavar="TIME", help="Send requests for this long, such as 60s, instead of --requests."
+    )
+    group.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="Initial requests to exclude. [default: 0]"
     )
 
 
 def add_prompts(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--input", default="512", metavar="N", help="tokens, or 256-1024 (default: 512)")
-    group.add_argument("--output", default="128", metavar="N", help="tokens, or 64-256 (default: 128)")
+    group.add_argument(
+        "--input",
+        default="512",
+        metavar="N",
+        help="Prompt length in tokens, or a range such as 256-1024. [default: 512]",
+    )
+    group.add_argument(
+        "--output", default="128", metavar="N", help="Output length in tokens, or a range. [default: 128]"
+    )
     group.add_argument(
         "--shared-prefix",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of the input that all have in common",
+        help="Prompt tokens that all requests share. [default: 0]",
     )
     group.add_argument(
         "--prefixes",
         type=int,
         default=1,
         metavar="K",
-        help="different shared prefixes, taken in turn (default: 1)",
+        help="Number of distinct shared prefixes, used in turn. [default: 1]",
     )
     group.add_argument(
-        "--turns", type=int, default=1, metavar="N", help="questions of a conversation (default: 1)"
+        "--turns", type=int, default=1, metavar="N", help="Turns per conversation. [default: 1]"
     )
-    group.add_argument("--think", default="0s", metavar="TIME", help="from an answer to the next question")
+    group.add_argument("--think", default="0s", metavar="TIME", help="Pause between turns. [default: 0s]")
     group.add_argument(
         "--endpoint",
         choices=[str(name) for name in Endpoint],
         default=str(Endpoint.CHAT),
-        help="chat messages, a completion's text, or its token ids, which have exact lengths (default: chat)",
+        help="Request type: chat messages, completion text, or completion token ids, which have exact lengths. "
+        "[default: chat]",
     )
     group.add_argument(
-        "--vocabulary", default="100-900", metavar="A-B", help="token ids used (default: 100-900)"
+        "--vocabulary",
+        default="100-900",
+        metavar="A-B",
+        help="Range of token ids for generated prompts. [default: 100-900]",
     )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask for answers of full length; servers that refuse the field need --no-ignore-eos",
+        help="Request the full output length with `ignore_eos`. Disable it for servers that reject the field.",
     )
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a field of each request, e.g. temperature=0",
+        help="Request field, such as temperature=0; may be repeated.",
     )
 
 
 def add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sla", metavar="LIMITS", help="for goodput, e.g. ttft=500ms,itl=50ms,e2e=10s")
-    group.add_argument("--out", metavar="DIR", help="folder for report.json, report.html, requests.csv")
-    group.add_argument("--force", action="store_true", help="write over a report in that folder")
-    group.add_argument("--json", action="store_true", help="print the report as JSON instead of tables")
-    group.add_argument("--quiet", action="store_true", help="show no progress")
     group.add_argument(
-        "--drain", default="5s", metavar="TIME", help="for answers under way at Ctrl-C (default: 5s)"
+        "--sla", metavar="LIMITS", help="Limits for goodput, such as ttft=500ms,itl=50ms,e2e=10s."
     )
-    group.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and prompts (default: 0)")
+    group.add_argument(
+        "--out", metavar="DIR", help="Write report.json, report.html and requests.csv to this directory."
+    )
+    group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
+    group.add_argument("--json", action="store_true", help="Print the report as JSON.")
+    group.add_argument("--quiet", action="store_true", help="Show no progress.")
+    group.add_argument(
+        "--drain",
+        default="5s",
+        metavar="TIME",
+        help="Time for running requests to finish after Ctrl-C. [default: 5s]",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, help="Seed of arrivals, lengths and prompts. [default: 0]"
+    )
 
 
 def server_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> str:
-    """Flags before environment before settings, as everywhere."""
-    given = args.url or environ.get("OPENAI_BASE_URL")
-    if given:
-        return str(given)
+    """The URL to test; precedence: flag, environment, settings."""
+    url = args.url or environ.get("OPENAI_BASE_URL")
+    if url:
+        return str(url)
     frontend = settings.frontend
     if not frontend.port:
-        raise ConfigError("frontend.port is 0, which is no address", key="url", remedy="give --url HOST:PORT")
+        raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
     return base_url(frontend.host, frontend.port)
 
 
 def check_flags(args: argparse.Namespace) -> None:
     if args.rate is not None and args.concurrency is not None:
         raise ConfigError(
-            "--rate and --concurrency exclude each other",
+            "--rate and --concurrency are mutually exclusive",
             key="rate",
-            remedy="--rate for an open loop, --concurrency for a closed one",
+            remedy="use --rate for an open loop, --concurrency for a closed loop",
         )
     if args.rate is None and args.concurrency is None and args.trace is None:
         raise ConfigError(
-            "choose how requests come",
+            "no load is specified",
             key="rate",
-            remedy="give one of --rate R, --concurrency N, --trace FILE; see `kvolt bench --help`",
+            remedy="use one of --rate R, --concurrency N, --trace FILE; see `kvolt bench --help`",
         )
     if args.requests is not None and args.duration is not None:
         raise ConfigError(
-            "--requests and --duration exclude each other", key="requests", remedy="give one of them"
+            "--requests and --duration are mutually exclusive", key="requests", remedy="use one of them"
         )
     for name, least in (("concurrency", 1), ("requests", 1), ("warmup", 0), ("connections", 1), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
-            raise ConfigError(f"--{name} is {value}", key=name, remedy=f"give {least} or more")
+            raise ConfigError(f"--{name} is {value}", key=name, remedy=f"must be {least} or more")
     if args.turns > 1 and (args.endpoint != Endpoint.CHAT or args.trace):
         raise ConfigError(
-            "--turns needs chat messages of its own", key="turns", remedy="leave out --trace and --endpoint"
+            "--turns requires generated chat prompts", key="turns", remedy="omit --trace and --endpoint"
         )
 
 
 def client_limits(args: argparse.Namespace) -> ClientLimits:
-    """As many connections as the system lets us have; raises our own limit of open files to the hard one."""
+    """Timeouts, and as many connections as the open file limit allows. Raises the soft limit to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     most = ClientLimits().max_connections if soft == resource.RLIM_INFINITY else max(1, soft - _KEPT_FILES)
-    wanted = args.connections or args.concurrency or min(most, ClientLimits().max_connections)
-    if wanted > most:
+    num_connections = args.connections or args.concurrency or min(most, ClientLimits().max_connections)
+    if num_connections > most:
         raise ConfigError(
-            f"{wanted} connections are more than the {most} that this system allows",
+            f"{num_connections} connections exceed the open file limit, which allows {most}",
             key="connections",
-            remedy="raise `ulimit -n`, or use fewer",
+            remedy="raise `ulimit -n` or use fewer",
         )
     return ClientLimits(
         connect_s=_positive_s(args.connect_timeout, "connect_timeout"),
         first_token_s=_positive_s(args.first_token_timeout, "first_token_timeout"),
         total_s=_positive_s(args.timeout, "timeout"),
-        max_connections=wanted,
+        max_connections=num_connections,
     )
 
 
 def _positive_s(text: str, key: str) -> float:
     seconds = parse_duration_s(text, key)
     if not seconds > 0:
-        raise ConfigError(f"--{key.replace('_', '-')} is 0", key=key, remedy="give a time above 0")
+        raise ConfigError(f"--{key.replace('_', '-')} is 0", key=key, remedy="must be above 0")
     return seconds
 
 
@@ -229,17 +262,17 @@ def pace_of(args: argparse.Namespace, records: list[TraceRecord] | None) -> Pace
 
 
 def _schedule(args: argparse.Namespace, records: list[TraceRecord] | None) -> Iterator[float] | None:
-    """None for a closed loop. A trace has its own times where no others are asked for."""
+    """Start times of an open loop; None for a closed loop. Without --rate the trace's own times are used."""
     if args.concurrency is not None:
         return None
     if args.rate is None:
-        assert records is not None, "the flags were checked"
+        assert records is not None, "check_flags ensures it"
         starts = [records[places[0]] for places in sessions_of(records)]
         if len(starts) > 1 and starts[0].timestamp == starts[-1].timestamp:
             raise ConfigError(
-                f"{args.trace} has no times: everything in it is due at once",
+                f"{args.trace} has no timestamps",
                 key="trace",
-                remedy="say when with --rate or --concurrency",
+                remedy="set --rate or --concurrency",
             )
         return from_trace(starts, args.speed)
     match args.arrivals:
@@ -268,22 +301,25 @@ def workload_of(args: argparse.Namespace, records: list[TraceRecord] | None) -> 
     return Synthetic(shape, args.seed)
 
 
-def request_fields(given: list[str]) -> dict[str, Any]:
+def request_fields(assignments: list[str]) -> dict[str, Any]:
+    """Fields of `--set NAME=VALUE`; a VALUE that is not JSON is a string."""
     fields: dict[str, Any] = {}
-    for each in given:
-        name, equals, text = each.partition("=")
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"--set {each} is no NAME=VALUE", key="set", remedy="e.g. --set temperature=0")
+            raise ConfigError(
+                f"--set {assignment}: expected NAME=VALUE", key="set", remedy="e.g. --set temperature=0"
+            )
         try:
             fields[name.strip()] = json.loads(text)
         except ValueError:
-            fields[name.strip()] = text  # what is no JSON is a string
+            fields[name.strip()] = text
     return fields
 
 
 def report_settings(args: argparse.Namespace) -> dict[str, Setting]:
-    """What decides the load, for the report; neither keys nor where it is written."""
-    left_out = {
+    """Flags that determine the load, for the report; excludes credentials and output options."""
+    excluded = {
         "url",
         "model",
         "api_key",
@@ -299,5 +335,5 @@ def report_settings(args: argparse.Namespace) -> dict[str, Setting]:
     return {
         name: value if isinstance(value, int | float | str) else None if value is None else str(value)
         for name, value in sorted(vars(args).items())
-        if name not in left_out and value not in (None, [])
+        if name not in excluded and value not in (None, [])
     }

@@ -1,4 +1,4 @@
-"""What `kvolt bench` shows: a live bar and table on a terminal, plain lines elsewhere, and the tables at the end."""
+"""Terminal output of `kvolt bench`: live progress (plain lines without a terminal) and the final tables."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from kvolt.bench.load.runner import LoadRun
 from kvolt.bench.load.tally import Tally
 
 _LIVE_S = 1.0
-"""Drawing takes milliseconds, in which no token is heard: not more often."""
+"""Redrawing blocks the event loop for milliseconds, which would distort token times."""
 _LINE_S = 5.0
 
 
 class Progress:
-    """The run as it goes, on stderr, so that stdout holds results only."""
+    """Progress of a run, written to stderr; stdout is for results."""
 
     def __init__(self, run: LoadRun, tally: Tally) -> None:
         self._run = run
         self._tally = tally
-        self._before = (0.0, 0)
+        self._last_count = (0.0, 0)
 
     async def show(self) -> None:
-        """Until cancelled."""
         console = Console(stderr=True)
         if not console.is_terminal:
             while True:
@@ -45,9 +44,9 @@ class Progress:
 
     def _events_per_s(self) -> float:
         now_s, count = self._run.elapsed_s, self._tally.latencies["itl"].count
-        before_s, before = self._before
-        self._before = (now_s, count)
-        return (count - before) / (now_s - before_s) if now_s > before_s else 0.0
+        last_s, last_count = self._last_count
+        self._last_count = (now_s, count)
+        return (count - last_count) / (now_s - last_s) if now_s > last_s else 0.0
 
     def _line(self) -> str:
         run, tally = self._run, self._tally
@@ -57,7 +56,7 @@ class Progress:
             f"{run.elapsed_s:6.0f} s"
             + (f" {100 * share:3.0f} %" if share is not None else "")
             + f"  {tally.num_whole}"
-            f" done, {tally.num_failed} failed, {run.num_in_flight} under way, {self._events_per_s():.0f} tokens/s,"
+            f" done, {tally.num_failed} failed, {run.num_in_flight} running, {self._events_per_s():.0f} tokens/s,"
             f" ttft p50 {milliseconds(ttft.percentile(50))} p99 {milliseconds(ttft.percentile(99))} ms,"
             f" itl p50 {milliseconds(itl.percentile(50))} p99 {milliseconds(itl.percentile(99))} ms"
         )
@@ -70,7 +69,7 @@ class Progress:
             ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None),
             Text(
                 f"{run.elapsed_s:.0f} s, {tally.num_whole} done, {tally.num_failed} failed,"
-                f" {run.num_in_flight} under way, {self._events_per_s():.0f} tokens/s   (Ctrl-C ends and reports)"
+                f" {run.num_in_flight} running, {self._events_per_s():.0f} tokens/s   (Ctrl-C stops and reports)"
             ),
         )
         table = Table("ms", "p50", "p90", "p99", "max", box=None)
@@ -82,7 +81,7 @@ class Progress:
 
 def print_report(report: Report) -> None:
     console = stdout_console()
-    title = f"{report.model} at {report.url}" + ("  (cut)" if report.was_cut else "")
+    title = f"{report.model} at {report.url}" + ("  (interrupted)" if report.was_cut else "")
     console.print(Text(title, style="bold"))
     console.print(text_table([["", ""], *facts(report)], header=False))
     console.print()
@@ -102,7 +101,7 @@ def print_changes(changes: list[Change], differing: dict[str, tuple[object, obje
 
 
 def stdout_console() -> Console:
-    """What is no terminal is not cut to 80 columns."""
+    """Console with a wide fixed width if stdout is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""`kvolt cache`: KV that disk tiers keep, looked at and tended from outside."""
+"""`kvolt cache`: inspect and clean up KV blocks on disk and in object stores; serve a shared KV pool."""
 
 from __future__ import annotations
 
@@ -10,42 +10,36 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.cache.object_store import (
+    check_objects,
     evict_objects,
     export_object,
-    list_objects,
+    ls_objects,
     stat_objects,
-    verify_objects,
 )
 from kvolt.cli.cache.shared_pool import configure_serve, serve_pool, stat_pool
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.kv.disk.view import Part, engines_bytes, evict, parts_in, read_blocks, verify
+from kvolt.kv.disk.view import DiskPart, decode_block, evict, find_parts, read_blocks, verify
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.host.cache_directory import cache_directory
 
 HELP = """
-KV blocks that workers keep on a disk (`kvolt serve --kv-host 4GiB --kv-disk 50GiB`), each in a part of the folder, or
-share in an object store (`--kv-object s3://bucket/kv`). Nothing there is the only copy: what is removed is computed
-again.
+Inspect and clean up KV blocks on disk (--kv-disk) and in object stores (--kv-object), and serve a KV pool to the
+workers of a host. KV blocks can be evicted at any time; they are recomputed when needed.
 
-  kvolt cache stat                        how much is there, and who has it
-  kvolt cache ls                          every block: its key, place in its sequence, part
-  kvolt cache verify                      read all of it, and hold it against its checksums
-  kvolt cache evict --corrupt             forget what does not verify
-  kvolt cache evict --all                 forget everything
-  kvolt cache export 3fb0... block.bin    the bytes of one block
-
-All of these take --object URL. A store is shared, and grows: remove what is old now and then, or by a bucket's rule.
-
+Examples:
+  kvolt cache stat                        number and size of blocks, by directory
+  kvolt cache ls                          all blocks: key, position in the sequence, directory
+  kvolt cache verify                      read all blocks and verify their checksums
+  kvolt cache evict --corrupt             remove blocks with a wrong checksum
+  kvolt cache evict --all                 remove all blocks
+  kvolt cache export 3fb0... block.bin    write one block to a file
   kvolt cache evict --object s3://bucket/kv --older-than 7d
-
-One pool for the workers of a host, which keep a prefix once then; `kvolt serve --kv-shared` starts one by itself:
-
-  kvolt cache serve --host 64GiB          and workers with --kv-pool SOCKET
-                                          (and --join, --namespace or --config as these have: routers are told what
-                                          it has)
-  kvolt cache stat --pool                 how much it has
+                                          object stores grow without limit; evict regularly or by a bucket rule
+  kvolt cache serve --host 64GiB          KV pool for workers with --kv-pool SOCKET; use the same --join, --namespace
+                                          and --config as for the workers. `kvolt serve --kv-shared` starts one itself
+  kvolt cache stat --pool                 contents of that pool
 """
 
 
@@ -55,49 +49,52 @@ Verb = Callable[[argparse.Namespace], int]
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name, of_disk, of_store, text in (
-        ("stat", _stat, stat_objects, "how much is there, and who has it"),
-        ("ls", _ls, list_objects, "every block"),
-        ("verify", _verify, verify_objects, "read all blocks and check them"),
-        ("evict", _evict, evict_objects, "forget blocks"),
-        ("export", _export, export_object, "the bytes of one block"),
+        ("stat", _stat, stat_objects, "show number and size of blocks"),
+        ("ls", _ls, ls_objects, "list all blocks"),
+        ("verify", _verify, check_objects, "verify the checksums of all blocks"),
+        ("evict", _evict, evict_objects, "remove blocks"),
+        ("export", _export, export_object, "write one block to a file"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
         where = verb.add_mutually_exclusive_group()
         where.add_argument(
-            "--dir", metavar="DIR", help="folder of --kv-disk-dir (default: the user's cache folder)"
+            "--dir", metavar="DIR", help="Directory of the disk tier. Default: the user's cache directory."
         )
-        where.add_argument("--object", metavar="URL", help="store of --kv-object")
+        where.add_argument("--object", metavar="URL", help="Object store URL.")
         if name == "stat":
             where.add_argument(
                 "--pool",
                 nargs="?",
                 const="",
                 metavar="SOCKET",
-                help="pool of a `kvolt cache serve` (default: its default socket)",
+                help="Socket of a `kvolt cache serve` pool. Default: its default socket.",
             )
         if name in ("stat", "ls"):
-            verb.add_argument("--json", action="store_true", help="for programs")
+            verb.add_argument("--json", action="store_true", help="Print JSON.")
         if name == "evict":
             which = verb.add_mutually_exclusive_group(required=True)
-            which.add_argument("--all", action="store_true", help="everything")
-            which.add_argument("--corrupt", action="store_true", help="what does not verify")
+            which.add_argument("--all", action="store_true", help="Remove all blocks.")
+            which.add_argument("--corrupt", action="store_true", help="Remove blocks with a wrong checksum.")
             which.add_argument(
-                "--older-than", metavar="AGE", help="what a store has for longer: 30m, 12h or 7d"
+                "--older-than", metavar="AGE", help="Remove objects older than this: 30m, 12h or 7d."
             )
             which.add_argument(
-                "--key", action="append", metavar="HEX", help="a block, by its key or the start of it"
+                "--key",
+                action="append",
+                metavar="HEX",
+                help="Remove the block with this key or key prefix; may be repeated.",
             )
         if name == "export":
-            verb.add_argument("key", metavar="HEX", help="the block's key, or the start of it")
-            verb.add_argument("file", help="where its bytes go")
+            verb.add_argument("key", metavar="HEX", help="Key or key prefix of the block.")
+            verb.add_argument("file", help="Output file.")
         verb.set_defaults(without_config=partial(_run, of_disk, of_store))
-    text = "a pool of KV that the workers of this host share, in a process of its own"
+    text = "serve a KV pool shared by the workers of this host"
     verb = verbs.add_parser("serve", help=text, description=text)
     configure_serve(verb)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    """The one sub-verb that needs the config."""
+    """Run `serve`, the only sub-verb that uses the config."""
     return serve_pool(args, loaded)
 
 
@@ -107,8 +104,8 @@ def _run(of_disk: Verb, of_store: Verb, args: argparse.Namespace) -> int:
     return of_store(args) if args.object else of_disk(args)
 
 
-def _parts(args: argparse.Namespace) -> list[Part]:
-    return parts_in(Path(args.dir).expanduser() if args.dir else cache_directory() / "kv")
+def _parts(args: argparse.Namespace) -> list[DiskPart]:
+    return find_parts(Path(args.dir).expanduser() if args.dir else cache_directory() / "kv")
 
 
 def _stat(args: argparse.Namespace) -> int:
@@ -130,11 +127,11 @@ def _stat(args: argparse.Namespace) -> int:
         print(msgspec.json.encode(rows).decode())
         return 0
     for part in parts:
-        owner = "a worker has it" if part.is_owned else "nobody has it now"
+        owner = "in use by a worker" if part.is_owned else "not in use"
         print(f"{part.folder}: {owner}")
         print(f"  {len(part.blocks):,} of {part.num_slots:,} blocks, {size_text(part.num_bytes)}")
         ranks = "" if part.shape.num_ranks == 1 else f" of {part.shape.num_ranks} ranks"
-        form = "" if part.form is None else f", {part.form.dtype} in eight bits (lossy)"
+        form = "" if part.form is None else f", {part.form.dtype} as fp8 (lossy)"
         print(f"  {size_text(part.shape.block_bytes)} each{ranks}{form}")
     return 0
 
@@ -165,13 +162,13 @@ def _verify(args: argparse.Namespace) -> int:
         num_bad += len(bad)
         for key in bad:
             print(f"corrupt: {key.hex()} in {part.folder}")
-        print(f"{part.folder}: {len(part.blocks) - len(bad):,} of {len(part.blocks):,} blocks are whole")
+        print(f"{part.folder}: {len(part.blocks) - len(bad):,} of {len(part.blocks):,} blocks are valid")
         if bad and part.is_owned:
-            print("  a worker is writing there: what was replaced meanwhile does not verify")
+            print("  in use by a worker: blocks replaced during the check appear corrupt")
     return 1 if num_bad else 0
 
 
-def _bad_of(part: Part) -> list[BlockKey]:
+def _bad_of(part: DiskPart) -> list[BlockKey]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -183,9 +180,9 @@ def _bad_of(part: Part) -> list[BlockKey]:
 def _evict(args: argparse.Namespace) -> int:
     if args.older_than:
         raise ConfigError(
-            "a disk does not know how old its blocks are",
+            "disk tiers do not record the age of blocks",
             key="older-than",
-            remedy="name a store with --object; a disk tier makes room by itself",
+            remedy="use --object; disk tiers evict by themselves",
         )
     num_gone = 0
     for part in _parts(args):
@@ -194,35 +191,33 @@ def _evict(args: argparse.Namespace) -> int:
         elif args.all:
             keys = [each.block.key for each in part.blocks]
         else:
-            wanted = tuple(key.lower() for key in args.key if key)
-            keys = [each.block.key for each in part.blocks if each.block.key.hex().startswith(wanted)]
+            prefixes = tuple(key.lower() for key in args.key if key)
+            keys = [each.block.key for each in part.blocks if each.block.key.hex().startswith(prefixes)]
         num_gone += evict(part, keys) if keys else 0
-    print(f"{num_gone:,} blocks are forgotten")
+    print(f"{num_gone:,} blocks removed")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    found = [
+    matches = [
         (part, each)
         for part in _parts(args)
         for each in part.blocks
         if each.block.key.hex().startswith(args.key.lower())
     ]
-    if len({each.block.key for _, each in found}) != 1:
-        told = "no block" if not found else f"{len(found)} blocks"
-        raise ConfigError(
-            f"{told} have a key that begins with {args.key}", key="key", remedy="see `kvolt cache ls`"
-        )
-    part, each = found[0]
+    if len({each.block.key for _, each in matches}) != 1:
+        count = f"{len(matches)} blocks" if matches else "no block"
+        raise ConfigError(f"{count} with key prefix {args.key}", key="key", remedy="see `kvolt cache ls`")
+    part, each = matches[0]
     [(_, data)] = read_blocks(part, [each])
     if data is None:
         raise ConfigError(
-            f"block {each.block.key.hex()} is not what was written",
+            f"block {each.block.key.hex()} has a wrong checksum",
             key="key",
             remedy="`kvolt cache evict --corrupt`",
         )
-    data = engines_bytes(part, data)
+    data = decode_block(part, data)
     Path(args.file).write_bytes(data)
-    form = "" if part.form is None else f" of {part.form.dtype}, from eight bits each"
+    form = "" if part.form is None else f" of {part.form.dtype}, decoded from fp8"
     print(f"{len(data):,} bytes{form}")
     return 0

@@ -1,4 +1,4 @@
-"""`kvolt cache --object URL`: KV in a store that workers share, looked at and tended."""
+"""`kvolt cache ... --object URL`: inspect and clean up KV blocks in an object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvolt.core.errors import ConfigError
 from kvolt.kv.object_store.blocks import ObjectBlocks
-from kvolt.kv.object_store.view import ObjectFound, objects_in, remove, spoiled
+from kvolt.kv.object_store.view import StoredObject, list_objects, remove_objects, verify_objects
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.models.fetch_progress import size_text
 
@@ -20,8 +20,8 @@ _UNITS = {"m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(day
 
 
 def stat_objects(args: argparse.Namespace) -> int:
-    by_shape: dict[BlockShape, list[ObjectFound]] = {}
-    for each in objects_in(args.object):
+    by_shape: dict[BlockShape, list[StoredObject]] = {}
+    for each in list_objects(args.object):
         by_shape.setdefault(each.shape, []).append(each)
     rows = [
         {
@@ -48,8 +48,8 @@ def stat_objects(args: argparse.Namespace) -> int:
     return 0
 
 
-def list_objects(args: argparse.Namespace) -> int:
-    for each in objects_in(args.object):
+def ls_objects(args: argparse.Namespace) -> int:
+    for each in list_objects(args.object):
         if args.json:
             row = {
                 "key": each.key.hex(),
@@ -63,23 +63,23 @@ def list_objects(args: argparse.Namespace) -> int:
     return 0
 
 
-def verify_objects(args: argparse.Namespace) -> int:
-    found = list(objects_in(args.object))
-    bad = _spoiled(args.object, found)
+def check_objects(args: argparse.Namespace) -> int:
+    objects = list(list_objects(args.object))
+    bad = _spoiled(args.object, objects)
     for each in bad:
         print(f"corrupt: {each.key.hex()} at {each.path}")
-    print(f"{args.object}: {len(found) - len(bad):,} of {len(found):,} blocks are whole")
+    print(f"{args.object}: {len(objects) - len(bad):,} of {len(objects):,} blocks are valid")
     return 1 if bad else 0
 
 
-def _spoiled(url: str, found: list[ObjectFound]) -> list[ObjectFound]:
+def _spoiled(url: str, found: list[StoredObject]) -> list[StoredObject]:
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=len(found))
         bad = []
-        for each, is_bad in spoiled(url, found):
+        for each, is_bad in verify_objects(url, found):
             bar.advance(task)
             if is_bad:
                 bad.append(each)
@@ -87,42 +87,42 @@ def _spoiled(url: str, found: list[ObjectFound]) -> list[ObjectFound]:
 
 
 def evict_objects(args: argparse.Namespace) -> int:
-    found = list(objects_in(args.object))
+    objects = list(list_objects(args.object))
     if args.corrupt:
-        found = _spoiled(args.object, found)
+        objects = _spoiled(args.object, objects)
     elif args.older_than:
         before = datetime.now(UTC) - _age(args.older_than)
-        found = [each for each in found if each.written_at < before]
+        objects = [each for each in objects if each.written_at < before]
     elif not args.all:
-        wanted = tuple(key.lower() for key in args.key if key)
-        found = [each for each in found if each.key.hex().startswith(wanted)]
-    remove(args.object, found)
-    print(f"{len(found):,} blocks are removed")
+        prefixes = tuple(key.lower() for key in args.key if key)
+        objects = [each for each in objects if each.key.hex().startswith(prefixes)]
+    remove_objects(args.object, objects)
+    print(f"{len(objects):,} blocks removed")
     return 0
 
 
 def _age(text: str) -> timedelta:
-    said = re.fullmatch(r"(\d{1,5})([mhd])", text)
-    if said is None:
-        raise ConfigError(f"{text} is no age", key="older-than", remedy="say 30m, 12h or 7d")
-    return int(said[1]) * _UNITS[said[2]]
+    match = re.fullmatch(r"(\d{1,5})([mhd])", text)
+    if match is None:
+        raise ConfigError(f"invalid age {text}", key="older-than", remedy="for example 30m, 12h or 7d")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def export_object(args: argparse.Namespace) -> int:
-    found = [each for each in objects_in(args.object) if each.key.hex().startswith(args.key.lower())]
-    if len(found) != 1:
-        told = f"{len(found)} blocks have" if found else "no block has"
+    objects = [each for each in list_objects(args.object) if each.key.hex().startswith(args.key.lower())]
+    if len(objects) != 1:
+        count = f"{len(objects)} blocks" if objects else "no block"
         raise ConfigError(
-            f"{told} a key that begins with {args.key}",
+            f"{count} with key prefix {args.key}",
             key="key",
             remedy="see `kvolt cache ls --object`",
         )
-    memory, blocks = SlotMemory(found[0].shape, 1), ObjectBlocks(args.object, found[0].shape)
+    memory, blocks = SlotMemory(objects[0].shape, 1), ObjectBlocks(args.object, objects[0].shape)
     try:
-        [came] = blocks.read([found[0].key], memory, np.zeros(1, dtype=np.int64))
-        if not isinstance(came, int):
+        [outcome] = blocks.read([objects[0].key], memory, np.zeros(1, dtype=np.int64))
+        if not isinstance(outcome, int):
             raise ConfigError(
-                f"block {found[0].key.hex()} is not what was written",
+                f"block {objects[0].key.hex()} has a wrong checksum",
                 key="key",
                 remedy="`kvolt cache evict --corrupt`",
             )

@@ -1,4 +1,4 @@
-"""`kvolt cache serve`: the process of a pool that the workers of a host share, and how it is from outside."""
+"""`kvolt cache serve`: process of a KV pool shared by the workers of a host; its status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.flags import add_settings
-from kvolt.cli.process import Process, allow_open_files, run_loop, run_process
+from kvolt.cli.process import Process, raise_open_file_limit, run_loop, run_process
 from kvolt.cli.worker.tiers import check_sizes, host_blocks, lower_tiers
 from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.server import PoolServer
@@ -31,12 +31,11 @@ from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
 _TOUCHES = range(1, 16)
-_MOST_FILES = 65_536
-"""A few for each part of its memory, at every worker."""
-_MOST_PATH_BYTES = 100
-"""Of a socket's path: Linux takes 107."""
+_MAX_OPEN_FILES = 65_536
+"""Each worker maps every memory segment."""
+_MAX_PATH_BYTES = 100
+"""Linux limits socket paths to 107 bytes."""
 _NAME = "kv-pool"
-_SECTIONS = ("runtime", "discovery", "plane", "events", "admin", "log")
 
 
 def default_socket() -> Path:
@@ -44,16 +43,21 @@ def default_socket() -> Path:
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default=_NAME, help="name of this process in logs and status")
     parser.add_argument(
-        "--socket", metavar="PATH", help=f"where workers find it (default: {default_socket()})"
+        "--name", default=_NAME, help=f"Name of this process in logs and status. [default: {_NAME}]"
+    )
+    parser.add_argument("--socket", metavar="PATH", help=f"Socket for workers. [default: {default_socket()}]")
+    parser.add_argument(
+        "--host", required=True, metavar="SIZE", help="Host memory for KV blocks: 64GiB, or 1000blocks."
     )
     parser.add_argument(
-        "--host", required=True, metavar="SIZE", help="memory for blocks: 64GiB, or 1000blocks"
+        "--disk", default="", metavar="SIZE", help="Disk space for KV blocks. Default: no disk tier."
     )
-    parser.add_argument("--disk", default="", metavar="SIZE", help="and below that on a disk")
     parser.add_argument(
-        "--disk-dir", default="", metavar="DIR", help="where (default: the user's cache folder)"
+        "--disk-dir",
+        default="",
+        metavar="DIR",
+        help="Directory of the disk tier. Default: the user's cache directory.",
     )
     parser.add_argument(
         "--disk-touches",
@@ -61,13 +65,13 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         default=1,
         choices=_TOUCHES,
         metavar="N",
-        help="see docs/tiers.md (default: 1)",
+        help="Write a block to disk after this many uses. [default: 1]",
     )
     parser.add_argument(
         "--disk-compression",
         choices=("none", "fp8"),
         default="none",
-        help="fp8: eight bits for each value there, lossy (default: none)",
+        help="fp8 stores 8 bits per value on disk: lossy, two to four times the capacity. [default: none]",
     )
     marks = TierSettings()
     for mark in ("host_high_water", "disk_low_water", "disk_high_water"):
@@ -77,33 +81,35 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
             type=float,
             default=share,
             metavar="SHARE",
-            help=f"see docs/tiers.md (default: {share})",
+            help=f"Setting workers.tiers.{mark} (`kvolt config describe`). [default: {share}]",
         )
-    parser.add_argument("--object", default="", metavar="URL", help="and in a store that other hosts share")
+    parser.add_argument(
+        "--object", default="", metavar="URL", help="Object store shared with other hosts. Default: none."
+    )
     parser.add_argument(
         "--object-touches",
         type=int,
         default=2,
         choices=_TOUCHES,
         metavar="N",
-        help="see docs/tiers.md (default: 2)",
+        help="Write a block to the object store after this many uses. [default: 2]",
     )
     parser.add_argument(
         "--object-compression",
         choices=("none", "zstd"),
         default="none",
-        help="how blocks are written there (default: none)",
+        help="Compression of blocks in the object store. [default: none]",
     )
     parser.add_argument(
-        "--eviction", choices=sorted(EVICTIONS), default="lru", help="which blocks go (default: lru)"
+        "--eviction", choices=sorted(EVICTIONS), default="lru", help="Eviction policy. [default: lru]"
     )
-    add_settings(parser, None, _SECTIONS)
+    add_settings(parser, ("discovery", "network", "logging", "metrics"))
 
 
 def serve_command(
     socket: Path, tiers: TierSettings, name: str = _NAME, config: Path | None = None
 ) -> tuple[str, ...]:
-    """What starts a pool with these tiers. `config`: of the workers, whose routers it tells what it has."""
+    """Command line of a pool with these tiers. `config` is the workers' config file, for publishing KV events."""
     command = [sys.executable, "-m", "kvolt", "cache", "serve", "--name", name, "--socket", str(socket)]
     if config is not None:
         command += ["--config", str(config)]
@@ -142,20 +148,20 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         eviction=args.eviction,
     )
     check_sizes(msgspec.structs.replace(tiers, shared=True))
-    allow_open_files(_MOST_FILES)
+    raise_open_file_limit(_MAX_OPEN_FILES)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
     server = partial(PoolServer, path, new_host(tiers, SystemClock().monotonic))
     return run_process(loaded.settings, args.name, partial(_serve_and_tell, path, server))
 
 
 async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], process: Process) -> None:
-    """Until cancelled. Routers know its name before the first worker says it."""
+    """Serve until cancelled. The publisher starts first, so that routers know the pool before workers report it."""
     server = new_server()
     publisher = PoolEventPublisher(process.runtime, process.settings.namespace)
-    publisher.follow(server, await publisher.start())
+    publisher.attach(server, await publisher.start())
     try:
         await server.start()
-        print(f"kvolt: a pool of KV for workers with --kv-pool {path}", flush=True)
+        print(f"kvolt: serving a KV pool for workers with --kv-pool {path}", flush=True)
         await asyncio.get_running_loop().create_future()
     finally:
         await server.close()
@@ -165,7 +171,7 @@ def new_host(tiers: TierSettings, now: Callable[[], float]) -> Callable[[BlockSh
     def new(shape: BlockShape) -> HostTier:
         num_host = host_blocks(tiers, shape, 0)
         host = HostTier(shape, num_host, lower_tiers(tiers, shape, 0, now), tiers.eviction)
-        host.keep_for_below(tiers.host_high_water)
+        host.set_pending_share(tiers.host_high_water)
         return host
 
     return new
@@ -177,7 +183,7 @@ def stat_pool(args: argparse.Namespace) -> int:
     async def main() -> int:
         link = PoolLink(path, None, SystemClock().monotonic)
         try:
-            status = await link.ask(Status(), PoolStatus, _ANSWER_S)
+            status = await link.request(Status(), PoolStatus, _ANSWER_S)
         finally:
             await link.close()
         if args.json:
@@ -185,20 +191,20 @@ def stat_pool(args: argparse.Namespace) -> int:
             return 0
         print(f"{path}: {status.num_workers} workers")
         if status.shape is None:
-            print("  no worker has said yet what its blocks are")
+            print("  empty: no worker has connected yet")
         else:
             for tier in status.tiers:
-                most = "" if tier.most_blocks is None else f" of {tier.most_blocks:,}"
+                limit = "" if tier.max_blocks is None else f" of {tier.max_blocks:,}"
                 size = size_text(tier.num_blocks * tier.block_bytes)
-                print(f"  {tier.tier:6} {tier.num_blocks:,}{most} blocks, {size}")
+                print(f"  {tier.tier:6} {tier.num_blocks:,}{limit} blocks, {size}")
         return 0
 
     return run_loop(main)
 
 
 def short_socket(folder: Path, name: str) -> Path:
-    """In this folder, or, where its path is too long for a socket's, in one for temporary files."""
+    """Socket path in `folder`, or in a temporary directory if that path is too long."""
     path = folder / name
-    if len(os.fsencode(path)) < _MOST_PATH_BYTES:
+    if len(os.fsencode(path)) < _MAX_PATH_BYTES:
         return path
     return Path(tempfile.mkdtemp(prefix="kvolt-")) / name

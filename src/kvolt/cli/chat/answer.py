@@ -1,4 +1,4 @@
-"""One answer: what came of it, and how fast. Pure: pieces and times come in."""
+"""One answer of a chat: its content, usage and timing. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it comes, and when it came (seconds of one clock)."""
+    """A streamed answer with the arrival times of its pieces, in seconds of one clock."""
 
-    asked_at: float
+    sent_at: float
     first_at: float | None = None
     last_at: float | None = None
     finish: str | None = None
@@ -55,11 +55,11 @@ class Answer:
 
     @property
     def first_token_s(self) -> float | None:
-        return None if self.first_at is None else self.first_at - self.asked_at
+        return None if self.first_at is None else self.first_at - self.sent_at
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Its pace after the first token, which alone has waited for the prompt."""
+        """Tokens per second after the first token."""
         if (
             self.usage is None
             or self.first_at is None
@@ -70,10 +70,10 @@ class Answer:
         return max(self.usage.completion_tokens - 1, 0) / (self.last_at - self.first_at)
 
     def summary(self) -> str:
-        """One line for people."""
+        """One line: tokens, speed, latency."""
         if self.usage is not None:
             parts = [counted(self.usage.completion_tokens, "token")]
-        else:  # a server that sends no usage, or an answer that was stopped
+        else:  # the server sends no usage, or the answer was stopped
             parts = [counted(self.num_pieces, "piece")]
         if self.tokens_per_s:
             parts.append(f"{self.tokens_per_s:.1f} tokens/s")
@@ -91,5 +91,5 @@ def counted(number: int, noun: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """Without what cannot be UTF-8 (bytes of another encoding, half a surrogate pair): no server takes it."""
+    """Replace characters that cannot be encoded as UTF-8, such as lone surrogates."""
     return text.encode(errors="replace").decode()

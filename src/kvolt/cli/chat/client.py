@@ -1,7 +1,7 @@
-"""A small client of any OpenAI-compatible server, on the standard library. Blocking.
+"""Blocking client for OpenAI-compatible servers, on the standard library.
 
-Owns addresses, connections, TLS, and what a refusal means. Must not know terminals or conversations. An
-error whose remedy is known carries it as a field.
+Handles URLs, connections, TLS and the mapping of HTTP errors; knows nothing of terminals or conversations.
+Errors carry their remedy as a field.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kvolt.core.errors import (
 ANSWER_LIMIT_BYTES = 64 << 20
 _REFUSAL_LIMIT_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
-_START = "start one with `kvolt serve`, or name another with --url"
-_GIVE_KEY = "give a key with --api-key or OPENAI_API_KEY"
+_START = "start a server with `kvolt serve`, or set --url"
+_SET_KEY = "set --api-key or OPENAI_API_KEY"
 
 
 class ChatClient:
-    """One server. Each request has a connection of its own, so giving up an answer is closing it."""
+    """Client of one server. Each request uses its own connection; closing it cancels the request."""
 
     def __init__(
         self, url: str, api_key: str | None = None, timeout_s: float = 300.0, connect_timeout_s: float = 10.0
@@ -63,32 +63,32 @@ class ChatClient:
         self._headers = {"content-type": "application/json", "user-agent": f"kvolt/{__version__}"}
         api_key = (api_key or "").strip()
         if not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key has characters that no key has", key="api_key", remedy=_GIVE_KEY)
+            raise ConfigError("the API key contains invalid characters", key="api_key", remedy=_SET_KEY)
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
-        """The names of what is served there."""
+        """Names of the served models."""
         with self._request("GET", "/models") as response:
             listed = read_json(response.read(EVENT_LIMIT_BYTES))
         data = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(data, list):
-            raise self._no_openai("its list of models is none")
+            raise self._incompatible("invalid model list")
         return [str(model["id"]) for model in data if isinstance(model, dict) and "id" in model]
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
-        """An answer as it comes. Closing the iterator ends the request."""
+        """Stream an answer. Closing the iterator cancels the request."""
         with self._request("POST", "/chat/completions", body) as response:
             reader = ChunkReader()
             if response.headers.get_content_type() != "text/event-stream":
-                yield reader.read(response.read(ANSWER_LIMIT_BYTES))  # a server that does not stream
+                yield reader.read(response.read(ANSWER_LIMIT_BYTES))  # the server does not stream
                 return
             for event in _events(response):
                 if event == b"[DONE]":
                     return
                 yield reader.read(event)
             if not reader.finished:
-                raise WorkerLost("the answer broke off: the stream ended early", address=self.url)
+                raise WorkerLost("the answer was cut off: the stream ended early", address=self.url)
 
     @contextmanager
     def _request(
@@ -96,22 +96,22 @@ class ChatClient:
     ) -> Iterator[http.client.HTTPResponse]:
         connection = self._connect()
         try:
-            # Not msgspec: whatever was typed must be sent, half a surrogate pair too.
+            # json accepts lone surrogates, msgspec does not.
             payload = None if body is None else json.dumps(body).encode()
-            with suppress(BrokenPipeError):  # who refuses a long body early has said why
+            with suppress(BrokenPipeError):  # the server rejected a long body early; its response says why
                 connection.request(method, self._path + path, payload, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _refusal(response)
+                raise _response_error(response)
             yield response
         except TimeoutError as error:
-            message = f"{self.url} was silent for {self._timeout_s:g} s"
+            message = f"no data from {self.url} for {self._timeout_s:g} s"
             raise DeadlineExceeded(message, stage="between", after_s=self._timeout_s) from error
         except (http.client.RemoteDisconnected, http.client.IncompleteRead, OSError) as error:
-            message = f"the answer broke off: {_reason(error)}"
+            message = f"the answer was cut off: {_reason(error)}"
             raise WorkerLost(message, address=self.url, reason=type(error).__name__) from error
         except http.client.HTTPException as error:
-            raise self._no_openai(f"its answer is no HTTP ({type(error).__name__})") from error
+            raise self._incompatible(f"invalid HTTP response ({type(error).__name__})") from error
         finally:
             connection.close()
 
@@ -129,7 +129,7 @@ class ChatClient:
         try:
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
-        except (OSError, UnicodeError) as error:  # UnicodeError: a name that DNS cannot hold
+        except (OSError, UnicodeError) as error:  # UnicodeError: invalid host name
             connection.close()
             raise self._unreachable(error) from error
         except BaseException:
@@ -140,38 +140,38 @@ class ChatClient:
     def _unreachable(self, error: OSError | UnicodeError) -> ConnectFailed:
         if isinstance(error, ssl.SSLCertVerificationError):
             message = f"the certificate of {self.url} is not trusted: {error.verify_message}"
-            remedy = "set SSL_CERT_FILE to a file with the authority that signed it"
+            remedy = "set SSL_CERT_FILE to a file with its certificate authority"
         elif isinstance(error, ssl.SSLError):
             message, remedy = f"{self.url} does not speak TLS: {_reason(error)}", "try http://"
         else:
-            message, remedy = f"nothing answers at {self.url}: {_reason(error)}", _START
+            message, remedy = f"cannot connect to {self.url}: {_reason(error)}", _START
         return ConnectFailed(message, address=self.url, remedy=remedy)
 
-    def _no_openai(self, why: str) -> ProtocolError:
-        return ProtocolError(f"{self.url} is no OpenAI-compatible server: {why}", rule="openai")
+    def _incompatible(self, why: str) -> ProtocolError:
+        return ProtocolError(f"{self.url} is not an OpenAI-compatible server: {why}", rule="openai")
 
 
 def _split(url: str) -> SplitResult:
     text = url.strip()
     remedy = "write it as http://HOST:PORT"
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ConfigError(f"{text!r} is no URL", key="url", remedy=remedy)
+        raise ConfigError(f"invalid URL {text!r}", key="url", remedy=remedy)
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{text} is no URL: {error}", key="url", remedy=remedy) from error
+        raise ConfigError(f"invalid URL {text}: {error}", key="url", remedy=remedy) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f"{text} is no URL of a server", key="url", remedy=remedy)
+        raise ConfigError(f"invalid server URL {text}", key="url", remedy=remedy)
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError(
-            "the URL has more than host, port and path", key="url", remedy=f"{remedy}; {_GIVE_KEY}"
+            "the URL has user info, a query or a fragment", key="url", remedy=f"{remedy}; {_SET_KEY}"
         )
     return parts
 
 
 def _api_path(path: str) -> str:
-    """Where the API begins: below a version if the path names one anywhere, else below /v1."""
+    """Base path of the API: as given if it has a version, else with /v1."""
     path = path.rstrip("/").removesuffix("/chat/completions")
     return path if re.search(r"/v\d\w*(/|$)", path) else f"{path}/v1"
 
@@ -186,18 +186,18 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
         yield from parser.feed(data)
 
 
-def _refusal(response: http.client.HTTPResponse) -> KvoltError:
-    """The error that an answer other than 200 stands for."""
+def _response_error(response: http.client.HTTPResponse) -> KvoltError:
+    """Map a response other than 200 to an error."""
     status = response.status
     body = response.read(_REFUSAL_LIMIT_BYTES)
     try:
-        said = error_message(read_json(body), body)
+        text = error_message(read_json(body), body)
     except ProtocolError:
-        said = one_line(body.decode(errors="replace"))
-    message = f"the server answers {status}: {said or response.reason}"
+        text = one_line(body.decode(errors="replace"))
+    message = f"the server responded {status}: {text or response.reason}"
     match status:
         case 401 | 403:
-            return InvalidRequest(message, remedy=_GIVE_KEY)
+            return InvalidRequest(message, remedy=_SET_KEY)
         case 404:
             return NotFound(message, remedy="check --url and --model")
         case 408 | 504:
@@ -210,9 +210,7 @@ def _refusal(response: http.client.HTTPResponse) -> KvoltError:
         case 501:
             return Unsupported(message)
         case _ if 300 <= status < 400:
-            return InvalidRequest(
-                f"the server sends us on to {one_line(response.getheader('location', '?'))}"
-            )
+            return InvalidRequest(f"the server redirects to {one_line(response.getheader('location', '?'))}")
         case _ if 400 <= status < 500:
             return InvalidRequest(message)
         case _:
@@ -221,7 +219,7 @@ def _refusal(response: http.client.HTTPResponse) -> KvoltError:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
-        return "it does not take connections"
+        return "connection timed out"
     if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
         return "the server closed the connection"
     strerror = getattr(error, "strerror", None)

@@ -1,4 +1,4 @@
-"""`kvolt chat`: a conversation with a served model, or one question."""
+"""`kvolt chat`: an interactive conversation with a model, or one question."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvolt.runtime.config.loader import LoadedConfig, nearest
 from kvolt.runtime.config.settings import Settings
 
 HELP = """
-Talk to a model, as it answers: to the one of `kvolt serve`, or to any OpenAI-compatible server. With a
-question it answers once and ends; the answer goes to stdout, everything else to stderr.
+Chat with a model of `kvolt serve` or any OpenAI-compatible server. With a QUESTION it prints one answer to stdout
+and exits; everything else goes to stderr.
 
 Examples:
-  kvolt chat                                   a conversation; /help lists its commands
+  kvolt chat                                   interactive; /help lists the commands
   kvolt chat --url 10.0.0.5:8080               another server, with or without http:// and /v1
   kvolt chat "Why is the sky blue?"            one question
-  git diff | kvolt chat "Review this:" -       - stands for what is piped in
+  git diff | kvolt chat "Review this:" -       - is replaced by stdin
   kvolt chat --set temperature=0.2 --set max_tokens=200 --system "Be short."
   OPENAI_API_KEY=... kvolt chat --url https://api.openai.com --model gpt-4o-mini
 
-Exits with 2 when the server cannot be reached or refuses the request as wrong, with 1 when it fails.
+Exit code: 2 if the server is unreachable or rejects the request, 1 if the server fails.
 """
 
 _INPUT_LIMIT_BYTES = 16 << 20
@@ -43,31 +43,35 @@ _MAX_TIMEOUT_S = 86_400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("question", nargs="*", metavar="QUESTION", help="ask this and end; - reads stdin")
+    parser.add_argument(
+        "question", nargs="*", metavar="QUESTION", help="Ask one question and exit; - reads stdin."
+    )
     parser.add_argument(
         "--url",
-        help="the server (default: env OPENAI_BASE_URL, or where `kvolt serve` listens by its settings)",
+        help="Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
     )
-    parser.add_argument("--model", metavar="NAME", help="which model, where several are served")
     parser.add_argument(
-        "--api-key", metavar="KEY", help="sent as a bearer token (default: env OPENAI_API_KEY)"
+        "--model", metavar="NAME", help="Model to use. Default: the only model that the server lists."
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--api-key", metavar="KEY", help="Bearer token. Default: $OPENAI_API_KEY.")
+    parser.add_argument("--system", metavar="TEXT", help="System message.")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a field of the request, e.g. temperature=0.2; again for more",
+        help="Request field, such as temperature=0.2; may be repeated.",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
-        metavar="S",
-        help="longest silence of the server (default: 300)",
+        metavar="SECONDS",
+        help="Maximum time without data from the server. [default: 300]",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (env KVOLT_CONFIG)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML config file, for the address of `kvolt serve`."
+    )
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     question = _question(args.question, sys.stdin)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # models know more characters than some terminals
+            stream.reconfigure(errors="replace")  # the terminal may not support all characters of a model
     colour = wants_colour(os.environ)
     try:
         if question is None:
@@ -97,19 +101,17 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def wants_colour(environ: Mapping[str, str]) -> bool:
-    """What is no terminal gets none in any case."""
+    """Whether the environment allows colours. Streams other than terminals never get any."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def make_client(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> ChatClient:
-    """Flags before environment before settings, as everywhere."""
+    """Client for the URL of the flag, the environment or the settings, in this order."""
     url = args.url or environ.get("OPENAI_BASE_URL")
     if not url:
         frontend = settings.frontend
         if not frontend.port:
-            raise ConfigError(
-                "frontend.port is 0, which is no address", key="url", remedy="give --url HOST:PORT"
-            )
+            raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
         url = base_url(frontend.host, frontend.port)
     return ChatClient(url, args.api_key or environ.get("OPENAI_API_KEY"), args.timeout)
 
@@ -117,7 +119,7 @@ def make_client(args: argparse.Namespace, settings: Settings, environ: Mapping[s
 def choose_model(
     client: ChatClient, wanted: str | None, read_line: Callable[[str], str] | None, screen: Screen
 ) -> str:
-    """The wanted model, or the only one, or the one that the person picks."""
+    """The requested model, else the only one served, else the user's choice."""
     try:
         models = client.models()
     except ConnectFailed:
@@ -125,11 +127,11 @@ def choose_model(
     except KvoltError:
         if wanted is None:
             raise
-        return wanted  # a server may well answer without listing
+        return wanted  # a server may not implement /models
     if wanted is not None:
         return wanted
     if not models:
-        raise ConfigError(f"{client.url} serves no model yet", key="model", remedy="see `kvolt status`")
+        raise ConfigError(f"{client.url} serves no models yet", key="model", remedy="see `kvolt status`")
     if len(models) == 1:
         return models[0]
     if read_line is None:
@@ -154,7 +156,7 @@ def choose_model(
 
 
 def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer, clock: Clock) -> None:
-    """Ask, and show the answer as it comes. Whatever ends it, what came is in `answer`."""
+    """Send the conversation and show the answer as it streams; `answer` collects it, also if this fails."""
     try:
         with closing(client.stream(session.body())) as pieces:
             for piece in pieces:
@@ -166,7 +168,7 @@ def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer
 
 def answer_once(session: Session, client: ChatClient, screen: Screen, question: str, clock: Clock) -> int:
     session.question = question
-    answer = Answer(asked_at=clock.monotonic())
+    answer = Answer(sent_at=clock.monotonic())
     receive(session, client, screen, answer, clock)
     if sys.stderr.isatty():
         screen.note(answer.summary())
@@ -174,7 +176,7 @@ def answer_once(session: Session, client: ChatClient, screen: Screen, question: 
 
 
 class Chat:
-    """The conversation in a terminal: reads, asks, shows, until the person leaves."""
+    """Interactive conversation in a terminal: read, send, show, until the user exits."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class Chat:
                 if message is not None and not self._perform(self._session.handle(message)):
                     return 0
             except UnicodeDecodeError:
-                self._screen.problem("that was no UTF-8")
+                self._screen.problem("input is not UTF-8")
             except EOFError:
                 self._screen.say("")
                 return 0
@@ -213,10 +215,10 @@ class Chat:
                     return 0
                 self._interrupted = True
                 self._composer.reset()
-                self._screen.note("Ctrl-C again or Ctrl-D leaves")
+                self._screen.note("press Ctrl-C again or Ctrl-D to exit")
 
     def _perform(self, action: Action) -> bool:
-        """False when the conversation is over."""
+        """Run an action. False ends the conversation."""
         match action:
             case session_actions.Leave():
                 return False
@@ -229,11 +231,11 @@ class Chat:
             case session_actions.UseModel(name):
                 self._use_model(name)
             case session_actions.Ask():
-                self._ask()
+                self._send()
         return True
 
-    def _ask(self) -> None:
-        answer = Answer(asked_at=self._clock.monotonic())
+    def _send(self) -> None:
+        answer = Answer(sent_at=self._clock.monotonic())
         try:
             receive(self._session, self._client, self._screen, answer, self._clock)
         except KeyboardInterrupt:
@@ -241,15 +243,15 @@ class Chat:
         except KvoltError as error:
             remedy = error.fields.get("remedy")
             self._screen.problem(error.message + (f" ({remedy})" if remedy else ""))
-            self._screen.note("/retry asks again")
+            self._screen.note("/retry sends it again")
             return
         self._session.answered(answer)
         if self._interrupted:
-            kept = "nothing came" if answer.is_empty else "what came is kept"
-            self._screen.note(f"stopped, {kept}; Ctrl-C again leaves")
+            kept = "no answer" if answer.is_empty else "partial answer kept"
+            self._screen.note(f"stopped, {kept}; Ctrl-C again exits")
         else:
             self._screen.note(
-                answer.summary() + ("; no answer, /retry asks again" if answer.is_empty else "")
+                answer.summary() + ("; no answer, /retry sends it again" if answer.is_empty else "")
             )
 
     def _use_model(self, name: str | None) -> None:
@@ -262,35 +264,35 @@ class Chat:
                 return
         if name is None:
             lines = [f"{'*' if model == self._session.model else ' '} {model}" for model in models]
-            self._screen.say("\n".join(lines) or "no model is served")
+            self._screen.say("\n".join(lines) or "no models are served")
         elif models and name not in models:
             self._screen.problem(f"no model {name}{nearest(name, models)}; served: {', '.join(models)}")
         else:
             self._session.model = name
-            self._screen.say(f"talking to {name}")
+            self._screen.say(f"using {name}")
 
-    def _save(self, given: str, text: str) -> None:
+    def _save(self, name: str, text: str) -> None:
         try:
-            path = Path(given).expanduser()
-            # Over a file of this conversation, not over somebody's work.
+            path = Path(name).expanduser()
+            # Overwrite only files that this conversation has written.
             with path.open("w" if path in self._saved else "x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            self._screen.problem(f"{given} exists; give another name")
-        except (OSError, RuntimeError, ValueError) as error:  # no such home; a name with a zero byte
-            self._screen.problem(f"cannot write {given}: {getattr(error, 'strerror', None) or error}")
+            self._screen.problem(f"{name} exists; choose another name")
+        except (OSError, RuntimeError, ValueError) as error:  # unknown home directory; NUL byte in the name
+            self._screen.problem(f"cannot write {name}: {getattr(error, 'strerror', None) or error}")
         else:
             self._saved.add(path)
             self._screen.say(f"saved to {path}")
 
 
 def _question(words: list[str], stdin: TextIO | None) -> str | None:
-    """The one question, or None for a conversation."""
+    """The question, or None for an interactive conversation."""
     if not words and stdin is not None and stdin.isatty():
         return None
     parts = [" ".join(word for word in words if word != "-")]
     if stdin is not None and (not words or "-" in words):
-        # Only when told so: a pipe that nobody closes must not keep a question from being asked.
+        # Only on request: an open pipe must not block the question.
         parts.append(_piped(stdin))
     text = sendable("\n\n".join(part for part in parts if part.strip()))
     if not text:
@@ -302,34 +304,34 @@ def _piped(stdin: TextIO) -> str:
     data = stdin.buffer.read(_INPUT_LIMIT_BYTES + 1)
     if len(data) > _INPUT_LIMIT_BYTES:
         raise ConfigError(
-            f"stdin is over {_INPUT_LIMIT_BYTES} bytes", key="question", remedy="send less than that"
+            f"stdin is over {_INPUT_LIMIT_BYTES} bytes", key="question", remedy="send less input"
         )
     return data.decode(errors="replace").strip("\n")
 
 
 def _session(args: argparse.Namespace, model: str) -> Session:
     session = Session(sendable(model), sendable(args.system) if args.system else None)
-    for given in args.set:
-        name, equals, text = sendable(given).partition("=")
+    for assignment in args.set:
+        name, equals, text = sendable(assignment).partition("=")
         outcome = session.set_option(name.strip(), text.strip())
         if not equals or not text.strip() or isinstance(outcome, session_actions.Complain):
-            what = outcome.text if isinstance(outcome, session_actions.Complain) else "is no NAME=VALUE"
-            raise ConfigError(f"--set {given}: {what}", key="set", remedy="e.g. --set temperature=0.2")
+            what = outcome.text if isinstance(outcome, session_actions.Complain) else "expected NAME=VALUE"
+            raise ConfigError(f"--set {assignment}: {what}", key="set", remedy="e.g. --set temperature=0.2")
     return session
 
 
 @contextmanager
 def _terminal() -> Iterator[Callable[[str], str]]:
-    """A way to read lines, with history and completion where there is readline.
+    """Line reader with history and completion if readline is available.
 
-    A polite end (SIGTERM) unwinds like any other: killed at the prompt, we would leave a terminal without echo.
+    SIGTERM raises SystemExit, so that a terminal at the prompt gets its echo back.
     """
     with suppress(ImportError):
         import readline
 
         def complete(text: str, state: int) -> str | None:
-            found = [f"{name} " for name in COMMANDS if name.startswith(text)] if text.startswith("/") else []
-            return found[state] if state < len(found) else None
+            names = [f"{name} " for name in COMMANDS if name.startswith(text)] if text.startswith("/") else []
+            return names[state] if state < len(names) else None
 
         readline.set_completer(complete)
         readline.set_completer_delims(" \t\n")
@@ -337,16 +339,16 @@ def _terminal() -> Iterator[Callable[[str], str]]:
             readline.parse_and_bind("bind ^I rl_complete")
         else:
             readline.parse_and_bind("tab: complete")
-            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines form one message
+    old_handler = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield _read_line
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def _read_line(prompt: str) -> str:
     try:
         return input(prompt)
-    except OSError as error:  # the terminal is gone
+    except OSError as error:  # the terminal was closed
         raise EOFError from error

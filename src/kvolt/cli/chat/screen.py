@@ -1,7 +1,7 @@
-"""How an answer looks: what the model says as it comes, what else there is to say beside it.
+"""Terminal output of a conversation.
 
-The answer itself goes to one stream, everything else to another (in a terminal they are the same), so
-that `kvolt chat QUESTION > file` writes the answer and nothing more.
+The answer goes to one stream, all other text to another (the same one in interactive mode), so that
+`kvolt chat QUESTION > file` writes only the answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Screen:
         self._aside = aside
         self._colour = colour
         self._part: str | None = None
-        """What is being written now; its line may be open."""
+        """Part that is being written; its last line may be incomplete."""
         self._stream = answer
         self._at_line_start = True
         self._calls: set[int] = set()
 
     def show(self, piece: Piece) -> None:
-        """More of the answer."""
+        """Write a piece of the answer."""
         if piece.reasoning:
             if self._begin("reasoning", self._aside):
                 self._aside.write(self._code(_DIM) if self._painted(self._aside) else "(thinking) ")
@@ -46,7 +46,7 @@ class Screen:
         self._write(call.name + (" " if call.name else "") + call.arguments)
 
     def end(self) -> None:
-        """The answer is over, however it ended."""
+        """Finish the answer: end its line and reset colours."""
         if self._part == "reasoning" and self._painted(self._stream):
             self._stream.write("\x1b[0m")
         if self._part is not None and not self._at_line_start:
@@ -57,12 +57,12 @@ class Screen:
         self._calls.clear()
 
     def say(self, text: str) -> None:
-        """What was asked of us and not of the model."""
+        """Write the result of a command."""
         self._aside.write(f"{_clean(text)}\n")
         self._aside.flush()
 
     def note(self, text: str) -> None:
-        """A word of ours, less important than the answer."""
+        """Write a dimmed remark."""
         self._aside.write(f"{self._paint(_clean(text), _DIM)}\n")
         self._aside.flush()
 
@@ -82,7 +82,7 @@ class Screen:
     def _write(self, text: str) -> None:
         if not text:
             return
-        # A model must not be able to drive the terminal; a file gets exactly what was said.
+        # Control characters must not reach a terminal; a file gets the text unchanged.
         self._stream.write(_clean(text) if self._stream.isatty() else text)
         self._at_line_start = text.endswith("\n")
         self._stream.flush()

@@ -1,7 +1,6 @@
-"""A conversation: its turns, what is typed, and what a command does to it.
+"""State of a conversation: turns, input lines and commands. Pure.
 
-Pure: text and pieces of answers come in, the next request body and actions go out. It knows no terminal,
-no file and no clock.
+Text and answers come in; request bodies and actions go out. No terminal, files or clock.
 """
 
 from __future__ import annotations
@@ -36,25 +35,29 @@ _ANY = (
     "nvext",
     "user",
 )
-_OURS = {"model": "use /model NAME", "messages": "just type", "stream": "answers are always streamed"}
-_OURS |= {"stream_options": _OURS["stream"], "n": "a conversation has one answer at a time"}
+_RESERVED = {
+    "model": "use /model NAME",
+    "messages": "type a message",
+    "stream": "answers are always streamed",
+}
+_RESERVED |= {"stream_options": _RESERVED["stream"], "n": "a conversation has one answer per turn"}
 _NO_RESULT = "(no result)"
 _REMOVE = "-"
 
 
-# --- What is typed --------------------------------------------------------------------------------------
+# --- input
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What was typed up to its end. Verbatim text is never a command."""
+    """A complete input. Verbatim text is never a command."""
 
     text: str
     verbatim: bool = False
 
 
 class Composer:
-    """Lines in, messages out: a line that ends with a backslash goes on, and so does all between triple quotes."""
+    """Join lines into messages: after a trailing backslash, and between triple quotes."""
 
     _QUOTES = '"""'
 
@@ -64,7 +67,7 @@ class Composer:
 
     @property
     def is_open(self) -> bool:
-        """Something was typed that is not whole yet."""
+        """Whether a message is incomplete."""
         return self._quoted or bool(self._lines)
 
     def reset(self) -> None:
@@ -89,7 +92,7 @@ class Composer:
         return message
 
 
-# --- What is to be done ---------------------------------------------------------------------------------
+# --- actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class Complain:
 
 @dataclass(frozen=True, slots=True)
 class UseModel:
-    """Change to it if the server has it; without a name, list what it has."""
+    """Switch to a model if the server has it; without a name, list the models."""
 
     name: str | None
 
@@ -143,7 +146,7 @@ class _Totals:
 
 
 class Session:
-    """The conversation. A question stays open until it is answered: an error leaves it to /retry."""
+    """A conversation. A question stays pending until it is answered, so that /retry can resend it."""
 
     def __init__(self, model: str, system: str | None = None) -> None:
         self.model = model
@@ -168,7 +171,7 @@ class Session:
         return command.run(self, rest.strip())
 
     def answered(self, answer: Answer) -> None:
-        """The open question's answer, whole or as much as the person wanted of it."""
+        """Record the answer to the pending question, complete or stopped by the user."""
         if self.question is None:
             return
         totals = self._totals
@@ -182,7 +185,7 @@ class Session:
             self.question = None
 
     def body(self) -> dict[str, Any]:
-        """The request for an answer to the open question."""
+        """Request body for the pending question."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, "messages": self.messages(), **self.options, **options}
 
@@ -193,7 +196,7 @@ class Session:
         results: list[dict[str, Any]] = []
         for turn in self.turns:
             messages += [*results, {"role": "user", "content": turn.question}, _assistant(turn.answer)]
-            # Servers refuse a conversation that goes on without the result of a call; nobody here makes one.
+            # Servers require a result for each tool call; this client executes none.
             results = [
                 {"role": "tool", "tool_call_id": call.id, "content": _NO_RESULT}
                 for call in turn.answer.calls.values()
@@ -215,7 +218,7 @@ class Session:
     def _clear(self, _rest: str) -> Action:
         self.turns.clear()
         self.question = None
-        return Say("the conversation begins anew")
+        return Say("conversation cleared")
 
     def _model(self, rest: str) -> Action:
         return UseModel(rest or None)
@@ -228,32 +231,32 @@ class Session:
     def _set(self, rest: str) -> Action:
         if not rest:
             shown = [f"{name} = {_json(value)}" for name, value in self.options.items()]
-            return Say("\n".join(shown) or "nothing is set: the server's defaults hold")
+            return Say("\n".join(shown) or "no fields are set; the server's defaults apply")
         name, _, text = rest.partition(" ")
         return self.set_option(name, text.strip())
 
     def set_option(self, name: str, text: str) -> Action:
-        """`text` as a field of every request from now on; `-` takes it out again."""
+        """Set a field of all further requests; `-` removes it."""
         if text in ("", _REMOVE):
             removed = self.options.pop(name, None) is not None
-            return Say(f"{name} is back at the server's default" if removed else f"{name} is not set")
-        if name in _OURS:
-            return Complain(f"{name} cannot be set: {_OURS[name]}")
+            return Say(f"{name}: server default" if removed else f"{name} is not set")
+        if name in _RESERVED:
+            return Complain(f"{name} cannot be set: {_RESERVED[name]}")
         value = _value(text)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name in _FLOATS and not is_number:
-            return Complain(f"{name} is a number, not {text}")
+            return Complain(f"{name} must be a number, not {text}")
         if name in _INTS and (not is_number or isinstance(value, float)):
-            return Complain(f"{name} is a whole number, not {text}")
+            return Complain(f"{name} must be a whole number, not {text}")
         self.options[name] = value
         known = (*_FLOATS, *_INTS, *_ANY)
-        doubt = "" if name in known else f" (not a name I know{nearest(name, known)}; sent as it is)"
-        return Say(f"{name} = {_json(value)}{doubt}")
+        note = "" if name in known else f" (unknown field{nearest(name, known)}; sent anyway)"
+        return Say(f"{name} = {_json(value)}{note}")
 
     def _retry(self, _rest: str) -> Action:
         if self.question is None:
             if not self.turns:
-                return Complain("nothing was asked yet")
+                return Complain("nothing to retry")
             self.question = self.turns.pop().question
         return Ask()
 
@@ -263,22 +266,22 @@ class Session:
         elif self.turns:
             removed = self.turns.pop().question
         else:
-            return Complain("there is nothing to undo")
+            return Complain("nothing to undo")
         first = removed.partition("\n")[0]
-        return Say(f"forgotten: {first}")
+        return Say(f"removed: {first}")
 
     def _save(self, rest: str) -> Action:
         if not rest:
-            return Complain("save where? /save FILE")
+            return Complain("missing file name: /save FILE")
         if not self.turns:
-            return Complain("there is nothing to save yet")
+            return Complain("nothing to save")
         if rest.endswith(".json"):
             body = {"model": self.model, "messages": self.messages(), **self.options}
             return Save(rest, msgspec.json.format(msgspec.json.encode(body)).decode() + "\n")
         return Save(rest, self._transcript())
 
     def _transcript(self) -> str:
-        parts = [f"# A conversation with {self.model}"]
+        parts = [f"# Conversation with {self.model}"]
         if self.system:
             parts.append(f"## system\n\n{self.system}")
         for turn in self.turns:
@@ -290,7 +293,7 @@ class Session:
     def _stats(self, _rest: str) -> Action:
         totals = self._totals
         if not totals.num_answers:
-            return Say("no answer yet")
+            return Say("no answers yet")
         lines = [
             f"{counted(totals.num_answers, 'answer')}, {counted(totals.completion_tokens, 'token')}, "
             f"prompts {counted(totals.prompt_tokens, 'token')}, "
@@ -312,7 +315,7 @@ def _assistant(answer: Answer) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is some, else the text itself."""
+    """Parse JSON; other text is a string."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -331,21 +334,21 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "/help": Command("/help", "this list", Session._help),
-    "/exit": Command("/exit", "leave (also Ctrl-D)", Session._exit),
-    "/clear": Command("/clear", "forget all turns; system message and settings stay", Session._clear),
-    "/model": Command("/model [NAME]", "talk to another model; without a name, list them", Session._model),
-    "/system": Command("/system [TEXT]", "the system message; - removes it", Session._system),
+    "/help": Command("/help", "list the commands", Session._help),
+    "/exit": Command("/exit", "exit (also Ctrl-D)", Session._exit),
+    "/clear": Command("/clear", "remove all turns; keep system message and fields", Session._clear),
+    "/model": Command("/model [NAME]", "switch the model; without NAME, list models", Session._model),
+    "/system": Command("/system [TEXT]", "show or set the system message; - removes it", Session._system),
     "/set": Command(
-        "/set [NAME VALUE]", "a request field, e.g. /set temperature 0.2; - removes it", Session._set
+        "/set [NAME VALUE]", "set a request field, e.g. /set temperature 0.2; - removes it", Session._set
     ),
-    "/retry": Command("/retry", "ask the last question again", Session._retry),
-    "/undo": Command("/undo", "forget the last question and its answer", Session._undo),
-    "/save": Command("/save FILE", "the conversation; FILE.json: as a request body", Session._save),
-    "/stats": Command("/stats", "tokens and times so far", Session._stats),
+    "/retry": Command("/retry", "send the last question again", Session._retry),
+    "/undo": Command("/undo", "remove the last question and its answer", Session._undo),
+    "/save": Command("/save FILE", "save the conversation; FILE.json as a request body", Session._save),
+    "/stats": Command("/stats", "show token counts and latencies", Session._stats),
 }
 _ALIASES = {"/quit": "/exit", "/?": "/help"}
 _KEYS = (
-    'A line that ends with \\ goes on in the next one; so does everything between """ and """.',
-    "Ctrl-C stops an answer and keeps what came; a second one, or Ctrl-D, leaves.",
+    'End a line with \\ to continue it, or enclose several lines in """.',
+    "Ctrl-C stops an answer and keeps it; a second Ctrl-C or Ctrl-D exits.",
 )

@@ -1,7 +1,6 @@
-"""What an OpenAI-compatible server sends, read: server-sent events, chunks of an answer, error bodies.
+"""Parse responses of OpenAI-compatible servers: server-sent events, chat chunks, error bodies. Pure.
 
-Pure. Foreign servers word the same thing differently; everything that is peculiar to one ends here, as a
-Piece or an error of our own tree.
+Differences between servers are normalized here to `Piece` and kvolt's errors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CallPiece(msgspec.Struct, frozen=True):
-    """More of one tool call; calls are numbered from 0 in the order in which they begin."""
+    """Delta of a tool call; calls are numbered from 0 in the order of their first delta."""
 
     index: int
     id: str = ""
@@ -32,7 +31,7 @@ class CallPiece(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one event of a stream brings."""
+    """Content of one stream event."""
 
     content: str = ""
     reasoning: str = ""
@@ -73,7 +72,7 @@ class _Chunk(msgspec.Struct):
 
 
 class SseParser:
-    """Bytes in, the data of each event out, wherever the bytes were cut."""
+    """Incremental parser: bytes in, the data of complete events out."""
 
     def __init__(self, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -96,7 +95,7 @@ class SseParser:
         for line in lines:
             self._grow(line)
             if self._line:
-                self._take_line()
+                self._end_line()
             elif self._data:
                 events.append(b"\n".join(self._data))
                 self._data.clear()
@@ -112,7 +111,7 @@ class SseParser:
                 f"an event of the stream is over {self._limit_bytes} bytes", rule="event size"
             )
 
-    def _take_line(self) -> None:
+    def _end_line(self) -> None:
         name, _, value = bytes(self._line).partition(b":")
         if name == b"data":
             self._data.append(value.removeprefix(b" "))
@@ -120,7 +119,7 @@ class SseParser:
 
 
 class ChunkReader:
-    """Chunks of one answer, read; knows what only the chunks before can tell."""
+    """Reader of the chunks of one answer; numbers tool calls if the server does not."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -129,11 +128,11 @@ class ChunkReader:
     def read(self, data: bytes) -> Piece:
         tree = read_json(data)
         if isinstance(tree, dict) and (tree.get("error") or tree.get("object") == "error"):
-            raise KvoltError(f"the server says: {error_message(tree, data)}")
+            raise KvoltError(f"server error: {error_message(tree, data)}")
         try:
             chunk = msgspec.convert(tree, _Chunk)
         except msgspec.ValidationError as error:
-            raise ProtocolError(f"an event of the stream is no chat chunk: {error}", rule="chunk") from error
+            raise ProtocolError(f"invalid chat chunk: {error}", rule="chunk") from error
         choice = next((choice for choice in chunk.choices or () if choice.index == 0), _Choice())
         self.finished = self.finished or choice.finish_reason is not None
         delta = choice.delta or choice.message or _Delta()
@@ -149,7 +148,7 @@ class ChunkReader:
         function = call.function or _Function()
         if call.index is not None:
             self._last_call = call.index
-        elif call.id or function.name or self._last_call < 0:  # a server that does not number them
+        elif call.id or function.name or self._last_call < 0:  # the server does not number them
             self._last_call += 1
         return CallPiece(self._last_call, call.id or "", function.name or "", function.arguments or "")
 
@@ -159,11 +158,11 @@ def read_json(data: bytes) -> Any:
         return json.loads(data.decode(errors="replace"))
     except (ValueError, RecursionError) as error:
         shown = one_line(data[:80].decode(errors="replace"))
-        raise ProtocolError(f"the server sent what is no JSON: {shown}", rule="json") from error
+        raise ProtocolError(f"the server sent invalid JSON: {shown}", rule="json") from error
 
 
 def error_message(tree: Any, data: bytes) -> str:
-    """What an error body says, in whichever of the usual places; else all of it."""
+    """Message of an error body, from any of the usual fields; else the whole body."""
     for name in ("error", "message", "detail"):
         if isinstance(tree, dict) and tree.get(name):
             tree = tree[name]
@@ -171,6 +170,6 @@ def error_message(tree: Any, data: bytes) -> str:
 
 
 def one_line(text: str) -> str:
-    """Foreign text as a short line that is safe to print."""
+    """Untrusted text as a short printable line."""
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return line if len(line) <= _MESSAGE_LIMIT_CHARS else f"{line[: _MESSAGE_LIMIT_CHARS - 1]}…"

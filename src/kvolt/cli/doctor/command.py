@@ -1,7 +1,7 @@
-"""`kvolt doctor`: what this machine has, what it lacks, and what to do about it.
+"""`kvolt doctor`: check this machine and its settings, with remedies.
 
-A probe judges facts that it is given, or one thing that it can touch (a port, a directory), and returns
-a Finding. `examine` collects the facts of this machine; printing is apart from both.
+Each `*_finding` function judges given facts, or probes one resource (a port, a directory). `examine` collects the
+facts of this machine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from kvolt.engines.registry import choose_engine
 from kvolt.runtime.config.loader import LoadedConfig, default_discovery_path
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.host.cores import usable_cores
-from kvolt.runtime.host.private_directory import distrust
+from kvolt.runtime.host.private_directory import untrusted_reason
 from kvolt.runtime.network import join_address, split_address
-from kvolt.transfer.paths.machine import look
+from kvolt.transfer.paths.machine import probe_machine
 
 HELP = """
-What this machine has, what it lacks, and what to do about it. Takes the settings of
-`kvolt serve`, and checks the ports and directories that it would use.
+Check whether `kvolt serve` can start on this machine with its settings: packages, hardware, limits, ports,
+directories and KV transfer paths, with a remedy for each problem.
 
-  kvolt doctor                 a table
-  kvolt doctor --port 9000     would `kvolt serve --port 9000` start?
+Examples:
+  kvolt doctor                 all checks as a table
+  kvolt doctor --port 9000     check the settings of `kvolt serve --port 9000`
   kvolt doctor --json          for scripts
 
-Exits with 1 if something keeps `kvolt serve` from starting.
+Exit code: 1 if a problem keeps `kvolt serve` from starting.
 """
 
 GIB = 1024**3
@@ -51,8 +52,8 @@ _MARKS = {"ok": "green", "warn": "yellow", "missing": "red", "untested": "cyan"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--workers", type=int, metavar="N", help="Number of worker processes to check for.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -79,7 +80,7 @@ def examine(settings: Settings) -> list[Finding]:
         package_finding("uvloop", "pip install uvloop"),
         index_finding(_has_native_index()),
         transfer_finding(_has_native_bytes()),
-        *transfer_findings(look(os.environ), settings.transfer.nixl),
+        *transfer_findings(probe_machine(os.environ), settings.transfer.nixl),
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
@@ -88,8 +89,8 @@ def examine(settings: Settings) -> list[Finding]:
     if discovery.kind == "file" and discovery.path is not None:
         path = Path(discovery.path)
         is_default = discovery.path == default_discovery_path(os.environ)
-        doubt = default_finding(path.parent) if is_default else None
-        findings.append(doubt or directory_finding(path, os.getuid()))
+        finding = default_finding(path.parent) if is_default else None
+        findings.append(finding or directory_finding(path, os.getuid()))
     if discovery.kind == "join" and discovery.join is not None:
         findings.append(join_finding(discovery.join))
     return findings
@@ -105,7 +106,7 @@ def python_finding(version: tuple[int, ...]) -> Finding:
 def cpu_finding(total: int, usable: int) -> Finding:
     shown = f"{usable} of {total} usable"
     if usable < 2:
-        return Finding("cpu", "warn", shown, "give it 2 or more: frontend and workers share them")
+        return Finding("cpu", "warn", shown, "provide at least 2: frontend and workers share them")
     return Finding("cpu", "ok", shown)
 
 
@@ -113,7 +114,7 @@ def memory_finding(total_bytes: int, limit_bytes: int | None) -> Finding:
     usable = min(total_bytes, limit_bytes or total_bytes)
     shown = f"{usable / GIB:.1f} GiB" + (" (container limit)" if usable < total_bytes else "")
     if usable < 2 * GIB:
-        return Finding("memory", "warn", shown, "2 GiB is little for a frontend and two workers")
+        return Finding("memory", "warn", shown, "a frontend and two workers need more than 2 GiB")
     return Finding("memory", "ok", shown)
 
 
@@ -124,7 +125,7 @@ def gpu_finding(names: list[str]) -> Finding:
 
 
 def package_finding(package: str, remedy: str) -> Finding:
-    """Asks for the installed version only: importing torch takes seconds."""
+    """Look up the installed version without importing the package, which takes seconds for torch."""
     try:
         return Finding(package, "ok", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -132,18 +133,18 @@ def package_finding(package: str, remedy: str) -> Finding:
 
 
 def index_finding(is_native: bool) -> Finding:
-    """Which index a router here uses."""
+    """Whether the router's prefix index uses native code."""
     if is_native:
         return Finding("router index", "ok", "native")
-    remedy = "it is several times slower and larger: install gcc or clang, then install kvolt again"
+    remedy = "several times slower and larger: install gcc or clang, then reinstall kvolt"
     return Finding("router index", "warn", "in Python", remedy)
 
 
 def transfer_finding(is_native: bool) -> Finding:
-    """What moves blocks to other processes and hosts."""
+    """Whether block transfer uses native code."""
     if is_native:
         return Finding("block transfer", "ok", "native")
-    remedy = "checksums are several times slower: install gcc or clang, then install kvolt again"
+    remedy = "checksums are several times slower: install gcc or clang, then reinstall kvolt"
     return Finding("block transfer", "warn", "in Python", remedy)
 
 
@@ -152,13 +153,13 @@ def uses_native(settings: Settings) -> bool:
 
 
 def native_findings(has_gpu: bool, compilers: Sequence[str] = ("cc", "gcc", "clang")) -> list[Finding]:
-    """What the native engine runs on."""
+    """Requirements of the native engine."""
     findings = [package_finding("torch", "pip install 'kvolt[native]'")]
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is not None:
         findings.append(Finding("c compiler", "ok", compiler))
     elif not has_gpu:
-        remedy = "install gcc or clang: a step on the CPU takes half the time with kernels built for it"
+        remedy = "install gcc or clang: compiled CPU kernels halve step times"
         findings.append(Finding("c compiler", "warn", "none found", remedy))
     return findings
 
@@ -172,7 +173,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
         if enough
         else f"raise the hard limit ({hard}) as root, then ulimit -n"
     )
-    return Finding("open files", "warn", f"limit {soft}", f"{remedy}: each connection holds one")
+    return Finding("open files", "warn", f"limit {soft}", f"{remedy}: each connection uses one")
 
 
 def shm_finding(total_bytes: int | None) -> Finding:
@@ -189,12 +190,13 @@ def shm_finding(total_bytes: int | None) -> Finding:
 
 
 def port_findings(settings: Settings) -> list[Finding]:
-    """Every fixed port that the processes of `kvolt serve` would take."""
+    """The fixed ports of the processes of `kvolt serve`."""
     frontend, admin, join_listen = settings.frontend, settings.admin, settings.discovery.join_listen
     edge = port_finding("frontend port", frontend.host, frontend.port, "--port")
     models = served_models(base_url(frontend.host, frontend.port), 1.0) if edge.blocks else None
     if models is not None:
-        shown = f"{join_address(frontend.host, frontend.port)}: kvolt serves here ({', '.join(models) or 'no model'})"
+        names = ", ".join(models) or "no model"
+        shown = f"{join_address(frontend.host, frontend.port)}: a kvolt frontend is running ({names})"
         edge = Finding(edge.name, "ok", shown, "a second `kvolt serve` needs another --port", running=True)
     findings = [edge]
     try:
@@ -203,17 +205,17 @@ def port_findings(settings: Settings) -> list[Finding]:
         remedy = str(error.fields.get("remedy", ""))
         return [*findings, Finding("settings", "missing", error.message, remedy, blocks=True)]
     if admin.enabled and admin.port:
-        findings.append(port_finding("admin port", admin.host, admin.port, "--admin-port"))
+        findings.append(port_finding("admin port", admin.host, admin.port, "--set admin.port=..."))
     if settings.runtime.port:
         host = plane_host(settings)
-        findings.append(port_finding("runtime port", host, settings.runtime.port, "--runtime-port"))
+        findings.append(port_finding("runtime port", host, settings.runtime.port, "--set runtime.port=..."))
     if join_listen is not None:
         findings.append(port_finding("join port", *split_address(join_listen), "--discovery-join-listen"))
     return findings
 
 
 def port_finding(name: str, host: str, port: int, flag: str) -> Finding:
-    """Whether the address can be listened on now. Port 0 is always free."""
+    """Whether a process can listen on the address now. Port 0 is always free."""
     shown = join_address(host, port)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -223,13 +225,13 @@ def port_finding(name: str, host: str, port: int, flag: str) -> Finding:
             probe.listen(1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        remedy = f"choose another with {flag}, or stop what holds it"
+        remedy = f"choose another port with {flag}, or stop the process that uses it"
         return Finding(name, "missing", f"{shown}: {reason}", remedy, blocks=True)
     return Finding(name, "ok", f"{shown} is free" if port else "any free one")
 
 
 def directory_finding(path: Path, uid: int) -> Finding:
-    """Whether the directory, or the nearest one above it that exists, can be written by this user."""
+    """Whether this user can write the directory, or create it in its nearest existing parent."""
     remedy = "choose another with --discovery-path"
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
@@ -242,10 +244,10 @@ def directory_finding(path: Path, uid: int) -> Finding:
 
 
 def default_finding(path: Path) -> Finding | None:
-    """What keeps `kvolt serve` from trusting the default directory, if anything does."""
-    doubt = distrust(path) if os.path.lexists(path) else None
+    """Finding if the default directory is not private to this user."""
+    reason = untrusted_reason(path) if os.path.lexists(path) else None
     remedy = "remove it or `chmod 700` it, or choose another with --discovery-path"
-    return Finding("discovery", "missing", f"{path} {doubt}", remedy, blocks=True) if doubt else None
+    return Finding("discovery", "missing", f"{path} {reason}", remedy, blocks=True) if reason else None
 
 
 def join_finding(address: str) -> Finding:
@@ -284,7 +286,7 @@ def _first_line(path: Path) -> str:
 
 
 def _gpu_names() -> list[str]:
-    """From the driver's tool; from torch where that is installed and the tool is not (other vendors)."""
+    """GPU names by nvidia-smi, or by torch for other vendors."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         command = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -315,7 +317,7 @@ def _print_findings(findings: list[Finding], ready: bool) -> None:
             line.append(f" -> {finding.remedy}", style="dim")
         console.print(line)
     if any(finding.running for finding in findings):
-        console.print("kvolt runs: ask it, or see `kvolt status`")
+        console.print("kvolt is running: see `kvolt status`")
     else:
         console.print(
             "ready: `kvolt serve` can start" if ready else "not ready: see the lines marked missing"

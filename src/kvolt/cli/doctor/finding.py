@@ -1,4 +1,4 @@
-"""Finding: one thing that `kvolt doctor` looked at."""
+"""Result of one check of `kvolt doctor`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at.
+    """Result of one check.
 
-    `blocks`: `kvolt serve` cannot start because of it. `running`: a kvolt does already what it would. `untested`: it
-    may work here, and nobody has tried.
+    `blocks`: `kvolt serve` cannot start. `running`: a kvolt process already runs here. State `untested`: may work, but
+    is not covered by kvolt's tests.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What `kvolt doctor` says of the paths that KV takes: tried out between two agents, not there and why, or untested.
+"""Checks of the KV transfer paths for `kvolt doctor`.
 
-A path is tried by its self-test, the same that workers do. What cannot be tried here without a second machine is
-judged by the facts of this one.
+A path is tested between two agents by the self-test of workers. Paths that need a second machine are judged by the
+facts of this one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvolt.transfer.paths.capabilities import UNTESTED, MachineFacts, missing_pa
 from kvolt.transfer.paths.self_test import new_slab
 
 _FIRST_READ_S = 10.0
-"""NIXL alone takes most of a second to begin with."""
+"""NIXL takes most of a second to start."""
 _TRIES = 3
-"""On a busy machine a test may run out of its time."""
+"""A test can time out on a busy machine."""
 _PATHS: Mapping[str, TransferOptions] = {
     "shm": TransferOptions(self_test=True),
     "tcp": TransferOptions(self_test=True, shared_memory=False),
     "nixl": TransferOptions(self_test=True, nixl=True, shared_memory=False),
 }
-"""How two agents are to be made that use the path."""
+"""Agent options that force each path."""
 
 
 def transfer_findings(facts: MachineFacts, wants_nixl: bool = False) -> list[Finding]:
-    """Of every path. `wants_nixl`: the settings turn it on, so without it workers do not start."""
+    """Findings for all paths. With `wants_nixl`, workers cannot start without NIXL."""
     missing = missing_paths(facts)
     findings = []
     for path, options in _PATHS.items():
@@ -47,23 +47,22 @@ def transfer_findings(facts: MachineFacts, wants_nixl: bool = False) -> list[Fin
 
 
 def tried_finding(path: str, options: TransferOptions, facts: MachineFacts) -> Finding:
-    """Between two agents of this process."""
-    with _overheard() as said:
+    """Test a path between two agents of this process."""
+    with _captured_warnings() as warnings:
         try:
             links = asyncio.run(_try(options, facts))
         except (KvoltError, OSError, TimeoutError) as error:
-            said.insert(0, str(error) or "no answer in time")
+            warnings.insert(0, str(error) or "no answer in time")
             links = {}
     link = next((each for each in links.values() if each.path == path), None)
     if link is None:
         return Finding(
-            _name(path), "warn", f"does not work: {said[0] if said else 'not taken'}", _remedy(path)
+            _name(path), "warn", f"does not work: {warnings[0] if warnings else 'not used'}", _remedy(path)
         )
     return Finding(_name(path), "ok", f"works: {link.bytes_per_s / 1e9:.2g} GB/s between two agents here")
 
 
 async def _try(options: TransferOptions, facts: MachineFacts) -> dict[str, Link]:
-    """What was measured."""
     links: dict[str, Link] = {}
     for _ in range(_TRIES):
         links = links or await _try_once(options, facts)
@@ -74,30 +73,30 @@ async def _try_once(options: TransferOptions, facts: MachineFacts) -> dict[str, 
     loop, tested = asyncio.get_running_loop(), asyncio.Event()
     with contextlib.ExitStack() as stack:
         source, target = new_slab(), new_slab()
-        here, there = (TransferAgent(options, facts=facts) for _ in range(2))
-        for each in (source, target, here, there):
+        first, second = (TransferAgent(options, facts=facts) for _ in range(2))
+        for each in (source, target, first, second):
             stack.callback(each.close)
-        here.paths.on_tested = lambda: loop.call_soon_threadsafe(tested.set)
-        offer = there.offer(source, [0], _FIRST_READ_S)
-        await here.read(offer.ticket, target, [0], _FIRST_READ_S)
+        first.paths.on_tested = lambda: loop.call_soon_threadsafe(tested.set)
+        offer = second.offer(source, [0], _FIRST_READ_S)
+        await first.read(offer.ticket, target, [0], _FIRST_READ_S)
         await asyncio.wait_for(tested.wait(), _FIRST_READ_S)
-        return here.paths.links()
+        return first.paths.links()
 
 
 @contextlib.contextmanager
-def _overheard() -> Iterator[list[str]]:
-    """What agents complain of: it belongs into a finding, and not on the screen beside it."""
-    said: list[str] = []
-    ear = logging.Handler(logging.WARNING)
-    ear.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+def _captured_warnings() -> Iterator[list[str]]:
+    """Capture the agents' warnings for the finding and keep them off the screen."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     agents = logging.getLogger("kvolt.transfer")
     propagates = agents.propagate
-    agents.addHandler(ear)
+    agents.addHandler(handler)
     agents.propagate = False
     try:
-        yield said
+        yield warnings
     finally:
-        agents.removeHandler(ear)
+        agents.removeHandler(handler)
         agents.propagate = propagates
 
 
@@ -106,11 +105,11 @@ def _untested(facts: MachineFacts) -> list[Finding]:
     findings = []
     for name, what in UNTESTED.items():
         if name == "rdma" and why is not None:
-            found = f"not available, and untested by us: {why.cause}"
+            found = f"not available, and untested: {why.cause}"
             findings.append(Finding(_name(name), "warn", found, why.remedy))
         else:
             devices = f" ({', '.join(facts.rdma_devices)})" if name == "rdma" else ""
-            findings.append(Finding(_name(name), "untested", f"{what}{devices}: no test of ours has run it"))
+            findings.append(Finding(_name(name), "untested", f"{what}{devices}: not covered by tests"))
     return findings
 
 
@@ -121,4 +120,4 @@ def _name(path: str) -> str:
 def _remedy(path: str) -> str:
     if path == "nixl":
         return nixl_library.REMEDY
-    return "blocks take another path meanwhile; please tell us"
+    return "another path is used; please report this"

@@ -1,8 +1,8 @@
-"""`--attach`: servers that already run, as workers inside the frontend's process.
+"""`--attach`: run a worker for each external inference server inside the frontend process.
 
-To routers each is a worker like others: an address, a registration, KV events, load. It is cordoned while its server is
-away, so that nobody chooses it, and comes back with it. Servers that are not there yet are waited for, and keep nobody
-else waiting; one that can never be attached ends the process at its start, with the reason.
+To routers each is an ordinary worker with an address, a registration, KV events and load. It is cordoned while its
+server is unreachable and resumed when the server is back. Unreachable servers do not delay the others; a server that
+can never be attached ends the process at start with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 from kvolt.worker.worker import Worker, WorkerOptions
 
 ENGINE = "remote"
@@ -36,22 +36,22 @@ _SHORT_NAMES = {"events": "kv_events", "replay": "kv_events_replay"}
 Arguments = dict[str, Any]
 
 
-def parse_attached(given: Sequence[str], settings: Settings) -> list[Arguments]:
-    """The arguments of each server's engine. ConfigError for what is wrong with them, or with `settings` for that."""
+def parse_attached(texts: Sequence[str], settings: Settings) -> list[Arguments]:
+    """Engine arguments of each server. Raises ConfigError if they or the settings are invalid."""
     if settings.frontend.processes > 1:
         raise ConfigError(
-            "--attach goes with one process of the frontend",
+            "--attach requires a single frontend process",
             key="attach",
-            remedy="leave out --processes, or run `kvolt worker --engine remote --arg url=URL` for each server",
+            remedy="omit --processes, or run `kvolt worker --engine remote --arg url=URL` for each server",
         )
     for section, kind in (("discovery", settings.discovery.kind), ("events", settings.events.kind)):
         if kind == "mem":
             raise ConfigError(
-                f"--attach needs {section} that several runtimes share, and {section}.kind is mem",
+                f"--attach does not support {section}.kind = mem",
                 key=f"{section}.kind",
-                remedy="leave it as it is by default",
+                remedy="use the default",
             )
-    return [_parse(text) for text in given]
+    return [_parse(text) for text in texts]
 
 
 def _parse(text: str) -> Arguments:
@@ -60,7 +60,7 @@ def _parse(text: str) -> Arguments:
     for part in others:
         name, value = parse_argument(part, "--attach")
         arguments[_SHORT_NAMES.get(name, name)] = value
-    build_engine(ENGINE, _SPEC, arguments)  # what is wrong is told before anything is started
+    build_engine(ENGINE, _SPEC, arguments)  # raises before anything is started
     return arguments
 
 
@@ -69,34 +69,34 @@ _SPEC = EngineSpec(model="", role=Role.AGGREGATED)
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One of them, and whether its server is there."""
+    """An external server with its worker."""
 
     engine: RemoteEngine
     part: Runtime
     worker: Worker
-    away: str | None = None
-    turning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unreachable_reason: str | None = None
+    state_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Attached:
-    """`run` until the process ends."""
+    """Workers of the external servers; `run` serves them until the process ends."""
 
-    def __init__(self, process: Process, given: Sequence[Arguments]) -> None:
+    def __init__(self, process: Process, arguments: Sequence[Arguments]) -> None:
         self._process = process
-        self._given = given
-        self._crew = Crew("attached")
+        self._arguments = arguments
+        self._task_group = TaskGroup("attached")
         self._servers: list[_Server] = []
 
     async def run(self) -> None:
         try:
-            self._servers += [self._server(arguments) for arguments in self._given]
-            self._process.runtime.parts += [server.part for server in self._servers]
+            self._servers += [self._server(arguments) for arguments in self._arguments]
+            self._process.runtime.children += [server.part for server in self._servers]
             self._process.metrics.registry.register(_Metrics(self._servers))
             async with Scope("attached") as scope:
                 for server in self._servers:
                     scope.start(self._serve(server), server.engine.url)
         finally:
-            await self._crew.close()
+            await self._task_group.close()
             for server in self._servers:
                 await server.worker.close()
 
@@ -115,18 +115,18 @@ class Attached:
         server = _Server(engine, part, Worker(part, engine, settings.namespace, WorkerOptions()))
 
         def on_health(reason: str | None) -> None:
-            server.away = reason
+            server.unreachable_reason = reason
             part.health.set("server", State.READY if reason is None else State.CORDONED, reason or "")
-            if not self._crew.closed:
-                self._crew.start(self._turn(server), f"turn {engine.url}")
+            if not self._task_group.closed:
+                self._task_group.start(self._update_state(server), f"state {engine.url}")
 
         engine.on_health = on_health
         return server
 
-    async def _turn(self, server: _Server) -> None:
-        """Take it out of the choice, or put it back unless an operator keeps the whole process out."""
-        async with server.turning:
-            if server.away is not None:
+    async def _update_state(self, server: _Server) -> None:
+        """Cordon or resume the worker. A process that an operator cordoned stays cordoned."""
+        async with server.state_lock:
+            if server.unreachable_reason is not None:
                 await server.part.cordon()
                 return
             status = await self._process.runtime.status()
@@ -135,7 +135,7 @@ class Attached:
 
 
 class _PartHealth(Health):
-    """One server's checks. The process shows them, and is well without any of its servers."""
+    """Health checks of one server, shown by the process as optional checks."""
 
     def __init__(self, whole: Health, name: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _PartHealth(Health):
 
 
 class _Metrics(Collector):
-    """Of all workers, added up by model, as a worker's figures are labelled. A server's own are at its own port."""
+    """Metrics of all workers, summed by model. Each server serves its own metrics itself."""
 
     def __init__(self, servers: Sequence[_Server]) -> None:
         self._servers = servers
@@ -160,7 +160,7 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         by_model: dict[str, list[Worker]] = {}
         for server in self._servers:
-            if server.worker.journal is not None:  # attached, and measured since
+            if server.worker.journal is not None:  # attached
                 by_model.setdefault(server.worker.metrics.labels.model, []).append(server.worker)
         families: dict[str, Metric] = {}
         for workers in by_model.values():

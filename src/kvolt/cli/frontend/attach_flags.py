@@ -1,4 +1,4 @@
-"""The flags of `--attach`. Apart from `attach`, which most frontends have no use for in their memory."""
+"""Flags for attached servers; `frontend.attach` itself is imported only when they are used."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ def add_attach_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL[,NAME=VALUE...]",
-        help="put the router in front of a vLLM or SGLang server that runs already (repeat for more). NAME is events "
-        "(where it publishes KV events, tcp://HOST:PORT), replay, tokenizer, model, api_key, or any other argument "
-        "of `kvolt engine list remote`",
+        help="Route requests to a running vLLM or SGLang server; may be repeated. NAME is `events` (its KV event "
+        "publisher, tcp://HOST:PORT), `replay`, `tokenizer`, `model`, `api_key` or another argument of the remote "
+        "engine (`kvolt engine list remote`).",
     )
     parser.add_argument(
         "--kv-events",
-        action=_OfTheLast,
+        action=_AppendEvents,
         metavar="ENDPOINT",
-        help="the same as events=ENDPOINT of the --attach before it",
+        help="KV event publisher of the preceding --attach; the same as events=ENDPOINT.",
     )
 
 
-class _OfTheLast(argparse.Action):
-    """Belongs to the `--attach` before it."""
+class _AppendEvents(argparse.Action):
+    """Append the event endpoint to the preceding `--attach`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""`kvolt frontend`: the HTTP edge."""
+"""`kvolt frontend`: the OpenAI-compatible HTTP frontend."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import msgspec
 from kvolt.cli.frontend.attach_flags import add_attach_flags
 from kvolt.cli.frontend.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
-from kvolt.frontend.admin.clear_kv import clear_kv_blocks
 from kvolt.frontend.admin.explain import RouteExplainer
 from kvolt.frontend.admin.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
+from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.frontend.admission import Admission, WorkerLoads
-from kvolt.frontend.edge import edge_server
+from kvolt.frontend.edge import build_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.tokenization.preprocess import ParserNames
-from kvolt.journey.prefill_mode import WayRule
+from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registry import NewRouter, find_router
 from kvolt.router.service.client import RouterLink
@@ -35,25 +35,24 @@ from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.network import SocketNetwork, join_address
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 
 HELP = """
-Start the OpenAI-compatible HTTP edge. It finds workers through discovery and serves their models.
+Start the OpenAI-compatible HTTP frontend. It finds workers through discovery and serves their models.
 
 Examples:
-  kvolt frontend                                  on 127.0.0.1:8000, workers of this machine
+  kvolt frontend                                  on 127.0.0.1:8000, with the workers of this machine
   kvolt frontend --host 0.0.0.0 --port 80
-  kvolt frontend --router least-loaded            to who has the fewest requests under way
-  kvolt frontend --router policy.py:cost          by a function of your own (docs/router.md)
-  kvolt frontend --processes 4                    four processes on one port, with a router, kept alive
-  kvolt frontend --router latency --router-process
-                                                  as a `kvolt router` decides, and alone while there is none
+  kvolt frontend --router least-loaded
+  kvolt frontend --router policy.py:cost          a custom routing policy (docs/router.md)
+  kvolt frontend --processes 4                    four processes on one port, and a router process
+  kvolt frontend --set router.process=true        route through the namespace's `kvolt router`
   kvolt frontend --attach http://10.0.0.7:8000,events=tcp://10.0.0.7:5557
-                                                  in front of a vLLM or SGLang server that runs already
+                                                  route to a running vLLM or SGLang server
   kvolt frontend --processor vllm --tool-parser kimi_k2 --reasoning-parser kimi_k2
-                                                  prompts and answers by vLLM's own code (docs/engines.md)
+                                                  use vLLM's chat processing (docs/engines.md)
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
-                                                  workers elsewhere join with --join 10.0.0.5:7400
+                                                  accept workers with --join 10.0.0.5:7400
 """
 
 log = logging.getLogger(__name__)
@@ -63,10 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name",
         default="frontend",
-        help="name of this process in logs and status (several are frontend-0, frontend-1 ...)",
+        help="Name of this process in logs and status. [default: frontend]",
     )
     add_attach_flags(parser)
-    # What a supervisor tells each of several processes; of no use to a person.
+    # Set by the supervisor for each of several frontend processes.
     parser.add_argument("--group", help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         _check_processor(settings.frontend)
         return _run_attached(args, settings)
     if settings.frontend.processes > 1 and member is None:
-        # Not at the top: what supervises is not to be in the memory of every HTTP process.
+        # Imported here to keep the supervisor out of the memory of every HTTP process.
         from kvolt.cli.serve.command import serve
 
         return serve(msgspec.structs.replace(settings, workers=[]))
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
-    """With servers of others as workers in the same process."""
+    """Run the frontend with external servers as workers in the same process."""
     from kvolt.cli.frontend.attach import Attached, parse_attached
 
     attached = parse_attached(args.attach, settings)
@@ -109,96 +108,94 @@ def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _new_router(settings: Settings, link: RouterLink | None) -> NewRouter:
-    """Decided here, or by the router process, so that what one frontend has sent counts for all. While that is away
-    each decides by what it has sent itself."""
-    wanted = find_router(settings.frontend.router, settings.router)
-    return wanted if link is None else link.new_router(partial(_without_events, wanted))
+    """Router of this process, or a client of the router process with a local fallback while it is unreachable."""
+    new_router = find_router(settings.frontend.router, settings.router)
+    return new_router if link is None else link.new_router(partial(_without_events, new_router))
 
 
 def _without_events(new_router: NewRouter, context: RouterContext) -> Router:
-    """An index in each of several processes would be an index too many: it stands in for another for a while."""
+    """Create a fallback router without KV events, so that each process does not keep its own index."""
     settings = msgspec.structs.replace(context.settings, events=False)
     return new_router(replace(context, settings=settings))
 
 
-def _parsers(wanted: FrontendSettings) -> ParserNames:
-    return ParserNames(wanted.tool_parser, wanted.reasoning_parser)
+def _parsers(frontend: FrontendSettings) -> ParserNames:
+    return ParserNames(frontend.tool_parser, frontend.reasoning_parser)
 
 
-def _check_processor(wanted: FrontendSettings) -> None:
-    """Before there is a loop: loading what somebody else's code needs takes seconds in which nobody is answered."""
-    find_processor(wanted.processor).check(_parsers(wanted))
+def _check_processor(frontend: FrontendSettings) -> None:
+    """Check and load the processor before the event loop starts: imports of a plugin may take seconds."""
+    find_processor(frontend.processor).check(_parsers(frontend))
 
 
-def way_rule(wanted: FrontendSettings) -> WayRule:
-    return WayRule(
-        is_predicted=wanted.prefill_choice == "predicted",
-        min_tokens=wanted.prefill_min_tokens,
-        max_queue_s=wanted.prefill_max_queue_s,
-        ttft_s=wanted.target_ttft_s,
-        itl_s=wanted.target_itl_s,
+def prefill_mode_rules(frontend: FrontendSettings) -> PrefillModeRules:
+    return PrefillModeRules(
+        is_predicted=frontend.prefill_choice == "predicted",
+        min_tokens=frontend.prefill_min_tokens,
+        max_queue_s=frontend.prefill_max_queue_s,
+        ttft_s=frontend.target_ttft_s,
+        itl_s=frontend.target_itl_s,
     )
 
 
 async def serve_http(process: Process, settings: Settings, member: Member | None = None) -> None:
     """Serve until the process is stopped; running requests finish first."""
     runtime = process.runtime
-    wanted = settings.frontend
+    frontend = settings.frontend
     link = None
     if member is not None or settings.router.process:
         link = await RouterLink.to(runtime, settings.namespace)
         process.metrics.registry.register(LinkCollector(link))
-    part = Membership(process, member, link) if member is not None and link is not None else None
-    namespaces = [name.strip() for name in (wanted.namespaces or settings.namespace).split(",")]
+    membership = Membership(process, member, link) if member is not None and link is not None else None
+    namespaces = [name.strip() for name in (frontend.namespaces or settings.namespace).split(",")]
     models = Models(
         runtime,
         [name for name in namespaces if name],
         ModelOptions(
-            wanted.token_cache_bytes,
-            _parsers(wanted),
-            wanted.max_attempts,
+            frontend.token_cache_bytes,
+            _parsers(frontend),
+            frontend.max_attempts,
             settings.router,
-            wanted.migration_limit,
-            way_rule(wanted),
-            tuple(name.strip() for name in wanted.decode_first.split(",") if name.strip()),
-            find_processor(wanted.processor).build,
+            frontend.migration_limit,
+            prefill_mode_rules(frontend),
+            tuple(name.strip() for name in frontend.decode_first.split(",") if name.strip()),
+            find_processor(frontend.processor).build,
         ),
         _new_router(settings, link),
     )
     loads = WorkerLoads()
-    admission = Admission(loads, wanted.max_requests, part.slot if part is not None else None)
+    admission = Admission(loads, frontend.max_requests, membership.slot if membership is not None else None)
     recorder = TraceRecorder(runtime.ports.clock.monotonic)
-    server = edge_server(
+    server = build_server(
         runtime,
         models,
         admission,
         process.metrics,
         GenerateOptions(
-            strict_fields=wanted.strict_fields,
-            hold_headers_s=wanted.hold_headers_s,
-            request_timeout_s=wanted.request_timeout_s,
+            strict_fields=frontend.strict_fields,
+            hold_headers_s=frontend.hold_headers_s,
+            request_timeout_s=frontend.request_timeout_s,
             max_priority=settings.router.max_priority,
         ),
-        metrics_prefix=wanted.metrics_prefix,
         limits=HttpLimits(
-            max_body_bytes=wanted.max_body_bytes,
-            header_timeout_s=wanted.header_timeout_s,
-            body_timeout_s=wanted.body_timeout_s,
-            write_timeout_s=wanted.write_timeout_s,
+            max_body_bytes=frontend.max_body_bytes,
+            header_timeout_s=frontend.header_timeout_s,
+            body_timeout_s=frontend.body_timeout_s,
+            write_timeout_s=frontend.write_timeout_s,
         ),
-        network=None if part is None else SocketNetwork(reuse_port=True),
-        siblings=None if part is None else part.siblings(admission),
+        network=None if membership is None else SocketNetwork(reuse_port=True),
+        siblings=None if membership is None else membership.siblings(admission),
         recorder=recorder,
     )
-    crew = Crew("frontend")
-    crew.start(loads.follow(runtime.events), "loads")
+    task_group = TaskGroup("frontend")
+    task_group.start(loads.subscribe(runtime.events), "loads")
 
     async def stop(drain_s: float) -> None:
         await server.close(drain_s)
         recorder.close()
-        if part is not None:
-            await part.close()
-        await crew.close()
+        if membership is not None:
+            await membership.close()
+        await task_group.close()
         await models.close()
         if link is not None:
             await link.close()
@@ -209,14 +206,14 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         "load_lora_adapter": lambda body: load_adapter(runtime, models, body),
         "unload_lora_adapter": lambda body: unload_adapter(runtime, models, body),
     }
-    recorder.add_to(runtime.server)
+    recorder.register_endpoint(runtime.server)
     explainer = RouteExplainer(models, runtime.options.name)
-    explainer.add_to(runtime.server)
+    explainer.register_endpoint(runtime.server)
     runtime.commands["explain_route"] = explainer.explain
     models.start()
-    # An open port answers from what discovery knows.
-    await (models.settle(SETTLE_S) if part is None else part.settle(models))
-    address = await server.start(join_address(wanted.host, wanted.port))
+    # Open the port after discovery has been read.
+    await (models.wait_settled(SETTLE_S) if membership is None else membership.settle(models))
+    address = await server.start(join_address(frontend.host, frontend.port))
     await runtime.serve_streams(
         EndpointAddress(settings.namespace, "frontend", "http"),
         lambda stream: stream.end(),

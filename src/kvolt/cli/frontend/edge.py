@@ -1,4 +1,4 @@
-"""The HTTP edge as several processes on one port: which they are, and what they share while they run."""
+"""Several HTTP processes on one port, with a router process and a shared request count."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _COUNTS_FILE = "edge.counts"
 
 
 def num_edge_processes(settings: Settings) -> int:
-    """How many processes the edge of these settings is: one, or several and their router."""
-    wanted = settings.frontend.processes
-    return wanted if wanted == 1 else wanted + 1
+    """Number of frontend processes, plus the router process if there are several."""
+    num_frontends = settings.frontend.processes
+    return num_frontends if num_frontends == 1 else num_frontends + 1
 
 
 class EdgeGroup:
-    """Several HTTP processes with their router, as their supervisor knows them."""
+    """HTTP processes and their router process, for the supervisor."""
 
     def __init__(self, settings: Settings, counts: SharedCounts, counts_path: Path) -> None:
         self._settings = settings
@@ -37,9 +37,9 @@ class EdgeGroup:
         self._slots = {f"frontend-{slot}": slot for slot in range(settings.frontend.processes)}
 
     def specs(self, for_router: Path, for_http: Path) -> list[ChildSpec]:
-        """The HTTP processes stop first, in stage 1: their requests end while the rest still serves.
+        """Child processes. HTTP processes stop first (stage 1), while workers still serve their requests.
 
-        The router is the one that there is once, so it also serves discovery to other machines.
+        The router process also runs the join server, since there is only one.
         """
         http = [
             ChildSpec(
@@ -56,26 +56,26 @@ class EdgeGroup:
         return [*http, router]
 
     def on_event(self, child: ChildStatus) -> None:
-        """A process that is gone answers no requests, whatever it had counted; the others need its places."""
+        """Reset the shared request count of a process that has ended."""
         slot = self._slots.get(child.name)
         if slot is not None and child.pid is None:
-            self._counts.put(slot, 0)
+            self._counts.set_count(slot, 0)
 
     async def served_by_all(self) -> Served | None:
-        """The models that every process of the group would route, each with the workers that all of them reach.
+        """Models that every process of the group serves, with the workers that all of them reach.
 
-        None while a process is not there, or does not know the router.
+        None while a process is missing or not connected to the router.
         """
         async with visit(self._settings) as cluster:
-            views = await cluster.look()
-        told = [view.status.details.get(EDGE_DETAILS) for view in views if view.status is not None]
-        mine = [edge for edge in told if isinstance(edge, dict) and edge.get("group") == self._id]
-        if len(mine) < len(self._slots) or not all(edge["router"] for edge in mine):
+            views = await cluster.list_processes()
+        details = [view.status.details.get(EDGE_DETAILS) for view in views if view.status is not None]
+        edges = [edge for edge in details if isinstance(edge, dict) and edge.get("group") == self._id]
+        if len(edges) < len(self._slots) or not all(edge["router"] for edge in edges):
             return None
-        first, *others = [edge["models"] for edge in mine]
+        first, *others = [edge["models"] for edge in edges]
         return {
             name: {
-                role: min([count, *(known.get(name, {}).get(role, 0) for known in others)])
+                role: min([count, *(models.get(name, {}).get(role, 0) for models in others)])
                 for role, count in roles.items()
             }
             for name, roles in first.items()
@@ -84,7 +84,7 @@ class EdgeGroup:
 
 @contextmanager
 def edge_group(settings: Settings, folder: Path) -> Iterator[EdgeGroup | None]:
-    """The port and the memory that several HTTP processes share, until the end; None for a single one."""
+    """Port and shared memory of several HTTP processes; None for a single process."""
     if settings.frontend.processes == 1:
         yield None
         return

@@ -1,4 +1,4 @@
-"""One HTTP process as one of several on a port: what it shares with the others, ready to be used."""
+"""Membership of an HTTP process in a group of processes that share a port."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import msgspec
 from kvolt.cli.process import Process
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.models import Models
-from kvolt.frontend.roles import workers_of
+from kvolt.frontend.roles import count_workers
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
 from kvolt.router.service.client import RouterLink
 
 EDGE_DETAILS = "edge"
-"""What such a process tells of itself in its status: group, models with their workers, router."""
+"""Key of the status details of such a process: group, models with their workers, router."""
 
 SETTLE_S = 5.0
-"""For discovery to be read and cards to be fetched before the port opens; what takes longer is a 503 until then."""
+"""Maximum wait for discovery and model cards before the port opens; models that take longer answer 503 until then."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What its supervisor tells a process on the command line."""
+    """Command line arguments that the supervisor passes to the process."""
 
     group: str
     slot: int
     counts: Path
-    """The table that all of the group count in."""
+    """File with the request counts of the group."""
 
 
 class Membership:
-    """A process's part in its group."""
+    """The process's siblings, shared request count and status details."""
 
     def __init__(self, process: Process, member: Member, link: RouterLink) -> None:
         self._process = process
@@ -49,21 +49,21 @@ class Membership:
             Group(self._member.slot, self._counts.num_slots),
             admission,
             self._process.metrics.registry,
-            settings.frontend.metrics_prefix,
+            settings.metrics.aliases,
         )
         return self._siblings
 
     async def settle(self, models: Models) -> None:
-        """Until we know what our siblings know: from then on any connection to the port may come to us."""
+        """Wait for siblings, router and models, since any connection to the port may reach this process."""
         assert self._siblings is not None
         await self._siblings.start()
         await self._link.wait_synced(SETTLE_S)
-        await models.settle(SETTLE_S)
-        self._process.runtime.add_details(
+        await models.wait_settled(SETTLE_S)
+        self._process.runtime.add_status_details(
             EDGE_DETAILS,
             lambda: {
                 "group": self._member.group,
-                "models": {model.card.name: workers_of(model) for model in models.ready()},
+                "models": {model.card.name: count_workers(model) for model in models.ready()},
                 "router": self._link.present,
             },
         )

@@ -1,4 +1,4 @@
-"""The HTTP service of `kvolt router`: put together from the settings, and with the engines' own event formats."""
+"""HTTP service of `kvolt router`, with the KV event formats of the engines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from prometheus_client.registry import Collector
 from kvolt.cli.process import Process
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.kv_formats.translator import Translator
-from kvolt.router.policy.registry import policy_named
+from kvolt.router.policy.registry import find_policy
 from kvolt.router.service.http_service import RouterHttp, Translate
 from kvolt.router.service.standalone import Standalone
 
 _NAME_BYTES = 64 * 1024 * 1024
-"""For the names that one rank of an engine has for its blocks."""
+"""Memory limit for the block names of one engine rank."""
 
 
 def router_http(process: Process, policy: str) -> RouterHttp:
-    """`policy` is one of those that decide by what workers hold."""
+    """Create the HTTP service. `policy` must be a KV-aware policy."""
     settings, ports = process.settings, process.runtime.ports
-    policy_named(policy, settings.router)  # a ConfigError is told before anything runs
+    find_policy(policy, settings.router)  # raises ConfigError before anything runs
 
     def new_standalone(block_size: int) -> Standalone:
-        chosen = policy_named(policy, settings.router)
-        return Standalone(block_size, chosen, ports.clock.monotonic, ports.rng, settings.router)
+        kv_policy = find_policy(policy, settings.router)
+        return Standalone(block_size, kv_policy, ports.clock.monotonic, ports.rng, settings.router)
 
     service = RouterHttp(
         ports.network,
@@ -46,7 +46,7 @@ def _translate(engine: Engine, block_size: int) -> Translate:
 
 
 class RouterHttpCollector(Collector):
-    """What is registered and reserved over HTTP, by model."""
+    """Metrics of workers and reservations registered over HTTP, by model."""
 
     def __init__(self, service: RouterHttp) -> None:
         self._service = service
@@ -56,17 +56,17 @@ class RouterHttpCollector(Collector):
             "kvolt_router_http_workers", "Workers registered over HTTP", labels=("model",)
         )
         reservations = GaugeMetricFamily(
-            "kvolt_router_http_reservations", "Reservations that are not over", labels=("model",)
+            "kvolt_router_http_reservations", "Open reservations", labels=("model",)
         )
         expired = CounterMetricFamily(
-            "kvolt_router_http_expired", "Reservations that were not renewed in time", labels=("model",)
+            "kvolt_router_http_expired", "Reservations that expired without renewal", labels=("model",)
         )
         index_bytes = GaugeMetricFamily(
-            "kvolt_router_http_index_bytes", "Memory of the index of posted blocks", labels=("model",)
+            "kvolt_router_http_index_bytes", "Memory of the prefix index", labels=("model",)
         )
         for name, model in sorted(self._service.models.items()):
             workers.add_metric((name,), len(model.workers))
             reservations.add_metric((name,), model.num_reservations)
             expired.add_metric((name,), model.num_expired)
-            index_bytes.add_metric((name,), model.posted.index.num_bytes)
+            index_bytes.add_metric((name,), model.event_index.index.num_bytes)
         yield from (workers, reservations, expired, index_bytes)

@@ -1,6 +1,6 @@
-"""The chat of `kvolt serve --interactive`: a `kvolt chat` of its own process in the terminal of the supervisor.
+"""Chat of `kvolt serve --interactive`: a `kvolt chat` process in the supervisor's terminal.
 
-A process and not a thread, because Ctrl-C is raised in a main thread only, and that one is the loop's.
+A separate process, since Ctrl-C is raised in the main thread only, which runs the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from typing import TextIO
 from kvolt.runtime.stop import StopSignal, die_with_parent
 from kvolt.runtime.tasks import Scope
 
-_NUM_ASKED = 10
-_ASK_EVERY_S = 0.5
+_NUM_TERMINATE_ATTEMPTS = 10
+_TERMINATE_INTERVAL_S = 0.5
 _HELD_LINES = 50
 
 
 class HeldOutput(io.StringIO):
-    """A stream that can be told to keep what it gets to itself; the last lines of it come out afterwards.
-
-    For what a supervisor has to say while its terminal belongs to somebody else.
-    """
+    """Output stream that buffers its last lines while the chat uses the terminal."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -55,9 +52,9 @@ class HeldOutput(io.StringIO):
 
 
 async def chat_in_terminal(arguments: Sequence[str], stop: StopSignal) -> int:
-    """`kvolt chat ARGUMENTS` until the person leaves it; its exit code. A stop ends it early, with 0.
+    """Run `kvolt chat ARGUMENTS` until the user leaves; return its exit code, or 0 if `stop` ends it.
 
-    Meanwhile Ctrl-C is the chat's: the terminal sends it to both of us.
+    While it runs, the supervisor ignores Ctrl-C, which the terminal sends to both processes.
     """
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -74,7 +71,7 @@ async def chat_in_terminal(arguments: Sequence[str], stop: StopSignal) -> int:
         stop.install()
     if stop.requested:
         return 0
-    return code if code >= 0 else 128 - code  # as a shell counts what a signal has ended
+    return code if code >= 0 else 128 - code  # 128 + signal, as in a shell
 
 
 async def _end_with(stop: StopSignal, process: Process) -> None:
@@ -83,17 +80,18 @@ async def _end_with(stop: StopSignal, process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Politely first: the chat has to give the terminal back as it was.
+    """Terminate the chat, and kill it if it does not end.
 
-    Again and again, since a signal in the moment before it waits for a key is not noticed until the next one.
+    SIGTERM lets the chat restore the terminal. It is repeated, since a signal just before a key wait is noticed only
+    at the next signal.
     """
-    for _ in range(_NUM_ASKED):
+    for _ in range(_NUM_TERMINATE_ATTEMPTS):
         if process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ASK_EVERY_S):
+            async with asyncio.timeout(_TERMINATE_INTERVAL_S):
                 await process.wait()
     with contextlib.suppress(ProcessLookupError):
         process.kill()

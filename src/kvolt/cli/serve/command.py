@@ -1,4 +1,4 @@
-"""`kvolt serve`: a whole kvolt on this machine."""
+"""`kvolt serve`: start and supervise a frontend and workers on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvolt.cli.process import check_directory, plane_host, process_options, run_
 from kvolt.cli.serve.chat import HeldOutput, chat_in_terminal
 from kvolt.cli.serve.placement import device_flags, place, visible_gpus
 from kvolt.cli.serve.pools import pools_of
-from kvolt.cli.serve.readiness import in_words, is_ready, missing
+from kvolt.cli.serve.readiness import is_ready, missing, models_text
 from kvolt.cli.worker.command import add_engine_flags, check_engine, with_arguments, with_model
 from kvolt.cli.worker.tiers import add_tier_flags, with_tiers
 from kvolt.core.errors import ConfigError, KvoltError
@@ -40,133 +40,120 @@ from kvolt.runtime.supervisor.supervisor import ChildSpec, Supervisor, Superviso
 from kvolt.runtime.tasks import Scope
 
 HELP = """
-Start a frontend and the workers of the config as processes of this machine, keep them alive, and show
-their logs merged. Ctrl-C stops all of it in order; a second Ctrl-C at once.
+Start a frontend and workers on this machine, restart failed processes, and show their merged logs.
+Ctrl-C drains and stops everything; a second Ctrl-C stops at once.
 
 Examples:
-  kvolt serve                          SmolLM2-135M on 127.0.0.1:8000: a frontend and a worker
-  kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
-  kvolt serve --arg dtype=float32      an argument of the engine (`kvolt engine list native` tells them)
+  kvolt serve                          SmolLM2-135M on 127.0.0.1:8000
+  kvolt serve Qwen/Qwen3-0.6B          a Hugging Face name, a folder or a GGUF file
   kvolt serve Qwen/Qwen3-8B --engine vllm --arg engine_args.max_model_len=32768
-                                       vLLM computes; its own arguments are engine_args (docs/engines.md)
-  kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
-  kvolt serve --prefill 2 --decode 2   prompts computed by two workers, answers by two others
-  kvolt serve --lora sql=./adapters/sql
-                                       with a LoRA adapter: ask for model "sql", or for the model itself
-  kvolt serve --kv-host 4GiB --kv-disk 50GiB
-                                       keep KV that leaves the device, and find it again after a restart
-  kvolt serve --processes 4            the frontend as four processes on one port, and a router
-  kvolt serve --config cluster.toml    the [[workers]] of a config file
-  kvolt serve --interactive            and a chat with it here; logs go to files, leaving stops everything
-  kvolt serve --discovery-join-listen 10.0.0.5:7400
-                                       others join with `kvolt worker --join 10.0.0.5:7400`
+  kvolt serve sim-tiny --workers 4     four simulated workers; needs no weights and no torch
+  kvolt serve --prefill 2 --decode 2   disaggregated prefill
+  kvolt serve --kv-host 4GiB --kv-disk 50GiB            offload KV to host memory and disk
+  kvolt serve --discovery-join-listen 10.0.0.5:7400     accept `kvolt worker --join 10.0.0.5:7400`
 """
 
 ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
 _FOR_WORKERS = "workers.toml"
-"""The config of workers and their pools, in the supervisor's folder."""
+"""Config file of workers and pools, in the supervisor's directory."""
 _POLL_S = 0.1
 _CORES_PER_EDGE = 4
-"""On machines with fewer, a core kept free for the frontend would idle while the workers lack it."""
-_LOOK_TIMEOUT_S = 5.0
-_LASTING_PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections: none takes one between our look and the frontend's start."""
-_MAX_PORT_LOOKS = 20
+"""Machines with fewer cores reserve none for the frontend."""
+_DISCOVERY_TIMEOUT_S = 5.0
+_FIXED_PORTS = range(20_000, 32_000)
+"""Below the ephemeral ports, so that no outgoing connection takes one before the frontend starts."""
+_MAX_PORT_ATTEMPTS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="Hugging Face name, folder or GGUF file. Default: smollm2-135m.",
     )
-    parser.add_argument(
-        "--engine",
-        help="what computes: native, vllm, sglang ... (default: as the config says, or by the model)",
+    add_engine_flags(parser)
+    workers = parser.add_argument_group("workers (of the first [[workers]] entry)")
+    workers.add_argument("--workers", type=int, metavar="N", help="Number of worker processes.")
+    workers.add_argument(
+        "--prefill", type=int, metavar="N", help="Number of prefill workers. Requires --decode."
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
-    parser.add_argument(
-        "--prefill",
-        type=int,
-        metavar="N",
-        help="workers that compute prompts for those of --decode, which go on with them: the first [[workers]] entry "
-        "in each of these roles",
-    )
-    parser.add_argument("--decode", type=int, metavar="N", help="see --prefill")
-    parser.add_argument(
+    workers.add_argument("--decode", type=int, metavar="N", help="Number of decode workers.")
+    workers.add_argument(
         "--aggregated",
         type=int,
         metavar="N",
-        help="workers that do both: the same as --workers",
+        help="Number of aggregated workers (prefill and decode).",
     )
-    add_engine_flags(parser)
-    add_tier_flags(parser)
-    parser.add_argument(
+    add_tier_flags(parser, is_brief=True).add_argument(
         "--kv-shared",
         action="store_true",
-        help="one pool of what --kv-host, --kv-disk and --kv-object say for all workers, in place of one for each",
+        help="Create one KV pool for all workers instead of one per worker.",
     )
-    parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
-    parser.add_argument(
+    output = parser.add_argument_group("terminal")
+    output.add_argument("--quiet", action="store_true", help="Show only warnings and errors.")
+    output.add_argument(
         "--interactive",
         action="store_true",
-        help="chat with the model here once it is ready; implies --quiet",
+        help="Chat in this terminal, log to files, and stop when the chat ends.",
     )
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    given = with_workers(with_model_served(loaded.settings, args.model, args.engine), args.workers)
-    given = with_engine_flags(given, args.arg, args.lora)
-    if given.workers:
-        given = msgspec.structs.replace(
-            given, workers=[with_tiers(given.workers[0], args), *given.workers[1:]]
+    settings = with_workers(with_model_served(loaded.settings, args.model, args.engine), args.workers)
+    settings = with_engine_flags(settings, args.arg, args.lora)
+    if settings.workers:
+        settings = msgspec.structs.replace(
+            settings, workers=[with_tiers(settings.workers[0], args), *settings.workers[1:]]
         )
-    given = with_roles(given, {role: getattr(args, role) for role in ROLES})
-    for group in given.workers:
+    settings = with_roles(settings, {role: getattr(args, role) for role in ROLES})
+    for group in settings.workers:
         check_engine(group)
-    return serve(given, args.quiet, args.interactive)
+    return serve(settings, args.quiet, args.interactive)
 
 
-def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> int:
-    """All processes of these settings, until they are told to stop; the exit code."""
-    check_shared(given)
-    _check_router(given)
+def serve(settings: Settings, quiet: bool = False, interactive: bool = False) -> int:
+    """Run all processes of these settings until a stop signal; return the exit code."""
+    check_shared(settings)
+    _check_router(settings)
 
     async def main() -> int:
-        await check_directory(given)
-        settings = await _with_port(given)
-        base = settings.supervisor.log_dir
+        await check_directory(settings)
+        resolved = await _with_port(settings)
+        base = resolved.supervisor.log_dir
         assert base is not None, "the config loader sets it"
         with (
             own_folder(Path(base)) as folder,
-            pools_of(settings, folder, folder / _FOR_WORKERS) as (settings, pools),
+            pools_of(resolved, folder, folder / _FOR_WORKERS) as (pooled, pools),
             # The children read their config again at every restart.
-            private_file(folder / "frontend.toml", to_toml(settings)) as for_frontend,
-            private_file(folder / _FOR_WORKERS, to_toml(worker_settings(settings))) as for_workers,
-            edge_group(settings, folder) as group,
+            private_file(folder / "frontend.toml", to_toml(pooled)) as for_frontend,
+            private_file(folder / _FOR_WORKERS, to_toml(worker_settings(pooled))) as for_workers,
+            edge_group(pooled, folder) as group,
         ):
-            await _tell_of_others(settings)
-            specs = [*pools, *child_specs(settings, for_frontend, for_workers, group)]
-            # The chat is to read no config but ours: not what lies in this folder by chance.
+            await _report_running_processes(pooled)
+            specs = [*pools, *child_specs(pooled, for_frontend, for_workers, group)]
+            # The chat must not read a kvolt.toml in the current directory.
             chat = ["--config", str(for_frontend)] if interactive else None
-            return await _Serve(settings, specs, folder, quiet, chat, group).run()
+            return await _Serve(pooled, specs, folder, quiet, chat, group).run()
 
     return run_loop(main)
 
 
 def _check_router(settings: Settings) -> None:
-    """ConfigError for a policy of one's own that does not work, before anything is started."""
+    """Raise ConfigError for an invalid custom routing policy before anything is started."""
     if ":" in settings.frontend.router or settings.router.shadow is not None:
-        # Not at the top: it is of no use in the process that supervises.
+        # Imported here to keep it out of the supervisor's memory.
         from kvolt.router.registry import find_router
 
         find_router(settings.frontend.router, settings.router)
 
 
 def check_shared(settings: Settings) -> None:
-    """ConfigError for what only one process can have when there are several."""
+    """Raise ConfigError for settings that several processes cannot share."""
     process_options(settings, "serve")
     if settings.discovery.kind == "mem":
         raise ConfigError(
-            "discovery.kind is mem, which one process cannot share with another",
+            "discovery.kind is mem, which works within one process only",
             key="discovery.kind",
             remedy="use file on one machine",
         )
@@ -179,21 +166,21 @@ def check_shared(settings: Settings) -> None:
     for key, port in ports.items():
         if port:
             raise ConfigError(
-                f"{key} is {port}, but {num_processes} processes of one machine cannot share a port",
+                f"{key} is {port}, but {num_processes} processes cannot share a port",
                 key=key,
-                remedy="leave it 0, and each takes a free one that `kvolt status --json` shows",
+                remedy="set it to 0: each process uses a free port, shown by `kvolt status --json`",
             )
     advertise = settings.runtime.advertise
     if advertise is not None and split_host(advertise)[1] is not None:
         raise ConfigError(
-            f"runtime.advertise is {advertise}, but {num_processes} processes have a port each",
+            f"runtime.advertise is {advertise}, but each of {num_processes} processes has its own port",
             key="runtime.advertise",
-            remedy=f"give the host alone, {split_host(advertise)[0]}",
+            remedy=f"set it to the host only: {split_host(advertise)[0]}",
         )
 
 
 def worker_settings(settings: Settings) -> Settings:
-    """One process alone serves discovery to other machines; those must reach the others all the same."""
+    """Settings of workers: no join server, but a listen address that other machines can reach."""
     return msgspec.structs.replace(
         settings,
         runtime=msgspec.structs.replace(settings.runtime, host=plane_host(settings)),
@@ -201,12 +188,12 @@ def worker_settings(settings: Settings) -> Settings:
     )
 
 
-async def _tell_of_others(settings: Settings) -> None:
+async def _report_running_processes(settings: Settings) -> None:
     try:
-        async with asyncio.timeout(_LOOK_TIMEOUT_S), visit(settings) as cluster:
-            running = [view for view in await cluster.look() if view.status is not None]
+        async with asyncio.timeout(_DISCOVERY_TIMEOUT_S), visit(settings) as cluster:
+            running = [view for view in await cluster.list_processes() if view.status is not None]
     except (KvoltError, TimeoutError):
-        return  # a courtesy: what is wrong with discovery, the children will say
+        return  # the child processes report discovery errors
     if running:
         noun = "process" if len(running) == 1 else "processes"
         print(
@@ -227,51 +214,51 @@ def with_workers(settings: Settings, count: int | None) -> Settings:
     if count is None:
         return settings
     if count < 1 or not settings.workers:
-        raise ConfigError("serve needs at least one worker", key="workers", remedy="give --workers 1 or more")
+        raise ConfigError(
+            "serve needs at least one worker", key="workers", remedy="set --workers to 1 or more"
+        )
     first = msgspec.structs.replace(settings.workers[0], count=count)
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
 def with_roles(settings: Settings, counts: Mapping[str, int | None]) -> Settings:
-    """So many workers of each role that is named, each as the first [[workers]] entry; None leaves all as it is."""
-    wanted = {role: count for role, count in counts.items() if count is not None}
-    if not wanted:
+    """Replace the first [[workers]] entry with one per role in `counts`; None leaves a role out."""
+    by_role = {role: count for role, count in counts.items() if count is not None}
+    if not by_role:
         return settings
     remedy = "for example --prefill 1 --decode 1, or --aggregated 2"
-    if min(wanted.values()) < 0 or not any(wanted.values()) or not settings.workers:
+    if min(by_role.values()) < 0 or not any(by_role.values()) or not settings.workers:
         raise ConfigError("serve needs at least one worker", key="workers", remedy=remedy)
-    if wanted.get("prefill") and not wanted.get("decode"):
-        raise ConfigError("nobody goes on with what prefill workers compute", key="workers", remedy=remedy)
-    if wanted.get("decode") and wanted.get("aggregated"):
-        # They are two components of the model, and a frontend asks the newest of them.
+    if by_role.get("prefill") and not by_role.get("decode"):
+        raise ConfigError("prefill workers require decode workers", key="workers", remedy=remedy)
+    if by_role.get("decode") and by_role.get("aggregated"):
+        # They are two components of the model; a frontend uses the newest one only.
         raise ConfigError(
-            "workers that decode and workers that do both would not share the requests for one model",
+            "decode and aggregated workers cannot serve the same model",
             key="workers",
             remedy=remedy,
         )
     first = settings.workers[0]
     groups = [
         msgspec.structs.replace(first, name=role, role=role, count=count)
-        for role, count in wanted.items()
+        for role, count in by_role.items()
         if count
     ]
     return msgspec.structs.replace(settings, workers=[*groups, *settings.workers[1:]])
 
 
 def with_engine_flags(settings: Settings, arguments: Sequence[str], loras: Sequence[str]) -> Settings:
-    """What `--arg` and `--lora` say, at the first [[workers]] entry."""
+    """Apply `--arg` and `--lora` to the first [[workers]] entry."""
     if not arguments and not loras:
         return settings
     if not settings.workers:
-        raise ConfigError(
-            "--arg and --lora are for workers, and there are none", key="workers", remedy="add [[workers]]"
-        )
+        raise ConfigError("--arg and --lora require a worker", key="workers", remedy="add [[workers]]")
     first = with_arguments(settings.workers[0], arguments, loras)
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
 async def _with_port(settings: Settings) -> Settings:
-    """The port known before anything is started: a taken one is told, and 0 becomes a free one."""
+    """Resolve frontend.port before anything is started: 0 becomes a free port, a port in use is an error."""
     frontend = settings.frontend
     port = frontend.port or await _free_port(frontend.host)
     await _check_free(frontend.host, port)
@@ -279,16 +266,16 @@ async def _with_port(settings: Settings) -> Settings:
 
 
 async def _free_port(host: str) -> int:
-    *others, last = random.sample(_LASTING_PORTS, _MAX_PORT_LOOKS)
+    *others, last = random.sample(_FIXED_PORTS, _MAX_PORT_ATTEMPTS)
     for port in others:
         with contextlib.suppress(ConfigError):
             await _check_free(host, port)
             return port
-    return last  # the caller looks at it, and says what is wrong
+    return last  # the caller checks it and reports the error
 
 
 async def _check_free(host: str, port: int) -> None:
-    """ConfigError where somebody listens there, or nobody can."""
+    """Raise ConfigError if the address cannot be listened on."""
     listener = await SocketNetwork().listen(join_address(host, port), asyncio.Protocol)
     await listener.close()
 
@@ -296,7 +283,7 @@ async def _check_free(host: str, port: int) -> None:
 def child_specs(
     settings: Settings, for_frontend: Path, for_workers: Path, group: EdgeGroup | None = None
 ) -> list[ChildSpec]:
-    """The processes. The frontend stops first (stage 1): its requests end while workers still serve."""
+    """Child processes. The frontend stops first (stage 1), while workers still serve its requests."""
     command = (sys.executable, "-m", "kvolt")
     if group is None:
         edge = [ChildSpec("frontend", (*command, "frontend", "--config", str(for_frontend)), stage=1)]
@@ -318,7 +305,7 @@ def child_specs(
 
 
 class _Serve:
-    """The supervisor, and a word to the user when a request would be answered, or a chat (given its flags)."""
+    """Runs the supervisor, prints a message when the cluster is ready, and starts the chat if requested."""
 
     def __init__(
         self,
@@ -346,7 +333,7 @@ class _Serve:
         environ = without_settings(os.environ)
         for name in list(os.environ):
             if name not in environ:
-                del os.environ[name]  # children get the resolved config, which must not be overruled
+                del os.environ[name]  # children use the resolved config only
         supervisor_settings = settings.supervisor
         out = sys.stdout if self._chat is None else self._out
         view = TerminalView(out, [spec.name for spec in self._specs], quiet=self._quiet)
@@ -360,7 +347,7 @@ class _Serve:
                     backoff_initial_s=supervisor_settings.restart_backoff_s,
                     backoff_max_s=supervisor_settings.restart_backoff_max_s,
                 ),
-                # A process may take its whole drain time; only what comes after that is being stuck.
+                # A process may use its whole drain time; it counts as stuck only after that.
                 stop_timeout_s=settings.runtime.drain_timeout_s + supervisor_settings.stop_timeout_s,
             ),
             view,
@@ -379,18 +366,20 @@ class _Serve:
         return code or self._chat_code
 
     async def _announce(self, stop: StopSignal) -> None:
-        """Wait until requests would be answered by every role, by every worker if that does not take too long; say how
-        to ask."""
+        """Wait until the cluster is ready and print how to use it.
+
+        Waits for every worker until `start_timeout_s`, then for one worker of each role.
+        """
         frontend = self._settings.frontend
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
-        complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
+        warn_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
             models = await self._ready_models(base)
-            if models and is_ready(self._settings, models, every_worker=complain_at is not None):
+            if models and is_ready(self._settings, models, every_worker=warn_at is not None):
                 break
-            if complain_at is not None and clock.monotonic() >= complain_at:
-                complain_at = None
+            if warn_at is not None and clock.monotonic() >= warn_at:
+                warn_at = None
                 if models and is_ready(self._settings, models, every_worker=False):
                     continue
                 what = missing(self._settings, models)
@@ -398,20 +387,23 @@ class _Serve:
                 print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
             await asyncio.sleep(_POLL_S)
         if self._chat is not None:
-            await self._converse(base, models, stop)
+            await self._chat_with_model(base, models, stop)
             return
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": next(iter(models)), "messages": messages, "stream": True})
         print(
-            f"\nkvolt: ready at {base} with {in_words(models)}. Try:\n\n"
+            f"\nkvolt: ready at {base} with {models_text(models)}. Try:\n\n"
             f"  curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n"
-            f"or `kvolt chat --url {base}`; {base}/docs tells the rest. Ctrl-C stops everything.\n",
+            f"or `kvolt chat --url {base}`; API documentation: {base}/docs. Ctrl-C stops everything.\n",
             flush=True,
         )
 
-    async def _converse(self, base: str, models: Served, stop: StopSignal) -> None:
+    async def _chat_with_model(self, base: str, models: Served, stop: StopSignal) -> None:
         assert self._chat is not None
-        print(f"kvolt: ready at {base} with {in_words(models)}; leaving stops everything\n", flush=True)
+        print(
+            f"kvolt: ready at {base} with {models_text(models)}; leaving the chat stops everything\n",
+            flush=True,
+        )
         self._out.hold()
         try:
             self._chat_code = await chat_in_terminal(["--url", base, *self._chat], stop)
@@ -422,8 +414,8 @@ class _Serve:
     async def _ready_models(self, base: str) -> Served | None:
         try:
             models = await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
-            if models and self._group is not None:  # whichever process answered speaks for itself only
-                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+            if models and self._group is not None:  # the process that responded knows only its own models
+                async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):
                     return await self._group.served_by_all()
             return models
         except (KvoltError, TimeoutError):

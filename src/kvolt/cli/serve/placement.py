@@ -1,4 +1,4 @@
-"""Which worker of this machine gets which devices. Pure but for `visible_gpus`, which asks the system."""
+"""Assignment of GPUs to the workers of this machine. Pure except `visible_gpus`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import choose_engine
 from kvolt.runtime.config.settings import WorkerSettings
 
-_ASK_S = 10.0
+_QUERY_TIMEOUT_S = 10.0
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that processes of this machine may use, by index or id; none where there is no driver."""
+    """GPUs of this machine by index or UUID; empty without a driver."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip())
@@ -22,7 +22,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
             ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
             capture_output=True,
             text=True,
-            timeout=_ASK_S,
+            timeout=_QUERY_TIMEOUT_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
@@ -31,11 +31,10 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def place(groups: Sequence[WorkerSettings], gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    """The GPUs of each worker process, group by group in their order; empty where it takes none.
+    """GPUs of each worker process, in the order of the groups; empty if it uses none.
 
-    A group that names its devices (or one, as `cuda:N` in its arguments) gives each of its processes as many of them as
-    it has ranks, in turn; the others share the GPUs that nobody named, one for each rank. ConfigError when there are
-    too few. Without any GPU all compute on the CPU.
+    A group with `devices` (or `cuda:N` in its arguments) distributes those over its processes, one per rank; the other
+    groups share the remaining GPUs. Raises ConfigError if there are too few. Without GPUs all workers use the CPU.
     """
     named = [_named_devices(group, gpus) for group in groups]
     free = [gpu for gpu in gpus if not any(gpu in devices for devices in named)]
@@ -43,18 +42,18 @@ def place(groups: Sequence[WorkerSettings], gpus: Sequence[str]) -> list[tuple[s
     for group, devices in zip(groups, named, strict=True):
         ranks = int(group.args.get("tensor_parallel", 1))
         is_sim = choose_engine(group.engine, group.model)[0] == "sim"
-        takes_none = is_sim or group.args.get("device") == "cpu"
-        pool, num_there = devices or free, len(devices) or len(gpus)
+        uses_no_gpu = is_sim or group.args.get("device") == "cpu"
+        pool, num_available = devices or free, len(devices) or len(gpus)
         for _ in range(group.count):
-            if takes_none or not num_there:
+            if uses_no_gpu or not num_available:
                 placed.append(())
                 continue
             if len(pool) < ranks:
                 raise ConfigError(
-                    f"workers {group.name!r}: {group.count} of {ranks} GPU{'s' * (ranks > 1)} each are more than "
-                    f"the {num_there} there are",
+                    f"workers {group.name!r}: {group.count} with {ranks} GPU{'s' * (ranks > 1)} each need more "
+                    f"than the {num_available} available",
                     key="workers.devices",
-                    remedy="lower count or tensor_parallel, or name more devices",
+                    remedy="lower count or tensor_parallel, or add devices",
                 )
             placed.append(tuple(pool[:ranks]))
             del pool[:ranks]
@@ -69,7 +68,7 @@ def _named_devices(group: WorkerSettings, gpus: Sequence[str]) -> list[str]:
 
 
 def device_flags(gpus: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Flags and environment of a worker that was given these: it sees no others, and counts its own from 0."""
+    """Flags and environment of a worker with these GPUs: it sees only them, numbered from 0."""
     if not gpus:
         return (), {}
     ordinals = ",".join(str(number) for number in range(len(gpus)))

@@ -1,4 +1,4 @@
-"""Pools of KV that `kvolt serve` starts for its workers."""
+"""Shared KV pools that `kvolt serve` starts for its workers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from kvolt.runtime.config.tier_settings import TierSettings
 from kvolt.runtime.supervisor.supervisor import ChildSpec
 
 _LAST = -1
-"""The stage at which they stop: after the workers."""
+"""Stop stage of pools: after the workers."""
 
 
 @contextmanager
 def pools_of(
     settings: Settings, folder: Path, config: Path | None = None
 ) -> Iterator[tuple[Settings, list[ChildSpec]]]:
-    """The same settings, with workers of shared tiers at a pool each; the processes of these. Groups of one model and
-    the same tiers have one pool, so that what prefill workers keep decode workers find. `config`: the file that workers
-    will read; pools are found by their routers as they are."""
+    """Settings in which workers with shared tiers use a pool, and the pool processes.
+
+    Groups with equal model, arguments and tiers share one pool, so that decode workers find the blocks of prefill
+    workers. `config` is the config file of the workers, also used by the pools.
+    """
     sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
     specs: list[ChildSpec] = []
     groups: list[WorkerSettings] = []
@@ -35,14 +37,14 @@ def pools_of(
             groups.append(group)
             continue
         check_sizes(tiers)
-        # Other arguments, such as ranks or a dtype, may make other blocks of the same model.
+        # Different arguments, such as ranks or dtype, may give different blocks of the same model.
         key = (group.model, msgspec.json.encode(group.args, order="deterministic"), tiers)
         if key not in sockets:
             name = f"kv-pool-{len(sockets)}"
             sockets[key] = short_socket(folder, f"{name}.sock")
             specs.append(ChildSpec(name, serve_command(sockets[key], tiers, name, config), stage=_LAST))
-        at_pool = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
-        groups.append(msgspec.structs.replace(group, tiers=at_pool))
+        pooled_tiers = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
+        groups.append(msgspec.structs.replace(group, tiers=pooled_tiers))
     try:
         yield msgspec.structs.replace(settings, workers=groups), specs
     finally:

@@ -1,4 +1,4 @@
-"""`kvolt trace`: record traces, look into them, change them, make them, and know where public ones come from."""
+"""`kvolt trace`: record, analyze, convert and generate request traces; list public ones."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from kvolt.core.trace import TraceRecord
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-A trace is one request per line: when it came, how long prompt and answer were, which blocks of the prompt were seen
-before. No text. Mooncake JSONL, Azure CSV and ShareGPT JSON are read as they are, also as .gz, whatever their names.
+Record, analyze, convert and generate request traces. A trace has one request per line: arrival time, prompt and
+output length, and hashes of its prompt blocks; no text. Reads Mooncake JSONL, Azure CSV and ShareGPT JSON, also as .gz.
 
+Examples:
   kvolt trace record http://127.0.0.1:8000 --out trace.jsonl --duration 60s
-                                                           what a running frontend is asked
-  kvolt trace analyze trace.jsonl                          rates, lengths, what a prefix cache could find
-  kvolt trace analyze trace.jsonl --lru 1000,20000         hit rates of LRU caches of so many blocks
+  kvolt trace analyze trace.jsonl                          rates, lengths, prefix reuse
+  kvolt trace analyze trace.jsonl --lru 1000,20000         hit rates of LRU caches of these sizes, in blocks
   kvolt trace analyze trace.jsonl --tiers host=64GiB,disk=1TiB
-                                                           what KV tiers of these sizes would find
-  kvolt trace convert chats.json chats.jsonl               any format to JSON lines
+                                                           hit rates of KV tiers of these sizes
+  kvolt trace convert chats.json chats.jsonl               convert to JSON lines
   kvolt trace convert a.jsonl b.jsonl --speed 2 --limit 500 --block-size 64
-  kvolt trace make small.jsonl --recipe small              the project's own small trace
+  kvolt trace make small.jsonl --recipe small              the small trace that the tests use
   kvolt trace make big.jsonl.gz --requests 100000 --seed 7 --rate 20 --burstiness 0.2
   kvolt trace sources                                      public traces: source, licence, sha256
 
-KVOLT_TRACES names the folder in which tests and benchmarks look for public traces.
+KVOLT_TRACES names the directory of public traces for tests and benchmarks.
 """
 
 
@@ -64,22 +64,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(
         metavar="record|analyze|convert|make|sources", required=True, dest="trace_verb"
     )
-    _add_record(verbs.add_parser("record", help="what running frontends are asked; Ctrl-C ends and writes"))
-    analyzing = verbs.add_parser("analyze", help="rates, lengths, sessions, prefix reuse")
-    analyzing.add_argument("file", metavar="FILE", help="a trace of any known format")
+    _add_record(verbs.add_parser("record", help="record the requests of running frontends until Ctrl-C"))
+    analyzing = verbs.add_parser("analyze", help="show rates, lengths, sessions and prefix reuse")
+    analyzing.add_argument("file", metavar="FILE", help="Trace in any supported format.")
     analyzing.add_argument(
         "--lru",
         metavar="N,...",
-        help=f"cache sizes in blocks (default: {','.join(str(size) for size in LRU_BLOCKS)})",
+        help=f"LRU cache sizes, in blocks. [default: {','.join(str(size) for size in LRU_BLOCKS)}]",
     )
     add_tier_flags(analyzing)
     analyzing.set_defaults(without_config=_analyze)
-    _add_convert(verbs.add_parser("convert", help="change a trace, or its format"), analyzing)
-    _add_make(verbs.add_parser("make", help="a synthetic trace: chats with shared system prompts"))
-    sources = verbs.add_parser("sources", help="public traces; checks those in KVOLT_TRACES")
+    _add_convert(verbs.add_parser("convert", help="convert, filter and scale a trace"), analyzing)
+    _add_make(verbs.add_parser("make", help="generate a trace of chats with shared system prompts"))
+    sources = verbs.add_parser("sources", help="list public traces and verify those in KVOLT_TRACES")
     sources.set_defaults(without_config=_sources)
     for each in (analyzing, sources):
-        each.add_argument("--json", action="store_true", help="for scripts")
+        each.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
@@ -87,86 +87,90 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         "url",
         metavar="URL",
         nargs="?",
-        help="of one frontend, as http://127.0.0.1:8000 (default: all frontends of the namespace)",
+        help="URL of one frontend. Default: all frontends of the namespace.",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         default="trace.jsonl",
-        help="compressed if it ends in .gz (default: trace.jsonl)",
+        help="Output file; compressed if it ends in .gz. [default: trace.jsonl]",
     )
     parser.add_argument(
         "--duration",
         metavar="TIME",
-        help="e.g. 60s or 5m, then until those that came have ended (default: until Ctrl-C)",
+        help="Record requests that arrive within this time, such as 60s or 5m. Default: until Ctrl-C.",
     )
-    parser.add_argument("--model", metavar="NAME", help="only this model or adapter (default: all)")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    flags.add_settings(parser, None, ("discovery", "plane", "log"))
+    parser.add_argument("--model", metavar="NAME", help="Record only this model or adapter. Default: all.")
+    parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
+    flags.add_settings(parser, flags.CLIENT_GROUPS)
 
 
 def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="IN", help="a trace of any known format")
-    parser.add_argument("output", metavar="OUT", help="JSON lines; compressed if the name ends in .gz")
+    parser.add_argument("input", metavar="IN", help="Trace in any supported format.")
+    parser.add_argument(
+        "output", metavar="OUT", help="Output file (JSON lines); compressed if it ends in .gz."
+    )
     for each in (parser, analyzing):
         each.add_argument(
             "--trace-block-size",
             type=_positive,
             metavar="TOKENS",
-            help="per hash id of the file, where it does not say (default: 512; chats: 16)",
+            help="Tokens per hash id, if the file does not tell. Default: 512; 16 for chats.",
         )
     for flag, kind, metavar, text in (
-        ("--speed", float, "FACTOR", "2 sends twice as fast"),
-        ("--start", float, "SECONDS", "leave out what comes before"),
-        ("--end", float, "SECONDS", "leave out what comes from then on"),
-        ("--sample", float, "SHARE", "keep so much of it, 0 to 1; sessions stay whole"),
-        ("--limit", int, "N", "keep the first N requests, after all other choices"),
-        ("--block-size", _positive, "TOKENS", "hash ids for blocks of this size; equal prefixes stay equal"),
-        ("--min-input", int, "TOKENS", "shortest prompt to keep"),
-        ("--max-input", int, "TOKENS", "longest prompt to keep"),
-        ("--min-output", int, "TOKENS", "shortest answer to keep"),
-        ("--max-output", int, "TOKENS", "longest answer to keep"),
-        ("--max-total", int, "TOKENS", "longest prompt and answer together: a model's context"),
+        ("--speed", float, "FACTOR", "Divide arrival times by this factor."),
+        ("--start", float, "SECONDS", "Drop requests before this time."),
+        ("--end", float, "SECONDS", "Drop requests from this time on."),
+        ("--sample", float, "SHARE", "Keep a random fraction, 0 to 1, of sessions."),
+        ("--limit", int, "N", "Keep the first N requests after all other filters."),
+        ("--block-size", _positive, "TOKENS", "Rehash to blocks of this size, preserving shared prefixes."),
+        ("--min-input", int, "TOKENS", "Minimum prompt length."),
+        ("--max-input", int, "TOKENS", "Maximum prompt length."),
+        ("--min-output", int, "TOKENS", "Minimum output length."),
+        ("--max-output", int, "TOKENS", "Maximum output length."),
+        ("--max-total", int, "TOKENS", "Maximum prompt plus output length."),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    parser.add_argument("--seed", type=int, default=0, help="which sample (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of --sample. [default: 0]")
     parser.add_argument(
-        "--sort", action="store_true", help="put requests in order of time; holds all of them"
+        "--sort", action="store_true", help="Sort by arrival time; reads the whole trace into memory."
     )
-    parser.add_argument("--renumber", action="store_true", help="hash ids as 0, 1, 2 ...: shorter lines")
+    parser.add_argument("--renumber", action="store_true", help="Renumber hash ids from 0.")
     parser.set_defaults(without_config=_convert)
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", metavar="OUT", help="JSON lines; compressed if the name ends in .gz")
+    parser.add_argument(
+        "output", metavar="OUT", help="Output file (JSON lines); compressed if it ends in .gz."
+    )
     parser.add_argument(
         "--recipe",
         choices=sorted(RECIPES),
         default="chat",
-        help=f"what the rest starts from: {', '.join(RECIPES)} (default: chat)",
+        help="Preset for the other options. [default: chat]",
     )
     for flag, kind, metavar, text in (
-        ("--requests", int, "N", "how many"),
-        ("--seed", int, "N", "another seed, another trace of the same kind"),
-        ("--rate", float, "PER_SECOND", "requests per second on average"),
-        ("--burstiness", float, "X", "1 is Poisson, 0.1 comes in bursts, 10 is steady"),
-        ("--turns", float, "N", "questions per session on average"),
-        ("--think", float, "SECONDS", "between an answer and the next question"),
-        ("--system-prompts", int, "N", "how many different ones are shared; 0 for none"),
-        ("--system-tokens", float, "N", "their median length"),
-        ("--question-tokens", float, "N", "median length of what a turn adds"),
-        ("--answer-tokens", float, "N", "median length of answers"),
-        ("--max-context", int, "TOKENS", "longest prompt and answer together"),
-        ("--block-size", _positive, "TOKENS", "tokens per hash id"),
+        ("--requests", int, "N", "Number of requests."),
+        ("--seed", int, "N", "Random seed."),
+        ("--rate", float, "PER_SECOND", "Mean requests per second."),
+        ("--burstiness", float, "X", "Arrival process: 1 is Poisson, 0.1 bursty, 10 steady."),
+        ("--turns", float, "N", "Mean turns per session."),
+        ("--think", float, "SECONDS", "Mean pause between turns."),
+        ("--system-prompts", int, "N", "Number of shared system prompts; 0 for none."),
+        ("--system-tokens", float, "N", "Median system prompt length."),
+        ("--question-tokens", float, "N", "Median user message length."),
+        ("--answer-tokens", float, "N", "Median output length."),
+        ("--max-context", int, "TOKENS", "Maximum prompt plus output length."),
+        ("--block-size", _positive, "TOKENS", "Tokens per hash id."),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     parser.set_defaults(without_config=_make)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    """Of the one sub-verb that needs to know where the cluster is."""
-    from kvolt.cli.trace.record import record  # the network, which the other sub-verbs do without
+    """Run `record`, the only sub-verb that uses the config."""
+    from kvolt.cli.trace.record import record  # deferred: imports the network stack
 
     return record(args, loaded)
 
@@ -176,8 +180,8 @@ def _analyze(args: argparse.Namespace) -> int:
         tiers = tier_findings(list(read_trace(args.file, _read_options(args))), args)
         print(msgspec.json.encode(tiers).decode() if args.json else tiers_text(tiers))
         return 0
-    found = analyze(read_trace(args.file, _read_options(args)), _lru_sizes(args.lru))
-    print(msgspec.json.encode(found).decode() if args.json else analysis_text(found))
+    analysis = analyze(read_trace(args.file, _read_options(args)), _lru_sizes(args.lru))
+    print(msgspec.json.encode(analysis).decode() if args.json else analysis_text(analysis))
     return 0
 
 
@@ -189,7 +193,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _changed(records: Iterable[TraceRecord], args: argparse.Namespace) -> Iterable[TraceRecord]:
-    """In an order in which each flag means the same whatever the others are: times and lengths are the input's."""
+    """Apply the flags in a fixed order, so that times and lengths always refer to the input."""
     if args.sort:
         records = sort_by_time(records)
     if args.start is not None or args.end is not None:
@@ -248,11 +252,11 @@ def _make(args: argparse.Namespace) -> int:
 
 def _sources(args: argparse.Namespace) -> int:
     folder = os.environ.get("KVOLT_TRACES")
-    found = (
+    traces = (
         find_public(folder) if folder else [FoundTrace(trace, FileState.MISSING) for trace in PUBLIC_TRACES]
     )
-    print(msgspec.json.encode(found).decode() if args.json else sources_text(found, folder))
-    return 1 if any(each.state is FileState.DIFFERS for each in found) else 0
+    print(msgspec.json.encode(traces).decode() if args.json else sources_text(traces, folder))
+    return 1 if any(each.state is FileState.DIFFERS for each in traces) else 0
 
 
 def _read_options(args: argparse.Namespace) -> ReadOptions:

@@ -1,4 +1,4 @@
-"""What `kvolt trace` shows to people: an analysis on one page, and the list of public traces."""
+"""Text output of `kvolt trace analyze` and `kvolt trace sources`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _duration(seconds: float) -> str:
 
 
 def _bars(values: Sequence[float]) -> str:
-    """At most a line: neighbours share a column by their mean."""
+    """One-line bar chart; adjacent values share a column by their mean."""
     per_column = -(-len(values) // _BAR_COLUMNS)
     columns = [values[at : at + per_column] for at in range(0, len(values), per_column)]
     means = [sum(column) / len(column) for column in columns]
@@ -80,19 +80,19 @@ def sources_text(found: Sequence[FoundTrace], folder: str | None) -> str:
             f"  fetch     {trace.url}",
             f"  licence   {trace.licence}",
             f"  sha256    {trace.sha256}",
-            f"  here      {_here(each, folder)}",
+            f"  local     {_local_state(each, folder)}",
             "",
         ]
     if folder is None:
-        lines += ["Set KVOLT_TRACES to the folder that you fetched them to, and this checks them."]
+        lines += ["Set KVOLT_TRACES to the directory of downloaded traces to verify them."]
     else:
-        lines += [f"Looked for in KVOLT_TRACES={folder}, under any name."]
+        lines += [f"Searched in KVOLT_TRACES={folder}, by content."]
     return "\n".join(lines)
 
 
-def _here(found: FoundTrace, folder: str | None) -> str:
+def _local_state(found: FoundTrace, folder: str | None) -> str:
     if found.state is FileState.SAME:
-        return f"{found.path}: the published bytes"
+        return f"{found.path}: verified"
     if found.state is FileState.DIFFERS:
-        return f"{found.path}: NOT the published bytes, fetch it again"
-    return "not looked for" if folder is None else "not there"
+        return f"{found.path}: checksum mismatch, download it again"
+    return "not checked" if folder is None else "not found"

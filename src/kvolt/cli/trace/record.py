@@ -1,7 +1,7 @@
-"""`kvolt trace record`: a trace of what running frontends are asked, told by them over the request plane.
+"""`kvolt trace record`: record the requests of running frontends into one trace.
 
-Each frontend records by itself and counts its time from its own start; here the starts are put beside each other, so
-that the processes of one edge make one trace.
+Each frontend streams its requests with times relative to its own start; the recorder aligns the starts, so that several
+frontend processes give one trace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvolt.runtime.tasks import Scope
 
 _KEY_BYTES = 32
 _SILENCE_S = 10.0
-"""A frontend says something four times a second."""
+"""Maximum silence of a frontend, which sends four parts per second."""
 _LIMITS = Deadlines(connect_s=5.0, first_s=5.0, between_s=_SILENCE_S, total_s=MAX_DURATION_S + 24 * 3600.0)
 _LIVE_S = 0.5
 _LINE_S = 5.0
@@ -50,16 +50,16 @@ _decode_part = msgspec.msgpack.Decoder(RecordedPart).decode
 
 @dataclass(slots=True)
 class _Source:
-    """One frontend, and what it said last."""
+    """A frontend with the counts of its latest part."""
 
     instance: Instance
-    begun_at: float | None = None
-    told: RecordedPart = _NOTHING
+    started_at: float | None = None
+    latest: RecordedPart = _NOTHING
     failure: KvoltError | None = None
 
 
 class RecordingRun:
-    """Reads from all sources until they end, or until `end`."""
+    """Reads from all frontends until they end or `end` is called."""
 
     def __init__(
         self, cluster: Cluster, clock: Clock, file: UnsortedTrace, frontends: Sequence[Instance]
@@ -68,47 +68,47 @@ class RecordingRun:
         self._clock = clock
         self._file = file
         self.sources = [_Source(instance) for instance in frontends]
-        self._begun_at: float | None = None
+        self._started_at: float | None = None
         self._scope: Scope | None = None
 
     @property
     def elapsed_s(self) -> float:
-        return 0.0 if self._begun_at is None else self._clock.monotonic() - self._begun_at
+        return 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
 
     def total(self, name: str) -> int:
-        """Of a RecordedPart's counts, over all sources."""
-        return sum(getattr(source.told, name) for source in self.sources)
+        """Sum of a count of RecordedPart over all frontends."""
+        return sum(getattr(source.latest, name) for source in self.sources)
 
-    async def run(self, wanted: RecordTrace) -> None:
+    async def run(self, request: RecordTrace) -> None:
         async with Scope("record") as self._scope:
             for source in self.sources:
-                self._scope.start(self._read(source, wanted), source.instance.process)
+                self._scope.start(self._read(source, request), source.instance.process)
 
     def end(self) -> None:
         if self._scope is not None:
             self._scope.cancel()
 
-    async def _read(self, source: _Source, wanted: RecordTrace) -> None:
+    async def _read(self, source: _Source, request: RecordTrace) -> None:
         to = Destination(source.instance.address, TRACE_ENDPOINT)
         try:
-            async with await self._cluster.open(to, wanted, _LIMITS, _decode_part) as stream:
+            async with await self._cluster.open(to, request, _LIMITS, _decode_part) as stream:
                 async for part in stream:
-                    self._take(source, part)
+                    self._add_part(source, part)
         except KvoltError as error:
             source.failure = error
 
-    def _take(self, source: _Source, part: RecordedPart) -> None:
+    def _add_part(self, source: _Source, part: RecordedPart) -> None:
         now = self._clock.monotonic()
-        if self._begun_at is None:
-            self._begun_at = now
-        if source.begun_at is None:
-            source.begun_at = now
-        offset_ms = (source.begun_at - self._begun_at) * 1e3
+        if self._started_at is None:
+            self._started_at = now
+        if source.started_at is None:
+            source.started_at = now
+        offset_ms = (source.started_at - self._started_at) * 1e3
         for record in part.records:
             self._file.add(replace(record, timestamp=record.timestamp + offset_ms))
         if part.records:
             self._file.flush()
-        source.told = replace(part, records=())
+        source.latest = replace(part, records=())
 
     def line(self) -> str:
         return (
@@ -121,15 +121,15 @@ def record(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     duration_s = _duration_s(args.duration)
     path = Path(args.out)
     if path.exists() and not args.force:
-        raise ConfigError(f"{path} is there already", key="out", remedy="name another file, or give --force")
-    wanted = RecordTrace(key=secrets.token_bytes(_KEY_BYTES), duration_s=duration_s, model=args.model)
+        raise ConfigError(f"{path} exists", key="out", remedy="choose another file or use --force")
+    request = RecordTrace(key=secrets.token_bytes(_KEY_BYTES), duration_s=duration_s, model=args.model)
     file = UnsortedTrace(path, replace_left=args.force)
 
     async def main() -> int:
         async with visit(loaded.settings) as cluster:
             frontends = await find_frontends(cluster, loaded.settings, args.url)
             run = RecordingRun(cluster, SystemClock(), file, frontends)
-            was_cut = await _run_shown(run, wanted, args.quiet)
+            was_cut = await _run_with_progress(run, request, args.quiet)
         return _finish(run, file, args.out, was_cut and duration_s is not None)
 
     try:
@@ -145,35 +145,35 @@ def _duration_s(text: str | None) -> float | None:
     seconds = parse_duration_s(text)
     if not 0 < seconds <= MAX_DURATION_S:
         raise ConfigError(
-            f"--duration {text} is not above 0 and up to {MAX_DURATION_S:g} s",
+            f"--duration is {text}, must be above 0 and at most {MAX_DURATION_S:g} s",
             key="duration",
-            remedy="leave it out to record until Ctrl-C",
+            remedy="omit it to record until Ctrl-C",
         )
     return seconds
 
 
 async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
-    """All frontends of the namespace, or those that listen at a URL. Never none."""
+    """All frontends of the namespace, or those that listen at a URL; at least one."""
     known = await cluster.instances(EndpointAddress(settings.namespace, "frontend", "http"))
-    where = "name the cluster as for `kvolt status`: --join, --discovery-path, --namespace"
+    remedy = "select the cluster with --join, --discovery-path or --namespace"
     if not known:
         raise Unavailable(
             f"no frontend is registered in {settings.namespace}",
             endpoint="frontend",
             reason="no_instances",
-            remedy=f"start one, or {where}",
+            remedy=f"start one, or {remedy}",
         )
     if url is None:
         return known
-    found = [instance for instance in known if _listens_at(_http_address(instance), url)]
-    if not found:
+    matching = [instance for instance in known if _listens_at(_http_address(instance), url)]
+    if not matching:
         names = ", ".join(sorted({_http_address(instance) or "?" for instance in known}))
         raise ConfigError(
-            f"no frontend that is registered listens at {url}; these do: {names}",
+            f"no registered frontend listens at {url}; registered: {names}",
             key="url",
-            remedy=f"leave it out to record from all of them, or {where}",
+            remedy=f"omit --url to use any frontend, or {remedy}",
         )
-    return found
+    return matching
 
 
 def _http_address(instance: Instance) -> str | None:
@@ -195,27 +195,27 @@ def _listens_at(address: str | None, url: str) -> bool:
     host, listening = split_address(address)
     if listening != port:
         return False
-    # Who listens on all addresses tells none: then the port decides.
+    # A wildcard listen address matches any host.
     same = host == split.hostname or is_wildcard(host)
     return same or (is_loopback(host) and is_loopback(split.hostname))
 
 
-async def _run_shown(run: RecordingRun, wanted: RecordTrace, quiet: bool) -> bool:
-    """Whether it was cut by a signal."""
+async def _run_with_progress(run: RecordingRun, request: RecordTrace, quiet: bool) -> bool:
+    """Run the recording with progress output; return whether a signal ended it."""
     stop = StopSignal()
     stop.install()
 
     async def drive() -> None:
-        await run.run(wanted)
+        await run.run(request)
         scope.cancel()
 
-    async def end_when_told() -> None:
+    async def end_on_signal() -> None:
         await stop.wait()
         run.end()
 
     try:
         async with Scope("recording") as scope:
-            scope.start(end_when_told(), "stop")
+            scope.start(end_on_signal(), "stop")
             if not quiet:
                 scope.start(_show(run), "progress")
             scope.start(drive(), "read")
@@ -225,7 +225,7 @@ async def _run_shown(run: RecordingRun, wanted: RecordTrace, quiet: bool) -> boo
 
 
 async def _show(run: RecordingRun) -> None:
-    """Until cancelled, on stderr, so that stdout holds results only."""
+    """Show progress on stderr until cancelled."""
     console = Console(stderr=True)
     if not console.is_terminal:
         while True:
@@ -234,28 +234,28 @@ async def _show(run: RecordingRun) -> None:
     with Live(Text(run.line()), console=console, auto_refresh=False, transient=True) as live:
         while True:
             await asyncio.sleep(_LIVE_S)
-            live.update(Text(f"{run.line()}   (Ctrl-C ends and writes)"), refresh=True)
+            live.update(Text(f"{run.line()}   (Ctrl-C stops and writes the trace)"), refresh=True)
 
 
 def _finish(run: RecordingRun, file: UnsortedTrace, name: str, was_cut: bool) -> int:
-    """Write the file, say what is in it and what is not."""
+    """Write the trace; report requests that are not in it."""
     failures = [source for source in run.sources if source.failure is not None]
     if len(failures) == len(run.sources) and not file.num_records:
         raise _explained(failures[0])
     for source in failures:
         assert source.failure is not None
         print(
-            f"kvolt: {source.instance.process} left the recording: {source.failure.message}", file=sys.stderr
+            f"kvolt: {source.instance.process} stopped recording: {source.failure.message}", file=sys.stderr
         )
     for count, what in (
-        (run.total("running"), "had not ended and are not in it"),
-        (run.total("unanswered"), "got no token and are not in it"),
-        (run.total("dropped"), "were dropped: this reader was too slow"),
+        (run.total("running"), "had not finished and are not included"),
+        (run.total("unanswered"), "got no token and are not included"),
+        (run.total("dropped"), "were dropped because the recorder was too slow"),
     ):
         if count:
             print(f"kvolt: {count} requests {what}", file=sys.stderr)
     if not file.num_records:
-        print(f"kvolt: no requests came, {name} is not written", file=sys.stderr)
+        print(f"kvolt: no requests recorded, {name} not written", file=sys.stderr)
         return 130 if was_cut else 1
     elapsed_s = run.elapsed_s
     print(f"{file.finish()} requests of {elapsed_s:.1f} s in {name}")
@@ -270,6 +270,6 @@ def _explained(source: _Source) -> KvoltError:
             f"{source.instance.process} at {source.instance.address} cannot record",
             endpoint=TRACE_ENDPOINT,
             reason="not_served",
-            remedy="it runs another version of kvolt; restart it with this one",
+            remedy="restart it with this version of kvolt",
         )
     return error

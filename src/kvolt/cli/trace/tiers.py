@@ -1,4 +1,4 @@
-"""`kvolt trace analyze --tiers`: what KV tiers of given sizes would find of a trace."""
+"""`kvolt trace analyze --tiers`: hit rates of KV tiers of given sizes on a trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.sizes import parse_capacity
 
 DEFAULT_TOKEN_BYTES = 128 * 1024
-"""Of KV: Llama 8B in bfloat16."""
+"""KV bytes per token of Llama 8B in bfloat16."""
 
 
 class TierFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one tier: the share of prompt blocks that come from it."""
+    """One tier and the fraction of prompt blocks that it serves."""
 
     tier: str
     blocks: int
@@ -30,35 +30,35 @@ class TierFindings(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     tiers: tuple[TierFinding, ...]
     share: float
-    """Of all tiers together."""
+    """Fraction of prompt blocks served by all tiers together."""
     best_share: float
-    """That one cache as large as all of them could have at best."""
+    """Fraction served by an optimal cache of the same total size."""
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tiers",
         metavar="NAME=SIZE,...",
-        help="what KV tiers would find, the fastest first: device=40GiB,host=256GiB,disk=2TiB",
+        help="Show hit rates of KV tiers, fastest first, such as device=40GiB,host=256GiB,disk=2TiB.",
     )
     parser.add_argument(
         "--token-bytes",
         type=int,
         default=DEFAULT_TOKEN_BYTES,
         metavar="N",
-        help=f"KV bytes of a token (default: {DEFAULT_TOKEN_BYTES}, Llama 8B in bfloat16)",
+        help=f"KV bytes per token. [default: {DEFAULT_TOKEN_BYTES}, Llama 8B in bfloat16]",
     )
     parser.add_argument(
-        "--eviction", choices=sorted(EVICTIONS), default="lru", help="what goes first (default: lru)"
+        "--eviction", choices=sorted(EVICTIONS), default="lru", help="Eviction policy. [default: lru]"
     )
 
 
 def tier_findings(records: Sequence[TraceRecord], args: argparse.Namespace) -> TierFindings:
-    """ConfigError for sizes that are none, or a trace that says nothing of prefixes."""
+    """Hit rates; ConfigError for invalid sizes or a trace without hash ids."""
     sizes = {record.block_size for record in records if record.hash_ids}
     if len(sizes) != 1:
         raise ConfigError(
-            "the trace has no hash ids of one block size",
+            "the trace has no hash ids, or several block sizes",
             key="tiers",
             remedy="`kvolt trace convert --block-size`",
         )
@@ -69,7 +69,7 @@ def tier_findings(records: Sequence[TraceRecord], args: argparse.Namespace) -> T
         number = parse_capacity(size, f"--tiers {name}").blocks(block_bytes, 0)
         if number < 1:
             raise ConfigError(
-                f"{text} holds no block of {block_bytes:,} bytes", key="tiers", remedy="give it more room"
+                f"{text} holds no block of {block_bytes:,} bytes", key="tiers", remedy="increase its size"
             )
         names.append(name)
         blocks.append(number)

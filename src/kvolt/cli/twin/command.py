@@ -1,4 +1,4 @@
-"""`kvolt twin`: a trace through a modelled cluster, in a fraction of its time, without a GPU."""
+"""`kvolt twin`: replay a trace on a simulated cluster under virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvolt.bench.load.report import RunFacts, encode_report
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.report_files import WRITTEN, open_rows, write_report
-from kvolt.cli.twin.flags import add_cluster, records_of, settings_of, told_settings
+from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import ending, print_twin, progress
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig
@@ -19,34 +19,34 @@ from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.report import TwinReport, make_twin_report
 
 HELP = """
-Runs a trace through a model of the cluster: the real runtime, workers, scheduler, cache and journeys, on virtual time,
-with simulated engines whose steps take as long as a preset says (`kvolt fit` makes one from a real engine's step log).
-The same arguments give the same figures on any machine. The report is that of `kvolt bench`, so that
-`kvolt bench compare` can hold a twin against a real run; besides it tells what the cluster cost, how busy it was,
-what its caches found, and why requests missed the SLA.
+Replay a trace on a simulated cluster: the real runtime, workers, scheduler, cache and router under virtual time, with
+simulated engines whose step times come from a preset (`kvolt fit` makes one from a step log). Deterministic: the same
+arguments give the same report on any machine. The report has the format of `kvolt bench`, so that
+`kvolt bench compare` can compare both, plus cost, utilization, cache hits and the causes of SLA misses.
 
-  kvolt twin                                         the project's own small trace on one worker
+Examples:
+  kvolt twin                                         a small built-in trace on one worker
   kvolt twin trace.jsonl --workers 8 --preset h200-llama-8b
   kvolt twin trace.jsonl --workers 8 --router least-loaded
   kvolt twin trace.jsonl --speed 2 --limit 500       twice the load, the first 500 requests
-  kvolt twin trace.jsonl --sla ttft=2s,itl=50ms      goodput, and who missed it why
+  kvolt twin trace.jsonl --sla ttft=2s,itl=50ms      goodput and causes of SLA misses
   kvolt twin trace.jsonl --arg block_size=64 --arg kv_blocks=16384
-  kvolt twin trace.jsonl --out today                 report.json, report.html with plots, requests.csv
-  kvolt twin sweep trace.jsonl --axis workers=2,4,8  many such clusters: which are worth their GPUs
+  kvolt twin trace.jsonl --out today                 write report.json, report.html, requests.csv
+  kvolt twin sweep trace.jsonl --axis workers=2,4,8  compare many clusters
 
-Ctrl-C ends it with a report of what was done so far, marked as cut; a second one ends at once.
+Ctrl-C stops the run and reports what is done; a second Ctrl-C exits at once.
 
-Exits with 0, with 1 when no request was answered, with 130 when cut.
+Exit code: 0; 1 if no request succeeded; 130 if interrupted.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     group = parser.add_argument_group("results")
-    group.add_argument("--out", metavar="DIR", help=f"folder for {WRITTEN}")
-    group.add_argument("--force", action="store_true", help="write over a report in that folder")
-    group.add_argument("--json", action="store_true", help="the whole report as JSON")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--out", metavar="DIR", help=f"Write {WRITTEN} to this directory.")
+    group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
+    group.add_argument("--json", action="store_true", help="Print the report as JSON.")
+    group.add_argument("--quiet", action="store_true", help="Show no progress.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -69,20 +69,20 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         RunFacts(
             url="twin",
             model=settings.engine.preset,
-            started_at=0.0,  # of virtual time: the report is a function of its arguments
-            settings=told_settings(args, settings),
+            started_at=0.0,  # virtual time: the report depends only on its arguments
+            settings=report_settings(args, settings),
             was_cut=twin.was_cut,
             open_loop=True,
         ),
         twin,
     )
-    _tell(report, folder, args.json)
+    _output(report, folder, args.json)
     if report.was_cut:
         return 130
     return 0 if report.counts.whole else 1
 
 
-def _tell(report: TwinReport, folder: Path | None, as_json: bool) -> None:
+def _output(report: TwinReport, folder: Path | None, as_json: bool) -> None:
     if folder is not None:
         try:
             write_report(folder, report, twin_page(report))

@@ -22,73 +22,87 @@ from kvolt.twin.trace_block_tiers import TwinTiers
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="any format that `kvolt trace` reads")
-    group = parser.add_argument_group("the cluster")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="simulated workers (default: 1)")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="Trace in any format of `kvolt trace`. Default: a small built-in trace.",
+    )
+    group = parser.add_argument_group("cluster")
     group.add_argument(
-        "--prefill",
+        "--workers",
         type=int,
-        default=0,
+        default=1,
         metavar="N",
-        help="workers besides that compute prompts for the others, which then only decode (default: 0)",
+        help="Number of aggregated workers, or of decode workers with --prefill. [default: 1]",
+    )
+    group.add_argument(
+        "--prefill", type=int, default=0, metavar="N", help="Number of prefill workers. [default: 0]"
     )
     group.add_argument(
         "--prefill-choice",
         choices=get_args(PrefillChoice),
         default="predicted",
-        help="whether those compute a prompt: by what each way would cost, with the limits of --sla as what was "
-        "promised; or always (default: predicted)",
+        help="When to use the prefill workers: `predicted` cost, with the limits of --sla as targets, or always. "
+        "[default: predicted]",
     )
-    group.add_argument("--gpus", type=int, default=1, metavar="N", help="of each worker, for GPU-seconds")
+    group.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs per worker, for GPU-seconds. [default: 1]"
+    )
     group.add_argument(
         "--router",
         default=next(iter(ROUTERS)),
-        metavar="NAME",
-        help=f"who gets a request: {', '.join(ROUTERS)}, or FILE.py:FUNCTION (default: {next(iter(ROUTERS))})",
+        metavar="POLICY",
+        help=f"Routing policy: {', '.join(ROUTERS)}, or FILE.py:FUNCTION. [default: {next(iter(ROUTERS))}]",
     )
     group.add_argument(
         "--router-arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="setting of the router, as the section `router` of `kvolt config env` tells them (repeat for more)",
+        help="Router setting (see `kvolt config describe router`); may be repeated.",
     )
-    group.add_argument("--preset", help="how long steps take: a name or a file (`kvolt engine list sim`)")
+    group.add_argument("--preset", help="Step latency model: a name or a file (see `kvolt engine list sim`).")
     group.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="argument of the sim engine, as `kvolt engine list sim` tells them (repeat for more)",
+        help="Argument of the sim engine (see `kvolt engine list sim`); may be repeated.",
     )
     group.add_argument(
         "--kv-host",
         metavar="SIZE",
-        help="memory of each worker's host for KV that leaves its device: 64GiB, 1000blocks, or 2x the device's blocks",
+        help="Host memory for KV blocks of each worker: 64GiB, 1000blocks, or 2x the device capacity.",
     )
-    group.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk")
+    group.add_argument("--kv-disk", metavar="SIZE", help="Disk space for KV blocks of each worker.")
     group.add_argument(
-        "--kv-eviction", default="lru", metavar="RULE", help="lru, s3fifo or tinylfu (default: lru)"
+        "--kv-eviction",
+        default="lru",
+        metavar="POLICY",
+        help="Eviction policy: lru, s3fifo or tinylfu. [default: lru]",
     )
-    group.add_argument("--seed", type=int, default=0)
-    group = parser.add_argument_group("what is asked")
-    group.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast")
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    group.add_argument("--sla", help="as `kvolt bench --sla`, for example ttft=500ms,itl=50ms")
+    group.add_argument("--seed", type=int, default=0, help="Random seed. [default: 0]")
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="Speed-up of arrivals. [default: 1]"
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="Use only the first N requests.")
+    group.add_argument("--sla", metavar="LIMITS", help="Limits for goodput, such as ttft=500ms,itl=50ms.")
 
 
 def settings_of(args: argparse.Namespace) -> TwinSettings:
-    """ConfigError says what is wrong, before anything runs."""
+    """Validated settings; ConfigError if a flag is invalid."""
     if args.workers < 1:
-        raise ConfigError("a twin needs a worker", key="workers", remedy="give --workers 1 or more")
+        raise ConfigError("--workers is below 1", key="workers", remedy="must be 1 or more")
     if args.prefill < 0:
-        raise ConfigError("fewer than no workers", key="prefill", remedy="give --prefill 0 or more")
+        raise ConfigError("--prefill is below 0", key="prefill", remedy="must be 0 or more")
     if args.gpus < 1:
-        raise ConfigError("a worker has a GPU", key="gpus", remedy="give --gpus 1 or more")
-    given: dict[str, Any] = dict(parse_argument(text) for text in args.arg)
+        raise ConfigError("--gpus is below 1", key="gpus", remedy="must be 1 or more")
+    arguments: dict[str, Any] = dict(parse_argument(text) for text in args.arg)
     if args.preset is not None:
-        given["preset"] = args.preset
-    engine = check_arguments("sim", given)
+        arguments["preset"] = args.preset
+    engine = check_arguments("sim", arguments)
     assert isinstance(engine, SimArguments)
     routing = _routing_of(args.router_arg)
     limits = parse_sla(args.sla).limits if args.sla else {}
@@ -121,33 +135,33 @@ def _tiers_of(args: argparse.Namespace, engine: SimArguments) -> TwinTiers:
         )
     except ValueError as error:
         raise ConfigError(
-            str(error), key="kv_host", remedy="give --kv-host 64GiB, and --kv-disk besides"
+            str(error), key="kv_host", remedy="set --kv-host, with or without --kv-disk"
         ) from None
 
 
-def _routing_of(given: list[str]) -> RouterSettings:
-    values = dict(parse_argument(text, flag="--router-arg") for text in given)
+def _routing_of(assignments: list[str]) -> RouterSettings:
+    values = dict(parse_argument(text, flag="--router-arg") for text in assignments)
     try:
         return msgspec.convert(values, RouterSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"--router-arg: {error}",
             key="router_arg",
-            remedy="`kvolt config env` lists the settings of `router`",
+            remedy="`kvolt config describe router` lists the settings",
         ) from error
 
 
 def records_of(args: argparse.Namespace) -> list[TraceRecord]:
     if args.speed <= 0:
-        raise ConfigError("a speed is above 0", key="speed", remedy="give for example --speed 2")
+        raise ConfigError("--speed is not above 0", key="speed", remedy="for example --speed 2")
     records = small_trace() if args.trace is None else read_trace(args.trace)
     if args.limit is not None:
         records = limit(records, args.limit)
     return list(scale_time(start_at_zero(records), args.speed))
 
 
-def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str, Setting]:
-    """What decides the figures, for reports."""
+def report_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str, Setting]:
+    """Settings that determine the results, for reports."""
     return {
         "trace": args.trace or "small",
         "workers": settings.num_workers,

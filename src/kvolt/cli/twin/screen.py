@@ -1,4 +1,4 @@
-"""What `kvolt twin` shows on a terminal: `kvolt bench`'s tables, and what happened inside the cluster."""
+"""Terminal output of `kvolt twin`: the tables of `kvolt bench` and those of the cluster."""
 
 from __future__ import annotations
 
@@ -42,17 +42,14 @@ def print_twin(report: TwinReport) -> None:
 
 
 def _narrow(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Without columns in which there is nothing."""
+    """Drop columns that contain only zeros."""
     kept = [at for at in range(len(rows[0])) if any(row[at] not in ("0", "0.00") for row in rows[1:])]
     return [[row[at] for at in kept] for row in rows]
 
 
 @contextmanager
 def progress(what: str, total: int, quiet: bool, done: int = 0) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, so that stdout holds results only; what it yields is called as each of `total` is done.
-
-    What is no terminal gets a line now and then.
-    """
+    """Progress on stderr: a bar on a terminal, else periodic lines. Call the yielded function for each item."""
     if quiet:
         yield lambda: None
         return
@@ -74,26 +71,26 @@ class _Lines:
         self._total = total
         self._done = done
         self._now = SystemClock().monotonic
-        self._told_at = self._now()
+        self._printed_at = self._now()
 
     def step(self) -> None:
         self._done += 1
         now = self._now()
-        if now - self._told_at >= _LINE_S:
-            self._told_at = now
+        if now - self._printed_at >= _LINE_S:
+            self._printed_at = now
             print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def ending(end: Callable[[], None]) -> Iterator[None]:
-    """Within it Ctrl-C (or a TERM) calls `end`, once; a second one ends at once, as ever."""
+    """Context in which the first SIGINT or SIGTERM calls `end`; a second one has its default effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[signal.Signals, Any] = {}
+    old_handlers: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -101,7 +98,7 @@ def ending(end: Callable[[], None]) -> Iterator[None]:
         end()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, on_signal)
+        old_handlers[number] = signal.signal(number, on_signal)
     try:
         yield
     finally:

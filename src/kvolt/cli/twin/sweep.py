@@ -1,4 +1,4 @@
-"""`kvolt twin sweep`: many modelled clusters on one trace, and which of them no other is better than."""
+"""`kvolt twin sweep`: simulate many clusters on one trace and report the Pareto set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from kvolt.bench.load.sla import Sla, parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table
 from kvolt.cli.report_files import unwritable
-from kvolt.cli.twin.flags import add_cluster, records_of, settings_of, told_settings
+from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import ending, progress
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig
@@ -28,23 +28,23 @@ from kvolt.twin.sweep_report import SweepReport, csv_text, pareto_digests, point
 from kvolt.twin.sweep_runner import Common, run_points
 
 HELP = """
-Runs a trace through many clusters (see `kvolt twin`), every combination of what the axes say, several at once, and
-prints those that no other one beats: the Pareto set of the objectives.
+Simulate every combination of the axes on a trace (see `kvolt twin`), several at once, and print the Pareto set of the
+objectives.
 
-An axis is workers, gpus, router, link_s, seed, arrivals (how much faster than in the trace requests come), a setting
-of the router (router.temperature, router.overlap_weight ...) or any argument of the sim engine
-(`kvolt engine list sim`): block_size, kv_blocks, scheduling, max_num_seqs, preset ...
+An axis is workers, prefill, gpus, router, link_s, seed, arrivals (speed-up of arrivals), a router setting
+(router.temperature, router.overlap_weight ...) or an argument of the sim engine (`kvolt engine list sim`).
 
+Examples:
   kvolt twin sweep trace.jsonl --axis workers=2,4,8,16 --axis router=round-robin,least-loaded --out sweep
   kvolt twin sweep trace.jsonl --axis workers=4,8 --axis kv_blocks=4096,16384 --sla ttft=2s,itl=50ms
   kvolt twin sweep trace.jsonl --axis workers=8 --axis arrivals=1,2,4 --objective ttft_p99 --objective gpu_seconds
-  kvolt twin sweep trace.jsonl --axes axes.json --sample 100    a hundred of them, by chance
+  kvolt twin sweep trace.jsonl --axes axes.json --sample 100    100 random points
 
-With --out each point is written as it ends: started again with the same folder, a sweep goes on where it was, with the
-axes that it had or with others. Ctrl-C shows what is known so far.
+With --out each point is saved when it is done; a sweep with the same directory resumes, also with other axes. Ctrl-C
+shows the results so far.
 
-Objectives: with --sla good_share (of all requests) and gpu_seconds, else ttft_p90, itl_p90 and gpu_seconds.
-Exits with 0, with 1 when a point failed, with 130 when cut.
+Default objectives: good_share (of all requests) and gpu_seconds with --sla, else ttft_p90, itl_p90 and gpu_seconds.
+Exit code: 0; 1 if a point failed; 130 if interrupted.
 """
 
 _WRITTEN = "points.jsonl, sweep.json, sweep.csv, sweep.html"
@@ -52,29 +52,37 @@ _WRITTEN = "points.jsonl, sweep.json, sweep.csv, sweep.html"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
-    group = parser.add_argument_group("what is varied")
+    group = parser.add_argument_group("sweep")
     group.add_argument(
-        "--axis", action="append", default=[], metavar="NAME=V1,V2,...", help="repeat for more"
+        "--axis",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2,...",
+        help="Axis and its values; may be repeated.",
     )
-    group.add_argument("--axes", metavar="FILE", help='the same as JSON: {"workers": [2, 4], ...}')
-    group.add_argument("--sample", type=int, metavar="N", help="only N points, drawn by --seed")
+    group.add_argument("--axes", metavar="FILE", help='JSON file with axes: {"workers": [2, 4], ...}.')
+    group.add_argument(
+        "--sample", type=int, metavar="N", help="Simulate N random points only, drawn with --seed."
+    )
     group.add_argument(
         "--objective",
         action="append",
         default=[],
-        metavar="FIGURE",
-        help="what is to be good; repeat for more",
+        metavar="METRIC",
+        help="Metric to optimize; may be repeated.",
     )
     group = parser.add_argument_group("results")
-    group.add_argument("--processes", type=int, metavar="N", help="at once (default: as many as cores)")
-    group.add_argument("--out", metavar="DIR", help=f"folder for {_WRITTEN}")
-    group.add_argument("--json", action="store_true", help="all points as JSON")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="Number of parallel processes. Default: one per core."
+    )
+    group.add_argument("--out", metavar="DIR", help=f"Write {_WRITTEN} to this directory.")
+    group.add_argument("--json", action="store_true", help="Print all points as JSON.")
+    group.add_argument("--quiet", action="store_true", help="Show no progress.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All that is known before the first point is run; what is wrong is found in making it."""
+    """The validated sweep, built before the first simulation."""
 
     axes: dict[str, list[Any]]
     points: list[Point]
@@ -90,25 +98,25 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     folder = Path(args.out) if args.out else None
     with ExitStack() as files:
         file = files.enter_context(closing(_open(folder))) if folder is not None else None
-        known = file.read() if file is not None else {}
-        wanted = dict(zip(plan.digests, plan.points, strict=True))
+        previous = file.read() if file is not None else {}
+        points = dict(zip(plan.digests, plan.points, strict=True))
         results = {
-            digest: msgspec.structs.replace(known[digest], point=point)
-            for digest, point in wanted.items()
-            if digest in known
+            digest: msgspec.structs.replace(previous[digest], point=point)
+            for digest, point in points.items()
+            if digest in previous
         }
         was_cut, num_failed = _run(plan, results, _ignore if file is None else file.append, args.quiet)
-    found = [results[digest] for digest in wanted if digest in results]
+    completed = [results[digest] for digest in points if digest in results]
     report = SweepReport(
-        settings=told_settings(args, settings_of(args)),
+        settings=report_settings(args, settings_of(args)),
         axes=plan.axes,
         objectives=plan.objectives,
-        num_points=len(wanted),
-        points=found,
-        pareto=pareto_digests(found, plan.objectives),
+        num_points=len(points),
+        points=completed,
+        pareto=pareto_digests(completed, plan.objectives),
         sla=plan.common.sla.limits if plan.common.sla is not None else None,
     )
-    _tell(report, folder, args.json)
+    _output(report, folder, args.json)
     if was_cut:
         return 130
     return 1 if num_failed else 0
@@ -118,7 +126,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     for name in ("sample", "processes"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}", key=name, remedy="give 1 or more")
+            raise ConfigError(f"--{name} is {value}", key=name, remedy="must be 1 or more")
     axes = _axes(args)
     check_axes(axes, args.sample)
     sla = parse_sla(args.sla) if args.sla else None
@@ -151,12 +159,12 @@ def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{args.axes} holds no axes: {error}", key="axes", remedy='write {"workers": [2, 4]}'
+                f"{args.axes}: invalid axes: {error}", key="axes", remedy='write {"workers": [2, 4]}'
             ) from error
     for text in args.axis:
         name, values = parse_axis(text)
         axes[name] = values
-    # A value that is there twice would be a point that is there twice.
+    # Duplicate values would be duplicate points.
     return {
         name: [value for at, value in enumerate(values) if value not in values[:at]]
         for name, values in axes.items()
@@ -176,7 +184,7 @@ def _open(folder: Path) -> PointsFile:
 
 
 def _ignore(result: PointResult) -> None:
-    """Where no file is wanted."""
+    """Result callback without an output file."""
 
 
 def _interrupt() -> None:
@@ -189,7 +197,7 @@ def _run(
     save: Callable[[PointResult], None],
     quiet: bool,
 ) -> tuple[bool, int]:
-    """What is not known yet, into `results`; whether it was cut, and how many points failed."""
+    """Simulate the missing points into `results`. Returns whether it was interrupted, and the number of failures."""
     missing = [place for place, digest in enumerate(plan.digests) if digest not in results]
     setups = [plan.setups[place] for place in missing]
     num_failed = 0
@@ -202,8 +210,8 @@ def _run(
                     step()
                     if outcome.figures is None:
                         num_failed += 1
-                        told = ", ".join(f"{name}={value}" for name, value in point.items())
-                        print(f"kvolt: {told}: {outcome.error}", file=sys.stderr)
+                        label = ", ".join(f"{name}={value}" for name, value in point.items())
+                        print(f"kvolt: {label}: {outcome.error}", file=sys.stderr)
                         continue
                     result = PointResult(digest=plan.digests[place], point=point, figures=outcome.figures)
                     results[result.digest] = result
@@ -213,7 +221,7 @@ def _run(
     return False, num_failed
 
 
-def _tell(report: SweepReport, folder: Path | None, as_json: bool) -> None:
+def _output(report: SweepReport, folder: Path | None, as_json: bool) -> None:
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if folder is not None:
         try:
@@ -229,7 +237,7 @@ def _tell(report: SweepReport, folder: Path | None, as_json: bool) -> None:
     rows = point_rows(report, only_best=True)
     known = f"{len(report.points)} of {report.num_points} clusters"
     console.print(
-        Text(f"{known}; no other is better in {', '.join(report.objectives)}: {len(rows) - 1}", style="bold")
+        Text(f"{known}; Pareto set for {', '.join(report.objectives)}: {len(rows) - 1}", style="bold")
     )
     console.print(text_table([row[1:] for row in rows]))
     if folder is not None:

@@ -1,4 +1,4 @@
-"""`kvolt worker`: one engine behind an endpoint, or many of a kind that computes nothing."""
+"""`kvolt worker`: serve one engine behind an endpoint, or many simulated engines in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import (
     AUTO,
     build_engine,
-    build_follower,
+    build_headless_node,
     check_arguments,
     choose_engine,
     find_engine,
@@ -32,64 +32,81 @@ from kvolt.worker.path_metrics import PathMetrics
 from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 HELP = """
-Start one worker. It registers through discovery and serves until it is stopped (Ctrl-C drains it).
+Start one worker. It registers through discovery and serves until it is stopped; Ctrl-C drains it.
 
 Examples:
   kvolt worker                                  the first [[workers]] entry of the config
-  kvolt worker Qwen/Qwen3-0.6B                  a model of the hub, a folder or a GGUF file
-  kvolt worker --join 10.0.0.5:7400             join a frontend on another machine
-  kvolt worker --group decode                   the [[workers]] entry named decode
-  kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
-  kvolt worker --lora sql=./adapters/sql        with a LoRA adapter that clients choose as model "sql"
-  kvolt worker --taint gpu=h100 --taint eu      properties that requests may demand or prefer
-  kvolt worker --kv-host 8GiB --kv-disk 100GiB  keep KV that leaves the device, and find it again after a restart
-  kvolt worker sim-tiny                         the simulated engine: no weights, no torch
-  kvolt worker sim-tiny --workers 300           three hundred of them in one process, each registered by itself
+  kvolt worker Qwen/Qwen3-0.6B                  a Hugging Face name, a folder or a GGUF file
+  kvolt worker --join 10.0.0.5:7400             register with a frontend on another machine
+  kvolt worker --group decode                   the [[workers]] entry named "decode"
+  kvolt worker --arg dtype=float32              set an engine argument (`kvolt engine list native`)
+  kvolt worker --taint gpu=h100 --taint eu      labels that requests can require or prefer
+  kvolt worker --kv-host 8GiB --kv-disk 100GiB  offload KV to host memory and disk
+  kvolt worker sim-tiny --workers 300           300 simulated workers in one process
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="model to serve (default: as the config says)")
-    parser.add_argument("--group", help="name of the [[workers]] entry to run (default: the first)")
-    parser.add_argument("--name", help="name of this process in logs and status (default: the group's)")
-    parser.add_argument("--engine", help="what computes (default: as the config says)")
     parser.add_argument(
-        "--devices", metavar="A,B", help="GPUs of this worker, by index (default: as the config says)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="Hugging Face name, folder or GGUF file. Default: from the config.",
     )
-    parser.add_argument(
+    add_engine_flags(parser)
+    worker = parser.add_argument_group("worker")
+    worker.add_argument(
+        "--group", metavar="NAME", help="Name of the [[workers]] entry to run. Default: the first entry."
+    )
+    worker.add_argument(
+        "--name", help="Name of this process in logs and status. Default: the name of the [[workers]] entry."
+    )
+    worker.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        help="Role of this worker. Default: from the config, else aggregated.",
+    )
+    worker.add_argument(
+        "--devices", metavar="A,B", help="GPUs to use, by index or UUID. Default: from the config, else all."
+    )
+    worker.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="workers in this process, for engines that can (sim) (default: as the config says, 1)",
+        help="Number of workers in this process, for engines that support it (`sim`). Default: 1.",
     )
-    parser.add_argument("--role", choices=[role.value for role in Role], help="what this worker does")
-    parser.add_argument(
+    worker.add_argument(
         "--taint",
         action="append",
         default=[],
         metavar="NAME",
-        help="a property that requests may demand or prefer, besides those of the config (repeat for more)",
+        help="Label that requests can require or prefer, such as gpu=h100; may be repeated. "
+        "Added to the taints of the config.",
     )
-    add_engine_flags(parser)
     add_tier_flags(parser)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="Inference engine: native, sim, vllm, sglang, trtllm or remote. Default: sim for models named "
+        "sim-..., else native.",
+    )
+    engine.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="engine argument, as `kvolt engine list` tells them; VALUE is JSON or a word, and A.B=VALUE is the B of a "
-        "section A (repeat for more)",
+        help="Engine argument (`kvolt engine list`), JSON or a string; may be repeated.",
     )
-    parser.add_argument(
+    engine.add_argument(
         "--lora",
         action="append",
         default=[],
         metavar="NAME=FOLDER",
-        help="load a LoRA adapter, a folder as PEFT writes it; clients choose it by its NAME in place of the model's "
-        "(repeat for more; POST /v1/load_lora_adapter on a frontend's admin port loads one later)",
+        help="Serve a LoRA adapter in PEFT format as model NAME; may be repeated.",
     )
 
 
@@ -101,9 +118,9 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     group = with_tiers(msgspec.structs.replace(group, per_process=count), args)
     if count > 1 and are_wanted(group.tiers):
         raise ConfigError(
-            f"{count} workers in one process have no tiers",
+            f"KV tiers are not supported with {count} workers in one process",
             key="tiers",
-            remedy="start a process for each worker",
+            remedy="start one process per worker",
         )
     engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
@@ -126,16 +143,16 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             await workers.close()
 
     async def body(process: Process) -> None:
-        follower = build_follower(engine_name, spec, arguments)
-        if follower is not None:
-            await follower.run()
+        headless_node = build_headless_node(engine_name, spec, arguments)
+        if headless_node is not None:
+            await headless_node.run()
             return
         runtime = process.runtime
         transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)
-        new_tiering = tiering_of(group.tiers, transfers.agent)
-        worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, new_tiering)
-        transfers.tell(worker.tell_links)
+        create_tiering = tiering_of(group.tiers, transfers.agent)
+        worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, create_tiering)
+        transfers.add_listener(worker.register_links)
         try:
             await worker.start()
             process.metrics.registry.register(worker.metrics)
@@ -148,30 +165,30 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
             await worker.run()
         finally:
-            await transfers.close()  # before the memory that it moves
+            await transfers.close()  # before the memory that it uses
             await worker.close()
 
     return run_process(loaded.settings, args.name or group.name, body if count == 1 else fleet)
 
 
 def _check_count(engine_name: str, count: int) -> None:
-    """ConfigError unless an engine of this kind can be so many times in one process."""
+    """Raise ConfigError if the engine does not support this number of workers in one process."""
     if not 1 <= count <= MAX_PER_PROCESS:
         raise ConfigError(
-            f"{count} workers in one process", key="workers", remedy=f"give 1 to {MAX_PER_PROCESS}"
+            f"{count} workers in one process", key="workers", remedy=f"must be 1 to {MAX_PER_PROCESS}"
         )
     if count > 1 and not find_engine(engine_name).many_per_process:
         raise ConfigError(
-            f"the {engine_name} engine needs a process for each worker",
+            f"the {engine_name} engine supports one worker per process",
             key="workers",
-            remedy="leave out --workers and per_process; `kvolt serve --workers N` starts processes",
+            remedy="omit --workers and per_process; `kvolt serve --workers N` starts N processes",
         )
 
 
 def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
-    """The group's engine and all its arguments; ConfigError when they do not go together."""
-    name, chosen = choose_engine(group.engine, group.model)
-    arguments = {**chosen, **group.args}
+    """Engine name and arguments of the group. Raises ConfigError if they are invalid."""
+    name, implied = choose_engine(group.engine, group.model)
+    arguments = {**implied, **group.args}
     check_arguments(name, arguments)
     _check_count(name, group.per_process)
     if name == "native":
@@ -180,7 +197,7 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
 
 
 def _check_name(model: str) -> None:
-    """ConfigError for what can be no model's name, before anybody has waited for torch; a hub's is left to it."""
+    """Raise ConfigError for an invalid model name or path before torch is imported; hub names are not checked."""
     from kvolt.models.model_files import parse_hub_name
     from kvolt.models.resolve import locate
 
@@ -189,7 +206,7 @@ def _check_name(model: str) -> None:
 
 
 def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> WorkerSettings:
-    """The same group with another model: what was said of the engine and its arguments was for the old one."""
+    """The group with another model. Engine and arguments of the old model are dropped unless they still apply."""
     if engine is None:
         engine = group.engine if model == group.model else AUTO
     same = model == group.model and engine in (group.engine, choose_engine(group.engine, model)[0])
@@ -199,20 +216,22 @@ def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> 
 def with_arguments(
     group: WorkerSettings, arguments: Sequence[str], loras: Sequence[str] = ()
 ) -> WorkerSettings:
-    """The same group with the arguments of `--arg` and the adapters of `--lora`."""
-    given = merge_arguments(group.args, arguments)
-    return _with_loras(msgspec.structs.replace(group, args=given), loras)
+    """The group with the arguments of `--arg` and the adapters of `--lora`."""
+    merged = merge_arguments(group.args, arguments)
+    return _with_loras(msgspec.structs.replace(group, args=merged), loras)
 
 
-def _with_loras(group: WorkerSettings, given: Sequence[str]) -> WorkerSettings:
-    """The same group with the adapters of `--lora`, besides those that its `args.loras` has."""
-    if not given:
+def _with_loras(group: WorkerSettings, assignments: Sequence[str]) -> WorkerSettings:
+    """The group with the adapters of `--lora` added to its `args.loras`."""
+    if not assignments:
         return group
     loras: dict[str, str] = {}
-    for text in given:
+    for text in assignments:
         name, folder = _parse_lora(text)
         if name in loras:
-            raise ConfigError(f"--lora gives {name!r} twice", key="lora", remedy="one name for each adapter")
+            raise ConfigError(
+                f"--lora {name!r} is repeated", key="lora", remedy="use a different name for each adapter"
+            )
         loras[name] = folder
     known = group.args.get("loras")
     merged = {**known, **loras} if isinstance(known, dict) else loras
@@ -220,20 +239,20 @@ def _with_loras(group: WorkerSettings, given: Sequence[str]) -> WorkerSettings:
 
 
 def _parse_lora(text: str) -> tuple[str, str]:
-    """Name and absolute folder. ConfigError for what is no adapter, before anybody has waited for torch."""
+    """Name and absolute path of an adapter. Raises ConfigError for an invalid one before torch is imported."""
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise ConfigError(
-            f"--lora {text!r} is not NAME=FOLDER",
+            f"--lora {text!r}: expected NAME=FOLDER",
             key="lora",
-            remedy="write for example --lora sql=./adapters/sql",
+            remedy="for example --lora sql=./adapters/sql",
         )
     path = Path(folder).expanduser().absolute()
     if not (path / "adapter_config.json").is_file():
         raise ConfigError(
             f"--lora {name}: {path} has no adapter_config.json",
             key="lora",
-            remedy="name a folder with adapter_config.json and adapter_model.safetensors",
+            remedy="choose a directory with adapter_config.json and adapter_model.safetensors",
         )
     return name, str(path)
 
@@ -241,7 +260,7 @@ def _parse_lora(text: str) -> tuple[str, str]:
 def find_group(groups: list[WorkerSettings], name: str | None) -> WorkerSettings:
     if not groups:
         raise ConfigError(
-            "the config has no [[workers]]", key="workers", remedy="add one, or drop the empty list"
+            "the config has no [[workers]]", key="workers", remedy="add one, or remove the empty list"
         )
     if name is None:
         return groups[0]

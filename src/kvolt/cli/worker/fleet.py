@@ -1,9 +1,9 @@
-"""Many workers in one process, for engines that compute nothing: hundreds of simulated ones on one event loop.
+"""Many workers in one process, for simulated engines: hundreds on one event loop.
 
-To everybody else each is a worker of its own: an address, a registration, KV events, load and a line in `kvolt status`.
-They share what a process has once: the client of discovery and its lease, the event plane, the admin port, and the
-metrics, which are those of all workers together. What an operator does to the process is done to every worker of it
-(`Runtime.parts`); when one engine dies the process ends, as it does with one worker.
+Other processes see each as a separate worker with an address, a registration, KV events, load and a line in
+`kvolt status`. The workers share the discovery client and its lease, the event plane, the admin port, and the metrics,
+which are merged. Operator commands for the process apply to every worker (`Runtime.children`); the process ends when
+one engine dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvolt.cli.process import Process, allow_open_files
+from kvolt.cli.process import Process, raise_open_file_limit
 from kvolt.cli.worker.transfers import Transfers
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
@@ -31,17 +31,17 @@ from kvolt.worker.metrics import WorkerMetrics
 from kvolt.worker.path_metrics import PathMetrics
 from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
-_STARTED_AT_ONCE = 32
+_CONCURRENT_STARTS = 32
 _HISTORY_BYTES = 64 << 20
-"""Recent KV events of all workers together."""
-_LEAST_HISTORY_BYTES = 64 << 10
-_OWN_FILES = 256
+"""Memory for recent KV events of all workers together."""
+_MIN_HISTORY_BYTES = 64 << 10
+_PROCESS_FILES = 256
 _FILES_PER_WORKER = 32
 _WORST_FIRST = (State.UNHEALTHY, State.STARTING, State.DRAINING, State.CORDONED, State.READY)
 
 
 class WorkerFleet:
-    """`start`, then `run` until an engine or the process ends, then `close`."""
+    """Workers of one process: `start`, then `run` until an engine or the process ends, then `close`."""
 
     def __init__(
         self,
@@ -53,51 +53,51 @@ class WorkerFleet:
         self._process = process
         self._transfers = Transfers(process.runtime, process.settings.transfer)
         self._new_engine = new_engine
-        history = max(_HISTORY_BYTES // count, _LEAST_HISTORY_BYTES)
+        history = max(_HISTORY_BYTES // count, _MIN_HISTORY_BYTES)
         self._options = msgspec.structs.replace(
             options, kv_history_bytes=min(options.kv_history_bytes, history)
         )
         self._count = count
         self._states: Counter[State] = Counter({State.STARTING: count})
         self.workers: list[Worker] = []
-        """In the order of their names, NAME-0, NAME-1 ..."""
+        """Workers NAME-0, NAME-1, ... in this order."""
 
     async def start(self) -> None:
-        """All of them are registered. ConfigError where they would need one port."""
+        """Start and register all workers. Raises ConfigError if runtime.port is set."""
         main = self._process.runtime
         if split_address(main.options.listen)[1]:
             raise ConfigError(
                 f"runtime.port is {main.options.listen}, but {self._count} workers cannot share a port",
                 key="runtime.port",
-                remedy="leave it 0, and each takes a free one",
+                remedy="set it to 0: each worker uses a free port",
             )
-        self._tell_health()
-        allow_open_files(_OWN_FILES + _FILES_PER_WORKER * self._count)
+        self._update_health()
+        raise_open_file_limit(_PROCESS_FILES + _FILES_PER_WORKER * self._count)
         lease = await main.discovery.lease(main.options.lease_ttl_s)
-        main.parts += [self._part(number, lease) for number in range(self._count)]
+        main.children += [self._part(number, lease) for number in range(self._count)]
         settings = self._process.settings
         self.workers += [
             Worker(part, self._new_engine(), settings.namespace, self._options, self._transfers.mover)
-            for part in main.parts
+            for part in main.children
         ]
         for worker in self.workers:
-            self._transfers.tell(worker.tell_links)
-        waiting = iter(zip(main.parts, self.workers, strict=True))
+            self._transfers.add_listener(worker.register_links)
+        remaining = iter(zip(main.children, self.workers, strict=True))
 
-        async def start_in_turn() -> None:
-            for part, worker in waiting:
+        async def start_remaining() -> None:
+            for part, worker in remaining:
                 await part.start()
                 await worker.start()
 
         async with Scope("start") as scope:
-            for number in range(min(self._count, _STARTED_AT_ONCE)):
-                scope.start(start_in_turn(), f"starter-{number}")
+            for number in range(min(self._count, _CONCURRENT_STARTS)):
+                scope.start(start_remaining(), f"start-{number}")
         self._process.metrics.registry.register(FleetMetrics(self.workers))
         self._process.metrics.registry.register(HandoffMetrics(lambda: stats_of(self.workers)))
         self._process.metrics.registry.register(
             PathMetrics(lambda: self._transfers.paths, lambda: self._transfers.started_agent)
         )
-        main.add_details("workers", lambda: self._count)
+        main.add_status_details("workers", lambda: self._count)
         main.commands["clear_kv_blocks"] = self._clear_kv_blocks
 
     def _part(self, number: int, lease: LeaseId) -> Runtime:
@@ -115,13 +115,13 @@ class WorkerFleet:
         return part
 
     async def run(self) -> None:
-        """Until all engines are closed. EngineDied as soon as one has died."""
+        """Run until all engines are closed. Raises EngineDied as soon as one dies."""
         async with Scope("workers") as scope:
             for number, worker in enumerate(self.workers):
                 scope.start(worker.run(), str(number))
 
     async def close(self) -> None:
-        await self._transfers.close()  # before the memory that it moves
+        await self._transfers.close()  # before the memory that it uses
         for worker in self.workers:
             await worker.close()
 
@@ -134,10 +134,10 @@ class WorkerFleet:
     def _on_health(self, before: State, now: State) -> None:
         self._states[before] -= 1
         self._states[now] += 1
-        self._tell_health()
+        self._update_health()
 
-    def _tell_health(self) -> None:
-        """The process is as well as the worst of its workers."""
+    def _update_health(self) -> None:
+        """Set the health of the process to that of its worst worker."""
         worst = next(state for state in _WORST_FIRST if self._states[state])
         number = self._states[worst]
         reason = "" if worst is State.READY else f"{number} of {self._count} workers"
@@ -145,7 +145,7 @@ class WorkerFleet:
 
 
 class FleetMetrics(Collector):
-    """The figures of all workers as those of one: hundreds of series of each would help nobody."""
+    """Merged metrics of all workers, instead of hundreds of series per metric."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self._workers = workers
@@ -154,14 +154,14 @@ class FleetMetrics(Collector):
         first = self._workers[0].metrics
         merged = WorkerMetrics()
         merged.labels = msgspec.structs.replace(first.labels, instance="all")
-        merged.block_size, merged.with_vllm_names = first.block_size, first.with_vllm_names
+        merged.block_size, merged.alias_families = first.block_size, first.alias_families
         for worker in self._workers:
             merged.absorb(worker.metrics)
         return merged.collect()
 
 
 class _PartHealth(Health):
-    """One worker's checks; says when the worst of them is another."""
+    """Health checks of one worker; calls `on_change` when the worst state changes."""
 
     def __init__(self, on_change: Callable[[State, State], None]) -> None:
         super().__init__()
@@ -170,13 +170,13 @@ class _PartHealth(Health):
 
     def set(self, name: str, state: State, reason: str = "") -> None:
         super().set(name, state, reason)
-        self._look()
+        self._update()
 
     def remove(self, name: str) -> None:
         super().remove(name)
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         states = {check.state for check in self._checks.values()} or {State.STARTING}
         before, self._worst = self._worst, next(state for state in _WORST_FIRST if state in states)
         if before is not self._worst:
@@ -184,7 +184,7 @@ class _PartHealth(Health):
 
 
 class _SharedDiscovery(Discovery):
-    """The process's discovery, as one worker of it sees it: leaving takes along what this worker has put there."""
+    """Discovery of the process for one worker: `close` deletes the keys of this worker only."""
 
     def __init__(self, whole: Discovery, lease: LeaseId) -> None:
         self._whole = whole
@@ -211,7 +211,7 @@ class _SharedDiscovery(Discovery):
         return self._whole.watch_prefix(prefix)
 
     async def revoke(self, lease: LeaseId) -> None:
-        """The lease is the process's."""
+        """No effect: the lease belongs to the process."""
 
     async def close(self) -> None:
         while self._keys:
@@ -219,11 +219,11 @@ class _SharedDiscovery(Discovery):
             try:
                 await self._whole.delete(key)
             except DiscoveryLost:
-                return  # it goes with the lease
+                return  # the keys expire with the lease
 
 
 class _SharedEvents(EventPlane):
-    """The process's event plane. What is published says of which worker it is."""
+    """Event plane of the process for one worker. Events name their worker."""
 
     def __init__(self, whole: EventPlane) -> None:
         self._whole = whole
@@ -233,7 +233,7 @@ class _SharedEvents(EventPlane):
         return self._whole.publisher
 
     async def start(self) -> None:
-        """It was started with the process."""
+        """No effect: started with the process."""
 
     def publish(self, topic: str, payload: bytes) -> None:
         self._whole.publish(topic, payload)
@@ -242,4 +242,4 @@ class _SharedEvents(EventPlane):
         return self._whole.subscribe(topic, queue_limit)
 
     async def close(self) -> None:
-        """It is closed with the process."""
+        """No effect: closed with the process."""

@@ -14,10 +14,10 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
-from kvolt.kv.disk import fp8 as eight_bits
+from kvolt.kv.disk import fp8
 from kvolt.kv.disk.direct_reads import DirectReads
 from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.disk.fp8 import EightBits
+from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.tier import DiskTier, Watermarks
 from kvolt.kv.object_store.blocks import ObjectBlocks
 from kvolt.kv.object_store.tier import ObjectTier
@@ -25,7 +25,7 @@ from kvolt.kv.shared_pool.tier import PoolTier
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.lower_tier import LowerTier
-from kvolt.kv.tiers.peer_server import PeerGiving
+from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
@@ -36,54 +36,73 @@ from kvolt.runtime.host.memory import free_bytes
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.nixl import library as nixl_library
-from kvolt.worker.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
 
 log = logging.getLogger(__name__)
 
-_NEEDED = {"KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill"}
-_LEAST_BLOCKS = 4
+_NEEDED = {"KvVisible", "KvMovable", "KvAddressable", "KvTierable", "Prefill"}
+_MIN_BLOCKS = 4
 _STAGING_BYTES = 256 << 20
 """Of the host's memory, where a tier is wanted below it and none in it: what blocks pass through."""
 
 
-def add_tier_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> argparse._ArgumentGroup:
+    """Add the `--kv-...` flags. `is_brief` hides the rarely used ones from `--help`."""
+    group = parser.add_argument_group(
+        "KV offloading",
+        "More: --kv-disk-compression, --kv-disk-direct, --kv-pool (`kvolt worker --help`)."
+        if is_brief
+        else None,
+    )
+
+    def rare(text: str) -> str:
+        return argparse.SUPPRESS if is_brief else text
+
+    group.add_argument(
         "--kv-host",
         metavar="SIZE",
-        help="keep KV that leaves the device in the host's memory: 4GiB, 1000blocks, or 2x what the device holds",
+        help="Host memory for KV blocks evicted from the device: 4GiB, 1000blocks, or 2x the device capacity. "
+        "Default: no offloading.",
     )
-    parser.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk, which survives restarts")
-    parser.add_argument("--kv-disk-dir", metavar="DIR", help="where (default: the user's cache folder)")
-    parser.add_argument(
+    group.add_argument("--kv-disk", metavar="SIZE", help="Disk space for KV blocks, which survive restarts.")
+    group.add_argument(
+        "--kv-disk-dir",
+        metavar="DIR",
+        help="Directory of the disk tier. Default: the user's cache directory.",
+    )
+    group.add_argument(
         "--kv-disk-compression",
         choices=("none", "fp8"),
-        help="fp8: eight bits for each value there, lossy, for two to four times as many blocks (default: none)",
+        help=rare("fp8 stores 8 bits per value: lossy, two to four times the capacity. Default: none."),
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-disk-direct",
         action="store_true",
-        help="bring it back from there past the host's memory, by NIXL and GPUDirect Storage",
+        help=rare(
+            "Onboard blocks from disk to the device with NIXL and GPUDirect Storage, bypassing host memory."
+        ),
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-object",
         metavar="URL",
-        help="and in a store that all workers share: s3://bucket/folder, gs://, az://, or a shared folder's path",
+        help="Shared object store: s3://BUCKET/PREFIX, gs://, az:// or a directory.",
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-pool",
         metavar="SOCKET",
-        help="in the pool of a `kvolt cache serve` on this host, besides or in place",
+        help=rare("Use the KV pool of a `kvolt cache serve` process on this host."),
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-peers",
         action="store_true",
-        help="fetch KV from other workers' tiers, too, where a router knows of more there, and give them ours",
+        help="Onboard blocks from the tiers of other workers, and serve blocks to them.",
     )
+    return group
 
 
 def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
-    """The same group with the tiers that flags say."""
-    given = {
+    """The group with the KV tiers of the flags."""
+    flags = {
         "host": args.kv_host,
         "disk": args.kv_disk,
         "disk_dir": args.kv_disk_dir,
@@ -94,78 +113,80 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
         "peers": args.kv_peers or None,
         "shared": getattr(args, "kv_shared", None) or None,
     }
-    said = {key: value for key, value in given.items() if value is not None}
-    tiers = msgspec.structs.replace(group.tiers, **said)
+    changes = {key: value for key, value in flags.items() if value is not None}
+    tiers = msgspec.structs.replace(group.tiers, **changes)
     check_sizes(tiers)
     return msgspec.structs.replace(group, tiers=tiers)
 
 
 def check_sizes(tiers: TierSettings) -> None:
-    """ConfigError for what is no size, and for a pool that cannot be."""
+    """Raise ConfigError for invalid sizes and for tiers that cannot be combined."""
     sizes = {
         key: parse_capacity(text, f"tiers.{key}") for key in ("host", "disk") if (text := getattr(tiers, key))
     }
     _watermarks(tiers)
     if not 0.0 <= tiers.host_high_water <= 0.5:
         raise ConfigError(
-            f"a share of {tiers.host_high_water:g} of the host for blocks that wait is none",
+            f"host_high_water is {tiers.host_high_water:g}",
             key="tiers.host_high_water",
-            remedy="half of it at most: the rest is for blocks that are asked for",
+            remedy="must be 0 to 0.5",
         )
     if tiers.disk_compression != "none" and (tiers.object or tiers.peers or tiers.pool):
         raise ConfigError(
-            "what comes back from eight bits is not exact: a store, a pool and other workers would take it for that",
+            "disk_compression = fp8 is lossy and cannot be combined with an object store, a pool or peers",
             key="tiers.disk_compression",
-            remedy="leave out --kv-disk-compression, or --kv-object, --kv-pool and --kv-peers",
+            remedy="omit --kv-disk-compression, or --kv-object, --kv-pool and --kv-peers",
         )
     if tiers.disk_direct:
         _check_direct(tiers)
     if tiers.peers and not tiers.host:
         raise ConfigError(
-            "workers give each other what is in the host's memory",
+            "--kv-peers requires a host tier",
             key="tiers.host",
-            remedy="say how much: --kv-host 8GiB",
+            remedy="for example --kv-host 8GiB",
         )
     if tiers.peers and (tiers.pool or tiers.shared):
         raise ConfigError(
-            "blocks come from a pool or from other workers, not from both",
+            "--kv-peers and a KV pool are mutually exclusive",
             key="tiers.peers",
-            remedy="leave out --kv-peers, or --kv-pool and --kv-shared",
+            remedy="omit --kv-peers, or --kv-pool and --kv-shared",
         )
     if not tiers.shared:
         return
     if "host" not in sizes:
         raise ConfigError(
-            "a shared pool needs memory of the host", key="tiers.host", remedy="say how much: --kv-host 8GiB"
+            "--kv-shared requires a host tier", key="tiers.host", remedy="for example --kv-host 8GiB"
         )
-    if any(size.of_device for size in sizes.values()):
+    if any(size.device_ratio for size in sizes.values()):
         raise ConfigError(
-            "a pool has no device that it could be twice as large as", key="tiers.host", remedy="say 64GiB"
+            "the size of a KV pool cannot be relative to the device",
+            key="tiers.host",
+            remedy="for example 64GiB",
         )
     if tiers.pool:
         raise ConfigError(
-            "tiers are in a pool that this starts, or in one that there is",
+            "--kv-shared and --kv-pool are mutually exclusive",
             key="tiers.pool",
-            remedy="give --kv-shared or --kv-pool",
+            remedy="use --kv-shared to start a pool, or --kv-pool to use a running one",
         )
 
 
 def _check_direct(tiers: TierSettings) -> None:
     if not tiers.disk or tiers.pool or tiers.shared:
         raise ConfigError(
-            "blocks come straight from a worker's own disk, and there is none",
+            "--kv-disk-direct requires a disk tier of the worker itself",
             key="tiers.disk_direct",
-            remedy="give --kv-disk 200GiB and no pool, or leave out --kv-disk-direct",
+            remedy="use --kv-disk without a pool, or omit --kv-disk-direct",
         )
     if tiers.disk_compression != "none":
         raise ConfigError(
-            "what lies on a disk in eight bits is not what goes straight into the engine's memory",
+            "--kv-disk-direct and --kv-disk-compression are mutually exclusive",
             key="tiers.disk_direct",
-            remedy="leave out --kv-disk-direct or --kv-disk-compression",
+            remedy="omit one of them",
         )
-    if nixl_library.find() is None:
+    if nixl_library.find_package() is None:
         raise ConfigError(
-            "blocks come straight from a disk by NIXL, which is not installed",
+            "--kv-disk-direct requires NIXL, which is not installed",
             key="tiers.disk_direct",
             remedy=nixl_library.REMEDY,
         )
@@ -175,8 +196,8 @@ def are_wanted(tiers: TierSettings) -> bool:
     return bool(tiers.host or tiers.disk or tiers.object or tiers.pool)
 
 
-def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> NewTiering | None:
-    """How a worker makes its own; None where none is wanted. `new_agent`: for what goes to other workers."""
+def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> TieringFactory | None:
+    """Factory of a worker's tiering; None without tiers. `new_agent` creates the agent for transfers to peers."""
     if not are_wanted(tiers):
         return None
     agent = new_agent() if tiers.peers else None
@@ -189,9 +210,9 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
     ) -> Tiering:
         if not set(info.features) >= _NEEDED:
             raise ConfigError(
-                f"the {info.engine} engine does not let others keep its KV in this setup",
+                f"the {info.engine} engine does not support KV tiers in this setup",
                 key="tiers",
-                remedy="leave out --kv-host, --kv-disk and --kv-object",
+                remedy="omit --kv-host, --kv-disk and --kv-object",
             )
         tiered = cast("TieredEngine", engine)
         slabs = tiered.kv_slabs()
@@ -199,17 +220,17 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
         num_device = info.capacity.kv_total_blocks
         num_host = host_blocks(tiers, shape, num_device)
         lower = lower_tiers(tiers, shape, num_device, now)
-        others = None if agent is None else PeerTier(agent, now)
-        if others is not None:
-            # Before a store, which is farther for everybody; a disk of one's own is nearer.
+        peer_tier = None if agent is None else PeerTier(agent, now)
+        if peer_tier is not None:
+            # Order of access: local disk, peers, object store.
             is_far = [tier.tier is Tier.OBJECT for tier, _ in lower]
-            lower.insert(is_far.index(True) if any(is_far) else len(lower), (others, 1))
+            lower.insert(is_far.index(True) if any(is_far) else len(lower), (peer_tier, 1))
         direct = None
         if tiers.disk_direct:
             direct = next(DirectReads(tier, slabs) for tier, _ in lower if isinstance(tier, DiskTier))
-        cache = TieredCache.over(slabs, num_host, lower, tiers.eviction, direct)
-        cache.host.keep_for_below(tiers.host_high_water)
-        peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
+        cache = TieredCache.for_slabs(slabs, num_host, lower, tiers.eviction, direct)
+        cache.host.set_pending_share(tiers.host_high_water)
+        peers = None if agent is None or peer_tier is None else (peer_tier, PeerServer(cache.host, agent))
         admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
         step_tokens = info.capacity.max_batch_tokens
         return Tiering(
@@ -222,17 +243,17 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
 def lower_tiers(
     tiers: TierSettings, shape: BlockShape, num_device: int, now: Callable[[], float]
 ) -> list[tuple[LowerTier, int]]:
-    """Those below the host's memory, the fastest first, and how often a block is seen before it goes there."""
-    # What may be refused first, and what holds something last.
+    """Tiers below host memory, fastest first, each with the number of touches before a block is stored."""
+    # Settings that may raise come first, resources last.
     store = None
     if tiers.object:
         store = ObjectBlocks(tiers.object, shape, is_packed=tiers.object_compression == "zstd")
     files = None
     if tiers.disk:
-        form = EightBits.of(shape) if tiers.disk_compression == "fp8" else None
-        if form is not None and not eight_bits.IS_NATIVE:
+        form = Fp8.of(shape) if tiers.disk_compression == "fp8" else None
+        if form is not None and not fp8.IS_NATIVE:
             log.warning(
-                "numpy turns blocks into eight bits, at a tenth of the speed: `pip install` kvolt where a C compiler is"
+                "native fp8 conversion unavailable: slower=10x remedy='install gcc or clang and reinstall kvolt'"
             )
         at_rest = shape if form is None else form.packed(shape)
         num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(at_rest.slot_bytes, num_device)
@@ -249,13 +270,13 @@ def lower_tiers(
 
 
 def _watermarks(tiers: TierSettings) -> Watermarks:
-    """ConfigError for such as cannot be."""
+    """Watermarks of the disk tier. Raises ConfigError if they are invalid."""
     return Watermarks(tiers.disk_low_water, tiers.disk_high_water)
 
 
 def host_blocks(tiers: TierSettings, shape: BlockShape, num_device: int) -> int:
-    """Of the host's tier. ConfigError for too few, or more than there is memory for."""
-    num_blocks = max(_STAGING_BYTES // shape.slot_bytes, _LEAST_BLOCKS)
+    """Number of blocks of the host tier. Raises ConfigError if it is too small or exceeds the free memory."""
+    num_blocks = max(_STAGING_BYTES // shape.slot_bytes, _MIN_BLOCKS)
     if tiers.host:
         num_blocks = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
     _check_host(num_blocks, shape)
@@ -263,11 +284,11 @@ def host_blocks(tiers: TierSettings, shape: BlockShape, num_device: int) -> int:
 
 
 def _check_size(num_blocks: int, shape: BlockShape, tier: str) -> None:
-    if num_blocks < _LEAST_BLOCKS:
+    if num_blocks < _MIN_BLOCKS:
         raise ConfigError(
             f"the {tier} tier would hold {num_blocks} blocks of {shape.slot_bytes:,} bytes",
             key=f"tiers.{tier}",
-            remedy=f"give it {_LEAST_BLOCKS * shape.slot_bytes:,} bytes or more, or leave it out",
+            remedy=f"use {_MIN_BLOCKS * shape.slot_bytes:,} bytes or more, or omit it",
         )
 
 
@@ -280,9 +301,9 @@ def _check_memory(num_blocks: int, shape: BlockShape) -> None:
     num_bytes, available = num_blocks * shape.slot_bytes, free_bytes()
     if num_bytes > available:
         raise ConfigError(
-            f"the host tier would take {num_bytes / 2**30:.1f} GiB, and the host has {available / 2**30:.1f} GiB left",
+            f"the host tier needs {num_bytes / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
             key="tiers.host",
-            remedy="give it less; what does not fit can go to a disk (--kv-disk)",
+            remedy="reduce it, or add a disk tier (--kv-disk)",
         )
 
 
@@ -291,20 +312,23 @@ def _folder(text: str) -> Path:
 
 
 class NewSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /kv_tiers/resize` takes, as flags do; what is not named stays."""
+    """Body of `POST /kv_tiers/resize`: sizes as in the flags; None keeps a size."""
 
     host: str | None = None
     disk: str | None = None
 
 
 async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[str, int | None]]:
-    """Tiers of a worker, while it serves; how many blocks each can hold and has then. InvalidRequest, Unsupported."""
+    """Resize the tiers of a running worker; return the blocks and capacity of each.
+
+    Raises InvalidRequest or Unsupported.
+    """
     if tiering is None:
         raise Unsupported("this worker has no KV tiers", feature="kv_tiers")
     try:
         sizes = msgspec.json.decode(body or b"{}", type=NewSizes)
     except MALFORMED as error:
-        raise InvalidRequest(f'{error}; say for example {{"host": "16GiB"}}', param="body") from None
+        raise InvalidRequest(f'{error} (for example {{"host": "16GiB"}})', param="body") from None
     host = tiering.cache.host
     for tier, text in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)):
         if text is None:
@@ -315,12 +339,12 @@ async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[s
             num_blocks = parse_capacity(text, tier).blocks(shape.slot_bytes, num_device)
             _check_size(num_blocks, shape, tier)
             if tier is Tier.HOST:
-                _check_memory(num_blocks - host.memory.num_reached, host.shape)
+                _check_memory(num_blocks - host.memory.num_allocated, host.shape)
         except ConfigError as error:
             raise InvalidRequest(f"{error.message}: {error.fields['remedy']}", param=tier) from None
         await host.resize(tier, num_blocks)
-        log.info("the %s tier holds %d blocks from now on", tier, num_blocks)
-    tiering.tell_changes()
+        log.info("tier resized: tier=%s capacity_blocks=%d", tier, num_blocks)
+    tiering.publish_changes()
     return {
         tier: dict(zip(("blocks", "capacity_blocks"), host.size(tier), strict=True)) for tier in host.stats
     }

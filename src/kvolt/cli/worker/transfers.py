@@ -1,4 +1,4 @@
-"""The transfer agent of a process: made when the first worker of it moves KV, shared by all of them."""
+"""Transfer agent of a process, created at the first use and shared by its workers."""
 
 from __future__ import annotations
 
@@ -8,81 +8,81 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from kvolt.core.card import Link
-from kvolt.engines.contract import KvPlaced
+from kvolt.engines.contract import KvAddressable
 from kvolt.runtime.config.settings import TransferSettings
 from kvolt.runtime.network import split_address
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.paths.machine import look
+from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathWatch
 from kvolt.worker.kv_moving import AgentMover, KvMover
 
-TELL_EVERY_S = 10.0
-"""A registration goes to everybody who watches: speeds that change in between wait for the next one."""
-MAX_TOLD_LINKS = 32
-"""In a registration: those that were used last."""
+LINKS_INTERVAL_S = 10.0
+"""Minimum time between updates of the registered link speeds, which all watchers receive."""
+MAX_LINKS = 32
+"""Maximum number of links in a registration: the most recently used."""
 
-TellLinks = Callable[[dict[str, Link]], Awaitable[None]]
+LinksListener = Callable[[dict[str, Link]], Awaitable[None]]
 
 
 class Transfers:
-    """`close` it before the memory that it moves."""
+    """Creates the agent and reports measured link speeds. Close it before the memory that it transfers."""
 
     def __init__(self, runtime: Runtime, settings: TransferSettings) -> None:
         self._runtime = runtime
         self._settings = settings
         self._agent: TransferAgent | None = None
-        self._crew = Crew("transfers")
-        self._news = asyncio.Event()
-        self._listeners: list[TellLinks] = []
+        self._task_group = TaskGroup("transfers")
+        self._changed = asyncio.Event()
+        self._listeners: list[LinksListener] = []
 
     @property
     def paths(self) -> PathWatch | None:
-        """None while nothing moves KV."""
+        """Path statistics; None before the agent is created."""
         return self._agent.paths if self._agent is not None else None
 
     @property
     def started_agent(self) -> TransferAgent | None:
-        """None while nothing moves KV."""
+        """The agent, if it was created."""
         return self._agent
 
-    def mover(self, engine: KvPlaced) -> KvMover:
+    def mover(self, engine: KvAddressable) -> KvMover:
         return AgentMover(self.agent(), engine.kv_slabs())
 
     def agent(self) -> TransferAgent:
-        """Of the process."""
+        """Return the agent of the process; create it at the first call."""
         if self._agent is None:
             self._agent = self._new_agent()
             loop = asyncio.get_running_loop()
-            self._agent.paths.on_news = partial(loop.call_soon_threadsafe, self._news.set)
-            self._crew.start(self._tell_links(self._agent.paths), "links")
+            self._agent.paths.on_speed_change = partial(loop.call_soon_threadsafe, self._changed.set)
+            self._task_group.start(self._report_links(self._agent.paths), "links")
         return self._agent
 
     def _new_agent(self) -> TransferAgent:
-        listen, told = self._runtime.options.listen, self._runtime.plane.address
+        listen, advertised = self._runtime.options.listen, self._runtime.plane.address
         options = TransferOptions(
             host=split_address(listen)[0],
-            advertise=split_address(told or listen)[0],
+            advertise=split_address(advertised or listen)[0],
             shared_memory=self._settings.shared_memory,
             nixl=self._settings.nixl,
             self_test=self._settings.self_test,
         )
-        return TransferAgent(options, self._runtime.ports.clock, look(os.environ))
+        return TransferAgent(options, self._runtime.ports.clock, probe_machine(os.environ))
 
-    def tell(self, listener: TellLinks) -> None:
-        """Whoever registers what was measured."""
+    def add_listener(self, listener: LinksListener) -> None:
+        """Call `listener` with the measured links when they change."""
         self._listeners.append(listener)
 
-    async def _tell_links(self, paths: PathWatch) -> None:
+    async def _report_links(self, paths: PathWatch) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             for listener in self._listeners:
-                await listener(paths.links(MAX_TOLD_LINKS))
-            await asyncio.sleep(TELL_EVERY_S)
+                await listener(paths.links(MAX_LINKS))
+            await asyncio.sleep(LINKS_INTERVAL_S)
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
         if self._agent is not None:
-            self._agent.close()  # what is under way is told to the loop, which is still there
+            self._agent.close()  # ends running operations on the loop, which still runs

@@ -1,1 +1,1 @@
-"""What adapters of external engines share: requests in the words of the engine, answers as step outputs."""
+"""Base of adapters for external engines: life cycle, requests, outputs, KV events and LoRA."""

@@ -1,7 +1,7 @@
-"""Answers: the requests that an engine of others has, and what it says of them as our steps.
+"""Requests of an engine, and conversion of its output to step outputs.
 
-Owns what is due to each of them: that choices end once, with their usage; that nothing comes after an abort; which
-tokens are plain. Pure: knows no engine and no loop. An adapter tells what came and takes a step when it has told all.
+Ensures the contract's rules: each choice ends once, with usage; nothing follows an abort; plain tokens are sent as
+such. Pure. An adapter adds the outputs of a step (`add_output`) and takes them as one StepOutput (`take_step`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from kvolt.core.request import Request
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One of a request's answers."""
+    """One choice of a request."""
 
     request: Request
     index: int
     engine_id: str
-    """Its name in the engine: of its own, so that an id that is used again is not taken for the one before."""
+    """Id in the engine. Unique, so that a reused request id is not confused with the earlier request."""
     num_tokens: int = 0
-    """That the client has, those it brought among them."""
-    has_begun: bool = False
-    is_over: bool = False
+    """Output tokens sent to the client, including those of a resumed request."""
+    has_started: bool = False
+    is_finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     request: Request
     choices: dict[int, Choice]
-    cached: int = 0
-    """Of the prompt, tokens that were not computed."""
-    is_told: bool = False
-    """Of `cached`."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed."""
+    is_reported: bool = False
+    """Whether `cached_tokens` was sent."""
     stages: StageTimes | None = None
     """KV transfers, until the first delta reports them."""
 
 
 @dataclass(slots=True)
-class News:
-    """What an engine says of one choice in one step."""
+class ChoiceOutput:
+    """Output of an engine for one choice in one step."""
 
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
@@ -53,7 +53,7 @@ class News:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int | None = None
-    """Of all that the engine was given: what the client brought is not counted as the prompt's."""
+    """Cached tokens of the engine's input, which includes the tokens of a resumed request."""
 
 
 @dataclass(slots=True)
@@ -65,15 +65,16 @@ class Answers:
     _choices: dict[str, Choice] = field(default_factory=dict)
     _deltas: list[tuple[RequestId, Delta]] = field(default_factory=list)
     _in_deltas: set[RequestId] = field(default_factory=set)
-    """Of this step: what follows of them is no plain token, which would be told before."""
+    """Requests with a delta in this step: their next token must be a delta as well, to keep the order."""
     _failed: list[tuple[RequestId, KvoltError]] = field(default_factory=list)
     _plain: dict[RequestId, int] = field(default_factory=dict)
-    """Tokens that are all there is to tell of their requests, as most are in most steps."""
+    """Requests whose only output in this step is one token, the common case."""
     _batch: tuple[RequestId, ...] = ()
-    """Of the last step: while it stays the same it is the same object, and who reads it need not look again."""
+    """Request ids of the last step. The same object is reused while they do not change, so that receivers can skip
+    work."""
     _number: int = 0
     num_choices: int = 0
-    """Open ones, of all requests."""
+    """Unfinished choices of all requests."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,20 +85,19 @@ class Answers:
     # --- requests
 
     def open(self, request: Request) -> list[Choice]:
-        """The choices that are to be computed, each under the name that the engine is to know it by. InvalidRequest
-        for an id that is here already."""
+        """Add a request and return its unfinished choices. InvalidRequest if the id is in use."""
         request_id = request.request_id
         if request_id in self._entries:
-            raise InvalidRequest(f"request {request_id} is here already", param="request_id")
+            raise InvalidRequest(f"request {request_id} exists already", param="request_id")
         self._number += 1
         handoff = request.handoff
-        num_told = 1 if handoff is not None and handoff.first_tokens is not None else 0
+        num_reported = 1 if handoff is not None and handoff.first_tokens is not None else 0
         choices = {
             index: Choice(
                 request,
                 index,
                 f"{request_id}/{self._number}/{index}",
-                num_tokens=len(request.resumed(index)) or num_told,
+                num_tokens=len(request.prior_tokens_of(index)) or num_reported,
             )
             for index in request.open_choices
         }
@@ -107,44 +107,44 @@ class Answers:
         return list(choices.values())
 
     def find(self, engine_id: str) -> Choice | None:
-        """None for one that is over, or nobody waits for."""
+        """The choice, or None if it has finished or was aborted."""
         return self._choices.get(engine_id)
 
-    def names_of(self, request_id: RequestId) -> list[str]:
-        """Of its choices, in the engine; those that are over among them."""
+    def engine_ids_of(self, request_id: RequestId) -> list[str]:
+        """Engine ids of a request's choices, including finished ones."""
         entry = self._entries.get(request_id)
         return [] if entry is None else [choice.engine_id for choice in entry.choices.values()]
 
-    def has_begun(self, request_id: RequestId) -> bool:
+    def has_started(self, request_id: RequestId) -> bool:
         entry = self._entries.get(request_id)
-        return entry is not None and any(choice.has_begun for choice in entry.choices.values())
+        return entry is not None and any(choice.has_started for choice in entry.choices.values())
 
     def close(self, request_id: RequestId) -> list[str]:
-        """Nothing is told of it any more. The names of those of its choices that the engine still has."""
+        """Remove a request and its pending output; returns the engine ids of its unfinished choices."""
         self._deltas = [each for each in self._deltas if each[0] != request_id]
         self._failed = [each for each in self._failed if each[0] != request_id]
         self._plain.pop(request_id, None)
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return []
-        left = [choice.engine_id for choice in entry.choices.values() if not choice.is_over]
-        for engine_id in left:
-            self._forget(engine_id)
-        return left
+        unfinished = [choice.engine_id for choice in entry.choices.values() if not choice.is_finished]
+        for engine_id in unfinished:
+            self._remove(engine_id)
+        return unfinished
 
     def clear(self) -> None:
-        """All of them are closed."""
+        """Close all requests."""
         for request_id in list(self._entries):
             self.close(request_id)
 
-    def _forget(self, engine_id: str) -> None:
+    def _remove(self, engine_id: str) -> None:
         if self._choices.pop(engine_id, None) is not None:
             self.num_choices -= 1
 
-    # --- what the engine says
+    # --- output
 
     def add_transfer(self, engine_id: str, num_bytes: int, took_s: float, path: str) -> None:
-        """KV of a request was transferred here, all of it or the part of one rank. Ranks transfer side by side."""
+        """Record a KV transfer for a request, of all ranks or of one. Ranks transfer concurrently."""
         choice = self._choices.get(engine_id)
         if choice is None:
             return
@@ -156,72 +156,72 @@ class Answers:
             transfer_path=path,
         )
 
-    def tell(self, choice: Choice, news: News) -> None:
+    def add_output(self, choice: Choice, output: ChoiceOutput) -> None:
         request = choice.request
         entry = self._entries[request.request_id]
-        choice.num_tokens += len(news.token_ids)
-        choice.has_begun = True
+        choice.num_tokens += len(output.token_ids)
+        choice.has_started = True
         is_lead = choice.index == min(entry.choices)
-        if news.cached_tokens is not None and is_lead:
-            entry.cached = min(news.cached_tokens, max(len(request.token_ids) - 1, 0))
-        is_first = not entry.is_told and is_lead
+        if output.cached_tokens is not None and is_lead:
+            entry.cached_tokens = min(output.cached_tokens, max(len(request.token_ids) - 1, 0))
+        is_first = not entry.is_reported and is_lead
         if (
             not is_first
-            and len(news.token_ids) == 1
-            and news.finish is None
-            and news.logprobs is None
+            and len(output.token_ids) == 1
+            and output.finish is None
+            and output.logprobs is None
             and request.sampling.num_choices == 1
             and request.request_id not in self._plain
             and request.request_id not in self._in_deltas
         ):
-            self._plain[request.request_id] = news.token_ids[0]
+            self._plain[request.request_id] = output.token_ids[0]
             return
-        entry.is_told = entry.is_told or is_first
+        entry.is_reported = entry.is_reported or is_first
         stages, entry.stages = entry.stages, None
         usage = None
-        if news.finish is not None:
-            usage = Usage(len(request.token_ids), choice.num_tokens, entry.cached)
-            choice.is_over = True
-            self._forget(choice.engine_id)
-        stop_reason = news.stop_reason
+        if output.finish is not None:
+            usage = Usage(len(request.token_ids), choice.num_tokens, entry.cached_tokens)
+            choice.is_finished = True
+            self._remove(choice.engine_id)
+        stop_reason = output.stop_reason
         if stop_reason in self.eos_token_ids and not request.stop.ignore_eos:
-            stop_reason = None  # it ended by itself, whoever named that token besides
+            stop_reason = None  # EOS has no stop reason, even if the client lists it as a stop token
         self._add(
             request.request_id,
             Delta(
-                token_ids=news.token_ids,
+                token_ids=output.token_ids,
                 index=choice.index,
-                finish=news.finish,
-                logprobs=news.logprobs,
-                prompt_logprobs=news.prompt_logprobs,
-                cached_tokens=entry.cached if is_first else None,
+                finish=output.finish,
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                cached_tokens=entry.cached_tokens if is_first else None,
                 usage=usage,
                 stages=stages,
                 stop_reason=stop_reason,
             ),
         )
-        if all(each.is_over for each in entry.choices.values()):
+        if all(each.is_finished for each in entry.choices.values()):
             del self._entries[request.request_id]
 
     def _add(self, request_id: RequestId, delta: Delta) -> None:
-        """A plain token that waits in the same step goes first, as a delta: it was not plain after all."""
+        """Add a delta, after the request's plain token of the same step, which becomes a delta."""
         if request_id in self._plain:
             self._deltas.append((request_id, Delta(token_ids=(self._plain.pop(request_id),))))
         self._deltas.append((request_id, delta))
         self._in_deltas.add(request_id)
 
     def fail(self, request_id: RequestId, error: KvoltError) -> list[str]:
-        """The engine gives up on it, with all its choices; those that it still has."""
+        """Fail a request; returns the engine ids of its unfinished choices."""
         if request_id not in self._entries:
             return []
-        left = self.close(request_id)
+        unfinished = self.close(request_id)
         self._failed.append((request_id, error))
-        return left
+        return unfinished
 
-    def take(
+    def take_step(
         self, load: WorkerLoad | None = None, kv_changes: tuple[KvChange, ...] = ()
     ) -> StepOutput | None:
-        """All that was told since the last time, as one step; None where that is nothing."""
+        """Everything added since the last call as one StepOutput; None if there is nothing."""
         plain_ids: tuple[RequestId, ...] = ()
         plain_tokens = tuple(self._plain.values())
         if plain_tokens:

@@ -1,6 +1,6 @@
-"""What every adapter says of a model that somebody else has loaded: its card, and the limits of requests.
+"""Model card and request limits of an external engine.
 
-The texts come from the model's folder, as Hugging Face lays it out; figures come from the engine.
+Texts come from the model's folder in Hugging Face layout; numbers come from the engine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.models.config import token_ids
-from kvolt.models.folder_texts import FolderTexts, decoded
+from kvolt.models.folder_texts import FolderTexts, read_json
 from kvolt.scheduler.step_plan import Limits
 
 
 class HfConfig(msgspec.Struct):
-    """The fields of config.json that matter; of a model that also sees, those of its text part besides."""
+    """Fields used from config.json; multimodal models have them in `text_config`."""
 
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | None = None
@@ -31,23 +31,23 @@ class HfConfig(msgspec.Struct):
 
 
 def config_of(model: Path) -> HfConfig:
-    return decoded(model, "config.json", HfConfig) or HfConfig()
+    return read_json(model, "config.json", HfConfig) or HfConfig()
 
 
 def card_of(
-    model: Path, name: str, *, context_length: int, block_size: int, more_ends: Iterable[int] = ()
+    model: Path, name: str, *, context_length: int, block_size: int, extra_eos: Iterable[int] = ()
 ) -> ModelCard:
-    """`more_ends`: tokens that only the engine knows to end an answer."""
+    """`extra_eos`: EOS tokens known to the engine only."""
     texts, own = FolderTexts(model), config_of(model)
-    ends = texts.ends(token_ids(own.eos_token_id))
+    ends = texts.eos_token_ids(token_ids(own.eos_token_id))
     return ModelCard(
         name=name,
         tokenizer_json=texts.tokenizer_json,
         chat_template=texts.chat_template,
         context_length=context_length,
         block_size=block_size,
-        eos_token_ids=tuple(dict.fromkeys((*ends, *more_ends))),
-        bos_token_id=texts.begin(own.bos_token_id),
+        eos_token_ids=tuple(dict.fromkeys((*ends, *extra_eos))),
+        bos_token_id=texts.bos_token_id(own.bos_token_id),
         defaults=dict(texts.sampling_defaults),
     )
 

@@ -1,4 +1,4 @@
-"""What a request brings for one engine alone (`Request.extra`): passed over in silence it would be taken for done."""
+"""Check of engine-specific request fields (`Request.extra`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvolt.core.request import Request
 
 
 def refuse_extra(request: Request, engine: str, known: Collection[str] = ()) -> None:
-    """Unsupported for what the engine is not told of."""
+    """Unsupported for an unknown field; ignoring it would look like support."""
     for name in request.extra:
         if name not in known:
-            raise Unsupported(f"{engine} is not told of {name!r}", feature=name, param=name)
+            raise Unsupported(f"{engine} does not support {name!r}", feature=name, param=name)

@@ -1,7 +1,7 @@
-"""HeldBlocks: the blocks that each rank has told of, so that none is told twice and all of them can be counted.
+"""Blocks published per DP rank and tier, so that each is published once and can be counted. Pure.
 
-An engine may hold a block of ours under several names of its own: to vLLM those of an adapter that was unloaded and
-loaded again are new, and to routers the same. Such a block is told once, and gone with the last of them. Pure.
+An engine may hold one of kvolt's blocks under several names of its own: vLLM gives the blocks of a reloaded adapter new
+names. Such a block is published once, and removed with its last name.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ class HeldBlocks:
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, Tier], Counter[int]] = {}
-        """How many names of the engine's each block has, of each rank and tier."""
+        """Number of engine names per block, by rank and tier."""
 
     @property
     def num_on_device(self) -> int:
-        """Of all ranks."""
+        """Device blocks of all ranks."""
         return sum(len(names) for (_, tier), names in self._names.items() if tier is Tier.DEVICE)
 
     @property
     def num_blocks(self) -> int:
-        """Of all ranks, in each tier."""
+        """Blocks of all ranks and tiers."""
         return sum(map(len, self._names.values()))
 
-    def num_of(self, rank: int) -> int:
-        """Of one rank, in each tier."""
+    def num_of_rank(self, rank: int) -> int:
+        """Blocks of one rank, in all tiers."""
         return sum(len(names) for (owner, _), names in self._names.items() if owner == rank)
 
     def on_device(self, rank: int) -> Collection[int]:
-        """Of one rank, by their SequenceHashes."""
+        """Sequence hashes of one rank's device blocks."""
         return self._names.get((rank, Tier.DEVICE), ())
 
     def clear(self) -> None:
         self._names.clear()
 
-    def once(self, rank: int, changes: tuple[KvChange, ...]) -> tuple[KvChange, ...]:
-        """Of what a rank tells, that which is news."""
-        return tuple(news for change in changes for news in self._news(rank, change))
+    def deduplicate(self, rank: int, changes: tuple[KvChange, ...]) -> tuple[KvChange, ...]:
+        """The part of a rank's changes that was not published before."""
+        return tuple(new for change in changes for new in self._new_changes(rank, change))
 
-    def _news(self, rank: int, change: KvChange) -> Iterator[KvChange]:
+    def _new_changes(self, rank: int, change: KvChange) -> Iterator[KvChange]:
         match change:
             case Stored():
-                yield from self._stored(change, self._names.setdefault((rank, change.tier), Counter()))
+                yield from self._new_stored(change, self._names.setdefault((rank, change.tier), Counter()))
             case Removed():
-                yield from self._removed(change, self._names.setdefault((rank, change.tier), Counter()))
+                yield from self._new_removed(change, self._names.setdefault((rank, change.tier), Counter()))
             case Cleared():
                 for key in [*self._names]:
                     if key[0] == rank and change.tier in (None, key[1]):
                         del self._names[key]
                 yield change
 
-    def _stored(self, change: Stored, names: Counter[int]) -> Iterator[Stored]:
+    def _new_stored(self, change: Stored, names: Counter[int]) -> Iterator[Stored]:
         hashes = change.sequence_hashes
         are_new = [block not in names for block in hashes]
         names.update(hashes)
@@ -66,15 +66,15 @@ class HeldBlocks:
         for index, is_new in enumerate(are_new):
             if is_new:
                 parent = hashes[index - 1] if index else change.parent
-                yield Stored.of(hashes[index : index + 1], parent, tier=change.tier)
+                yield Stored.from_hashes(hashes[index : index + 1], parent, tier=change.tier)
 
-    def _removed(self, change: Removed, names: Counter[int]) -> Iterator[Removed]:
+    def _new_removed(self, change: Removed, names: Counter[int]) -> Iterator[Removed]:
         hashes = change.sequence_hashes
         names.subtract(hashes)
-        gone = [block for block in hashes if names[block] <= 0]
-        for block in gone:
+        removed = [block for block in hashes if names[block] <= 0]
+        for block in removed:
             del names[block]
-        if len(gone) == len(hashes):
+        if len(removed) == len(hashes):
             yield change
-        elif gone:
-            yield Removed.of(gone, change.tier)
+        elif removed:
+            yield Removed.from_hashes(removed, change.tier)

@@ -1,8 +1,8 @@
-"""KvFeed: an engine's KV events as they come over ZMQ, in our words.
+"""KV events of an engine, read over ZMQ and translated.
 
-Engines publish (topic, number, payload). Subscribers can miss some, before they are connected or while they are slow:
-a hole in the numbers is filled from the engine's replay socket where it has one. Where it cannot be, all that was told
-is taken back: a block that a router does not know costs a cache hit, a block that is not there a wrong decision.
+Engines publish (topic, number, payload). Batches may be missed before the connection or by a slow subscriber; gaps
+are filled from the engine's replay socket, if it has one. If a gap cannot be filled all blocks are cleared: an
+unknown block costs a cache hit, a wrong one a wrong routing decision.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvolt.engines.kv_formats.translator import Translator
 
 log = logging.getLogger(__name__)
 
-_MOST_WAITING = 100_000
-"""Batches in our socket; more are dropped, and found missing."""
+_MAX_WAITING = 100_000
+"""Batches buffered in the socket; more are dropped and detected as a gap."""
 _REPLAY_S = 5.0
 _END = -1
-"""The number that ends a replay."""
+"""Number that marks the end of a replay."""
 _ALL = 1 << 62
 
 
 class KvFeed:
-    """Of one rank. `changes` until it is cancelled; `close` it."""
+    """Events of one DP rank. Iterate `changes` until cancelled, then `close`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class KvFeed:
         self._replay_endpoint = replay_endpoint
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         try:
@@ -59,21 +59,21 @@ class KvFeed:
         self._translator = self._new_translator()
         self._skipped: Counter[str] = Counter()
         self._next = 0
-        """The number of the batch that is due. An engine begins with 0, perhaps before we listen."""
+        """Number of the next batch. Engines start with 0, perhaps before this is connected."""
         self._num_repeated = 0
-        """Those before were read by `catch_up`, and may wait in the socket besides."""
+        """Batches before this number were read by `read_missed` and may also be in the socket."""
         self.num_batches = 0
         self.num_lost = 0
-        """Batches that were missed and could not be had again."""
+        """Batches that were missed and could not be replayed."""
 
     @property
-    def num_passed(self) -> int:
-        """Of the engine's batches from its first on, those that were read or are lost."""
+    def num_processed(self) -> int:
+        """Batches since the engine's first one that were read or lost."""
         return self._next
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Blocks that routers are not told of, by reason."""
+        """Blocks that are not published, by reason."""
         return dict(self._skipped + self._translator.skipped)
 
     def _new_translator(self) -> Translator:
@@ -83,21 +83,21 @@ class KvFeed:
         self._socket.close(0)
         self._context.term()
 
-    async def catch_up(self) -> list[tuple[KvChange, ...]]:
-        """What was said before anybody listened, as far as it is repeated. To be asked before `changes`: it comes with
-        the next batch otherwise, whenever that is."""
+    async def read_missed(self) -> list[tuple[KvChange, ...]]:
+        """Replay the batches published before the connection, if possible. Call before `changes`, which would otherwise
+        do so with the next batch only."""
         missed = await self._replay(self._next, _ALL)
-        found = [self._read(each) for each in missed]
+        batches = [self._read(each) for each in missed]
         self._next += len(missed)
         self._num_repeated = self._next
-        return [changes for changes in found if changes]
+        return [changes for changes in batches if changes]
 
     async def changes(self) -> AsyncIterator[tuple[KvChange, ...]]:
-        """What changed, in order, for each batch that says something."""
+        """Changes of each non-empty batch, in order."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) < 3:
-                log.warning("a KV event of %d frames is passed over", len(frames))
+                log.warning("malformed KV event ignored: frames=%d", len(frames))
                 continue
             number = int.from_bytes(frames[-2], "big")
             for changes in await self._in_order(number, frames[-1]):
@@ -108,26 +108,24 @@ class KvFeed:
         if number < self._num_repeated:
             return []
         self._num_repeated = 0
-        found: list[tuple[KvChange, ...]] = []
+        batches: list[tuple[KvChange, ...]] = []
         due = self._next
-        if (
-            number < due
-        ):  # it counts from the start again: another engine has taken the place of the one before
-            found.append(self._begin_anew())
+        if number < due:  # numbers start again: the engine was restarted
+            batches.append(self._reset())
             due = 0
         if number > due:
             missed = await self._replay(due, number)
             if len(missed) == number - due:
-                found += [self._read(each) for each in missed]
+                batches += [self._read(each) for each in missed]
             else:
                 self.num_lost += number - due - len(missed)
-                log.warning("%d batches of KV events were lost: its blocks are told anew", number - due)
-                found.append(self._begin_anew())
-        found.append(self._read(payload))
+                log.warning("KV events lost, blocks cleared: batches=%d", number - due)
+                batches.append(self._reset())
+        batches.append(self._read(payload))
         self._next = number + 1
-        return found
+        return batches
 
-    def _begin_anew(self) -> tuple[KvChange, ...]:
+    def _reset(self) -> tuple[KvChange, ...]:
         self._skipped += self._translator.skipped
         self._translator = self._new_translator()
         return (Cleared(),)
@@ -137,16 +135,16 @@ class KvFeed:
         try:
             return self._translator.translate(payload).changes
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.warning("a batch of KV events cannot be read, its blocks are told anew: %s", error)
-            return self._begin_anew()  # it may have told of blocks that went
+            log.warning("KV events unreadable, blocks cleared: reason=%s", error)
+            return self._reset()  # it may have contained removals
 
     async def _replay(self, first: int, end: int) -> list[bytes]:
-        """The batches from `first` on before `end`, as far as the engine still has them in one piece."""
+        """Batches from `first` to before `end`, without gaps, as far as the engine still has them."""
         if self._replay_endpoint is None:
             return []
-        socket = self._context.socket(zmq.DEALER)  # one question, many answers
+        socket = self._context.socket(zmq.DEALER)  # one request, many responses
         socket.setsockopt(zmq.LINGER, 0)
-        found: dict[int, bytes] = {}
+        payloads: dict[int, bytes] = {}
         try:
             socket.connect(self._replay_endpoint)
             async with asyncio.timeout(_REPLAY_S):
@@ -158,12 +156,12 @@ class KvFeed:
                     number = int.from_bytes(frames[-2], "big", signed=True)
                     if number == _END or number >= end:
                         break
-                    found[number] = frames[-1]
+                    payloads[number] = frames[-1]
         except (TimeoutError, zmq.ZMQError) as error:
-            log.warning("KV events cannot be replayed: %r", error)
+            log.warning("KV event replay failed: %r", error)
         finally:
             socket.close(0)
         missed: list[bytes] = []
-        while (payload := found.get(first + len(missed))) is not None:
+        while (payload := payloads.get(first + len(missed))) is not None:
             missed.append(payload)
         return missed

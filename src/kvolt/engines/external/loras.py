@@ -1,5 +1,4 @@
-"""The adapters that an engine of others has: by name, with what is kept of each (LoadedLoras), and the requests that
-use them (LoraUsers)."""
+"""LoRA adapters of an external engine by name (LoadedLoras), and the requests that use them (LoraUsers)."""
 
 from __future__ import annotations
 
@@ -13,62 +12,62 @@ from kvolt.core.ids import RequestId
 
 T = TypeVar("T")
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 @dataclass(slots=True)
 class LoadedLoras(Generic[T]):
-    """See the module. How one is loaded, and what of it is kept, is the adapter's affair."""
+    """Loaded LoRA adapters by name, each with a value of the engine's adapter."""
 
-    _known: dict[str, T] = field(default_factory=dict)
+    _by_name: dict[str, T] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """In order of loading."""
-        return tuple(self._known)
+        return tuple(self._by_name)
 
     def get(self, name: str) -> T | None:
-        return self._known.get(name)
+        return self._by_name.get(name)
 
     def find(self, name: str | None) -> T | None:
-        """None for a request that names none. InvalidRequest for an adapter that is not here."""
+        """None for a request without an adapter. InvalidRequest for an adapter that is not loaded."""
         if not name:
             return None
-        if name not in self._known:
-            known = ", ".join(self._known) or "none"
-            raise InvalidRequest(f"no adapter {name!r} is loaded (there are: {known})", param="lora")
-        return self._known[name]
+        if name not in self._by_name:
+            known = ", ".join(self._by_name) or "none"
+            raise InvalidRequest(f"no adapter {name!r} is loaded (loaded: {known})", param="lora")
+        return self._by_name[name]
 
-    def name_of(self, is_it: Callable[[T], bool]) -> str | None:
-        return next((name for name, kept in self._known.items() if is_it(kept)), None)
+    def name_of(self, matches: Callable[[T], bool]) -> str | None:
+        return next((name for name, value in self._by_name.items() if matches(value)), None)
 
-    def add(self, name: str, kept: T) -> None:
-        self._known[name] = kept
+    def add(self, name: str, value: T) -> None:
+        self._by_name[name] = value
 
-    def take(self, name: str) -> T:
-        """What was kept; no more requests find it. NotFound."""
-        if name not in self._known:
+    def remove(self, name: str) -> T:
+        """Remove an adapter and return its value. NotFound."""
+        if name not in self._by_name:
             raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
-        return self._known.pop(name)
+        return self._by_name.pop(name)
 
 
 @dataclass(slots=True)
 class LoraUsers(Generic[T]):
-    """Which requests use which adapters. An engine must not lose one that some of them run with."""
+    """Requests by the adapter that they use; an adapter in use must not be unloaded."""
 
     is_open: Callable[[RequestId], bool]
     """Whether a request may still be computed."""
     _used: dict[RequestId, T] = field(default_factory=dict)
-    """By what the engine knows it by; some of the requests may be over."""
+    """Adapter by request; some of the requests may have ended."""
 
     def add(self, request_id: RequestId, adapter: T) -> None:
         self._used = {each: used for each, used in self._used.items() if self.is_open(each)}
         self._used[request_id] = adapter
 
-    def has(self, adapter: T) -> bool:
+    def is_used(self, adapter: T) -> bool:
         return any(used == adapter and self.is_open(each) for each, used in self._used.items())
 
-    async def gone(self, adapter: T) -> None:
-        """Until none is left."""
-        while self.has(adapter):  # noqa: ASYNC110 - a request's end rings no bell here
-            await asyncio.sleep(_LOOK_S)
+    async def wait_unused(self, adapter: T) -> None:
+        """Wait until no request uses the adapter."""
+        while self.is_used(adapter):  # noqa: ASYNC110 - the end of a request is not signalled
+            await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The metrics that an engine of others keeps in this process, under its names and with our labels besides."""
+"""Prometheus metrics that an external engine keeps in this process, with kvolt's labels added."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def engine_metrics(
     folder: str | None = None,
     registry: CollectorRegistry = REGISTRY,
 ) -> Iterator[Metric]:
-    """`folder`: where the engine's other processes leave theirs (PROMETHEUS_MULTIPROC_DIR), which then go before what
-    this one has."""
+    """Metrics whose names start with `prefix`. `folder`: metrics of the engine's processes (PROMETHEUS_MULTIPROC_DIR),
+    which are used instead of this process's registry."""
     if folder:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
     for family in registry.collect():
         if not family.name.startswith(prefix):
             continue
-        told = Metric(family.name, family.documentation, family.type, family.unit)
-        told.samples = [_labelled(each, labels) for each in family.samples]
-        yield told
+        labelled = Metric(family.name, family.documentation, family.type, family.unit)
+        labelled.samples = [_labelled(each, labels) for each in family.samples]
+        yield labelled
 
 
 def _labelled(sample: Sample, labels: Mapping[str, str]) -> Sample:
-    """What the engine says of itself goes before what we say of it."""
+    """Add labels; those of the engine win."""
     return sample._replace(labels={**labels, **sample.labels})

@@ -1,4 +1,4 @@
-"""Whether a package of others is one that our code was made for: told at the start, by name, not in the middle."""
+"""Check at startup that an installed package has the version and symbols that an adapter needs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class Requirement(msgspec.Struct, frozen=True, kw_only=True):
-    """What some code of ours uses of a package."""
+    """Symbols of a package that an adapter uses."""
 
     user: str
-    """That code, as people know it: `the vllm engine`."""
+    """Name of the adapter for messages: `the vllm engine`."""
     key: str = "engine"
-    """The setting by which they chose it."""
+    """Setting that selected it."""
     distributions: Sequence[str]
-    """Under which its version may be known: the first that is installed counts."""
+    """Possible distribution names; the first installed one is used."""
     tested: Sequence[str]
-    """Versions, by their beginnings: `0.32.` is all of them."""
+    """Tested versions; `0.32.` matches all of 0.32."""
     symbols: Sequence[str]
-    """`module:name`, or `module:name.attribute`. What is not there is told."""
+    """Required symbols, as `module:name` or `module:name.attribute`."""
     remedy: str
 
 
@@ -40,50 +40,53 @@ def installed_version(distributions: Sequence[str]) -> str | None:
     return None
 
 
-def check_requirement(wanted: Requirement) -> str:
-    """The version that is installed. ConfigError where there is none, or it lacks something that is used; a version
-    that was not tested is only told, since most work."""
-    found = installed_version(wanted.distributions)
-    if found is None:
+def check_requirement(requirement: Requirement) -> str:
+    """Return the installed version. ConfigError if the package or a symbol is missing; an untested version is only
+    logged."""
+    installed = installed_version(requirement.distributions)
+    if installed is None:
         raise ConfigError(
-            f"{wanted.user} needs {wanted.distributions[0]}, which is not installed",
-            key=wanted.key,
-            remedy=wanted.remedy,
+            f"{requirement.user} needs {requirement.distributions[0]}, which is not installed",
+            key=requirement.key,
+            remedy=requirement.remedy,
         )
-    tested = ", ".join(f"{each}*" if each.endswith(".") else each for each in wanted.tested)
-    missing = [symbol for symbol in wanted.symbols if _lacks(symbol)]
+    tested = ", ".join(f"{each}*" if each.endswith(".") else each for each in requirement.tested)
+    missing = [symbol for symbol in requirement.symbols if _lacks(symbol)]
     if missing:
         raise ConfigError(
-            f"{wanted.distributions[0]} {found} has no {', '.join(missing)}, which {wanted.user} uses",
-            key=wanted.key,
-            remedy=f"tested with {tested}: {wanted.remedy}",
+            f"{requirement.distributions[0]} {installed} has no {', '.join(missing)}, which {requirement.user} uses",
+            key=requirement.key,
+            remedy=f"tested with {tested}: {requirement.remedy}",
         )
-    if not any(_is_version(found, each) for each in wanted.tested):
+    if not any(_is_version(installed, each) for each in requirement.tested):
         log.warning(
-            "%s %s was not tested with this kvolt (tested: %s)", wanted.distributions[0], found, tested
+            "untested version: package=%s version=%s tested=%s",
+            requirement.distributions[0],
+            installed,
+            tested,
         )
-    return found
+    return installed
 
 
-def _is_version(found: str, tested: str) -> bool:
-    return f"{found.partition('+')[0]}.".startswith(tested if tested.endswith(".") else f"{tested}.")
+def _is_version(installed: str, tested: str) -> bool:
+    return f"{installed.partition('+')[0]}.".startswith(tested if tested.endswith(".") else f"{tested}.")
 
 
 def _lacks(symbol: str) -> bool:
     module, _, path = symbol.partition(":")
     try:
-        found: Any = import_module(module)
+        owner: Any = import_module(module)
     except ImportError:
         return True
     for name in filter(None, path.split(".")):
-        if not _has(found, name):
+        if not _has(owner, name):
             return True
-        found = getattr(found, name, None)
+        owner = getattr(owner, name, None)
     return False
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Also what only instances have: a field of a dataclass, a msgspec struct or a pydantic model."""
+    """Whether the owner has the attribute, or a field of a dataclass, msgspec struct or pydantic model."""
     fields = (
         getattr(owner, "__annotations__", {}),
         getattr(owner, "__dataclass_fields__", {}),

@@ -1,4 +1,4 @@
-"""How tokens are chosen, in the words that vLLM and SGLang have in common, as do the servers of both."""
+"""Sampling parameters that have the same names in vLLM, SGLang and their servers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ _NAMES = (
 
 
 def common_sampling(request: Request) -> dict[str, Any]:
-    """A dict of the caller's own."""
+    """A new dict, which the caller may change."""
     sampling = request.sampling
     return {name: getattr(sampling, name) for name in _NAMES} | {"ignore_eos": request.stop.ignore_eos}

@@ -1,6 +1,6 @@
-"""What other engines publish about their KV blocks, in our words: decoders and the translation of names.
+"""Decoders of other engines' KV events, and their translation to kvolt's. Pure.
 
-Pure. Sockets, sequence numbers and replays are the adapters'.
+Sockets, sequence numbers and replays belong to the adapters.
 """
 
 from kvolt.engines.kv_formats.schema import Engine

@@ -1,7 +1,7 @@
-"""The bytes of vLLM's and SGLang's KV events: msgpack, a batch is an array of time, events and data-parallel rank.
+"""Wire format of vLLM's and SGLang's KV events: msgpack; a batch is an array of time, events and data-parallel rank.
 
-An event is a map with its `type`, or, from older versions, an array with the type first. Both shapes are read into
-the same structs; fields that we have no use for are passed over. Owns the formats and nothing of their meaning.
+An event is a map with a `type` or, in older versions, an array with the type first. Both forms are decoded to the
+same structs; unused fields are ignored. Owns the formats, not their meaning.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 EngineHash = int | bytes
-"""An engine's own name of a block, a number with or without sign or a byte string: opaque, and its own."""
+"""An engine's hash of a block, a signed or unsigned number or a byte string; opaque."""
 
 
 class Engine(StrEnum):
-    """Whose arrays they are. (The maps of both are alike.)"""
+    """The engine that sent the events. Their array forms differ; the maps are the same."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -27,22 +27,22 @@ ExtraKeys = tuple[tuple[Any, ...] | None, ...]
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks one below the other."""
+    """Consecutive blocks of one sequence."""
 
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None = None
     token_ids: tuple[int, ...] = ()
-    """Of all the blocks; none where the block is only copied to another tier."""
+    """Tokens of all blocks; empty if the blocks were only copied to another tier."""
     block_size: int = 0
     lora_id: int | str | None = None
     lora_name: str | None = None
     medium: str | None = None
     extra_keys: ExtraKeys | None = None
-    """What else went into the engine's hashes, for each block (vLLM)."""
+    """Additional inputs of the engine's hash of each block (vLLM)."""
     cache_salt: str | None = None
-    """Of SGLang; vLLM has it among the extra keys."""
+    """SGLang's cache salt; vLLM's is one of the extra keys."""
     group_idx: int | None = None
-    """Which layers' blocks these are, in models whose layers keep unlike caches (vLLM)."""
+    """KV cache group of the layers, in models with several kinds of caches (vLLM)."""
     kv_cache_spec_kind: str | None = None
 
 
@@ -56,15 +56,15 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
     pass
 
 
-ForeignEvent = BlockStored | BlockRemoved | AllBlocksCleared
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignBatch:
-    events: tuple[ForeignEvent, ...]
+class EngineBatch:
+    events: tuple[EngineEvent, ...]
     dp_rank: int | None
     num_unreadable: int
-    """Events of a type, or in a shape, that is not known here."""
+    """Number of events of an unknown type or form."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -81,7 +81,7 @@ class _TypeFirst(msgspec.Struct, array_like=True):
     type: str
 
 
-# Arrays, the type first and then in this order. Later versions only ever add at the end.
+# Array forms: the type, then fields in this order. Later versions only append fields.
 
 
 class _VllmStored(msgspec.Struct, array_like=True):
@@ -132,13 +132,13 @@ _decode_removed_row = msgspec.msgpack.Decoder(_Removed).decode
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def decode_batch(payload: bytes, engine: Engine) -> ForeignBatch:
-    """msgspec.MsgspecError when it is no batch at all. Single events that cannot be read are counted."""
+def decode_batch(payload: bytes, engine: Engine) -> EngineBatch:
+    """Decode a batch. MsgspecError if it is not a batch; events that cannot be decoded are only counted."""
     try:
         batch = _decode_batch(payload)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from error
-    events: list[ForeignEvent] = []
+    events: list[EngineEvent] = []
     num_unreadable = 0
     for raw in batch.events:
         try:
@@ -149,7 +149,7 @@ def decode_batch(payload: bytes, engine: Engine) -> ForeignBatch:
             num_unreadable += 1
         else:
             events.append(event)
-    return ForeignBatch(tuple(events), batch.dp_rank, num_unreadable)
+    return EngineBatch(tuple(events), batch.dp_rank, num_unreadable)
 
 
 def _is_map(raw: msgspec.Raw) -> bool:
@@ -157,7 +157,7 @@ def _is_map(raw: msgspec.Raw) -> bool:
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
 
 
-def _decode_map(raw: msgspec.Raw) -> ForeignEvent | None:
+def _decode_map(raw: msgspec.Raw) -> EngineEvent | None:
     match _decode_type(raw).type:
         case "BlockStored":
             return _decode_stored(raw)
@@ -168,7 +168,7 @@ def _decode_map(raw: msgspec.Raw) -> ForeignEvent | None:
     return None
 
 
-def _decode_row(raw: msgspec.Raw, engine: Engine) -> ForeignEvent | None:
+def _decode_row(raw: msgspec.Raw, engine: Engine) -> EngineEvent | None:
     match _decode_type_first(raw).type, engine:
         case "BlockStored", Engine.VLLM:
             return _of_vllm(_decode_vllm_stored(raw))

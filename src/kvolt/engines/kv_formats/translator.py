@@ -1,11 +1,11 @@
-"""Translator: an engine's KV events as ours: its own names of blocks become SequenceHashes, by their tokens.
+"""Translator: converts an engine's KV events to kvolt's, whose SequenceHashes are computed from the tokens.
 
-An engine names a block by a hash of its own, which nobody else can compute; with the block it tells the tokens and the
-name of the block before. So a map from its names to ours is kept for the blocks that it holds. What cannot be named
-(an unknown parent, keys that we do not know, layers that keep no whole prefix) is left out and counted: a block that
-a router does not know costs a cache hit, a block that is not there costs a wrong decision.
+An engine names a block by its own hash, which cannot be computed elsewhere. Its events have the tokens and the hash of
+the parent block, so a map from engine hashes to SequenceHashes is kept for the blocks in the engine's cache. Blocks
+that cannot be named (unknown parent, unknown extra keys, layers that do not keep whole prefixes) are skipped and
+counted: a missing block costs a router a cache hit, a wrong one a wrong decision.
 
-Engines tell a block as often as they hold copies of it; here it is told once, and gone with the last copy.
+An engine reports a block once per copy; kvolt's events report it with the first copy and remove it with the last.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvolt.engines.kv_formats.schema import (
 )
 
 SALT_TAG = "kvolt-salt:"
-"""Put before a tenant's salt by who hands a request to vLLM: among its extra keys a salt is a string like others."""
+"""Prefix of salts in requests to vLLM, which distinguishes a salt from its other extra keys."""
 
 MAX_BYTES = 256 * 1024 * 1024
 NAME_BYTES = 512
-"""What one block's names take, rounded up; a test holds it against tracemalloc."""
+"""Memory per block name, rounded up; a test compares it with tracemalloc."""
 
 _TIERS = {
     "GPU": Tier.DEVICE,
@@ -47,7 +47,7 @@ _TIERS = {
     "EXTERNAL": Tier.OBJECT,
 }
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of layers for which a block counts only with all before it. Others keep a window, or a state."""
+"""Kinds of layers that need the whole prefix. Others keep a window or a state."""
 _MEDIA_ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -58,7 +58,7 @@ class Translated(NamedTuple):
 
 @dataclass(slots=True)
 class _Name:
-    """One block in our words. The seed goes on to the blocks below: an engine tells a salt with the first only."""
+    """Name of one block. Its children use the same seed, because engines report a salt only with the first block."""
 
     sequence: SequenceHash
     seed: int
@@ -66,14 +66,14 @@ class _Name:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Of one Stored event the blocks that can be named, and the block before them."""
+    """The blocks of a BlockStored event that can be named, and their parent."""
 
     names: list[_Name] = field(default_factory=list)
     parent: SequenceHash | None = None
 
 
 class Translator:
-    """Of one engine and one of its ranks. `translate` each batch, in order."""
+    """For one rank of one engine. Batches must be translated in order."""
 
     def __init__(
         self,
@@ -82,26 +82,26 @@ class Translator:
         lora_name: Callable[[int | str], str | None] = lambda lora_id: None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`lora_name` gives the name of an adapter that an event has only the number of."""
+        """`lora_name` maps an adapter id to its name, for events without names."""
         self._engine = engine
         self._block_size = check_block_size(block_size)
         self._lora_name = lora_name
         self._max_names = max(max_bytes // NAME_BYTES, 1)
         self._names: dict[EngineHash, _Name] = {}
-        """In order of use."""
+        """Least recently used first."""
         self._copies: dict[Tier, dict[EngineHash, int]] = {}
         self._group: int | None = None
-        """Whose blocks are followed, where the engine tells several groups of layers."""
+        """The KV cache group whose blocks are reported, if the engine has several."""
         self._is_group_known = False
         self.skipped: Counter[str] = Counter()
-        """Blocks (or events) that were left out, by reason."""
+        """Number of skipped blocks or events by reason."""
 
     @property
     def num_bytes(self) -> int:
         return len(self._names) * NAME_BYTES
 
     def translate(self, payload: bytes) -> Translated:
-        """msgspec.MsgspecError when it is no batch of the engine's."""
+        """Translate a batch. MsgspecError if it is not a batch of this engine."""
         batch = decode_batch(payload, self._engine)
         if batch.num_unreadable:
             self.skipped["unreadable"] += batch.num_unreadable
@@ -109,9 +109,9 @@ class Translator:
         for event in batch.events:
             match event:
                 case BlockStored():
-                    changes += self._stored(event)
+                    changes += self._translate_stored(event)
                 case BlockRemoved():
-                    changes += self._removed(event)
+                    changes += self._translate_removed(event)
                 case AllBlocksCleared():
                     self._names.clear()
                     self._copies.clear()
@@ -120,7 +120,7 @@ class Translator:
 
     # --- stored
 
-    def _stored(self, event: BlockStored) -> list[KvChange]:
+    def _translate_stored(self, event: BlockStored) -> list[KvChange]:
         tier = self._tier_of(event.medium)
         num_blocks = len(event.block_hashes)
         if tier is None:
@@ -129,18 +129,18 @@ class Translator:
             return self._skip("group", num_blocks)
         if event.block_size not in (0, self._block_size):
             return self._skip("block_size", num_blocks)
-        blocks = self._named(event) if event.token_ids else self._known(event)
+        blocks = self._name_blocks(event) if event.token_ids else self._find_blocks(event)
         copies = self._copies.setdefault(tier, {})
         are_new: list[bool] = []
         for engine_hash, name in zip(event.block_hashes, blocks.names, strict=False):
-            # Taken out and put back: the dict's order is then least recently used first.
+            # Reinserted, so that the dict is in order of use.
             self._names[engine_hash] = self._names.pop(engine_hash, name)
             copies[engine_hash] = copies.get(engine_hash, 0) + 1
             are_new.append(copies[engine_hash] == 1)
-        return [*_stored_runs(blocks, are_new, tier), *self._forget_oldest()]
+        return [*_stored_runs(blocks, are_new, tier), *self._evict_oldest()]
 
-    def _named(self, event: BlockStored) -> _Blocks:
-        """By the tokens, as far as all that makes a block is known."""
+    def _name_blocks(self, event: BlockStored) -> _Blocks:
+        """Name blocks by their tokens, up to the first block with unknown keys."""
         num_blocks = len(event.block_hashes)
         if len(event.token_ids) != num_blocks * self._block_size:
             self._skip("tokens", num_blocks)
@@ -155,7 +155,7 @@ class Translator:
         num_known = next((index for index, each in enumerate(keys) if each is None), num_blocks)
         salt = event.cache_salt or next((each.salt for each in keys[:num_known] if each and each.salt), None)
         try:
-            seed = parent.seed if parent is not None else self._first_seed(event, salt)
+            seed = parent.seed if parent is not None else self._root_seed(event, salt)
             media = [each.media for each in keys[:num_known] if each is not None]
             tokens = event.token_ids[: num_known * self._block_size]
             local = local_hashes(tokens, self._block_size, seed, media if any(media) else None)
@@ -166,13 +166,13 @@ class Translator:
             self._skip("unknown_lora", num_blocks)
             return _Blocks()
         if num_known < num_blocks:
-            self._skip("foreign_keys", num_blocks - num_known)
+            self._skip("unknown_keys", num_blocks - num_known)
         above = parent.sequence if parent is not None else None
         sequence = sequence_hashes(local, above)
         return _Blocks([_Name(each, seed) for each in sequence], above)
 
-    def _known(self, event: BlockStored) -> _Blocks:
-        """Blocks without tokens are copies of some that are known, as far as they are."""
+    def _find_blocks(self, event: BlockStored) -> _Blocks:
+        """Names of blocks without tokens, which are copies of known blocks, up to the first unknown one."""
         names: list[_Name] = []
         for engine_hash in event.block_hashes:
             name = self._names.get(engine_hash)
@@ -184,8 +184,8 @@ class Translator:
         parent = self._names.get(event.parent_block_hash) if event.parent_block_hash is not None else None
         return _Blocks(names, parent.sequence if parent is not None else None)
 
-    def _first_seed(self, event: BlockStored, salt: str | None) -> int:
-        """Of a sequence's first block. LookupError for an adapter without a name."""
+    def _root_seed(self, event: BlockStored, salt: str | None) -> int:
+        """The seed of a sequence's first block. LookupError if the adapter has no name."""
         lora = event.lora_name
         if not lora and event.lora_id is not None:
             lora = self._lora_name(event.lora_id)
@@ -194,12 +194,12 @@ class Translator:
         return request_seed(lora, salt.removeprefix(SALT_TAG) if salt else None)
 
     def _read_keys(self, event: BlockStored, index: int) -> _Keys | None:
-        """What else a block is made of; None when there is something that we do not know."""
+        """The extra keys of a block; None if one of them is unknown."""
         all_keys = event.extra_keys or ()
-        found = all_keys[index] if index < len(all_keys) else None
+        block_keys = all_keys[index] if index < len(all_keys) else None
         media: list[int] = []
         salt: str | None = None
-        for key in found or ():
+        for key in block_keys or ():
             text = _text_of(key)
             if text is None:
                 return None
@@ -213,7 +213,7 @@ class Translator:
 
     # --- removed
 
-    def _removed(self, event: BlockRemoved) -> list[KvChange]:
+    def _translate_removed(self, event: BlockRemoved) -> list[KvChange]:
         tier = self._tier_of(event.medium)
         num_blocks = len(event.block_hashes)
         if tier is None:
@@ -221,7 +221,7 @@ class Translator:
         if self._is_group_known and event.group_idx not in (None, self._group):
             return self._skip("group", num_blocks)
         copies = self._copies.get(tier, {})
-        gone: list[SequenceHash] = []
+        removed: list[SequenceHash] = []
         for engine_hash in event.block_hashes:
             num_copies = copies.get(engine_hash, 0)
             if num_copies == 0:
@@ -230,16 +230,17 @@ class Translator:
                 copies[engine_hash] = num_copies - 1
             else:
                 del copies[engine_hash]
-                gone.append(self._names[engine_hash].sequence)
+                removed.append(self._names[engine_hash].sequence)
                 self._drop_if_unheld(engine_hash)
-        return [Removed.of(gone, tier)] if gone else []
+        return [Removed.from_hashes(removed, tier)] if removed else []
 
     def _drop_if_unheld(self, engine_hash: EngineHash) -> None:
         if not any(engine_hash in copies for copies in self._copies.values()):
             del self._names[engine_hash]
 
-    def _forget_oldest(self) -> list[KvChange]:
-        """What there is no room for is told as removed: its real end could not be told any more."""
+    def _evict_oldest(self) -> list[KvChange]:
+        """Drop the oldest names over the limit and report the blocks as removed, because their removal could
+        not be translated later."""
         changes: list[KvChange] = []
         while len(self._names) > self._max_names:
             engine_hash, name = next(iter(self._names.items()))
@@ -247,7 +248,7 @@ class Translator:
             self.skipped["no_room"] += 1
             for tier, copies in self._copies.items():
                 if copies.pop(engine_hash, None) is not None:
-                    changes.append(Removed.of([name.sequence], tier))
+                    changes.append(Removed.from_hashes([name.sequence], tier))
         return changes
 
     # ---
@@ -256,7 +257,7 @@ class Translator:
         return Tier.DEVICE if medium is None else _TIERS.get(medium)
 
     def _is_followed(self, group: int | None, kind: str | None) -> bool:
-        """The first group whose layers need the whole prefix speaks for all of them."""
+        """Whether events of this group are used: those of the first group that needs whole prefixes."""
         if kind is not None and kind not in _WHOLE_PREFIX:
             return False
         if not self._is_group_known:
@@ -274,14 +275,14 @@ class _Keys(NamedTuple):
 
 
 def _text_of(key: Any) -> str | None:
-    """A key as text; media come with where they begin, which the tokens say already."""
+    """A key as text. Media keys are pairs with an offset, which is ignored."""
     if isinstance(key, list | tuple) and key:
         key = key[0]
     return key if isinstance(key, str) else None
 
 
 def _stored_runs(blocks: _Blocks, are_new: Sequence[bool], tier: Tier) -> list[KvChange]:
-    """The new ones, each run below the block before it."""
+    """Stored events for the runs of new blocks, each with its parent."""
     changes: list[KvChange] = []
     run: list[_Name] = []
     parent = above = blocks.parent
@@ -300,4 +301,4 @@ def _stored_runs(blocks: _Blocks, are_new: Sequence[bool], tier: Tier) -> list[K
 
 
 def _stored_run(run: Sequence[_Name], parent: SequenceHash | None, tier: Tier) -> Stored:
-    return Stored.of([name.sequence for name in run], parent, tier=tier)
+    return Stored.from_hashes([name.sequence for name in run], parent, tier=tier)

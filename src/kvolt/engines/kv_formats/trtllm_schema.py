@@ -1,6 +1,6 @@
-"""TensorRT-LLM's KV events as its KVCacheEventSerializer writes them: dictionaries, each with an id and a window.
+"""Format of TensorRT-LLM's KV events, as written by its KVCacheEventSerializer: dictionaries with an id and a window.
 
-Owns the format and nothing of its meaning. Fields that we have no use for are passed over.
+Owns the format, not its meaning. Unused fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 EngineHash = int | str
-"""TensorRT-LLM's own name of a block: opaque, and its own."""
+"""TensorRT-LLM's hash of a block; opaque."""
 
 
 class UniqueToken(msgspec.Struct, frozen=True):
     token_id: int | str
-    """A string for what is no token of text."""
+    """A string for media."""
     token_extra_id: int = 0
 
 
@@ -27,7 +27,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class StoredData(msgspec.Struct, frozen=True, tag_field="type", tag="stored"):
-    """Blocks one below the other."""
+    """Consecutive blocks of one sequence."""
 
     blocks: tuple[StoredBlock, ...]
     parent_hash: EngineHash | None = None
@@ -38,7 +38,7 @@ class RemovedData(msgspec.Struct, frozen=True, tag_field="type", tag="removed"):
 
 
 class CreatedData(msgspec.Struct, frozen=True, tag_field="type", tag="created"):
-    """The pools as they are made, before anything else."""
+    """Creation of the pools; the first event."""
 
     num_blocks_per_cache_level: tuple[int, ...]
 
@@ -57,13 +57,13 @@ class TrtllmKvEvent(msgspec.Struct, frozen=True):
     event_id: int
     data: StoredData | RemovedData | CreatedData | UpdatedData
     window_size: int | None = None
-    """Of the layers whose blocks these are."""
+    """Attention window of the layers that these blocks belong to."""
     attention_dp_rank: int | None = None
 
 
-def event_of(told: Any) -> TrtllmKvEvent | None:
-    """None for an event of a type, or in a shape, that is not known here."""
+def decode_event(event: Any) -> TrtllmKvEvent | None:
+    """Decode an event; None if its type or form is unknown."""
     try:
-        return msgspec.convert(told, TrtllmKvEvent)
+        return msgspec.convert(event, TrtllmKvEvent)
     except msgspec.ValidationError:
         return None

@@ -1,9 +1,9 @@
-"""SeedBook: whose a block is, for an engine that does not say.
+"""SequenceSeeds: finds the adapter and salt of a block, which TensorRT-LLM's events do not name. Pure.
 
-TensorRT-LLM's hashes tell blocks of other adapters and tenants apart, but its events name neither. What is known is
-which requests were given, so the first block of a sequence is looked up by its tokens: where all requests that begin
-so have one adapter and one salt, it is theirs. Where there are several, it is the one that has no block yet; where
-that is not one either, nobody knows, and it is left out. Pure, and bounded: the least recently used is forgotten.
+TensorRT-LLM's hashes distinguish blocks of different adapters and tenants, but its events name neither. The first
+block of a sequence is looked up by its tokens among the submitted requests. If all requests with these tokens have
+the same adapter and salt, the block gets their seed; if they differ, it gets the only seed without a block yet; if
+there are several of these, the block is skipped. Bounded: the least recently used entries are dropped.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ MAX_ROOTS = 1 << 16
 class _Open:
     seed: int
     tokens: list[int]
-    """Fewer than a block."""
+    """Fewer than one block."""
 
 
 @dataclass(slots=True)
-class SeedBook:
-    """See the module. `begin` each sequence before its blocks are told of."""
+class SequenceSeeds:
+    """See the module. `begin` must be called for each sequence before the events of its blocks."""
 
     block_size: int
     max_roots: int = MAX_ROOTS
     _open: dict[str, _Open] = field(default_factory=dict)
     _roots: dict[int, dict[int, EngineHash | None]] = field(default_factory=dict)
-    """By the tokens of a first block: the seeds that begin with it, each with its block as far as it is known."""
+    """By hash of a first block's tokens: the seeds of its sequences, each with the block that has it, if known."""
 
     def begin(self, name: str, seed: int, tokens: Sequence[int]) -> None:
         if len(tokens) >= self.block_size:
-            self._note(seed, tokens[: self.block_size])
+            self._add_root(seed, tokens[: self.block_size])
         else:
             self._open[name] = _Open(seed, list(tokens))
 
     def grow(self, name: str, tokens: Sequence[int]) -> None:
-        """Of an answer, until the first block is full."""
-        found = self._open.get(name)
-        if found is None:
+        """Append generated tokens, until the first block is full."""
+        entry = self._open.get(name)
+        if entry is None:
             return
-        found.tokens += tokens
-        if len(found.tokens) >= self.block_size:
+        entry.tokens += tokens
+        if len(entry.tokens) >= self.block_size:
             del self._open[name]
-            self._note(found.seed, found.tokens[: self.block_size])
+            self._add_root(entry.seed, entry.tokens[: self.block_size])
 
     def end(self, name: str) -> None:
         self._open.pop(name, None)
 
-    def forget(self, seeds: Collection[int]) -> None:
-        """What comes under these has other names from now on."""
-        for named in self._roots.values():
+    def drop_seeds(self, seeds: Collection[int]) -> None:
+        """Drop seeds: later blocks do not have them."""
+        for blocks in self._roots.values():
             for seed in seeds:
-                named.pop(seed, None)
+                blocks.pop(seed, None)
 
-    def _note(self, seed: int, tokens: Sequence[int]) -> None:
-        root = self._root(tokens)
+    def _add_root(self, seed: int, tokens: Sequence[int]) -> None:
+        root = self._root_hash(tokens)
         seeds = self._roots.pop(root, {})
         seeds.setdefault(seed, None)
-        self._roots[root] = seeds  # taken out and put back: the order is then least recently used first
+        self._roots[root] = seeds  # reinserted, so that the dict is in order of use
         while len(self._roots) > self.max_roots:
             del self._roots[next(iter(self._roots))]
 
-    def _root(self, tokens: Sequence[int]) -> int:
+    def _root_hash(self, tokens: Sequence[int]) -> int:
         return local_hashes(tokens, self.block_size)[0]
 
     def find(self, block: EngineHash, tokens: Sequence[int]) -> int | None:
-        """The seed of a first block; None where it cannot be told."""
-        seeds = self._roots.get(self._root(tokens), {})
+        """The seed of a first block; None if it is ambiguous or unknown."""
+        seeds = self._roots.get(self._root_hash(tokens), {})
         known = next((seed for seed, named in seeds.items() if named == block), None)
         if known is not None:
             return known

@@ -1,9 +1,8 @@
-"""KvTranslator: TensorRT-LLM's KV events as ours: its own names of blocks become SequenceHashes, by their tokens.
+"""TrtllmTranslator: converts TensorRT-LLM's KV events to kvolt's, whose SequenceHashes are computed from the tokens.
 
-As `kv_formats.translator` does for others: a map from its names to ours for the blocks that it holds. What cannot be
-named is left out and counted: an unknown parent, a block that is not full, one of media, layers with another window.
-A block is told once. TensorRT-LLM's buffer of events drops the oldest when it is full, and leaves a hole in their
-numbers: then all that was told is taken back. Pure.
+Works like `kv_formats.translator`. Blocks that cannot be named are skipped and counted: unknown parent, partial block,
+media, layers with another window. A block is reported once. TensorRT-LLM's event buffer drops the oldest events when
+it is full, which leaves a gap in the event ids; then all reported blocks are cleared. Pure.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from kvolt.engines.kv_formats.trtllm_schema import (
     StoredBlock,
     StoredData,
     UpdatedData,
-    event_of,
+    decode_event,
 )
-from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
+from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
-"""Cache levels."""
+"""Tier of each cache level."""
 MAX_NAMES = 1 << 19
 
 
 @dataclass(slots=True)
 class _Name:
-    """One block in our words. The seed goes on to the blocks below."""
+    """Name of one block. Its children use the same seed."""
 
     sequence: SequenceHash
     parent: SequenceHash | None
@@ -47,72 +46,72 @@ class _Unnamed(Exception):
     """A block that cannot be named; the reason is its first argument."""
 
 
-class KvTranslator:
-    """See the module. `read` each event, in order."""
+class TrtllmTranslator:
+    """See the module. Events must be translated in order."""
 
-    def __init__(self, block_size: int, seeds: SeedBook, max_names: int = MAX_NAMES) -> None:
+    def __init__(self, block_size: int, seeds: SequenceSeeds, max_names: int = MAX_NAMES) -> None:
         self._block_size = check_block_size(block_size)
         self._seeds = seeds
         self._max_names = max_names
         self._names: dict[EngineHash, _Name] = {}
-        """In order of being stored."""
-        self._told: set[SequenceHash] = set()
+        """Oldest first."""
+        self._reported: set[SequenceHash] = set()
         self._window: int | None = None
-        """The widest: its layers need the whole prefix, or most of it."""
+        """The widest attention window, whose layers need the whole prefix or most of it."""
         self._next_id: int | None = None
         self.num_lost = 0
-        """Events that were dropped before we asked for them."""
+        """Events that the engine dropped before they were fetched."""
         self.skipped: Counter[str] = Counter()
-        """Blocks (or events) that were left out, by reason."""
+        """Number of skipped blocks or events by reason."""
 
-    def read(self, told: Any) -> list[KvChange]:
-        event = event_of(told)
+    def translate(self, raw_event: Any) -> list[KvChange]:
+        event = decode_event(raw_event)
         if event is None:
             return self._skip("unreadable")
-        changes = self._check_number(event.event_id)
+        changes = self._check_gap(event.event_id)
         if isinstance(event.data, CreatedData):
-            return changes + self._created(event.window_size)
+            return changes + self._translate_created(event.window_size)
         if self._window is None:
             self._window = event.window_size
         if event.window_size != self._window:
             return changes + self._skip("window")
         match event.data:
             case StoredData():
-                return changes + self._stored(event.data)
+                return changes + self._translate_stored(event.data)
             case RemovedData():
-                return changes + self._removed(event.data.block_hashes)
+                return changes + self._remove(event.data.block_hashes)
             case UpdatedData():
-                return changes + self._updated(event.data)
+                return changes + self._translate_updated(event.data)
         return changes
 
-    def forget(self, seeds: Collection[int]) -> list[KvChange]:
-        """Of an adapter that is gone: TensorRT-LLM may keep its blocks, but nobody finds them any more."""
-        self._seeds.forget(seeds)
-        return self._removed(tuple(block for block, name in self._names.items() if name.seed in seeds))
+    def drop_seeds(self, seeds: Collection[int]) -> list[KvChange]:
+        """Remove the blocks of an unloaded adapter: TensorRT-LLM may keep them, but no request finds them."""
+        self._seeds.drop_seeds(seeds)
+        return self._remove(tuple(block for block, name in self._names.items() if name.seed in seeds))
 
-    def _check_number(self, event_id: int) -> list[KvChange]:
+    def _check_gap(self, event_id: int) -> list[KvChange]:
         due, self._next_id = self._next_id, event_id + 1
         if due is None or event_id == due:
             return []
         self.num_lost += max(event_id - due, 0)
-        return self._begin_anew()
+        return self._clear()
 
-    def _begin_anew(self) -> list[KvChange]:
+    def _clear(self) -> list[KvChange]:
         if not self._names:
             return []
         self._names.clear()
-        self._told.clear()
+        self._reported.clear()
         return [Cleared()]
 
-    def _created(self, window: int | None) -> list[KvChange]:
+    def _translate_created(self, window: int | None) -> list[KvChange]:
         if window is None or (self._window is not None and window <= self._window):
             return []
         self._window = window
-        return self._begin_anew()
+        return self._clear()
 
     # --- stored
 
-    def _stored(self, data: StoredData) -> list[KvChange]:
+    def _translate_stored(self, data: StoredData) -> list[KvChange]:
         parent: _Name | None = None
         if data.parent_hash is not None:
             parent = self._names.get(data.parent_hash)
@@ -123,8 +122,8 @@ class KvTranslator:
         above = parent
         for number, block in enumerate(data.blocks):
             known = self._names.get(block.block_hash)
-            if known is not None:  # told before
-                self._tell(changes, run, parent)
+            if known is not None:  # reported before
+                self._append_run(changes, run, parent)
                 parent = above = known
                 continue
             try:
@@ -134,19 +133,19 @@ class KvTranslator:
                 self._skip("below", len(data.blocks) - number - 1)
                 break
             if run and name.tier is not run[-1].tier:
-                self._tell(changes, run, parent)
+                self._append_run(changes, run, parent)
                 parent = above
             self._names[block.block_hash] = name
-            self._told.add(name.sequence)
+            self._reported.add(name.sequence)
             run.append(name)
             above = name
-        self._tell(changes, run, parent)
-        return changes + self._forget_oldest()
+        self._append_run(changes, run, parent)
+        return changes + self._evict_oldest()
 
-    def _tell(self, changes: list[KvChange], run: list[_Name], parent: _Name | None) -> None:
+    def _append_run(self, changes: list[KvChange], run: list[_Name], parent: _Name | None) -> None:
         if run:
             above = parent.sequence if parent is not None else None
-            changes.append(Stored.of([each.sequence for each in run], above, tier=run[0].tier))
+            changes.append(Stored.from_hashes([each.sequence for each in run], above, tier=run[0].tier))
             run.clear()
 
     def _name(self, block: StoredBlock, above: _Name | None) -> _Name:
@@ -163,49 +162,53 @@ class KvTranslator:
         try:
             seed = above.seed if above is not None else self._seeds.find(block.block_hash, tokens)
             if seed is None:
-                raise _Unnamed("whose")
+                raise _Unnamed("seed")
             local = local_hashes(tokens, self._block_size, seed)
         except InvalidRequest:
             raise _Unnamed("tokens") from None
         parent = above.sequence if above is not None else None
         sequence = sequence_hashes(local, parent)[0]
-        if sequence in self._told:  # by another name: one of the two is not what it was taken for
+        if sequence in self._reported:  # two blocks with one name: one of them is misidentified
             raise _Unnamed("twice")
         return _Name(sequence, parent, seed, tier)
 
-    def _forget_oldest(self) -> list[KvChange]:
-        """What there is no room for is told as removed: its real end could not be told any more."""
+    def _evict_oldest(self) -> list[KvChange]:
+        """Drop the oldest names over the limit and report the blocks as removed, because their removal could
+        not be translated later."""
         changes: list[KvChange] = []
         while len(self._names) > self._max_names:
             self.skipped["no_room"] += 1
-            changes += self._removed((next(iter(self._names)),))
+            changes += self._remove((next(iter(self._names)),))
         return changes
 
     # --- removed, moved
 
-    def _removed(self, blocks: tuple[EngineHash, ...]) -> list[KvChange]:
-        gone: dict[Tier, list[SequenceHash]] = {}
+    def _remove(self, blocks: tuple[EngineHash, ...]) -> list[KvChange]:
+        removed: dict[Tier, list[SequenceHash]] = {}
         for block in blocks:
             name = self._names.pop(block, None)
             if name is None:
                 self._skip("unknown_block")
                 continue
-            self._told.discard(name.sequence)
-            gone.setdefault(name.tier, []).append(name.sequence)
-        return [Removed.of(hashes, tier) for tier, hashes in gone.items()]
+            self._reported.discard(name.sequence)
+            removed.setdefault(name.tier, []).append(name.sequence)
+        return [Removed.from_hashes(hashes, tier) for tier, hashes in removed.items()]
 
-    def _updated(self, data: UpdatedData) -> list[KvChange]:
-        """To another level of memory."""
+    def _translate_updated(self, data: UpdatedData) -> list[KvChange]:
+        """Move a block to another tier."""
         name = self._names.get(data.block_hash)
         if name is None or data.cache_level is None:
             return []
         tier = _TIERS.get(data.cache_level.new_value)
-        if tier is None or (name.parent is not None and name.parent not in self._told):
-            return self._removed((data.block_hash,))
+        if tier is None or (name.parent is not None and name.parent not in self._reported):
+            return self._remove((data.block_hash,))
         if tier is name.tier:
             return []
         old, name.tier = name.tier, tier
-        return [Stored.of([name.sequence], name.parent, tier=tier), Removed.of([name.sequence], old)]
+        return [
+            Stored.from_hashes([name.sequence], name.parent, tier=tier),
+            Removed.from_hashes([name.sequence], old),
+        ]
 
     # ---
 

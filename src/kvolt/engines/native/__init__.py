@@ -1,1 +1,1 @@
-"""The native engine: a compact PyTorch engine whose KV blocks can travel."""
+"""The native engine: a compact PyTorch engine with transferable KV blocks."""

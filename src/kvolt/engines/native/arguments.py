@@ -1,4 +1,4 @@
-"""NativeArguments: what `engine = "native"` can be told. Every default is what most want; None means found out."""
+"""NativeArguments: arguments of `engine = "native"`. None means chosen automatically."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Arguments of `engine = "native"`."""
 
     served_name: str | None = None
-    """What clients call the model; None for the name it was found by."""
+    """Model name for clients. Default: the name it was requested by."""
     device: str | None = None
-    """`cpu`, `cuda` or `cuda:N`; None for the first GPU where there is one. Of several, see `tensor_parallel`."""
+    """`cpu`, `cuda` or `cuda:N`. Default: the first GPU if there is one. For several devices see
+    `tensor_parallel`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What is computed in; auto is bfloat16 where the hardware multiplies it, else float32."""
+    """Compute data type. auto: bfloat16 if the hardware multiplies it, else float32."""
     quantize: Literal["none", "int8"] = "none"
-    """Weights in eight bits: half the memory, CPU only, and tokens are no longer those of the exact weights."""
+    """int8: weights in eight bits. Halves the memory and changes the generated tokens. CPU only."""
     block_size: _AtLeastOne = 16
     kv_blocks: _AtLeastOne | None = None
-    """KV blocks; None for as many as `kv_memory_gib` holds."""
+    """Number of KV blocks. Default: as many as `kv_memory_gib` holds."""
     kv_memory_gib: Annotated[float, Meta(gt=0)] | None = None
-    """None: 90 % of what a GPU has left beside weights and steps; on a CPU 2 GiB, or a quarter of what is free."""
+    """KV cache size in GiB. Default: on a GPU 90 % of the memory left beside weights and steps; on a CPU 2
+    GiB, or a quarter of the free memory if that is less."""
     context_length: _AtLeastOne | None = None
-    """Shorter than the model's own, to save memory; None for the model's."""
+    """Maximum sequence length. Default: the model's; a lower value saves memory."""
     max_num_seqs: _AtLeastOne | None = None
-    """Sequences in one step; None for 256 on a GPU, 64 on a CPU."""
+    """Maximum sequences per step. Default: 256 on a GPU, 64 on a CPU."""
     max_batch_tokens: _AtLeastOne | None = None
-    """Tokens in one step; None for 8192 on a GPU, 2048 on a CPU and fewer for models of more than 200 M weights."""
+    """Maximum tokens per step. Default: 8192 on a GPU, 2048 on a CPU and fewer for models above 200 M
+    weights."""
     max_waiting: _AtLeastOne = 2048
     tensor_parallel: _Ranks = 1
-    """Processes that share the model, each with a device of its own, or a share of the cores."""
+    """Number of processes that share the model, each on its own device or with a share of the CPU cores."""
     threads: _AtLeastOne | None = None
-    """CPU threads of each process; None for what the environment says."""
+    """CPU threads per process. Default: from the environment."""
     cuda_graphs: bool = True
     measure_steps: bool = True
-    """Measure some steps at start, for a second or so: prompts are cut by predicted time, and routers get the model."""
+    """Measure step times at start (1 to 2 s). They limit prefill chunks by predicted time and are registered
+    for routing."""
     process: Literal["own", "thread"] = "own"
-    """Where steps run: in a process of their own, or in a thread of the worker."""
+    """own: run steps in a separate process. thread: run them in a thread of the worker."""
     kv_events: bool = True
-    """Tell routers which blocks come and go; false saves the work where none of them asks (round-robin)."""
+    """Report cached blocks to routers. Disable it to save the work if no router uses it (round-robin)."""
     loras: dict[str, str] = {}
-    """Adapters to load at start: name to folder."""
+    """LoRA adapters to load at start: name to folder."""
     step_log: str | None = None
-    """A file that every step's figures are appended to, for `kvolt fit`."""
+    """File to which the stats of every step are appended, for `kvolt fit`."""

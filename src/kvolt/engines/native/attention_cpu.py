@@ -1,9 +1,9 @@
 """Attention on the CPU: C kernels that read the slab in place, or plain torch.
 
-With kernels a layer is one call for rotation, writing and all decodes; what depends on the step alone is prepared
-once for all layers. Without them the blocks of all decodes are gathered, padded to the longest, and masked.
-Prefill chunks go one by one through torch's attention either way; a chunk that is its whole context needs no
-gathering. What the kernels cannot take (see `Paged.fits`) goes the plain way.
+With kernels, a layer is one call for rotation, KV writes and all decodes; data that depends only on the step is
+prepared once for all layers. Without them, the blocks of all decodes are gathered, padded to the longest and masked.
+Prefill chunks use torch's attention one by one in both cases; a chunk that is its whole context is not gathered.
+Inputs that the kernels do not support (see `PagedAttention.fits`) use plain torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels import cpu_kernels
 from kvolt.engines.native.kernels.cpu_kernels import NARROW, CpuKernels, is_dense
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
 from kvolt.engines.native.kernels.operations import (
-    KvTarget,
-    Rotation,
     plain_rmsnorm,
     plain_rotate,
     plain_write_kv,
@@ -28,12 +27,12 @@ from kvolt.engines.native.kernels.operations import (
 from kvolt.engines.native.slab import KvSlab
 
 _SEQUENCES_PER_THREAD = 4
-"""With fewer, contexts are split, so that no thread waits for another's long one."""
+"""With fewer, contexts are split over threads, so that one long context does not delay the others."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A prefill chunk: its rows, and where its context lies unless that is the chunk itself."""
+    """A prefill chunk: its rows and, unless it is its whole context, a mask."""
 
     number: int
     first: int
@@ -44,7 +43,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _PlainStep:
-    """What all layers of a step share in plain torch."""
+    """Data shared by all layers of a step in plain torch."""
 
     cos: Tensor
     sin: Tensor
@@ -72,9 +71,9 @@ class CpuAttention:
         self._views = [slab.layer(number) for number in range(slab.shape.num_layers)]
         self._step: _Step | None = None
         kernels = cpu_kernels.shared()
-        self._paged: Paged | None = None
-        if kernels is not None and Paged.fits(kernels, slab, num_heads):
-            self._paged = Paged(kernels, slab, num_heads, scale)
+        self._paged: PagedAttention | None = None
+        if kernels is not None and PagedAttention.fits(kernels, slab, num_heads):
+            self._paged = PagedAttention(kernels, slab, num_heads, scale)
 
     def rotate_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, batch: Batch
@@ -84,7 +83,7 @@ class CpuAttention:
             step = self._step = self._prepare(batch, rotation, q.dtype)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
         paged = self._paged
-        if paged is not None and step.paged is not None and paged.takes(layer, q, k, v, rotation):
+        if paged is not None and step.paged is not None and paged.supports(layer, q, k, v, rotation):
             paged.attend(layer, q, k, v, step.paged, out)
         else:
             q, k = self._plain_attend(layer, q, k, v, rotation, step, out)
@@ -113,7 +112,7 @@ class CpuAttention:
         return attended.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
 
     def _context(self, layer: int, chunk: _Chunk, step: _Step) -> tuple[Tensor, Tensor]:
-        """Keys and values of a chunk, and of all before it: [kv_heads, context, hd]."""
+        """Keys and values of a chunk and all tokens before it: [kv_heads, context, head_dim]."""
         if self._paged is not None and step.paged is not None:
             return self._paged.context(layer, chunk.number, chunk.context, step.paged)
         count = -(-chunk.context // self._block_size)
@@ -137,7 +136,7 @@ class CpuAttention:
     def _plain_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, step: _Step, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Turns, writes, and attends the decodes; the turned q and k."""
+        """Rotate q and k, write KV, and compute the decodes' attention; returns the rotated q and k."""
         batch = step.batch
         plain = step.plain
         if plain is None:
@@ -150,7 +149,7 @@ class CpuAttention:
         plain_write_kv(k, v, KvTarget(keys, values, batch.slots))
         count = batch.num_decodes
         if count:
-            # The query heads that share a KV head stand in the place of query positions.
+            # The query heads that share a KV head take the dimension of query positions.
             shape = (count, self._num_kv_heads, -1, q.shape[2])
             attended = F.scaled_dot_product_attention(
                 q[:count].reshape(shape),
@@ -179,24 +178,24 @@ class CpuAttention:
 
 @dataclass(slots=True)
 class PagedStep:
-    """What the kernels know of a step, and the memory it points to."""
+    """The C kernels' step structure, and the memory it points to."""
 
     address: int
-    held: tuple[object, ...]
+    owners: tuple[object, ...]
     tables: Tensor
     partials: Tensor | None
-    """What the parts of contexts give, where these are split over threads."""
+    """Partial results of contexts that are split over threads."""
 
 
 @dataclass(slots=True)
 class _PagedLayer:
     address: int
-    held: cpu_kernels.Layer
+    owner: cpu_kernels.Layer
     rotation: Rotation
 
 
-class Paged:
-    """The kernels, bound to a slab. Everything that can be checked once is checked once."""
+class PagedAttention:
+    """The C kernels bound to a slab. Static conditions are checked once."""
 
     def __init__(self, kernels: CpuKernels, slab: KvSlab, num_heads: int, scale: float) -> None:
         shape = slab.shape
@@ -235,7 +234,8 @@ class Paged:
         )
 
     def step(self, batch: Batch, rotation: Rotation) -> PagedStep | None:
-        """None for the plain way. IndexError where a batch points outside of the slab or of the rotation."""
+        """Prepare a step; None if it must use plain torch. IndexError if the batch exceeds the slab or
+        rotation tables."""
         shape, kernels, count = self._shape, self._kernels, batch.num_decodes
         positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
         if positions.dtype is not torch.int64 or slots.dtype is not torch.int64:
@@ -247,7 +247,7 @@ class Paged:
         partials: Tensor | None = None
         if threads > 1 and max_parts > 1 and count < _SEQUENCES_PER_THREAD * threads:
             partials = torch.empty(count * max_parts * shape.num_heads * (shape.head_dim + 2))
-        told = cpu_kernels.Step(
+        step = cpu_kernels.Step(
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_decodes=count,
@@ -262,12 +262,12 @@ class Paged:
             attend_threads=threads,
         )
         shape.num_positions = rotation.cos.shape[0]
-        address = ctypes.addressof(told)
+        address = ctypes.addressof(step)
         if kernels.check(self._shape_address, address):
-            raise IndexError("a step points outside of its KV blocks or positions")
-        return PagedStep(address, (told, lens, positions, slots), tables, partials)
+            raise IndexError("a step exceeds its KV blocks or positions")
+        return PagedStep(address, (step, lens, positions, slots), tables, partials)
 
-    def takes(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> bool:
+    def supports(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> bool:
         bound = self._layers[layer]
         if bound is None or bound.rotation is not rotation:
             if not self._fits_rotation(rotation):
@@ -277,7 +277,7 @@ class Paged:
         row = q.stride(0)
         for x in (q, k, v):
             row_stride, head_stride, stride = x.stride()
-            # The stride of a dimension of one says nothing.
+            # The stride of a dimension of size 1 is arbitrary.
             if (row_stride != row and x.shape[0] > 1) or (head_stride != head_dim and x.shape[1] > 1):
                 return False
             if stride != 1 or x.dtype is not self._dtype:
@@ -285,9 +285,9 @@ class Paged:
         return bool(rotation.cos.shape[0] == self._shape.num_positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, out: Tensor) -> None:
-        """Turns q and k in place, writes k and v, attends the decodes; of what it `takes`."""
+        """Rotate q and k in place, write k and v, and compute the decodes' attention, for inputs that it `supports`."""
         bound = self._layers[layer]
-        assert bound is not None, "see takes"
+        assert bound is not None, "see supports"
         self._kernels.attend(
             self._shape_address,
             step.address,
@@ -300,7 +300,7 @@ class Paged:
         )
 
     def context(self, layer: int, number: int, length: int, step: PagedStep) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence in one piece each: [kv_heads, length, hd]."""
+        """Contiguous keys and values of a sequence: [kv_heads, length, head_dim]."""
         shape = self._shape
         out = torch.empty((2, shape.num_kv_heads, length, shape.head_dim), dtype=self._dtype)
         table = step.tables[number].data_ptr()
@@ -324,7 +324,7 @@ class Paged:
     def _bind(self, layer: int, rotation: Rotation) -> _PagedLayer:
         keys, values = self._slab.layer(layer)
         query_norm, key_norm = rotation.query_norm, rotation.key_norm
-        told = cpu_kernels.Layer(
+        bound = cpu_kernels.Layer(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             cosines=rotation.cos.data_ptr(),
@@ -333,4 +333,4 @@ class Paged:
             key_norm=None if key_norm is None else key_norm.data_ptr(),
             eps=rotation.eps,
         )
-        return _PagedLayer(ctypes.addressof(told), told, rotation)
+        return _PagedLayer(ctypes.addressof(bound), bound, rotation)

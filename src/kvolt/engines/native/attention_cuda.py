@@ -1,8 +1,8 @@
-"""Attention on a GPU: writes a step's keys and values to the slab, then attends decodes and prefill chunks.
+"""Attention on a GPU: writes a step's keys and values to the slab, then computes decodes and prefill chunks.
 
-Owns the choice of kernels. Decodes read the slab through the paged kernel, whose grid depends on the batch
-alone, so a step of decodes can be captured. Prefill chunks are one launch for all, straight from the slab.
-Must not know models, schedules or sampling.
+Owns the choice of kernels. Decodes read the slab through the paged kernel, whose grid depends only on the batch, so
+decode steps can be captured in CUDA graphs. All prefill chunks are one launch that reads the slab. Must not know
+models, schedules or sampling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvolt.engines.native.kernels import triton_fused
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation, check_gpu_shape
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
+from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.kernels.triton_decode import PagedContext, decode_attention
 from kvolt.engines.native.kernels.triton_prefill import Chunks, prefill_attention
 
@@ -35,7 +36,7 @@ class CudaAttention:
     def rotate_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, batch: Batch
     ) -> Tensor:
-        """q [T, heads, hd], k and v [T, kv_heads, hd] -> [T, heads * hd]; q and k are turned in place."""
+        """q [T, heads, hd], k and v [T, kv_heads, hd] -> [T, heads * hd]. Rotates q and k in place."""
         keys, values = self._layers[layer]
         target = KvTarget(keys, values, batch.slots)
         triton_fused.rotate_and_write(q, k, v, batch.positions, rotation, target)
@@ -54,7 +55,7 @@ class CudaAttention:
         return out.view(rows, -1)
 
     def _chunks(self, batch: Batch, device: torch.device) -> Chunks:
-        """Of a step, once for all its layers."""
+        """The prefill chunks of a step, computed once for all layers."""
         if self._chunks_of is None or self._chunks_of[0] is not batch:
             starts = batch.query_starts[batch.num_decodes :]
             host = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -1,7 +1,6 @@
-"""The tensors of one step: what the model sees of a StepPlan.
+"""Batch: the input tensors of one step.
 
-Flat: one row per token, sequences that decode first, then the prefill chunks. Everything is built on the
-host in one go and moved in one go.
+Flat: one row per token, decoding sequences first, then prefill chunks. Built on the host and copied to the device.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ class Batch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    """Where each token's KV goes: block * block_size + offset."""
+    """Slot of each token's KV: block * block_size + offset."""
     num_decodes: int
-    """The first so many sequences have one token each."""
+    """Leading sequences with one token each."""
     query_starts: list[int]
     context_lens: list[int]
-    """Per sequence: KV length, this step's tokens included."""
+    """KV length per sequence, including this step's tokens."""
     context_lens_t: torch.Tensor
     block_tables: torch.Tensor
-    """[sequences, most blocks of any]; what is beyond a sequence's own is never read."""
+    """[sequences, blocks of the longest]; entries beyond a sequence's own blocks are never read."""
     logit_rows: torch.Tensor
-    """Rows of the hidden states whose logits are wanted."""
+    """Rows of the hidden states that need logits."""
     lora_rows: list[tuple[str, int, int]] = field(default_factory=list)
-    """Adapters and the rows [from, to) they apply to; rows of none are left out."""
+    """Adapters and the rows [from, to) they apply to; rows without an adapter are omitted."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,14 +47,17 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes the batches of one engine. A batch of decodes that follows one of the same sequences is the last one
-    moved on by a token: most steps are, and then nothing is gone through sequence by sequence but new blocks."""
+    """Builds batches of one engine.
+
+    A batch of decodes that follows one of the same sequences (the usual case) is derived from it
+    incrementally; only new blocks are visited per sequence.
+    """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._decoding: list[Sequence] = []
-        """Those of the last batch, if all of it were decodes; `_positions` and `_tables` are theirs."""
+        """Sequences of the last batch if it only had decodes; `_positions` and `_tables` belong to them."""
         self._positions = np.empty(0, dtype=np.int64)
         self._tables = np.empty((0, 0), dtype=np.int32)
 
@@ -66,7 +68,7 @@ class BatchBuilder:
             return self._assemble([*plan.decodes, *plan.prefills], len(decoding), logit_rows)
         starts = np.fromiter((work.start for work in plan.decodes), dtype=np.int64, count=len(decoding))
         if decoding != self._decoding or not np.array_equal(starts, self._positions + 1):
-            self._take_up(decoding, int(starts.max()))
+            self._reset_tables(decoding, int(starts.max()))
         self._positions = starts
         self._add_blocks(decoding, starts)
         rows = np.arange(len(decoding))
@@ -84,8 +86,8 @@ class BatchBuilder:
             _lora_rows(plan.decodes, range(len(decoding) + 1)),
         )
 
-    def _take_up(self, decoding: list[Sequence], last: int) -> None:
-        """Other sequences than last time: their tables from the start, with some room to grow."""
+    def _reset_tables(self, decoding: list[Sequence], last: int) -> None:
+        """Rebuild the tables for a different set of sequences, with some spare columns."""
         self._decoding = decoding
         width = last // self._block_size + 1 + _SPARE_BLOCKS
         self._tables = np.zeros((len(decoding), width), dtype=np.int32)
@@ -93,19 +95,21 @@ class BatchBuilder:
             self._tables[row, : len(sequence.blocks)] = sequence.blocks[:width]
 
     def _add_blocks(self, decoding: list[Sequence], starts: npt.NDArray[np.int64]) -> None:
-        """A token at the beginning of a block is the first that needs it."""
+        """Add the blocks that begin at these positions."""
         fresh = np.flatnonzero(starts % self._block_size == 0)
         if not len(fresh):
             return
-        wanted = int(starts.max()) // self._block_size + 1
-        if wanted > self._tables.shape[1]:
-            self._tables = np.pad(self._tables, ((0, 0), (0, wanted + _SPARE_BLOCKS - self._tables.shape[1])))
+        num_columns = int(starts.max()) // self._block_size + 1
+        if num_columns > self._tables.shape[1]:
+            self._tables = np.pad(
+                self._tables, ((0, 0), (0, num_columns + _SPARE_BLOCKS - self._tables.shape[1]))
+            )
         for row in fresh.tolist():
             column = int(starts[row]) // self._block_size
             self._tables[row, column] = decoding[row].blocks[column]
 
     def _assemble(self, works: list[Work], num_decodes: int, logit_rows: Seq[int]) -> Batch:
-        """A batch of anything, from the sequences alone."""
+        """Build any batch without using the previous one."""
         block_size = self._block_size
         query_starts = [0] * (len(works) + 1)
         context_lens = [0] * len(works)
@@ -152,22 +156,22 @@ class BatchBuilder:
         logit_rows: npt.NDArray[np.int64],
         lora_rows: list[tuple[str, int, int]],
     ) -> Batch:
-        def moved(values: npt.NDArray[np.generic]) -> torch.Tensor:
+        def to_device(values: npt.NDArray[np.generic]) -> torch.Tensor:
             tensor = torch.from_numpy(values)
             if self._device.type == "cpu":
                 return tensor
             return tensor.pin_memory().to(self._device, non_blocking=True)
 
         return Batch(
-            token_ids=moved(token_ids),
-            positions=moved(positions),
-            slots=moved(slots),
+            token_ids=to_device(token_ids),
+            positions=to_device(positions),
+            slots=to_device(slots),
             num_decodes=num_decodes,
             query_starts=query_starts,
             context_lens=context_lens,
-            context_lens_t=moved(np.array(context_lens, dtype=np.int32)),
-            block_tables=moved(tables),
-            logit_rows=moved(logit_rows),
+            context_lens_t=to_device(np.array(context_lens, dtype=np.int32)),
+            block_tables=to_device(tables),
+            logit_rows=to_device(logit_rows),
             lora_rows=lora_rows,
         )
 

@@ -1,13 +1,13 @@
-"""What the native engine offers beyond generating: its blocks, prompts for others, adapters, embeddings.
+"""Capabilities: the native engine's features besides generation: KV blocks, remote prefills, adapters, embeddings.
 
-Works on an EngineCore between its steps.
+Called between the steps of an EngineCore.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,24 +17,36 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv
+from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv
 from kvolt.engines.kv_exchange import BlockMemory, KvExchange
 from kvolt.engines.native.batch import Batch
+from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.slab import LAYOUT
-from kvolt.engines.prefills import HOLD_S, Done, Prefills, Told
+from kvolt.engines.prefills import HOLD_S, OnBlocks, OnHandoff, Prefills
 from kvolt.kv import BlockId
-from kvolt.scheduler.step_plan import Advanced
+from kvolt.scheduler.scheduler import Scheduler
+from kvolt.scheduler.step_plan import NewToken
 
-if TYPE_CHECKING:
-    from kvolt.engines.native.core import EngineCore
+
+class RequestCore(Protocol):
+    """The part of EngineCore that the capabilities use."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+
+    def submit(self, request: Request, keep_blocks: bool = False) -> None: ...
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+    def drop_lora(self, name: str) -> None: ...
 
 
 class Capabilities:
     """See the module."""
 
-    def __init__(self, core: EngineCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
-        """`blocks`: with all heads in them, or None where no rank reaches those of the others. `now`: any clock that
-        does not go back."""
+    def __init__(self, core: RequestCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
+        """`blocks`: access to blocks with the heads of all ranks; None if the other ranks' blocks cannot be
+        accessed. `now`: a monotonic clock."""
         self._core = core
         self._has_blocks = blocks is not None
         memory = blocks or core.runner.slab
@@ -53,7 +65,7 @@ class Capabilities:
         return self._exchange.contents()
 
     def kv_layout(self) -> KvLayout:
-        """Of whole blocks: each rank has its share of the heads."""
+        """Layout of whole blocks; each rank stores its share of the heads."""
         shape, degree = self._core.runner.slab.shape, self._core.runner.model.group.degree
         return KvLayout(
             name=LAYOUT,
@@ -73,60 +85,61 @@ class Capabilities:
         self._need_blocks()
         return self._exchange.import_kv(blocks)
 
-    def hold_kv(self, request_id: RequestId) -> KvHeld:
+    def held_kv(self, request_id: RequestId) -> HeldKv:
         self._need_blocks()
-        return self._exchange.hold(request_id)
+        return self._exchange.held(request_id)
 
-    def computed_kv(self, request_id: RequestId, after: int, done: Told) -> None:
-        """`done` is called in a later step, or when the prompt is let go."""
+    def computed_kv(self, request_id: RequestId, after: int, on_blocks: OnBlocks) -> None:
+        """`on_blocks` is called in a later step, or when the prompt is released."""
         self._need_blocks()
-        self._prefills.watch(request_id, after, done)
+        self._prefills.watch(request_id, after, on_blocks)
 
-    def tell_computed(self) -> None:
-        """Those who wait for blocks, of what is complete now."""
-        if self._prefills.is_watched:
+    def notify_computed(self) -> None:
+        """Report newly completed blocks to their watchers."""
+        if self._prefills.has_watchers:
             self._core.runner.wait()
-            self._prefills.tell()
+            self._prefills.notify_watchers()
 
-    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+    def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         self._need_blocks()
-        # Blocks of a request that was stopped are free while its last chunk may still be written on a device.
+        # Blocks of an aborted request are free while the device may still write its last chunk.
         self._core.runner.wait()
-        return self._exchange.make_room(keys, hashes)
+        return self._exchange.allocate_kv(keys, hashes)
 
-    def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
+    def commit_kv(self, allocation: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        self._exchange.commit(allocation, num_filled, keep_for, self._prefills.expires_at)
 
-    def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        return self._exchange.take(room, num_last, request_id)
+    def attach_kv(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        return self._exchange.attach(allocation, num_last, request_id)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         self._need_blocks()
-        self._core.runner.wait()  # on a device a block that is named may still be written
-        found = self._exchange.pin_sealed(name, self._prefills.hold_s)
-        if found:
-            self._prefills.hold(name)
-        return found
+        self._core.runner.wait()  # the device may still write a block that has a name
+        sealed = self._exchange.pin_sealed(name, self._prefills.hold_s)
+        if sealed:
+            self._prefills.start_hold(name)
+        return sealed
 
     def _need_blocks(self) -> None:
         if not self._has_blocks:
             raise Unsupported(
-                "the KV of several ranks travels from shared memory of the host only: serve with "
-                "tensor_parallel = 1, or as aggregated",
+                "KV of several ranks can be moved only from shared host memory; use tensor_parallel = 1 "
+                "or the aggregated role",
                 feature="kv of tensor parallelism",
             )
 
-    # --- prompts for others
+    # --- remote prompts
 
-    def prefill(self, request: Request, done: Done) -> None:
-        """Compute a prompt and sample its first tokens; `done` is called in a later step. Errors as of submit."""
-        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), done)
+    def prefill(self, request: Request, on_handoff: OnHandoff) -> None:
+        """Compute a prompt and sample its first tokens; `on_handoff` is called in a later step. Same errors
+        as `submit`."""
+        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
 
     def release_prefill(self, request_id: RequestId) -> None:
         self._prefills.release(request_id)
 
-    def take(self, one: Advanced) -> bool:
-        return self._prefills.take(one)
+    def consume_token(self, new: NewToken) -> bool:
+        return self._prefills.consume_token(new)
 
     def fail(self, request_id: RequestId, error: ErrorInfo) -> bool:
         return self._prefills.fail(request_id, error)
@@ -153,7 +166,7 @@ class Capabilities:
         adapters.unload(name)
 
     def loras(self) -> dict[str, str]:
-        """Names and digests, in order of loading."""
+        """Names and digests, in loading order."""
         adapters = self._core.runner.model.adapters
         return {name: adapters.digest(name) for name in adapters.names}
 
@@ -198,7 +211,7 @@ class Capabilities:
 def _chunk(
     tokens: Sequence[int], blocks: list[BlockId], start: int, end: int, block_size: int, device: torch.device
 ) -> Batch:
-    """Tokens [start, end) of one sequence as a batch by themselves."""
+    """Tokens [start, end) of one sequence as a batch."""
     positions = np.arange(start, end, dtype=np.int64)
     table = np.array(blocks, dtype=np.int32)
     slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size

@@ -1,8 +1,8 @@
 """EngineCore: scheduler, model and sampler, one step at a time.
 
-Synchronous, for one thread: whoever runs it takes commands between steps. Owns what a sequence needs for
-sampling (seed, grammar, processors) and the wording of what a step gave as a StepOutput. What goes beyond
-generating (moving blocks, adapters, embeddings) is in `capabilities`.
+Synchronous, for one thread; commands are handled between steps. Owns the sampling state of sequences (seed,
+grammar, processors) and builds StepOutputs. Everything beyond generation (moving blocks, adapters,
+embeddings) is in `capabilities`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from kvolt.runtime.clock import Clock
 from kvolt.scheduler.scheduler import Scheduler
 from kvolt.scheduler.sequence import Phase, Sequence
 from kvolt.scheduler.step_output import delta_of, load_of
-from kvolt.scheduler.step_plan import Advanced, PlainBatch, StepPlan, Work
+from kvolt.scheduler.step_plan import NewToken, PlainBatch, StepPlan, Work
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
 
 _COMPILE_WAIT_S = 0.01
-"""How long a step waits for grammars when there is nothing else to do."""
+"""How long an idle step waits for grammars to be compiled."""
 
 
 @dataclass(slots=True)
-class Voice:
-    """How one sequence chooses its tokens."""
+class SamplingState:
+    """Sampling state of one sequence."""
 
     row: Row
     matcher: Matcher | None
     output: list[int]
-    """Its tokens so far, which the row sees."""
+    """Tokens generated so far, shared with the row."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     failure: str | None = None
-    """Why it cannot choose any: its request ends with the first token."""
+    """Reason why no token can be sampled; the request fails at its first token."""
 
 
 class EngineCore:
@@ -75,18 +75,18 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.keys_of = keys
-        """What the keys of a request's blocks have in common."""
+        """Returns the constant part of a request's block keys."""
         self.capabilities = Capabilities(self, blocks, clock.monotonic)
         self._now = clock.monotonic
         self._ended_at: float | None = None
-        """When the step before ended, if work was left then."""
+        """End of the previous step if it left work, else None."""
         self.closing = ExitStack()
-        """What goes when this goes."""
+        """Resources that `close` releases."""
         self.on_step: Callable[[StepStats], None] = lambda stats: None
         self._grammars = CompilingThreads(grammars)
         self._compiling: dict[RequestId, tuple[Request, bool, Future[CompiledGrammar]]] = {}
         self._compiled: dict[RequestId, CompiledGrammar] = {}
-        self._voices: dict[Sequence, Voice] = {}
+        self._sampling: dict[Sequence, SamplingState] = {}
         self._failed: list[tuple[RequestId, ErrorInfo]] = []
         self._plain = PlainBatch()
 
@@ -97,20 +97,20 @@ class EngineCore:
     # --- requests
 
     def submit(self, request: Request, keep_blocks: bool = False) -> None:
-        """Take a request; KvoltError when it cannot run here. A grammar that is wrong fails it later.
+        """Enqueue a request. KvoltError if it cannot run here; an invalid grammar fails it later.
 
-        `keep_blocks` as in `Scheduler.add`.
+        `keep_blocks` as in `Scheduler.add_request`.
         """
-        make_processors(request.extra)  # an unknown one is refused now
+        make_processors(request.extra)  # raises for an unknown processor
         check_sampling(request.sampling, self.runner.model.config.vocab_size)
         if request.media:
-            raise Unsupported("the native engine reads no media", feature="media")
+            raise Unsupported("the native engine does not support media", feature="media")
         if request.lora and request.lora not in self.runner.model.adapters.names:
-            self.runner.model.adapters.digest(request.lora)  # says which there are
+            self.runner.model.adapters.digest(request.lora)  # raises NotFound with the loaded names
         if request.grammar is None:
-            self.scheduler.add(request, keep_blocks=keep_blocks)
+            self.scheduler.add_request(request, keep_blocks=keep_blocks)
             return
-        compiled = self._grammars.kept(request.grammar)
+        compiled = self._grammars.find_compiled(request.grammar)
         if compiled is not None:
             self._admit(request, keep_blocks, compiled)
             return
@@ -123,19 +123,19 @@ class EngineCore:
     def abort(self, request_id: RequestId) -> None:
         self._stop_compiling(request_id)
         self.scheduler.abort(request_id)
-        self._forget(request_id)
+        self._drop_state(request_id)
 
     def withdraw(self, request_id: RequestId) -> bool:
         if self._stop_compiling(request_id):
-            self.scheduler.cancel_arrivals(request_id)
+            self.scheduler.release_prefetched(request_id)
             return True
         if not self.scheduler.withdraw(request_id):
             return False
-        self._forget(request_id)
+        self._drop_state(request_id)
         return True
 
     def drop_lora(self, name: str) -> None:
-        """An adapter is about to go: what runs with it ends."""
+        """Fail the requests of an adapter that is being unloaded."""
         compiling = [request for request, _, _ in self._compiling.values()]
         for request in (*self.scheduler.requests(), *compiling):
             if request.lora == name:
@@ -151,39 +151,41 @@ class EngineCore:
     # --- steps
 
     def step(self) -> StepOutput | None:
-        """One pass through the model; None when there was nothing to say.
+        """Run one step; returns its output, or None if there is nothing to report.
 
-        Its time begins where the step before ended, if work was left then: what lies between (telling what came of
-        it, commands, planning) holds up the tokens as the model does, and whoever predicts a run adds up steps.
+        Its time starts at the end of the previous step if that left work: the time between (output, commands, planning)
+        delays tokens like the model does, and predictions of a run add up step times.
         """
         started = self._now() if self._ended_at is None else self._ended_at
         self._ended_at = None
         self.capabilities.expire()
         self._admit_compiled()
         plan = self.scheduler.plan()
-        self.capabilities.tell_computed()  # what was found in the cache need not wait for the step
+        self.capabilities.notify_computed()  # cached blocks need not wait for the step
         if plan is None:
             if self._compiling:
                 self._wait_for_grammar()
             return self._without_step()
         try:
             computed = self.runner.run(plan)
-            samplers = [work for work in chain(plan.decodes, plan.prefills) if work.samples]
-            voices = [self._voice(work.sequence) for work in samplers]
-            rows = [self._row(work.sequence, voice) for work, voice in zip(samplers, voices, strict=True)]
+            sampling_works = [work for work in chain(plan.decodes, plan.prefills) if work.samples]
+            states = [self._sampling_state(work.sequence) for work in sampling_works]
+            rows = [
+                self._row(work.sequence, state) for work, state in zip(sampling_works, states, strict=True)
+            ]
             sampled = sample(computed.logits, rows)
-            self._read_prompts(plan, computed)
-            if not samplers:
-                # Nothing was read of it, so a device may only have begun: the next one would be planned without what
-                # comes meanwhile, and told as the longer.
+            self._compute_prompt_logprobs(plan, computed)
+            if not sampling_works:
+                # Nothing was read back, so the device may still be computing: wait, or the next step would be
+                # planned before newer requests arrive, and its time would include this one.
                 self.runner.wait()
         except BaseException:
             self.scheduler.discard(plan)
             raise
-        for work, voice, one in zip(samplers, voices, sampled, strict=True):
-            self._accept(work, voice, one)
-        advanced = self.scheduler.commit(plan, [one.token or 0 for one in sampled], self._plain)
-        by_sequence = {id(work.sequence): one for work, one in zip(samplers, sampled, strict=True)}
+        for work, state, one in zip(sampling_works, states, sampled, strict=True):
+            self._accept(work, state, one)
+        new_tokens = self.scheduler.commit(plan, [one.token or 0 for one in sampled], self._plain)
+        by_sequence = {id(work.sequence): one for work, one in zip(sampling_works, sampled, strict=True)}
         ended = self._now()
         stats = StepStats(
             plan.stats.batch,
@@ -198,17 +200,17 @@ class EngineCore:
         if (pace := self.scheduler.pace) is not None:
             pace.observe(stats)
         self.on_step(stats)
-        self.capabilities.tell_computed()
-        return self._told(advanced, by_sequence, stats)
+        self.capabilities.notify_computed()
+        return self._build_output(new_tokens, by_sequence, stats)
 
     def load(self, stats: StepStats | None = None) -> WorkerLoad:
         return load_of(self.scheduler, stats, num_pending=len(self._compiling))
 
     # --- sampling
 
-    def _voice(self, sequence: Sequence) -> Voice:
-        voice = self._voices.get(sequence)
-        if voice is None:
+    def _sampling_state(self, sequence: Sequence) -> SamplingState:
+        state = self._sampling.get(sequence)
+        if state is None:
             request = sequence.request
             output = sequence.tokens[sequence.num_prompt :]
             grammar = self._compiled.get(request.request_id)
@@ -217,7 +219,7 @@ class EngineCore:
             failure = None
             try:
                 processors = make_processors(request.extra)
-            except KvoltError as error:  # though it could be made at submit
+            except KvoltError as error:  # although it was created at submit
                 failure = error.message
             row = Row(
                 sampling=request.sampling,
@@ -229,66 +231,68 @@ class EngineCore:
             )
             if matcher is not None and self._grammars.compiler is not None:
                 row.mask = torch.empty(self._grammars.compiler.mask_words, dtype=torch.int32)
-            voice = self._voices[sequence] = Voice(row, matcher, output, failure=failure)
-        return voice
+            state = self._sampling[sequence] = SamplingState(row, matcher, output, failure=failure)
+        return state
 
-    def _row(self, sequence: Sequence, voice: Voice) -> Row:
-        row = voice.row
+    def _row(self, sequence: Sequence, state: SamplingState) -> Row:
+        row = state.row
         row.position = sequence.num_output
         if row.banned or sequence.request.stop.min_tokens:
-            row.banned = tuple(sequence.banned)
-        if voice.matcher is not None and row.mask is not None:
-            voice.matcher.fill(row.mask)
-            if voice.matcher.is_done:
-                row.banned = ()  # nothing but an end can come, however early
+            row.banned = tuple(sequence.banned_ids)
+        if state.matcher is not None and row.mask is not None:
+            state.matcher.fill(row.mask)
+            if state.matcher.is_done:
+                row.banned = ()  # only an end of sequence is possible, even before min_tokens
         return row
 
-    def _accept(self, work: Work, voice: Voice, sampled: Sampled) -> None:
+    def _accept(self, work: Work, state: SamplingState, sampled: Sampled) -> None:
         request_id = work.sequence.request.request_id
         if work.sequence.phase is not Phase.RUNNING:
-            return  # another choice of its request has failed just now
-        if voice.failure is not None or sampled.token is None:
-            reason = voice.failure or sampled.failure or "no token was possible"
+            return  # another choice of its request failed in this step
+        if state.failure is not None or sampled.token is None:
+            reason = state.failure or sampled.failure or "no token is allowed"
             self._fail(request_id, EngineFailed(reason, engine="native"))
             return
-        voice.output.append(sampled.token)
-        if voice.matcher is not None and not voice.matcher.accept(sampled.token):
+        state.output.append(sampled.token)
+        if state.matcher is not None and not state.matcher.accept(sampled.token):
             self._fail(
-                request_id, EngineFailed("the grammar refused a token it had allowed", engine="native")
+                request_id, EngineFailed("the grammar rejected a token that it allowed", engine="native")
             )
 
-    def _read_prompts(self, plan: StepPlan, computed: Computed) -> None:
-        """Log probabilities of prompts, for those who asked: chunk by chunk, each token under those before it."""
+    def _compute_prompt_logprobs(self, plan: StepPlan, computed: Computed) -> None:
+        """Compute requested prompt log probabilities, chunk by chunk."""
         for number, work in enumerate(plan.prefills, len(plan.decodes)):
             sequence = work.sequence
             if not sequence.needs_prompt_logits:
                 continue
-            told = self._voice(sequence).prompt_logprobs
-            del told[work.start + 1 :]  # of a step that failed, or of before a preemption
+            logprobs = self._sampling_state(sequence).prompt_logprobs
+            del logprobs[work.start + 1 :]  # left by a failed step or from before a preemption
             if work.start == 0:
-                told[:] = [None]
+                logprobs[:] = [None]
             count = min(work.num_tokens, sequence.num_prompt - 1 - work.start)
             if count <= 0:
                 continue
             following = iter(sequence.tokens[work.start + 1 : work.start + 1 + count])
             for logits in self.runner.each_prompt_logits(computed, number, work, count):
                 tokens = [next(following) for _ in range(logits.shape[0])]
-                told += prompt_logprobs(logits, tokens, sequence.request.sampling.prompt_logprobs or 0)
+                logprobs += prompt_logprobs(logits, tokens, sequence.request.sampling.prompt_logprobs or 0)
 
-    # --- telling
+    # --- output
 
-    def _told(self, advanced: list[Advanced], sampled: dict[int, Sampled], stats: StepStats) -> StepOutput:
-        plain_ids, plain_tokens = self._plain.take()
+    def _build_output(
+        self, new_tokens: list[NewToken], sampled: dict[int, Sampled], stats: StepStats
+    ) -> StepOutput:
+        plain_ids, plain_tokens = self._plain.drain()
         deltas: list[tuple[RequestId, Delta]] = []
-        for one in advanced:
-            sequence = one.sequence
-            if self.capabilities.take(one):
-                self._voices.pop(sequence, None)
+        for new in new_tokens:
+            sequence = new.sequence
+            if self.capabilities.consume_token(new):
+                self._sampling.pop(sequence, None)
                 continue
-            deltas.append((sequence.request.request_id, self._delta(one, sampled[id(sequence)])))
-            if one.end is not None:
-                self._voices.pop(sequence, None)
-        if self._compiled and any(one.end is not None for one in advanced):
+            deltas.append((sequence.request.request_id, self._delta(new, sampled[id(sequence)])))
+            if new.end is not None:
+                self._sampling.pop(sequence, None)
+        if self._compiled and any(new.end is not None for new in new_tokens):
             self._drop_grammars()
         return StepOutput(
             tuple(deltas),
@@ -299,15 +303,15 @@ class EngineCore:
             kv_changes=self.scheduler.take_changes(),
         )
 
-    def _delta(self, one: Advanced, sampled: Sampled) -> Delta:
-        sequence = one.sequence
-        of_prompt = None
-        if one.is_first and sequence.index == 0:
-            voice = self._voices.get(sequence)
-            if voice is not None and voice.prompt_logprobs:
-                of_prompt = tuple(voice.prompt_logprobs)
-                voice.prompt_logprobs = []
-        return delta_of(one, sampled.logprobs, of_prompt)
+    def _delta(self, new: NewToken, sampled: Sampled) -> Delta:
+        sequence = new.sequence
+        prompt_logprobs = None
+        if new.is_first and sequence.index == 0:
+            state = self._sampling.get(sequence)
+            if state is not None and state.prompt_logprobs:
+                prompt_logprobs = tuple(state.prompt_logprobs)
+                state.prompt_logprobs = []
+        return delta_of(new, sampled.logprobs, prompt_logprobs)
 
     def _without_step(self) -> StepOutput | None:
         failed, changes = self._take_failed(), self.scheduler.take_changes()
@@ -315,7 +319,7 @@ class EngineCore:
             return None
         return StepOutput(failed=failed, load=self.load(), kv_changes=changes)
 
-    # --- what is under way
+    # --- grammars and failures
 
     def _admit_compiled(self) -> None:
         for request_id, (request, keep_blocks, future) in list(self._compiling.items()):
@@ -326,38 +330,39 @@ class EngineCore:
                 self._admit(request, keep_blocks, future.result())
             except KvoltError as error:
                 self._fail(request_id, error)
-            except Exception as error:  # of the compiler's thread
+            except Exception as error:  # from the compiler's thread
                 reason = f"its grammar failed to compile: {type(error).__name__}: {str(error)[:200]}"
                 self._fail(request_id, EngineFailed(reason, engine="native"))
 
     def _admit(self, request: Request, keep_blocks: bool, compiled: CompiledGrammar) -> None:
-        for given in _given(request):
-            compiled.start(given)  # tokens that break it are refused here, not in a step
-        self.scheduler.add(request, keep_blocks=keep_blocks)
+        for tokens in _prior_output(request):
+            compiled.start(tokens)  # rejects prior tokens that violate it here, not in a step
+        self.scheduler.add_request(request, keep_blocks=keep_blocks)
         self._compiled[request.request_id] = compiled
 
     def _stop_compiling(self, request_id: RequestId) -> bool:
-        """Whether it was waiting for its grammar, which nobody compiles now if nobody had begun."""
-        found = self._compiling.pop(request_id, None)
-        if found is None:
+        """Cancel the compilation of a request's grammar if it has not started; returns whether the request
+        waited for it."""
+        entry = self._compiling.pop(request_id, None)
+        if entry is None:
             return False
-        _, _, future = found
+        _, _, future = entry
         future.cancel()
         return True
 
     def _wait_for_grammar(self) -> None:
-        """A moment, since there is nothing else to do."""
+        """Wait briefly for a grammar, if there is nothing else to do."""
         wait([future for _, _, future in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
 
     def _drop_grammars(self) -> None:
-        """Those of requests that are over. One that waits, or whose other choices wait, still needs its own."""
-        here = {request.request_id for request in self.scheduler.requests()}
-        for request_id in self._compiled.keys() - here:
+        """Drop the grammars of requests that have ended. Waiting requests and choices still need theirs."""
+        live = {request.request_id for request in self.scheduler.requests()}
+        for request_id in self._compiled.keys() - live:
             del self._compiled[request_id]
 
     def _fail(self, request_id: RequestId, error: KvoltError) -> None:
         self.scheduler.abort(request_id)
-        self._forget(request_id)
+        self._drop_state(request_id)
         info = to_info(error)
         if not self.capabilities.fail(request_id, info):
             self._failed.append((request_id, info))
@@ -366,17 +371,17 @@ class EngineCore:
         failed, self._failed = tuple(self._failed), []
         return failed
 
-    def _forget(self, request_id: RequestId) -> None:
+    def _drop_state(self, request_id: RequestId) -> None:
         self._compiled.pop(request_id, None)
-        gone = [sequence for sequence in self._voices if sequence.request.request_id == request_id]
-        for sequence in gone:
-            del self._voices[sequence]
+        dropped = [sequence for sequence in self._sampling if sequence.request.request_id == request_id]
+        for sequence in dropped:
+            del self._sampling[sequence]
 
 
-def _given(request: Request) -> list[tuple[int, ...]]:
-    """The output that a request comes with, by choice where choices differ."""
-    if request.resume_choices:
-        return [request.resumed(index) for index in request.open_choices]
-    if request.resume or request.handoff is None or request.handoff.first_tokens is None:
-        return [request.resume]
+def _prior_output(request: Request) -> list[tuple[int, ...]]:
+    """Prior output of a request: one entry per choice if they differ."""
+    if request.prior_tokens_by_choice:
+        return [request.prior_tokens_of(index) for index in request.open_choices]
+    if request.prior_tokens or request.handoff is None or request.handoff.first_tokens is None:
+        return [request.prior_tokens]
     return [(token,) for token in request.handoff.first_tokens]

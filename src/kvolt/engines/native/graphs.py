@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: a step of a few hundred launches becomes one.
+"""CUDA graphs of decode steps: replaces a few hundred kernel launches by one.
 
-Owns the static inputs that the graphs read, the padding up to a captured size, and the replay. A graph sees the
-same addresses every time: a batch is copied into the static tensors, rows past it write their KV to a spare slot
-and have a context of 0. Must not know models: it captures any `forward(batch) -> [rows, ...]`.
+Owns the static inputs of the graphs, the padding to a captured size, and the replay. A graph uses the same addresses
+every time: a batch is copied into the static tensors; padding rows write their KV to a spare slot and have a context
+of 0. Must not know models: it captures any `forward(batch) -> [rows, ...]`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvolt.engines.native.batch import Batch
 Forward = Callable[[Batch], Tensor]
 Run = Callable[[], Tensor]
 Recorder = Callable[[Run], Run]
-"""Runs a function once, and returns one that does the same work again on the same memory."""
+"""Runs a function once, and returns one that repeats it on the same memory."""
 
 DEFAULT_SIZES = (1, 2, 4, 8, *range(16, 257, 8))
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
-    """The usual sizes, and the largest batch there can be: none runs without a graph for a few rows too many."""
+    """The default sizes up to `max_rows`, and `max_rows` itself, so that the largest batch has a graph too."""
     largest = min(max_rows, DEFAULT_SIZES[-1])
     return [*(size for size in DEFAULT_SIZES if size < largest), largest]
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one memory pool: only one of them runs at a time."""
+    """Records CUDA graphs that share a memory pool, since only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        # Outside the capture first: kernels compile, libraries take their workspaces.
+        # First without capture: kernels are compiled, and libraries allocate their workspaces.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,18 +56,18 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What the graphs are captured for."""
+    """Limits of the captured graphs."""
 
     max_blocks: int
-    """Width of the block tables: the longest context."""
+    """Width of the block tables, for the longest context."""
     spare_slot: int
-    """Where padded rows write their KV: in a block that no sequence owns."""
+    """Slot for the KV of padding rows, in a block that no sequence owns."""
     sizes: Sequence[int] = DEFAULT_SIZES
-    """Batch sizes, ascending; a batch runs in the smallest that holds it."""
+    """Batch sizes, ascending; a batch uses the smallest size that fits."""
 
 
 class DecodeGraphs:
-    """Decode steps by replay, for batches within the limits."""
+    """Replays decode steps for batches within the limits."""
 
     def __init__(
         self, forward: Forward, limits: GraphLimits, device: torch.device, recorder: Recorder | None = None
@@ -91,13 +91,13 @@ class DecodeGraphs:
         return self._sizes
 
     def capture(self) -> None:
-        """Captures every size, the largest first so that the smaller ones fit its memory."""
+        """Capture every size, the largest first, so that smaller ones reuse its memory."""
         self._pad(0, self._sizes[-1])
         for size in reversed(self._sizes):
             self._runs[size] = self._recorder(self._step_of(size))
 
     def covers(self, batch: Batch) -> bool:
-        """Whether `replay` takes this batch: decodes without adapters only, and within the captured sizes."""
+        """Whether `replay` supports this batch: only decodes, no adapters, and within the captured sizes."""
         rows = len(batch.context_lens)
         return (
             bool(self._runs)
@@ -108,7 +108,8 @@ class DecodeGraphs:
         )
 
     def replay(self, batch: Batch) -> Tensor:
-        """The rows `forward` gives for a covered batch, on the host or the device. Valid until the next replay."""
+        """The result of `forward` for a covered batch, which may be on the host or the device. Valid until
+        the next replay."""
         rows = batch.num_decodes
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._tokens[:rows].copy_(batch.token_ids, non_blocking=True)
@@ -121,7 +122,7 @@ class DecodeGraphs:
         return self._runs[size]()[:rows]
 
     def _pad(self, rows: int, size: int) -> None:
-        # Tokens and positions may stay as some earlier batch left them: nothing reads the result.
+        # Tokens and positions of an earlier batch may remain: the result is not read.
         self._slots[rows:size].fill_(self._limits.spare_slot)
         self._lens[rows:size].zero_()
 
@@ -129,13 +130,13 @@ class DecodeGraphs:
         batch = self._static_batch(size)
 
         def step() -> Tensor:
-            made = self._forward(batch)
-            # One output for all sizes: each graph's own would keep a [size, vocabulary] alive.
+            result = self._forward(batch)
+            # One output for all sizes: otherwise each graph would keep a [size, vocabulary] tensor.
             if self._out is None:
                 self._out = torch.empty(
-                    (self._sizes[-1], *made.shape[1:]), dtype=made.dtype, device=made.device
+                    (self._sizes[-1], *result.shape[1:]), dtype=result.dtype, device=result.device
                 )
-            self._out[:size].copy_(made)
+            self._out[:size].copy_(result)
             return self._out[:size]
 
         return step

@@ -1,9 +1,8 @@
-"""Matrix products with weights that stay: as they are, packed for the CPU, or in eight bits.
+"""Linear projections: plain, packed for the CPU, or with int8 weights.
 
-Owns how a weight is kept for the products of a step. Packing lays a bfloat16 weight out as oneDNN's kernels read
-it, once: a product of few rows is then half as dear again, since torch's own `linear` does it at every call.
-Int8 is weight-only: activations stay as they are, each output column has a scale of its own. Knows nothing of
-layers.
+Owns the storage format of weights for the products of a step. Packing reorders a bfloat16 weight once into the layout
+of oneDNN's kernels; torch's own `linear` does this in every call, which makes products of few rows half as expensive
+again. Int8 is weight-only: activations are unchanged, and each output column has its own scale. Knows no layers.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from torch.nn import functional as F
 Quantize = Literal["none", "int8"]
 
 _PACKED_ROWS = 32
-"""The number of rows that a packed layout is chosen for: a decode step's. Others are possible, and nearly as fast."""
+"""Row count that the packed layout is optimised for: a decode step. Others are possible and almost as fast."""
 
-# Where oneDNN's choice of blocks is a poor one (seen with AMX and few threads): 33 rows take three quarters of the time
-# of 32, and a narrow product of several hundred rows is up to twice as dear per row as one of fewer or of more. ADR 8.
-_SLOW_FEW_ROWS, _QUICK_FEW_ROWS = range(17, 33), 33
-_SLOW_ROWS_PER_THREAD, _QUICK_ROWS_PER_THREAD = range(161, 641), 128
+# Row counts for which oneDNN chooses slow blocking (seen with AMX and few threads): 33 rows take three
+# quarters of the time of 32, and a narrow product of several hundred rows costs up to twice as much per row
+# as smaller or larger ones (ADR 8).
+_SLOW_FEW_ROWS, _FAST_FEW_ROWS = range(17, 33), 33
+_SLOW_ROWS_PER_THREAD, _FAST_ROWS_PER_THREAD = range(161, 641), 128
 _NARROW_COLUMNS = 1024
 
 _INT8_COLUMNS, _INT8_DEPTH = 32, 64
 _INT8_ROWS = 48
-"""From so many rows on, the weight is widened first and the product is bfloat16's, which has AMX."""
+"""From this row count on, the weight is converted to bfloat16 first, whose products use AMX."""
 
 
 class Projection(Protocol):
@@ -48,7 +48,7 @@ class Plain:
 
 
 class Packed:
-    """bfloat16 on a CPU, through the operator that torch's own compiler uses."""
+    """bfloat16 on a CPU, by the operator that torch's compiler uses."""
 
     __slots__ = ("_bias", "_is_narrow", "_operator", "_weight")
 
@@ -61,10 +61,10 @@ class Packed:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         if rows in _SLOW_FEW_ROWS:
-            return self._multiply(F.pad(x, (0, 0, 0, _QUICK_FEW_ROWS - rows)))[:rows]
+            return self._multiply(F.pad(x, (0, 0, 0, _FAST_FEW_ROWS - rows)))[:rows]
         threads = torch.get_num_threads()
         if self._is_narrow and threads > 1 and rows // threads in _SLOW_ROWS_PER_THREAD:
-            parts = torch.split(x, _QUICK_ROWS_PER_THREAD * threads)
+            parts = torch.split(x, _FAST_ROWS_PER_THREAD * threads)
             return torch.cat([self._multiply(part) for part in parts])
         return self._multiply(x)
 
@@ -74,7 +74,7 @@ class Packed:
 
 
 class Int8:
-    """One signed byte per weight, symmetric. Activations in bfloat16, CPU only."""
+    """Symmetric int8 weights with bfloat16 activations, CPU only."""
 
     __slots__ = ("_bias", "_scale", "_weight")
 
@@ -87,7 +87,7 @@ class Int8:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """The kernel reads whole tiles and does not look where the weight ends."""
+        """Whether the weight consists of whole tiles, as the kernel requires."""
         return weight.shape[0] % _INT8_COLUMNS == 0 and weight.shape[1] % _INT8_DEPTH == 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Int8:
 
 
 def projection(weight: Tensor, bias: Tensor | None, quantize: Quantize = "none") -> Projection:
-    """The best way to multiply with this weight."""
+    """The fastest projection for this weight."""
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return Plain(weight, bias)
     if quantize == "int8" and Int8.fits(weight):
@@ -107,7 +107,7 @@ def projection(weight: Tensor, bias: Tensor | None, quantize: Quantize = "none")
 
 
 def _can_pack() -> bool:
-    """An operator without a public name, so it may go away; and one that not every CPU has a kernel for."""
+    """Whether the operator exists, since it is not public, and supports this CPU."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() if _has_probe() else False
 
 

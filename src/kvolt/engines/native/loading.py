@@ -1,13 +1,11 @@
-"""From a model's name to an EngineCore that can compute.
+"""Loads a model and builds an EngineCore.
 
-Owns how the parts are put together, and how many KV blocks there are. Says what it does as it goes, since it may
-take minutes.
+Owns the assembly of the engine's parts and the number of KV blocks. Reports progress, since loading may take minutes.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -25,16 +23,16 @@ from kvolt.core.request import Request
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.model import Attention, LoadOptions, Transformer
+from kvolt.engines.native.model import LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
+from kvolt.engines.native.rank_runner import attention_backend, set_threads, slab_in
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
-from kvolt.engines.native.tp_rank import Followers, LoadLora, UnloadLora
-from kvolt.engines.native.trial_runner import measured_steps
+from kvolt.engines.native.tp_rank import LoadLora, TpRanks, UnloadLora
+from kvolt.engines.native.trial_runner import run_trials
 from kvolt.kv import BlockPool
 from kvolt.models.card import model_card
 from kvolt.models.checkpoint import Checkpoint, open_checkpoint
@@ -54,13 +52,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 2.0
-FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill", "Lora", "Embed")
-_OF_WHOLE_BLOCKS = ("KvMovable", "KvPlaced", "KvTierable", "Prefill")
+FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvAddressable", "KvTierable", "Prefill", "Lora", "Embed")
+_OF_WHOLE_BLOCKS = ("KvMovable", "KvAddressable", "KvTierable", "Prefill")
 _WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in _OF_WHOLE_BLOCKS)
-"""Where a rank's blocks hold its share of the heads only, and nobody reaches those of the others."""
+"""Features if a rank's blocks have only its share of the heads, and the others' blocks cannot be accessed."""
 
 
-def _quiet(text: str) -> None:
+def _ignore_progress(text: str) -> None:
     pass
 
 
@@ -70,11 +68,11 @@ def _own_memory(rank: int, num_bytes: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreHooks:
-    """What loading needs of who asked for it."""
+    """Dependencies of loading, provided by the caller."""
 
-    progress: Callable[[str], None] = _quiet
+    progress: Callable[[str], None] = _ignore_progress
     memory: Callable[[int, int], int | None] = _own_memory
-    """For a rank and a number of bytes: a descriptor of memory for its KV slab, on the host only, to be closed here;
+    """Maps a rank and a size in bytes to a descriptor of host memory for its KV slab, which loading closes;
     None to allocate it here."""
     clock: Clock = field(default_factory=SystemClock)
     turn: Callable[[Sequence[str]], AbstractContextManager[None]] = host_turn
@@ -82,7 +80,7 @@ class CoreHooks:
 
 
 class LoadHooks(Protocol):
-    """CoreHooks, for those who cannot import torch yet."""
+    """The part of CoreHooks that a caller without torch provides."""
 
     @property
     def progress(self) -> Callable[[str], None]: ...
@@ -91,11 +89,11 @@ class LoadHooks(Protocol):
     def memory(self) -> Callable[[int, int], int | None]: ...
 
 
-def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | None = None) -> EngineCore:
-    """ConfigError for a model that cannot be found, read or run here."""
-    hooks = CoreHooks() if asker is None else CoreHooks(asker.progress, asker.memory)
-    found = resolve(spec.model, ProgressLog(hooks.clock, say=hooks.progress))
-    path = Path(found.path)
+def load_core(spec: EngineSpec, arguments: NativeArguments, caller: LoadHooks | None = None) -> EngineCore:
+    """Load a model and build its core. ConfigError if it cannot be found, read or run here."""
+    hooks = CoreHooks() if caller is None else CoreHooks(caller.progress, caller.memory)
+    resolved = resolve(spec.model, ProgressLog(hooks.clock, write_line=hooks.progress))
+    path = Path(resolved.path)
     checkpoint = open_checkpoint(path, arguments.context_length)
     name = arguments.served_name or spec.model
     if arguments.tensor_parallel == 1:
@@ -105,33 +103,14 @@ def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | N
         device_of(spec, arguments, rank)
     device = choose_setup(spec, arguments, checkpoint.config).device
     with ExitStack() as undo:
-        followers = Followers(spec, arguments, path)
-        undo.callback(followers.close)
-        followers.wait_started()
-        group = TorchGroup(0, arguments.tensor_parallel, followers.address, device)
+        tp_ranks = TpRanks(spec, arguments, path)
+        undo.callback(tp_ranks.close)
+        tp_ranks.wait_started()
+        group = TorchGroup(0, arguments.tensor_parallel, tp_ranks.address, device)
         undo.callback(group.close)
-        core = build_core(spec, name, checkpoint, arguments, hooks, group, followers)
+        core = build_core(spec, name, checkpoint, arguments, hooks, group, tp_ranks)
         core.closing.push(undo.pop_all())
     return core
-
-
-def follower_runner(
-    checkpoint: Checkpoint,
-    arguments: NativeArguments,
-    setup: Setup,
-    group: Group,
-    num_blocks: int,
-    memory: int | None,
-) -> ModelRunner:
-    """What a rank other than the first computes with. `memory`: a descriptor, closed here."""
-    _set_threads(arguments)
-    options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
-    model = Transformer(checkpoint, options, group)
-    shape = SlabShape.of(checkpoint.config, num_blocks, setup.block_size, setup.dtype, group.degree)
-    slab = _slab_in(memory, shape, setup)
-    for adapter, folder in arguments.loras.items():
-        model.adapters.load(adapter, Path(folder))
-    return ModelRunner(model, _attention(slab, checkpoint.config, setup.device, group), slab, setup.device)
 
 
 def build_core(
@@ -141,29 +120,29 @@ def build_core(
     arguments: NativeArguments,
     hooks: CoreHooks,
     group: Group | None = None,
-    followers: Followers | None = None,
+    tp_ranks: TpRanks | None = None,
 ) -> EngineCore:
-    """With weights from anywhere."""
+    """Build a core from any checkpoint."""
     group = group or Solo()
     config = checkpoint.config
     setup = choose_setup(spec, arguments, config, group.rank)
-    _set_threads(arguments)
+    set_threads(arguments)
     started = hooks.clock.monotonic()
     hooks.progress(f"loading {name}: {config.num_layers} layers in {setup.dtype} on {setup.device}")
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group, _layer_progress(name, hooks))
     slab = _slab(config, setup, arguments, hooks, group)
     blocks: BlockMemory | None = slab
-    if followers is not None:
-        blocks = _allocate_others(followers, slab, group.degree, setup, hooks)
-    num_blocks = slab.shape.num_blocks - 1  # the last one takes what padded rows of captured steps write
-    runner = ModelRunner(model, _attention(slab, config, setup.device, group), slab, setup.device)
+    if tp_ranks is not None:
+        blocks = _allocate_others(tp_ranks, slab, group.degree, setup, hooks)
+    num_blocks = slab.shape.num_blocks - 1  # the last one receives the KV of padding rows in captured steps
+    runner = ModelRunner(model, attention_backend(slab, config, setup.device, group), slab, setup.device)
     for adapter, folder in arguments.loras.items():
         model.adapters.load(adapter, Path(folder))
-    if followers is not None:
-        runner.on_batch = followers.run
-        model.adapters.on_load = lambda name, folder: followers.tell(LoadLora(name, str(folder)))
-        model.adapters.on_unload = lambda name: followers.tell(UnloadLora(name))
+    if tp_ranks is not None:
+        runner.on_batch = tp_ranks.run
+        model.adapters.on_load = lambda name, folder: tp_ranks.send(LoadLora(name, str(folder)))
+        model.adapters.on_unload = lambda name: tp_ranks.send(UnloadLora(name))
     card = model_card(name, checkpoint, setup.block_size)
     info = EngineInfo(
         engine="native",
@@ -195,14 +174,16 @@ def build_core(
         return msgspec.structs.replace(keys, lora=lora, salt=request.salt)
 
     def grammars() -> GrammarCompiler:
-        from kvolt.engines.native.grammar.compiler import GrammarCompiler  # seconds, and most never need it
+        from kvolt.engines.native.grammar.compiler import (
+            GrammarCompiler,  # imported on first use: takes seconds
+        )
 
         return GrammarCompiler(checkpoint.tokenizer_json, config.vocab_size, card.eos_token_ids)
 
     limits = Limits(
         max_num_seqs=setup.max_num_seqs,
         max_batch_tokens=setup.max_batch_tokens,
-        # Before its first step everything waits, also what will run at once.
+        # Requests that will run at once wait too, until the first step.
         max_waiting=setup.max_waiting + setup.max_num_seqs,
         context_length=config.context_length,
         block_size=setup.block_size,
@@ -221,38 +202,30 @@ def build_core(
     hooks.progress("running a first step")
     runner.warm_up()
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
-        hooks.progress("capturing decode steps")
+        hooks.progress("capturing CUDA graphs of decode steps")
         _capture(runner, setup, config)
     if arguments.measure_steps:
         hooks.progress("measuring steps")
         try:
-            with hooks.turn(_computes_on(setup.device)):
-                trials = measured_steps(runner, limits, num_blocks, hooks.clock.monotonic)
-        except Exception:  # without its times routers guess; the engine is as good as it was
-            log.warning("steps cannot be measured, and nobody is told what they take", exc_info=True)
+            with hooks.turn(_measured_resources(setup.device)):
+                trials = run_trials(runner, limits, num_blocks, hooks.clock.monotonic)
+        except Exception:  # the engine works without a latency model; routers use estimates
+            log.warning("step calibration failed; no latency model will be published", exc_info=True)
         else:
             core.info = msgspec.structs.replace(info, latency=trials.latency)
             if trials.rough_latency is not None:
                 scheduler.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
-    hooks.progress(
-        f"{name} is loaded after {hooks.clock.monotonic() - started:.1f} s, {num_blocks} KV blocks"
-    )
+    hooks.progress(f"loaded {name} in {hooks.clock.monotonic() - started:.1f} s with {num_blocks} KV blocks")
     return core
 
 
-def _computes_on(device: torch.device) -> list[str]:
-    """Names of what the steps of an engine keep busy: two engines that measure on the same see each other's steps."""
+def _measured_resources(device: torch.device) -> list[str]:
+    """Names of the GPU or the cores that steps use, which no other engine may measure on at the same time."""
     if device.type == "cuda":
         return [f"gpu-{torch.cuda.get_device_properties(device).uuid}"]
     return [f"core-{core}" for core in usable_cores().ids]
-
-
-def _set_threads(arguments: NativeArguments) -> None:
-    # torch counts the machine's cores; a container may have a quota of fewer, and ranks share them.
-    usable = min(torch.get_num_threads(), len(usable_cores().ids))
-    torch.set_num_threads(arguments.threads or max(1, usable // arguments.tensor_parallel))
 
 
 def _slab(
@@ -271,46 +244,31 @@ def _slab(
     least = -(-config.context_length // setup.block_size)
     if count < 1:
         raise ConfigError(
-            f"there is no memory for a KV block of {one.block_bytes} bytes",
+            f"no memory is left for KV blocks of {one.block_bytes} bytes",
             key="args.kv_memory_gib",
             remedy="raise kv_memory_gib, or choose a smaller model",
         )
     if count < least:
-        hooks.progress(f"{count} KV blocks hold less than one context of {config.context_length} tokens")
+        hooks.progress(f"the {count} KV blocks cannot hold a full context of {config.context_length} tokens")
     shape = msgspec.structs.replace(one, num_blocks=count + 1)
     memory = None if setup.device.type == "cuda" else hooks.memory(group.rank, shape.num_bytes)
-    return _slab_in(memory, shape, setup)
-
-
-def _slab_in(memory: int | None, shape: SlabShape, setup: Setup) -> KvSlab:
-    """In the memory of a descriptor, which is closed here: the mapping stays."""
-    try:
-        return KvSlab(shape, str(setup.device), memory)
-    finally:
-        if memory is not None:
-            os.close(memory)
+    return slab_in(memory, shape, setup)
 
 
 def _allocate_others(
-    followers: Followers, slab: KvSlab, degree: int, setup: Setup, hooks: CoreHooks
+    tp_ranks: TpRanks, slab: KvSlab, degree: int, setup: Setup, hooks: CoreHooks
 ) -> RankSlabs | None:
-    """The other ranks' blocks; all ranks' as one, or None where theirs cannot be reached from here."""
+    """Allocate the other ranks' blocks. Returns access to the blocks of all ranks, or None if it is not possible."""
     memories: list[int] = []
     if setup.device.type != "cuda":
-        given = [hooks.memory(rank, slab.shape.num_bytes) for rank in range(1, degree)]
-        memories = [memory for memory in given if memory is not None]
-    followers.allocate(slab.shape.num_blocks, memories)
-    others = [_slab_in(memory, slab.shape, setup) for memory in memories]
+        memories = [
+            memory
+            for rank in range(1, degree)
+            if (memory := hooks.memory(rank, slab.shape.num_bytes)) is not None
+        ]
+    tp_ranks.allocate(slab.shape.num_blocks, memories)
+    others = [slab_in(memory, slab.shape, setup) for memory in memories]
     return RankSlabs([slab, *others]) if others else None
-
-
-def _attention(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
-    scale = config.head_dim**-0.5
-    if device.type == "cuda":
-        from kvolt.engines.native.attention_cuda import CudaAttention
-
-        return CudaAttention(slab, scale)
-    return CpuAttention(slab, config.num_heads // group.degree, scale)
 
 
 def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:
@@ -329,7 +287,7 @@ def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:
 
 
 def _step_log(path: Path, core: EngineCore, setup: Setup) -> Callable[[StepStats], None]:
-    """Steps as they come, flushed each: who stops the engine loses none."""
+    """A writer of the step log, which flushes every step."""
     out = core.closing.enter_context(path.open("ab", buffering=0))
     if out.tell() == 0:
         header = StepLogHeader(
@@ -353,12 +311,12 @@ def _device_name(device: torch.device) -> str:
 
 def _layer_progress(name: str, hooks: CoreHooks) -> Callable[[int, int], None]:
     now = hooks.clock.monotonic
-    told = now()
+    reported_at = now()
 
     def layer(done: int, total: int) -> None:
-        nonlocal told
-        if now() - told > _PROGRESS_S:
-            told = now()
+        nonlocal reported_at
+        if now() - reported_at > _PROGRESS_S:
+            reported_at = now()
             hooks.progress(f"loading {name}: {done} of {total} layers")
 
     return layer

@@ -1,8 +1,8 @@
-"""LoRA adapters: read from a PEFT folder, kept beside the weights, chosen per request.
+"""LoRA adapters: loaded from PEFT folders and selected per request.
 
-An adapter adds `scale * (x A^T) B^T` to a product. Rows of one request are neighbours in a batch, so each
-adapter of a step is two small products per joined weight. Owns reading and applying; which request wants
-which adapter is in the Batch, and what an adapter means for cached blocks is the salt in their keys.
+An adapter adds `scale * (x A^T) B^T` to a product. Rows of one request are adjacent in a batch, so each adapter of a
+step adds two small products per joined weight. Owns loading and applying adapters; the Batch says which rows use
+which adapter, and block keys contain the adapter's digest.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class _Delta:
 class Adapter:
     name: str
     digest: str
-    """Of its weights and its name: blocks of one adapter are never taken for another's, and a key has one name in the
-    eyes of routers. A name may have two keys, since routers know adapters by name alone: what an adapter leaves in
-    the cache is told under the same names as blocks of the next one that is so called, until it is evicted."""
+    """Hash of its weights and name, part of its block keys, so that blocks of different adapters are never
+    confused. Routers know adapters by name only: blocks left in the cache by an unloaded adapter are reported
+    under the same hashes as those of its successor with the same name, until they are evicted."""
     deltas: dict[tuple[int, Place], list[_Delta]] = field(default_factory=dict)
 
 
 class Adapters:
-    """Those that are loaded, on one rank."""
+    """The loaded adapters of one rank."""
 
     def __init__(self, config: ModelConfig, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class Adapters:
         self._device = device
         self._loaded: dict[str, Adapter] = {}
         self.on_load: Callable[[str, Path], None] = lambda name, folder: None
-        """Told after an adapter was loaded: how other ranks follow."""
+        """Called after an adapter was loaded; forwards it to the other ranks."""
         self.on_unload: Callable[[str], None] = lambda name: None
 
     @property
@@ -90,11 +90,9 @@ class Adapters:
         return self._find(name).digest
 
     def load(self, name: str, folder: Path) -> Adapter:
-        """ConfigError when it is not one for this model, or the name is another's: requests may run with that."""
+        """Load an adapter. ConfigError if it does not fit the model, or if another one with that name is loaded."""
         if len(self._loaded) >= _MAX_ADAPTERS and name not in self._loaded:
-            raise ConfigError(
-                f"{_MAX_ADAPTERS} adapters are loaded", key="lora", remedy="unload one that is not needed"
-            )
+            raise ConfigError(f"{_MAX_ADAPTERS} adapters are loaded", key="lora", remedy="unload one of them")
         config, tensors, digest = _read(name, folder)
         if name in self._loaded:
             if self._loaded[name].digest == digest:
@@ -105,18 +103,18 @@ class Adapters:
         scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
         for full_name, tensor in tensors.items():
-            found = _NAME.fullmatch(full_name)
-            if found is None or found[2] not in _PLACE_OF:
+            match = _NAME.fullmatch(full_name)
+            if match is None or match[2] not in _PLACE_OF:
                 raise ConfigError(
                     f"{folder}: the adapter changes {full_name}, which is not supported", key="lora"
                 )
-            if tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != config.r:
+            if tensor.dim() != 2 or tensor.shape["AB".index(match[3])] != config.r:
                 raise ConfigError(
-                    f"{folder}: {full_name} has the shape {list(tensor.shape)}, which is not of rank {config.r}",
+                    f"{folder}: {full_name} has the shape {list(tensor.shape)}, which does not match rank {config.r}",
                     key="lora",
-                    remedy="make r in adapter_config.json the rank of the weights",
+                    remedy="set r in adapter_config.json to the rank of the weights",
                 )
-            pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
+            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
         adapter = Adapter(name, digest)
         for (layer, member), pair in sorted(pairs.items()):
             self._add_pair(adapter, layer, member, pair, scale, folder)
@@ -146,11 +144,11 @@ class Adapters:
         except KeyError:
             known = ", ".join(self._loaded) or "none"
             raise NotFound(
-                f"no adapter {name!r} is loaded (there are: {known})", kind="lora", name=name
+                f"no adapter {name!r} is loaded (loaded: {known})", kind="lora", name=name
             ) from None
 
     def _sizes(self, member: str) -> tuple[int, int]:
-        """(in, out) of the whole weight."""
+        """Input and output size of the whole weight."""
         config = self._config
         heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -176,13 +174,13 @@ class Adapters:
                 f"{folder}: layer {layer}, {member} has shapes {tuple(down.shape)} and {tuple(up.shape)}, "
                 f"which do not fit a weight of {size_out} x {size_in}",
                 key="lora",
-                remedy="load an adapter that was trained on this model",
+                remedy="use an adapter that was trained on this model",
             )
         place = _PLACE_OF[member]
         group = self._group
-        if place in ("qkv", "gate_up"):  # cut by output: all of A, our part of B
+        if place in ("qkv", "gate_up"):  # split by output: all of A, this rank's part of B
             up = share(up, 0, group.rank, group.degree)
-        else:  # cut by input: the ranks' sums are added up, and so are these
+        else:  # split by input: the partial sums of the ranks are added
             down = share(down, 1, group.rank, group.degree)
         start = 0
         for other in _MEMBERS[place]:
@@ -205,13 +203,13 @@ def _read(name: str, folder: Path) -> tuple[_PeftConfig, dict[str, Tensor], str]
         tensors: dict[str, Any] = load(data)
     except OSError as error:
         raise ConfigError(
-            f"{folder} is no adapter: {error.strerror or error}",
+            f"{folder} is not an adapter: {error.strerror or error}",
             key="lora",
-            remedy="name a folder with adapter_config.json and adapter_model.safetensors",
+            remedy="use a folder with adapter_config.json and adapter_model.safetensors",
         ) from error
     except (msgspec.DecodeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be read as an adapter: {error}", key="lora") from error
-    refused = {
+    unsupported = {
         "peft_type": config.peft_type != "LORA",
         "use_dora": config.use_dora,
         "bias": config.bias != "none",
@@ -220,9 +218,9 @@ def _read(name: str, folder: Path) -> tuple[_PeftConfig, dict[str, Tensor], str]
         "rank_pattern": bool(config.rank_pattern),
         "alpha_pattern": bool(config.alpha_pattern),
     }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ConfigError(f"{folder}: adapters with {what} are not supported", key="lora")
+    for option, is_used in unsupported.items():
+        if is_used:
+            raise ConfigError(f"{folder}: adapters with {option} are not supported", key="lora")
     if config.r < 1:
         raise ConfigError(f"{folder}: the adapter's rank is {config.r}", key="lora")
     header = msgspec.json.encode((name, config))

@@ -1,8 +1,8 @@
-"""The Llama family's forward pass over a flat batch of tokens.
+"""Transformer: forward pass of the Llama family over a flat batch of tokens.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in biases and in norms over heads, which the config says. Weights that
-are multiplied with the same input are kept as one: q, k and v; gate and up. Knows nothing of requests, of
-scheduling or of where keys and values lie: the attention backend does.
+Llama, Mistral, Qwen2 and Qwen3 differ in biases and head norms, which the config describes. Weights with the same
+input are joined: q, k and v; gate and up. Knows no requests, no scheduling, and no location of keys and values, which
+the attention backend owns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.kernels.operations import Rotation, add_rmsnorm, silu_mul
+from kvolt.engines.native.kernels.inputs import Rotation
+from kvolt.engines.native.kernels.operations import add_rmsnorm, silu_mul
 from kvolt.engines.native.linear import Projection, Quantize, projection
 from kvolt.engines.native.lora import Adapters
 from kvolt.engines.native.parallel import Group, Solo, share
@@ -24,12 +25,13 @@ from kvolt.models.config import ModelConfig, inverse_frequencies
 
 
 class Attention(Protocol):
-    """Writes a layer's keys and values to the slab and attends. See attention_cpu and attention_cuda."""
+    """Attention backend: writes a layer's keys and values to the slab and computes attention. See
+    attention_cpu and attention_cuda."""
 
     def rotate_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, batch: Batch
     ) -> Tensor:
-        """q [T, heads, hd], k and v [T, kv_heads, hd], not turned yet; [T, heads * hd]."""
+        """q [T, heads, hd], k and v [T, kv_heads, hd], before rotation -> [T, heads * hd]."""
         ...
 
 
@@ -49,11 +51,11 @@ class LoadOptions:
     dtype: torch.dtype
     device: torch.device
     quantize: Quantize = "none"
-    """Weights in eight bits, where the device can; embeddings stay as they are, the output matrix does not."""
+    """int8: int8 weights including the output matrix, except embeddings, if the device supports it."""
 
 
 class Transformer:
-    """A model's share of one rank. `forward`, then `logits` of the rows that are wanted."""
+    """One rank's share of a model. `forward` computes hidden states, `logits` the logits of selected rows."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Transformer:
         self._head = projection(head, None, options.quantize)
 
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """The normed hidden states of all tokens, [T, hidden]."""
+        """Normalised hidden states of all tokens, [T, hidden]."""
         x = self.embedding[batch.token_ids]
         residual: Tensor | None = None
         for number, layer in enumerate(self.layers):
@@ -94,7 +96,7 @@ class Transformer:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] in float32. Every rank has the whole output matrix; only rank 0 needs the result."""
+        """Logits [rows, vocabulary] in float32. Every rank has the whole output matrix; only rank 0 uses the result."""
         return self._head(hidden).float()
 
     def _attend(self, number: int, layer: Layer, x: Tensor, batch: Batch, attention: Attention) -> Tensor:
@@ -130,7 +132,7 @@ class Transformer:
 
 
 class _Loader:
-    """Takes one rank's share of each weight, joined as the layers want it."""
+    """Loads one rank's share of each weight, joined as the layers need it."""
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions, group: Group) -> None:
         self._checkpoint = checkpoint
@@ -163,13 +165,13 @@ class _Loader:
         )
 
     def _columns(self, names: list[str], biased: bool) -> Projection:
-        """Several weights of one input as one, each cut by output."""
+        """Join weights with the same input, each split by output."""
         weight = torch.cat([self._share(f"{name}.weight", 0) for name in names])
         bias = torch.cat([self._share(f"{name}.bias", 0) for name in names]) if biased else None
         return projection(weight, bias, self._options.quantize)
 
     def _rows(self, name: str, biased: bool) -> Projection:
-        """Cut by input; the sum over the ranks is the product, to which one of them adds the bias."""
+        """A weight split by input; the sum over the ranks is the product, and rank 0 adds the bias."""
         weight = self._share(f"{name}.weight", 1).contiguous()
         bias = self.whole(f"{name}.bias") if biased and self._group.rank == 0 else None
         return projection(weight, bias, self._options.quantize)
@@ -181,7 +183,7 @@ class _Loader:
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[T, heads * hd] as [T, heads, hd], without a copy."""
+    """View [T, heads * hd] as [T, heads, hd]."""
     return x.view(x.shape[0], -1, head_dim)
 
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism: a model's heads and columns shared by several processes.
+"""Tensor parallelism: the heads and columns of a model are split over several processes.
 
-Every rank holds its share of the weights and of the KV, and runs the same steps. Rank 0 leads: it schedules,
-samples and serves; the others follow what it broadcasts. Between them only sums travel: one after attention
-and one after the MLP of each layer.
+Every rank has its share of the weights and the KV and runs the same steps. Rank 0 schedules, samples and serves; the
+others run the batches that it broadcasts. Ranks exchange only sums: one after attention and one after the MLP of each
+layer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import ModelConfig
 
-_PATIENCE = timedelta(minutes=10)
-"""Of a sum: the first one waits until the slowest rank has read its weights."""
+_TIMEOUT = timedelta(minutes=10)
+"""Timeout of a collective: the first one waits until the slowest rank has loaded its weights."""
 
 
 class Group(Protocol):
-    """The ranks of one model, seen from one of them."""
+    """The group of a model's ranks, as seen by one of them."""
 
     rank: int
     degree: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place where it can be."""
+        """Sum over all ranks, in place if possible."""
         ...
 
 
 class Solo:
-    """One process has it all."""
+    """A group of one rank."""
 
     rank = 0
     degree = 1
@@ -43,7 +43,7 @@ class Solo:
 
 
 class TorchGroup:
-    """Over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+    """A torch.distributed group: gloo on CPUs, NCCL on GPUs."""
 
     def __init__(self, rank: int, degree: int, address: str, device: torch.device) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class TorchGroup:
             init_method=address,
             rank=rank,
             world_size=degree,
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -66,19 +66,19 @@ class TorchGroup:
 
 
 def check_degree(config: ModelConfig, degree: int) -> None:
-    """ConfigError where the model's heads or columns cannot be shared evenly."""
+    """ConfigError if the model's heads or columns cannot be split evenly."""
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         count = getattr(config, name)
         if count % degree:
             raise ConfigError(
-                f"tensor parallelism over {degree} ranks cannot share the model's {name} of {count}",
+                f"the model's {name} of {count} cannot be split over {degree} ranks",
                 key="args.tensor_parallel",
-                remedy=f"choose a number that divides {count}",
+                remedy=f"set tensor_parallel to a divisor of {count}",
             )
 
 
 def share(x: Tensor, dim: int, rank: int, degree: int) -> Tensor:
-    """A rank's part of a dimension."""
+    """A rank's part of a tensor along a dimension."""
     if degree == 1:
         return x
     size = x.shape[dim] // degree

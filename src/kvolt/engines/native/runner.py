@@ -1,7 +1,7 @@
-"""ModelRunner: a StepPlan in, logits out.
+"""ModelRunner: computes the logits of a StepPlan.
 
-Owns the way from the scheduler's sequences to the model's tensors: the batch, which rows need logits, replay of
-captured decode steps. Decides nothing about tokens: `core` samples.
+Builds the batch from the scheduler's sequences, selects the rows that need logits, and replays captured
+decode steps. Sampling is done by `core`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvolt.scheduler.step_plan import StepPlan, Work
 
 _WARM_UP_TOKENS = 64
 _MAX_LOGIT_ROWS = 256
-"""Rows of prompt logits at a time: a vocabulary wide each, they would outgrow everything else."""
+"""Prompt logits are computed in slices of this many rows: each row is as wide as the vocabulary."""
 
 
 class Replay(Protocol):
-    """Captured decode steps, see graphs.DecodeGraphs."""
+    """Captured decode steps; see graphs.DecodeGraphs."""
 
     def covers(self, batch: Batch) -> bool: ...
 
@@ -31,7 +31,7 @@ class Replay(Protocol):
 
 
 class Computed(NamedTuple):
-    """What a step gives."""
+    """Result of a step."""
 
     logits: Tensor
     """[works that sample, vocabulary], in plan order."""
@@ -41,7 +41,7 @@ class Computed(NamedTuple):
 
 
 class ModelRunner:
-    """One rank's model, its slab and its attention."""
+    """Model, slab and attention backend of one rank."""
 
     def __init__(self, model: Transformer, attention: Attention, slab: KvSlab, device: torch.device) -> None:
         self.model = model
@@ -51,7 +51,7 @@ class ModelRunner:
         self._batches = BatchBuilder(slab.shape.block_size, device)
         self._replay: Replay | None = None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
-        """Told of every batch before it runs: how other ranks follow."""
+        """Called with every batch before it runs; broadcasts it to the other ranks."""
 
     def use_replay(self, replay: Replay) -> None:
         self._replay = replay
@@ -69,21 +69,22 @@ class ModelRunner:
             return Computed(self._replay.replay(batch), None, batch.query_starts)
         hidden = self.forward(batch)
         is_every_row = len(rows) == batch.num_tokens
-        wanted = hidden if is_every_row else hidden[batch.logit_rows]
-        return Computed(self.model.logits(wanted), hidden, batch.query_starts)
+        selected = hidden if is_every_row else hidden[batch.logit_rows]
+        return Computed(self.model.logits(selected), hidden, batch.query_starts)
 
     def forward(self, batch: Batch) -> Tensor:
         self.on_batch(batch)
         return self.model.forward(batch, self._attention)
 
     def wait(self) -> None:
-        """Until all that was computed lies in the slab: a chunk that samples nothing has not been waited for."""
+        """Wait until all KV is written: steps that sample nothing are not synchronised otherwise."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """A short prompt into blocks that nobody holds yet: kernels compile, libraries take their workspaces."""
+        """Run a short prompt in free blocks, so that kernels are compiled and libraries allocate their
+        workspaces."""
         shape = self.slab.shape
         length = min(_WARM_UP_TOKENS, shape.num_blocks * shape.block_size, self.model.config.context_length)
         places = torch.arange(length, device=self.device)
@@ -103,12 +104,12 @@ class ModelRunner:
         self.model.logits(self.forward(batch)[batch.logit_rows])
 
     def decode_logits(self, batch: Batch) -> Tensor:
-        """What a captured step computes."""
+        """The function captured by graphs."""
         return self.model.logits(self.forward(batch))
 
     @torch.inference_mode()
     def each_prompt_logits(self, computed: Computed, number: int, work: Work, count: int) -> Sequence[Tensor]:
-        """Logits of the first `count` tokens of a chunk, in slices; `number`: its place in the plan."""
+        """Logits of the first `count` tokens of a chunk, in slices. `number`: index of the chunk in the plan."""
         assert computed.hidden is not None, "a step with a prompt is not replayed"
         first = computed.query_starts[number]
         rows = computed.hidden[first : first + count]

@@ -1,7 +1,5 @@
-"""What an engine runs on and how much it takes on, where its arguments leave that open: the choices, made.
-
-Owns devices and data types. Knows no weights: a follower makes the same choices as its leader.
-"""
+"""Setup: resolves device, data type and step limits that the arguments leave open. All ranks resolve them
+alike."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The choices, made."""
+    """Resolved settings of an engine."""
 
     device: torch.device
     dtype: str
@@ -34,12 +32,13 @@ class Setup:
 
 
 def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.device:
-    """The device of a rank. ConfigError if it is not there; touches none, as that would take memory of it."""
+    """The device of a rank. ConfigError if it does not exist. Does not initialise it, since that would
+    allocate memory."""
     named = arguments.device
     if spec.devices:
         if rank >= len(spec.devices):
             raise ConfigError(
-                f"{rank + 1} ranks need as many devices, and {len(spec.devices)} are named",
+                f"{rank + 1} ranks need as many devices, but {len(spec.devices)} are named",
                 key="devices",
                 remedy="name one device for each of tensor_parallel",
             )
@@ -59,9 +58,9 @@ def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.
         raise _unusable(str(named), error) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs",
+            f"{device} does not exist: torch sees {torch.cuda.device_count()} GPUs",
             key="devices",
-            remedy="lower tensor_parallel, or name devices that are there; cpu needs none",
+            remedy="lower tensor_parallel, or name existing devices; cpu needs none",
         )
     return device
 
@@ -70,11 +69,13 @@ def choose_setup(spec: EngineSpec, arguments: NativeArguments, config: ModelConf
     device = device_of(spec, arguments, rank)
     try:
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError if torch was built without CUDA
         raise _unusable(str(device), error) from error
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(device)  # Triton, streams and graphs go by it, not by where tensors lie
+        torch.cuda.set_device(
+            device
+        )  # Triton, streams and graphs use the current device, not that of their tensors
         check_gpu_shape(config.head_dim, arguments.block_size)
     max_num_seqs = arguments.max_num_seqs or (256 if on_gpu else 64)
     return Setup(
@@ -107,8 +108,8 @@ def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
         return "bfloat16"
     if arguments.dtype != "auto":
         if arguments.dtype == "bfloat16" and not on_gpu and not _has_bfloat16():
-            log.warning("this CPU has no bfloat16 products: they are made of others, and float32 is faster")
-            # torch tells the same at the first product, with its whole stack.
+            log.warning("this CPU has no bfloat16 instructions; float32 is faster than emulated bfloat16")
+            # torch warns of the same at the first product, with a stack trace.
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
         return arguments.dtype
     if on_gpu:

@@ -1,7 +1,4 @@
-"""How large an engine's steps and its KV cache are, where nobody said: from the model's shape and what memory is left.
-
-Arithmetic, but for the questions to the device and the system. Knows no weights and allocates nothing.
-"""
+"""Default step and KV cache sizes, from the model's shape and the free memory. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +10,23 @@ from kvolt.runtime.host.memory import free_bytes
 _GIB = 1024**3
 _CPU_KV_BYTES = 2 * _GIB
 _GPU_KV_SHARE = 0.9
-"""Of what a GPU has left beside weights and the largest step; the rest is for libraries and fragments."""
+"""Share of the GPU memory left beside weights and the largest step; the rest is for libraries and
+fragmentation."""
 
 _GPU_STEP_TOKENS = 8192
 _CPU_STEP_TOKENS = range(256, 2049)
 _CPU_STEP_WEIGHTS = 4e11
-"""Products of a step on a CPU: a second or so on two cores, since decodes wait that long behind a prompt."""
+"""Multiplications per CPU step, about a second on two cores: decodes wait that long behind a prompt."""
 
 _BYTES_PER_DRAWN_LOGIT = 48
-"""A draw with top_p: logits in float32 twice, sorted with indices, probabilities and their sums in float64."""
+"""Bytes per logit of a top_p draw: float32 logits twice, sorted values and indices, float64 probabilities and
+sums."""
+MAX_COMPILING = 2
+"""Grammars compiled concurrently; more would take CPU time from the steps."""
 
 
 def step_tokens(config: ModelConfig, on_gpu: bool) -> int:
-    """Tokens in one step."""
+    """Tokens per step."""
     if on_gpu:
         return _GPU_STEP_TOKENS
     tokens = int(_CPU_STEP_WEIGHTS / config.num_weights) // 64 * 64
@@ -35,10 +36,11 @@ def step_tokens(config: ModelConfig, on_gpu: bool) -> int:
 def largest_step_bytes(
     config: ModelConfig, max_batch_tokens: int, max_num_seqs: int, itemsize: int, degree: int = 1
 ) -> int:
-    """What the tensors of one step come to at most, on one rank.
+    """Upper bound of the tensor memory of one step on one rank.
 
-    At a layer's widest place there are: hidden states and residual, normed and not; q, k, v and what attention
-    gives, or gate, up and their product. After the layers: logits of every sequence, and what drawing takes.
+    The largest point of a layer holds: hidden states and residual, raw and normed; q, k, v and the attention
+    output, or gate, up and their product. After the layers: logits of all sequences and the sampler's
+    buffers.
     """
     hidden = 4 * config.hidden_size
     attention = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) // degree
@@ -49,7 +51,7 @@ def largest_step_bytes(
 
 
 def memory_for_kv(device: torch.device, step_bytes: int) -> int:
-    """On a GPU most of what is left after loading and beside a step; on a CPU a part of what is free."""
+    """GPU: most of the memory left after loading and beside a step. CPU: a share of the free memory."""
     if device.type != "cuda":
         return min(_CPU_KV_BYTES, free_bytes() // 4)
     free, _ = torch.cuda.mem_get_info(device)

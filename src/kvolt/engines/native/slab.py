@@ -1,14 +1,12 @@
-"""The memory of all KV blocks of one engine, or of one rank of it.
+"""KvSlab: memory of all KV blocks of one rank.
 
     tensor: [num_blocks, num_layers, 2 (k, v), num_kv_heads, block_size, head_dim]
 
-One block is one contiguous piece with all layers in it, so a block travels as a single copy, and a run of
-neighbours as one as well. Layers see strided views; a kernel does not mind, since the last three
-dimensions of a view, which it reads at a time, are contiguous.
+A block is contiguous and contains all layers, so it is transferred as a single copy, as is a run of adjacent blocks.
+Layers are strided views; kernels read the last three dimensions of a view at a time, which are contiguous.
 
-On the host the memory is a memfd: another process maps the same pages through the descriptor, without a
-name that could be left behind. On a device it is one allocation, which CUDA can share by an IPC handle.
-Knows nothing of which block holds what.
+On the host the memory is a memfd: another process maps the same pages by its descriptor, and no name can be left
+behind. On a device it is one allocation, which CUDA shares by an IPC handle. Does not know the content of blocks.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"
-"""The order of dimensions, for those who compare layouts before bytes travel."""
+"""Name of the dimension order, compared before transfers."""
 _HEADS = 2
 """The dimension of heads inside a block."""
 
 
 class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
-    """All that says where a value lies in a slab."""
+    """Dimensions and data type of a slab."""
 
     num_blocks: int
     num_layers: int
@@ -47,7 +45,7 @@ class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: str, degree: int = 1
     ) -> SlabShape:
-        """For one of `degree` ranks."""
+        """The shape of one of `degree` ranks."""
         return cls(
             num_blocks=num_blocks,
             num_layers=config.num_layers,
@@ -97,10 +95,12 @@ class KvSlab:
             self.tensor = torch.zeros(shape.dims, dtype=dtype, device=device)
 
     def device_handle(self) -> DeviceHandle | None:
-        """By which another process opens this memory of a device; None on the host."""
+        """Handle by which another process opens device memory; None on the host."""
         if not self.tensor.is_cuda:
             return None
-        from kvolt.transfer.cuda.memory import handle_of  # needs Triton, which only a device has for certain
+        from kvolt.transfer.cuda.memory import (
+            handle_of,  # requires Triton, which may be missing without a GPU
+        )
 
         return handle_of(self.tensor)
 
@@ -114,18 +114,18 @@ class KvSlab:
 
     def write(self, block: int, data: bytes) -> None:
         """Fill a block. The caller has checked the length."""
-        given = torch.frombuffer(bytearray(data), dtype=DTYPES[self.shape.dtype])
-        self.tensor[block].copy_(given.view(self.shape.dims[1:]))
+        values = torch.frombuffer(bytearray(data), dtype=DTYPES[self.shape.dtype])
+        self.tensor[block].copy_(values.view(self.shape.dims[1:]))
 
 
 class RankSlabs:
-    """Blocks whose heads are shared by the slabs of all ranks, read and written as if one had them all.
+    """Whole blocks whose heads are split over the slabs of all ranks.
 
-    On the host, between steps: then no rank reads or writes its own, since the last sum of a step comes after both.
+    For host memory, between steps: no rank accesses its blocks then, since the last sum of a step follows all accesses.
     """
 
     def __init__(self, slabs: Sequence[KvSlab]) -> None:
-        """In order of ranks."""
+        """`slabs` in order of rank."""
         self._slabs = slabs
 
     def read(self, block: int) -> bytes:
@@ -138,6 +138,6 @@ class RankSlabs:
         shape = self._slabs[0].shape
         dims = list(shape.dims[1:])
         dims[_HEADS] *= len(self._slabs)
-        given = torch.frombuffer(bytearray(data), dtype=DTYPES[shape.dtype]).view(dims)
-        for slab, part in zip(self._slabs, given.chunk(len(self._slabs), dim=_HEADS), strict=True):
+        whole = torch.frombuffer(bytearray(data), dtype=DTYPES[shape.dtype]).view(dims)
+        for slab, part in zip(self._slabs, whole.chunk(len(self._slabs), dim=_HEADS), strict=True):
             slab.tensor[block].copy_(part)

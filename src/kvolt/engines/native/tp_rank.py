@@ -1,7 +1,7 @@
-"""The other ranks of tensor parallelism: processes that run every batch their leader runs.
+"""Worker ranks of tensor parallelism: processes that run every batch that rank 0 runs.
 
-The leader sends what to do over a pipe, in order; a follower does it and answers nothing, since the sums inside
-a forward pass keep all in step. A follower ends when its pipe does, so a leader that dies takes them along.
+Rank 0 sends commands over a pipe, in order; they are not answered, because the sums inside a forward pass keep all
+ranks in step. A rank exits when its pipe is closed, so it does not outlive rank 0.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.parallel import TorchGroup
+from kvolt.engines.native.rank_runner import rank_runner
+from kvolt.engines.native.setup import choose_setup
+from kvolt.models.checkpoint import open_checkpoint
 
 _STOP_S = 5.0
-_LOOK_S, _MAX_LOOKS = 0.2, 600
-"""For a rank to start: importing torch takes seconds, many on a busy machine."""
+_POLL_S, _MAX_POLLS = 0.2, 600
+"""Start timeout of a rank: importing torch takes seconds, more on a busy machine."""
 
 
 class SentBatch(msgspec.Struct, array_like=True, tag=True):
-    """A Batch as bytes: what a forward pass reads of it."""
+    """The serialized part of a Batch that a forward pass reads."""
 
     token_ids: bytes
     positions: bytes
@@ -80,11 +83,11 @@ class SentBatch(msgspec.Struct, array_like=True, tag=True):
 
 
 class Allocate(msgspec.Struct, array_like=True, tag=True):
-    """How many KV blocks every rank has: the leader decides."""
+    """Number of KV blocks of every rank, chosen by rank 0."""
 
     num_blocks: int
     has_memory: bool
-    """Whether the descriptor of the memory that they are to lie in comes next; else a rank has its own."""
+    """Whether a descriptor of their memory follows; otherwise the rank allocates it."""
 
 
 class LoadLora(msgspec.Struct, array_like=True, tag=True):
@@ -102,7 +105,7 @@ _decode = msgspec.msgpack.Decoder(SentBatch | Allocate | LoadLora | UnloadLora).
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a follower is started with."""
+    """Arguments of a rank's process."""
 
     spec: EngineSpec
     arguments: NativeArguments
@@ -111,51 +114,55 @@ class _Start:
     address: str
 
 
-class Followers:
-    """The leader's side: starts ranks 1 and up, tells them what to run."""
+class TpRanks:
+    """Rank 0's side: starts the other ranks and sends them commands."""
 
     def __init__(self, spec: EngineSpec, arguments: NativeArguments, path: Path) -> None:
         self.address = f"tcp://127.0.0.1:{_free_port()}"
         context = multiprocessing.get_context("spawn")
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(1, arguments.tensor_parallel):
-            ours, theirs = context.Pipe()
+            pipe, rank_pipe = context.Pipe()
             start = _Start(spec, arguments, str(path), rank, self.address)
-            process = context.Process(target=_follow, args=(start, theirs), name=f"rank-{rank}", daemon=True)
+            process = context.Process(
+                target=_run_rank, args=(start, rank_pipe), name=f"rank-{rank}", daemon=True
+            )
             process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            rank_pipe.close()
+            self._ranks.append((process, pipe))
 
     def wait_started(self) -> None:
-        """Until each is about to join the group: joining waits for all of them, and would wait for one that is gone."""
+        """Wait until all ranks are ready to join the group. Joining waits for all ranks, also for one that
+        has exited."""
         for process, pipe in self._ranks:
-            for _ in range(_MAX_LOOKS):
-                if pipe.poll(_LOOK_S) or not process.is_alive():
+            for _ in range(_MAX_POLLS):
+                if pipe.poll(_POLL_S) or not process.is_alive():
                     break
             if not pipe.poll():
                 raise EngineFailed(f"{process.name} did not start", engine="native")
             try:
-                trouble = pipe.recv_bytes().decode()
+                error = pipe.recv_bytes().decode()
             except EOFError:
-                trouble = "it ended while it started"
-            if trouble:
-                raise EngineFailed(f"{process.name} did not start: {trouble}", engine="native")
+                error = "it exited during startup"
+            if error:
+                raise EngineFailed(f"{process.name} did not start: {error}", engine="native")
 
     def allocate(self, num_blocks: int, memories: Sequence[int]) -> None:
-        """`memories`: descriptors of the ranks' memories from rank 1 on, or none. They may be closed afterwards."""
-        self.tell(Allocate(num_blocks, bool(memories)))
+        """Allocate the KV blocks of all ranks. `memories`: descriptors for the ranks from 1 on, or none; they
+        may be closed afterwards."""
+        self.send(Allocate(num_blocks, bool(memories)))
         for (process, pipe), memory in zip(self._ranks, memories, strict=bool(memories)):
-            with _while_it_lives(process):
+            with _rank_errors(process):
                 send_handle(pipe, memory, process.pid)
 
-    def tell(self, message: Allocate | LoadLora | UnloadLora | SentBatch) -> None:
+    def send(self, message: Allocate | LoadLora | UnloadLora | SentBatch) -> None:
         data = _encode(message)
         for process, pipe in self._ranks:
-            with _while_it_lives(process):
+            with _rank_errors(process):
                 pipe.send_bytes(data)
 
     def run(self, batch: Batch) -> None:
-        self.tell(SentBatch.of(batch))
+        self.send(SentBatch.of(batch))
 
     def close(self) -> None:
         for _, pipe in self._ranks:
@@ -168,11 +175,11 @@ class Followers:
 
 
 @contextlib.contextmanager
-def _while_it_lives(process: BaseProcess) -> Iterator[None]:
+def _rank_errors(process: BaseProcess) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EngineFailed(f"{process.name} has ended", engine="native") from error
+        raise EngineFailed(f"{process.name} has exited", engine="native") from error
 
 
 def _free_port() -> int:
@@ -182,13 +189,9 @@ def _free_port() -> int:
         return port
 
 
-def _follow(start: _Start, pipe: Connection) -> None:
-    from kvolt.engines.native.loading import follower_runner
-    from kvolt.engines.native.setup import choose_setup
-    from kvolt.models.checkpoint import open_checkpoint
-
+def _run_rank(start: _Start, pipe: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the leader's end ends us
+        signal.signal(number, signal.SIG_IGN)  # exits when rank 0 does
     try:
         checkpoint = open_checkpoint(Path(start.path), start.arguments.context_length)
         setup = choose_setup(start.spec, start.arguments, checkpoint.config, start.rank)
@@ -201,7 +204,7 @@ def _follow(start: _Start, pipe: Connection) -> None:
         first = _decode(pipe.recv_bytes())
         assert isinstance(first, Allocate), first
         memory = recv_handle(pipe) if first.has_memory else None
-        runner = follower_runner(checkpoint, start.arguments, setup, group, first.num_blocks, memory)
+        runner = rank_runner(checkpoint, start.arguments, setup, group, first.num_blocks, memory)
         while True:
             message = _decode(pipe.recv_bytes())
             if isinstance(message, SentBatch):
@@ -211,5 +214,5 @@ def _follow(start: _Start, pipe: Connection) -> None:
                 runner.model.adapters.load(message.name, Path(message.path))
             elif isinstance(message, UnloadLora):
                 runner.model.adapters.unload(message.name)
-    # The other ranks may be gone in the middle of a sum; an orderly goodbye would wait for them.
+    # Other ranks may have exited during a sum, for which an orderly shutdown would wait.
     os._exit(0)

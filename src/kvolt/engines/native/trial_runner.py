@@ -1,8 +1,7 @@
-"""Trials on a ModelRunner: steps that belong to no request, as those of requests run.
+"""TrialRunner: runs trial steps on a ModelRunner, without requests.
 
-They are put together by hand and write into blocks that nobody holds: before the first request nobody holds any, and
-who takes a block writes to it before it is read. The scheduler and the pool never hear of them, so nothing is found,
-told or counted afterwards.
+Trials are built directly and write into free blocks: they run before the first request, and a block is written before
+it is read. The scheduler and the pool are not involved, so trials leave no cached blocks, events or statistics.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.sampling.sampler import Row, sample
-from kvolt.engines.native.step_trials import Trial, TrialRoom, Trials, measure_steps
-from kvolt.kv import BlockId, Names
+from kvolt.engines.native.step_trials import Trial, TrialLimits, Trials, measure_steps
+from kvolt.kv import BlockId, BlockNames
 from kvolt.latency.fit import Errors
 from kvolt.scheduler.sequence import Sequence
 from kvolt.scheduler.step_plan import Limits, StepPlan, Work
@@ -23,25 +22,26 @@ from kvolt.scheduler.step_plan import Limits, StepPlan, Work
 log = logging.getLogger(__name__)
 
 _HOST_LONG = (4, 4096)
-"""Sequences with a long context, and what it comes to: pages of the host that nobody needs yet become real by it."""
+"""Number of decodes with a long context, and their total context. Small on the host, because it allocates
+unused pages."""
 _DEVICE_LONG = (32, 65_536)
 _GREEDY = Sampling(temperature=0.0)
-_TOLD_PROMPT = 512
-"""Tokens of the prompt that the log names a time for."""
+_EXAMPLE_PROMPT = 512
+"""Prompt length in the log line."""
 
 
-def measured_steps(runner: ModelRunner, limits: Limits, num_blocks: int, now: Callable[[], float]) -> Trials:
-    """Steps of this engine as it is now."""
+def run_trials(runner: ModelRunner, limits: Limits, num_blocks: int, now: Callable[[], float]) -> Trials:
+    """Measure the step times of an engine."""
     on_gpu = runner.device.type == "cuda"
     long_batch, long_tokens = _DEVICE_LONG if on_gpu else _HOST_LONG
-    room = TrialRoom(
+    bounds = TrialLimits(
         limits=limits,
         num_blocks=num_blocks,
         long_batch=min(long_batch, limits.max_num_seqs),
         long_tokens=long_tokens,
     )
-    trials = measure_steps(TrialRunner(runner, limits.block_size).prepare, room, now)
-    log.info("%s", told(trials))
+    trials = measure_steps(TrialRunner(runner, limits.block_size).prepare, bounds, now)
+    log.info("%s", trials_text(trials))
     return trials
 
 
@@ -62,7 +62,7 @@ class TrialRunner:
 
     def _plan(self, trial: Trial) -> StepPlan:
         decodes = [
-            # Of its tokens a decode needs the last one only.
+            # A decode needs only the last of its tokens.
             Work(self._sequence(1, trial.context, number), trial.context - 1, 1)
             for number in range(trial.batch)
         ]
@@ -74,7 +74,7 @@ class TrialRunner:
         return StepPlan(decodes, prefills, trial.stats())
 
     def _sequence(self, num_tokens: int, context: int, number: int) -> Sequence:
-        """With blocks of its own: what several read, caches would hold, as they do not for requests."""
+        """A sequence with its own blocks: shared blocks would be in the hardware caches, unlike those of requests."""
         request = Request(
             request_id=RequestId("trial"),
             model="",
@@ -88,25 +88,26 @@ class TrialRunner:
 
 
 class _NoNaming:
-    """Nobody is to find these blocks."""
+    """Blocks of trials have no names, so that no request finds them."""
 
-    names = Names()
+    names = BlockNames()
 
     def reach(self, tokens: list[int], num_blocks: int) -> None:
         raise AssertionError("the blocks of a trial have no names")
 
 
-def told(trials: Trials) -> str:
-    """What came of them, in a line."""
-    count, took_s, latency = trials.num_runs, trials.took_s, trials.latency
+def trials_text(trials: Trials) -> str:
+    """The results in one line, for the log."""
+    count, elapsed_s, latency = trials.num_runs, trials.elapsed_s, trials.latency
     if latency is None:
-        return f"{count} steps measured in {took_s:.1f} s are too few: no step model is registered"
-    one_ms, prompt_ms = 1e3 * latency.decode_s(1, _TOLD_PROMPT), 1e3 * latency.prefill_s(_TOLD_PROMPT)
+        return f"step calibration incomplete: steps={count} time={elapsed_s:.1f}s; no latency model is registered"
+    one_ms, prompt_ms = 1e3 * latency.decode_s(1, _EXAMPLE_PROMPT), 1e3 * latency.prefill_s(_EXAMPLE_PROMPT)
     return (
-        f"steps measured: {count} in {took_s:.1f} s; a decode takes {one_ms:.3g} ms, a prompt of {_TOLD_PROMPT} tokens "
-        f"{prompt_ms:.3g} ms; median error {_percent(trials.decodes)} on decodes, {_percent(trials.prompts)} on prompts"
+        f"steps calibrated: steps={count} time={elapsed_s:.1f}s decode={one_ms:.3g}ms "
+        f"prefill_{_EXAMPLE_PROMPT}={prompt_ms:.3g}ms decode_error={_percent(trials.decodes)} "
+        f"prefill_error={_percent(trials.prompts)}"
     )
 
 
 def _percent(errors: Errors) -> str:
-    return "?" if errors.median is None else f"{100 * errors.median:.0f} %"
+    return "unknown" if errors.median is None else f"{100 * errors.median:.0f}%"

@@ -1,13 +1,13 @@
-"""An OpenAI server that already runs, as an engine: attached over HTTP, not replaced.
+"""Adapter for a running vLLM or SGLang server, attached over its HTTP API.
 
-* engine: the contract; which requests are under way, load, whether the server is there
-* exchange: one choice's way to the server and back
-* events: answers as they come
-* dialect: what engine and server say to each other; vllm_dialect and sglang_dialect have the words
-* refusals: what a server's status codes mean to us
-* server, card: what a server says of itself; its model's tokenizer and template, which have to be here
-* watch, figures: whether it is there, how busy it is
-* telling: what a step says of all that
+* engine: the contract; requests in flight, load, availability
+* exchange: one HTTP call per choice
+* events: server-sent events
+* dialect, vllm_dialect, sglang_dialect: request and response formats
+* refusals: meaning of HTTP status codes
+* server, card: properties of the server; tokenizer and template, which must be available locally
+* health_watch, server_load: availability and load
+* outputs: conversion to step outputs
 """
 
 from kvolt.engines.remote.arguments import RemoteArguments

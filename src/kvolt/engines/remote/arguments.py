@@ -1,4 +1,4 @@
-"""What can be said about a server that is attached."""
+"""Arguments of an attached server."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RemoteArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server that already runs, vLLM or SGLang, attached over HTTP. Nothing is computed here."""
+    """Arguments of `engine = "remote"`: a running vLLM or SGLang server, attached over HTTP."""
 
     url: str = "http://127.0.0.1:8000"
-    """Of the server; /v1 at its end is no harm."""
+    """URL of the server, with or without /v1."""
     kind: Literal["auto", "vllm", "sglang"] = "auto"
-    """What it speaks. `auto` asks it."""
+    """Kind of server. `auto` detects it."""
     model: str | None = None
-    """Its name there, where it serves several."""
+    """Model name on the server, if it serves several."""
     tokenizer: str | None = None
-    """A folder with tokenizer.json, or a model's name; without it the server's own model is looked for here."""
+    """Folder with tokenizer.json, or a model name. Default: the server's model, if its files are on this machine."""
     kv_events: str | None = None
-    """Where it publishes its KV events, as tcp://HOST:PORT."""
+    """Endpoint of the server's KV events, as tcp://HOST:PORT. Default: none."""
     kv_events_replay: str | None = None
-    """Where those that were missed can be had again."""
+    """Endpoint of the replay of missed KV events."""
     kv_events_topic: str = ""
-    """Events of other topics are passed over; empty for all."""
+    """Topic of the KV events; empty for all."""
     api_key: str | None = None
-    """As its --api-key."""
+    """The server's API key (--api-key)."""
     block_size: Count | None = None
-    """Tokens in a block of KV, for a server that does not say."""
+    """Tokens per KV block, if the server does not report it."""
     kv_blocks: Count | None = None
-    """How many blocks it has, for a server that does not say."""
+    """Number of KV blocks, if the server does not report it."""
     max_num_seqs: Count | None = None
-    """Requests that it computes at once, for a server that does not say (256 if nobody does)."""
+    """Maximum number of running requests, if the server does not report it. Default: 256."""
     max_waiting: Count = 1024
-    """Choices under way that have no token yet; more are refused as Overloaded."""
+    """Maximum number of choices without a token; more are refused as Overloaded."""
     connect_timeout_s: Seconds = 5.0
     first_token_timeout_s: Seconds = 600.0
-    """From the request to its first token, the time in the queue of the server included."""
+    """Timeout of the first token in seconds, including the server's queue."""
     idle_timeout_s: Seconds = 60.0
-    """Between two tokens of an answer."""
+    """Timeout between two tokens in seconds."""
     start_timeout_s: Seconds | None = 600.0
-    """To wait for a server that is not there yet; null for ever."""
+    """Time in seconds to wait for the server at start; null: no limit."""
     probe_interval_s: Seconds = 1.0
-    """Between two looks at its health and load."""
+    """Interval of health and load probes in seconds."""
     probe_timeout_s: Seconds = 5.0
     away_after: Count = 3
-    """Probes without an answer before it counts as away. One whose connection is refused is away at once."""
+    """Failed probes in a row after which the server counts as unavailable. A refused connection counts at once."""

@@ -1,6 +1,6 @@
-"""The ModelCard of an attached server: its model's tokenizer and template have to be on this disk.
+"""ModelCard of an attached server. The tokenizer and chat template must be on this machine.
 
-A server tells neither over HTTP; text is made here, and only tokens go there and come back.
+Servers provide neither over HTTP, and kvolt exchanges only tokens with them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.engines.remote.server import ServerFacts
 from kvolt.models.config import token_ids
-from kvolt.models.folder_texts import FolderTexts, decoded
+from kvolt.models.folder_texts import FolderTexts, read_json
 from kvolt.models.resolve import locate
 
 
 class _Texts(Protocol):
-    """What is said besides weights: of a folder, or of a GGUF file."""
+    """Model texts of a folder or a GGUF file."""
 
     @property
     def tokenizer_json(self) -> bytes: ...
@@ -37,7 +37,7 @@ class _Config(msgspec.Struct):
 
 
 def card_of(facts: ServerFacts, tokenizer: str | None) -> ModelCard:
-    """Blocks. ConfigError where the model's files are not here."""
+    """Create the card. Blocking. ConfigError if the model's files are missing."""
     texts, ends, begin = _read(_find(facts, tokenizer))
     return ModelCard(
         name=facts.model,
@@ -57,32 +57,36 @@ def _find(facts: ServerFacts, tokenizer: str | None) -> Path:
         if (folder / "tokenizer.json").is_file():
             return folder
         try:
-            found = locate(name)
+            located = locate(name)
         except ConfigError:
             continue
-        if found is not None:
-            return Path(found.path)
-    looked = tokenizer or ", ".join(facts.sources)
+        if located is not None:
+            return Path(located.path)
+    searched = tokenizer or ", ".join(facts.sources)
     raise ConfigError(
-        f"the tokenizer of {facts.model} is not on this machine (looked for {looked})",
+        f"the tokenizer of {facts.model} is not on this machine (searched: {searched})",
         key="tokenizer",
-        remedy="give tokenizer=FOLDER, one that has the model's tokenizer.json and tokenizer_config.json "
-        "(`kvolt model fetch OWNER/NAME` gets a model of the hub)",
+        remedy="set tokenizer=FOLDER with the model's tokenizer.json and tokenizer_config.json "
+        "(`kvolt model fetch OWNER/NAME` downloads a model from the hub)",
     )
 
 
 def _read(path: Path) -> tuple[_Texts, tuple[int, ...], int | None]:
     if path.is_dir():
         texts = FolderTexts(path)
-        config = decoded(path, "config.json", _Config) or _Config()
-        return texts, texts.ends(token_ids(config.eos_token_id)), texts.begin(config.bos_token_id)
+        config = read_json(path, "config.json", _Config) or _Config()
+        return (
+            texts,
+            texts.eos_token_ids(token_ids(config.eos_token_id)),
+            texts.bos_token_id(config.bos_token_id),
+        )
     try:
-        from kvolt.models.gguf_file import GgufFile  # it needs torch, which a frontend may not have
+        from kvolt.models.gguf_file import GgufFile  # needs torch, which may not be installed
     except ImportError as error:
         raise ConfigError(
-            f"{path} is a GGUF file, and what reads those is not installed: {error}",
+            f"{path} is a GGUF file, whose reader is not installed: {error}",
             key="tokenizer",
-            remedy="give tokenizer=FOLDER with a tokenizer.json, or install kvolt[native]",
+            remedy="set tokenizer=FOLDER with a tokenizer.json, or install kvolt[native]",
         ) from error
     file = GgufFile(path)
     return file, file.config.eos_token_ids, file.config.bos_token_id

@@ -1,7 +1,7 @@
-"""Dialect: what engine and server say to each other, in the words of one kind of server.
+"""Port for the request and response formats of one kind of server.
 
-Each choice of a request is a call of its own: choices end, fail and resume apart, and a server would make as many
-requests of them anyway. The first has the request's seed, the others those after it, as vLLM counts them.
+Each choice of a request is a call of its own: choices end, fail and resume separately, and the server would split them
+anyway. The first choice uses the request's seed, the others the following numbers, as in vLLM.
 """
 
 from __future__ import annotations
@@ -10,63 +10,62 @@ from typing import Protocol
 
 from kvolt.core.errors import ProtocolError, Unsupported
 from kvolt.core.request import Request
-from kvolt.engines.external.answers import News
+from kvolt.engines.external.answers import ChoiceOutput
 from kvolt.engines.external.extras import refuse_extra
 from kvolt.engines.external.resuming import OUTPUT_PENALTIES, check_resumable
 from kvolt.engines.kv_formats.schema import Engine
 
 
 class AnswerReader(Protocol):
-    """One answer's events, in order. What it raises fails the request; ProtocolError for what is no chunk."""
+    """Parses the events of one answer, in order. An error fails the request; ProtocolError for a malformed chunk."""
 
     was_cut: bool
-    """The answer was ended here, by what the server would not look at: it has to be stopped."""
+    """Whether the answer was ended here and the server would continue."""
 
-    def read(self, event: bytes) -> News | None:
-        """None where there is nothing to tell of it, or not yet."""
+    def read(self, event: bytes) -> ChoiceOutput | None:
+        """Output of an event, if any."""
         ...
 
-    def end(self) -> News | None:
-        """The server has said that this was all: what was held back."""
+    def end(self) -> ChoiceOutput | None:
+        """Output that was held back until the end of the stream."""
         ...
 
 
 class Dialect(Protocol):
     kind: Engine
     path: str
-    tells_cached_first: bool
-    """Whether the first chunk says how much of the prompt was cached; else only the last does, if any."""
+    reports_cached_first: bool
+    """Whether the first chunk contains the number of cached tokens; otherwise only the last one may."""
     clear_path: str
-    """Where it is asked to forget its cached blocks."""
+    """Path that clears the server's cache."""
     clear_remedy: str
 
-    def check(self, request: Request) -> None:
-        """Unsupported for what the server has no way to do, before anything is sent."""
-        ...
+    sampling_fields: frozenset[str]
+    """Fields of `Sampling` that the server's API can express."""
 
     def body(self, request: Request, index: int) -> bytes: ...
 
     def reader(self, request: Request, index: int) -> AnswerReader: ...
 
 
-def check_asked(request: Request) -> None:
-    """Unsupported for what no server behind HTTP can do, or could not do right."""
+def check_supported(request: Request) -> None:
+    """Raise Unsupported for requests that no server over HTTP can serve correctly."""
     refuse_extra(request, "an attached server")
     refused = {
         "media": bool(request.media),
         "lora": request.lora is not None,
         "handoff": request.prefill_only or request.handoff is not None or request.rendezvous is not None,
-        "prompt_logprobs": request.sampling.prompt_logprobs is not None and not request.is_resumed,
+        "prompt_logprobs": request.sampling.prompt_logprobs is not None and not request.has_prior_tokens,
     }
-    for feature, is_wanted in refused.items():
-        if is_wanted:
-            raise Unsupported(f"an attached server is not asked for {feature}", feature=feature)
-    if request.num_resumed_tokens:
+    for feature, is_requested in refused.items():
+        if is_requested:
+            raise Unsupported(f"an attached server does not support {feature}", feature=feature)
+    if request.num_prior_tokens:
         check_resumable(
             request,
             "an attached server",
-            "an attached server cannot go on with presence or frequency penalties: it would count what is resumed "
-            "as the prompt's",
+            "an attached server cannot resume with presence or frequency penalties: resumed tokens would count as "
+            "part of the prompt",
             OUTPUT_PENALTIES,
         )
 
@@ -77,11 +76,11 @@ def seed_of(request: Request, index: int) -> int | None:
 
 
 def tokens_left(request: Request, index: int) -> tuple[int, int]:
-    """Of `max_tokens` and `min_tokens`, for who goes on after what was resumed."""
-    num_resumed = len(request.resumed(index))
+    """Rest of `max_tokens` and `min_tokens` after resumed tokens."""
+    num_resumed = len(request.prior_tokens_of(index))
     stop = request.stop
     return stop.max_tokens - num_resumed, max(stop.min_tokens - num_resumed, 0)
 
 
-def no_chunk(error: Exception) -> ProtocolError:
-    return ProtocolError(f"what came is no chunk of an answer: {error}", rule="chunk")
+def malformed_chunk(error: Exception) -> ProtocolError:
+    return ProtocolError(f"malformed chunk: {error}", rule="chunk")

@@ -1,8 +1,7 @@
-"""RemoteEngine: a server of others, asked over HTTP, behind the engine contract.
+"""RemoteEngine: adapter for a running server over HTTP.
 
-Owns the requests that are under way there, and the word on whether the server is there at all. A server that goes away
-is no death: its requests fail so that they go on elsewhere, new ones are refused as Unavailable, its blocks are told as
-gone, and all of it ends when it is back.
+The server may become unavailable without the engine ending: its requests fail and are retried elsewhere, new ones are
+refused as Unavailable, and its blocks are cleared, until it is back.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.description import limits_of
 from kvolt.engines.external.held_blocks import HeldBlocks
 from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.card import card_of
-from kvolt.engines.remote.dialect import Dialect, check_asked
+from kvolt.engines.remote.dialect import Dialect, check_supported
 from kvolt.engines.remote.exchange import Exchange
-from kvolt.engines.remote.figures import Figures, LoadBook, Own
+from kvolt.engines.remote.health_watch import HealthWatch
+from kvolt.engines.remote.outputs import held_tokens, merge_outputs, without_cached_tokens
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.engines.remote.server import ServerFacts, inspect
+from kvolt.engines.remote.server_load import LoadEstimator, OwnLoad, ServerStats
 from kvolt.engines.remote.sglang_dialect import SglangDialect
-from kvolt.engines.remote.telling import held_tokens, joined, without_guess
 from kvolt.engines.remote.vllm_dialect import VllmDialect
-from kvolt.engines.remote.watch import Watch
 from kvolt.engines.wakeup import Wakeup
 from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
 from kvolt.scheduler.step_plan import Limits
@@ -45,12 +44,12 @@ log = logging.getLogger(__name__)
 
 _CLEAR_TIMEOUT_S = 30.0
 _ENDPOINT = re.compile(r"tcp://[^*/\s]+:[1-9][0-9]{0,4}|ipc://[^*\s]{1,100}|inproc://[^*\s]+")
-"""That ZeroMQ can connect to. The path of a socket has 107 bytes."""
+"""Endpoints that ZeroMQ can connect to. A socket path has at most 107 bytes."""
 
 
 @dataclass(slots=True)
 class Attached:
-    """A server that was there."""
+    """A server that was reached."""
 
     facts: ServerFacts
     card: ModelCard
@@ -58,11 +57,11 @@ class Attached:
     limits: Limits
     dialect: Dialect
     vocab_size: None = None
-    """It knows best which tokens it has."""
+    """Checked by the server."""
 
 
 class RemoteEngine(ExternalEngine[Attached]):
-    """See the module. One task reads `steps`; everything else is called from the same loop."""
+    """See the module. For one event loop."""
 
     name = ENGINE
 
@@ -78,25 +77,29 @@ class RemoteEngine(ExternalEngine[Attached]):
         super().__init__()
         self._hint = spec.model
         self._arguments = arguments
-        self._where = ServerUrl.parse(arguments.url)
-        self.url = self.title = self._where.text
+        self._server_url = ServerUrl.parse(arguments.url)
+        self.url = self.title = self._server_url.text
         self._timeouts = Timeouts(arguments.first_token_timeout_s, arguments.idle_timeout_s)
         self.on_health: Callable[[str | None], None] = lambda reason: None
-        """Told when the server goes away, with the reason, and with None when it is back."""
+        """Called with a reason when the server becomes unavailable, and with None when it is back."""
         self._away: str | None = None
         self._client: HttpClient | None = None
         self._exchanges: dict[str, Exchange] = {}
-        self._unheard: dict[str, Exchange] = {}
-        """Those that have something to tell with the next step."""
-        self._own = Own()
-        self._book = LoadBook(1, 0)
-        self._told_load = WorkerLoad()
+        self._unreported: dict[str, Exchange] = {}
+        """Exchanges with output for the next step."""
+        self._own = OwnLoad()
+        self._load_estimator = LoadEstimator(1, 0)
+        self._last_load = WorkerLoad()
         self._held = HeldBlocks()
         self._kv_changes: list[KvChange] = []
-        self._news = Wakeup()
-        self._following: asyncio.Task[None] | None = None
+        self._wakeup = Wakeup()
+        self._kv_task: asyncio.Task[None] | None = None
 
-    # --- life
+    # --- life cycle
+
+    @property
+    def sampling_fields(self) -> frozenset[str]:
+        return self._launched.dialect.sampling_fields
 
     @property
     def _server(self) -> HttpClient:
@@ -105,16 +108,18 @@ class RemoteEngine(ExternalEngine[Attached]):
         return self._client
 
     async def _launch(self) -> Attached:
-        """Wait for the server, and read what it is."""
+        """Wait for the server and read its properties."""
         arguments = self._arguments
-        broke = partial(broken, self.url)
-        self._client = HttpClient(self._where, arguments.api_key, arguments.connect_timeout_s, broke)
+        lost_error = partial(broken, self.url)
+        self._client = HttpClient(
+            self._server_url, arguments.api_key, arguments.connect_timeout_s, lost_error
+        )
         facts = await self._first_facts()
         if arguments.kv_events and facts.num_ranks > 1:
             raise ConfigError(
-                f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be told apart here",
+                f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be told apart",
                 key="kv_events",
-                remedy="leave out kv_events, or start a server for each rank and attach them all",
+                remedy="leave out kv_events, or start a server per rank and attach each of them",
             )
         card = card_of(facts, arguments.tokenizer)
         info = EngineInfo(
@@ -140,36 +145,38 @@ class RemoteEngine(ExternalEngine[Attached]):
 
     async def _first_facts(self) -> ServerFacts:
         arguments, server = self._arguments, self._server
-        is_told = False
+        has_logged = False
         began_at = server.now()
         while True:
             try:
                 return await inspect(server, arguments, self._hint)
             except KvoltError as error:
-                if isinstance(error, ConfigError) and not is_told:
-                    raise  # at once, where a user looks; later a server that starts may say anything
+                if isinstance(error, ConfigError) and not has_logged:
+                    raise  # at start only: later it may be the transient state of a starting server
                 waited_s = server.now() - began_at
                 limit_s = arguments.start_timeout_s
                 if limit_s is not None and waited_s >= limit_s:
                     raise ConfigError(
-                        f"{self.url} is not there after {waited_s:.0f} s: {error.message}",
+                        f"{self.url} is not available after {waited_s:.0f} s: {error.message}",
                         key="url",
-                        remedy="start the server, or name another",
+                        remedy="start the server, or set another url",
                     ) from error
-                if not is_told:
-                    is_told = True
-                    log.warning("waiting for %s: %s", self.url, error.message)
+                if not has_logged:
+                    has_logged = True
+                    log.warning("waiting for server: url=%s reason=%s", self.url, error.message)
             await asyncio.sleep(arguments.probe_interval_s)
 
-    async def _begin(self, running: Attached) -> None:
+    async def _start_tasks(self, running: Attached) -> None:
         facts = running.facts
-        self._book = LoadBook(facts.block_size, facts.num_blocks)
-        self._told_load = self._book.load(self._own)
-        self._follow()
-        watch = Watch(self._server, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
-        self._go_on(watch.run, "probes")
-        self._go_on(self._pump, "steps")
-        log.info("attached %s (%s) at %s", facts.model, facts.kind, self.url)
+        self._load_estimator = LoadEstimator(facts.block_size, facts.num_blocks)
+        self._last_load = self._load_estimator.load(self._own)
+        self._start_kv_events()
+        watch = HealthWatch(
+            self._server, self._arguments, facts, self._on_stats, self._on_away, self._on_back
+        )
+        self._start_task(watch.run, "probes")
+        self._start_task(self._emit_steps, "steps")
+        log.info("server attached: url=%s kind=%s model=%s", self.url, facts.kind, facts.model)
 
     async def _shut_down(self) -> None:
         if self._client is not None:
@@ -177,13 +184,12 @@ class RemoteEngine(ExternalEngine[Attached]):
 
     def _on_end(self) -> None:
         for exchange in list(self._exchanges.values()):
-            self._leave(exchange)
+            self._close_exchange(exchange)
 
     # --- requests
 
-    def _check_own(self, request: Request, running: Attached) -> None:
-        check_asked(request)
-        running.dialect.check(request)
+    def _check_supported(self, request: Request, running: Attached) -> None:
+        check_supported(request)
         if self._away is not None:
             raise Unavailable(f"{self.url} is away: {self._away}", reason="server_away")
 
@@ -191,174 +197,176 @@ class RemoteEngine(ExternalEngine[Attached]):
     def _num_waiting(self) -> int:
         return self._own.waiting
 
-    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
-        dialect = self._known.dialect
+    def _submit_choices(self, request: Request, choices: list[Choice]) -> None:
+        dialect = self._launched.dialect
         bodies = [dialect.body(request, choice.index) for choice in choices]
         for choice, body in zip(choices, bodies, strict=True):
             reader = dialect.reader(request, choice.index)
-            num_given = len(request.token_ids) + len(request.resumed(choice.index))
-            exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_given)
-            if not dialect.tells_cached_first and self._arguments.kv_events is not None:
-                # Now: when the first token is there the server has told of the prompt's own blocks.
+            num_input = len(request.token_ids) + len(request.prior_tokens_of(choice.index))
+            exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_input)
+            if not dialect.reports_cached_first and self._arguments.kv_events is not None:
+                # Read now: by the first token the server has published the blocks of this prompt.
                 exchange.held_tokens = held_tokens(
-                    request, self._held.on_device(0), self._known.facts.block_size
+                    request, self._held.on_device(0), self._launched.facts.block_size
                 )
             self._own.waiting += 1
             exchange.call = self._server.send(dialect.path, body, exchange, self._timeouts)
 
-    def _has_begun(self, request_id: RequestId) -> bool:
-        """As soon as the server has said something of it: at worst a prompt was computed for nothing."""
-        known = [*self._exchanges.values(), *self._unheard.values()]
-        mine = [each for each in known if each.choice.request.request_id == request_id]
-        return super()._has_begun(request_id) or any(each.has_begun for each in mine)
+    def _has_started(self, request_id: RequestId) -> bool:
+        """Whether the server has sent anything; otherwise at worst a prompt was computed in vain."""
+        exchanges = [*self._exchanges.values(), *self._unreported.values()]
+        own = [each for each in exchanges if each.choice.request.request_id == request_id]
+        return super()._has_started(request_id) or any(each.has_started for each in own)
 
-    def _drop(self, engine_ids: list[str]) -> None:
+    def _abort_choices(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
             if (exchange := self._exchanges.get(engine_id)) is not None:
-                self._leave(exchange)
-        self._news.ring()
+                self._close_exchange(exchange)
+        self._wakeup.set()
 
-    def _leave(self, exchange: Exchange, is_answered: bool = False) -> None:
-        """Nothing of it counts any more. A connection whose answer has come ends by itself, and is used again."""
+    def _close_exchange(self, exchange: Exchange, is_answered: bool = False) -> None:
+        """Stop counting an exchange and end its call. The connection of a complete answer is kept for reuse."""
         if self._exchanges.pop(exchange.choice.engine_id, None) is None:
             return
         exchange.is_over = True
-        if exchange.has_begun:
+        if exchange.has_started:
             self._own.running -= 1
             self._own.tokens -= exchange.num_tokens
         else:
             self._own.waiting -= 1
         if exchange.call is not None and not is_answered:
-            exchange.call.give_up()
+            exchange.call.abandon()
 
-    # --- what comes (Teller)
+    # --- output (ExchangeOwner)
 
-    def heard(self, exchange: Exchange, news: News) -> None:
-        if not exchange.has_begun:
-            exchange.has_begun = True
+    def on_output(self, exchange: Exchange, output: ChoiceOutput) -> None:
+        if not exchange.has_started:
+            exchange.has_started = True
             self._own.waiting -= 1
             self._own.running += 1
             self._own.tokens += exchange.num_tokens
-            if news.cached_tokens is None:
-                news.cached_tokens = exchange.held_tokens
-        exchange.num_tokens += len(news.token_ids)
-        self._own.tokens += len(news.token_ids)
-        exchange.news = news if exchange.news is None else joined(exchange.news, news)
-        self._unheard[exchange.choice.engine_id] = exchange
-        if news.finish is not None:
-            self._leave(exchange, exchange.is_answered)
-        self._news.ring()
+            if output.cached_tokens is None:
+                output.cached_tokens = exchange.held_tokens
+        exchange.num_tokens += len(output.token_ids)
+        self._own.tokens += len(output.token_ids)
+        exchange.output = output if exchange.output is None else merge_outputs(exchange.output, output)
+        self._unreported[exchange.choice.engine_id] = exchange
+        if output.finish is not None:
+            self._close_exchange(exchange, exchange.is_answered)
+        self._wakeup.set()
 
-    def failed(self, exchange: Exchange, error: KvoltError) -> None:
-        self._leave(exchange)
-        self._give_up(exchange.choice.request.request_id, error)
-        self._news.ring()
+    def on_failed(self, exchange: Exchange, error: KvoltError) -> None:
+        self._close_exchange(exchange)
+        self._fail_request(exchange.choice.request.request_id, error)
+        self._wakeup.set()
 
-    async def _pump(self) -> None:
+    async def _emit_steps(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.silence()
-            load = self._book.load(self._own)
-            told = load if load != self._told_load or self._own.total else None
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            load = self._load_estimator.load(self._own)
+            new_load = load if load != self._last_load or self._own.total else None
             changes, self._kv_changes = tuple(self._kv_changes), []
-            self._tell()
-            step = self._answers.take(told, changes)
+            self._add_outputs()
+            step = self._answers.take_step(new_load, changes)
             if step is not None:
-                self._told_load = load
-                self._unread.put(step if self._knows_cached else without_guess(step))
-                await self._unread.room()  # while nobody reads, what comes is gathered
+                self._last_load = load
+                self._step_queue.put(step if self._reports_cached else without_cached_tokens(step))
+                await self._step_queue.wait_for_space()  # backpressure: output is merged
 
-    def _tell(self) -> None:
-        """All that came since the last step, once for each choice: several chunks of one may come in one read."""
-        unheard, self._unheard = self._unheard, {}
-        for engine_id, exchange in unheard.items():
-            news, exchange.news = exchange.news, None
-            if news is not None and self._answers.find(engine_id) is exchange.choice:
-                self._answers.tell(exchange.choice, news)
+    def _add_outputs(self) -> None:
+        """Add all output since the last step, merged per choice."""
+        unreported, self._unreported = self._unreported, {}
+        for engine_id, exchange in unreported.items():
+            output, exchange.output = exchange.output, None
+            if output is not None and self._answers.find(engine_id) is exchange.choice:
+                self._answers.add_output(exchange.choice, output)
 
     @property
-    def _knows_cached(self) -> bool:
-        return self._known.dialect.tells_cached_first or self._arguments.kv_events is not None
+    def _reports_cached(self) -> bool:
+        return self._launched.dialect.reports_cached_first or self._arguments.kv_events is not None
 
     # --- the server
 
-    def _on_figures(self, figures: Figures) -> None:
-        has_moved = self._book.look(figures, self._own)
-        # A step stands for progress: one with nothing but a load must not hide that none is made.
-        if has_moved or (not self._own.total and self._book.load(self._own) != self._told_load):
-            self._news.ring()
+    def _on_stats(self, stats: ServerStats) -> None:
+        has_moved = self._load_estimator.update(stats, self._own)
+        # A step output counts as progress of the engine, so load alone is reported only when idle.
+        if has_moved or (not self._own.total and self._load_estimator.load(self._own) != self._last_load):
+            self._wakeup.set()
 
     def _on_away(self, reason: str, since: float) -> None:
         self._away = reason
-        if self._following is not None:
-            self._following.cancel()
-            self._following = None
-        self._tell_kv((Cleared(),))
-        self._book.forget()
+        if self._kv_task is not None:
+            self._kv_task.cancel()
+            self._kv_task = None
+        self._add_kv_changes((Cleared(),))
+        self._load_estimator.reset()
         for exchange in list(self._exchanges.values()):
             call = exchange.call
             if call is not None and not call.is_over and call.last_byte_at <= since:
                 call.fail(broken(self.url, f"is away: {reason}"))
-        self._news.ring()
+        self._wakeup.set()
         self.on_health(reason)
 
     def _on_back(self) -> None:
-        """Another process, perhaps: its events count from the start."""
+        """The server may have been restarted: reconnect to its events."""
         self._away = None
-        self._follow()
+        self._start_kv_events()
         self.on_health(None)
 
     # --- KvEvents
 
-    def _follow(self) -> None:
+    def _start_kv_events(self) -> None:
         if self._arguments.kv_events is not None:
-            self._following = self._crew.start(self._follow_events(self._arguments.kv_events), "kv-events")
+            self._kv_task = self._task_group.start(
+                self._read_kv_events(self._arguments.kv_events), "kv-events"
+            )
 
-    async def _follow_events(self, endpoint: str) -> None:
-        """Anew after whatever goes wrong with it: without events a server can still be used."""
-        told = ""
+    async def _read_kv_events(self, endpoint: str) -> None:
+        """Read events and reconnect after errors; the server is usable without them."""
+        last_error = ""
         while True:
             try:
                 await self._read_events(endpoint)
             except Exception as error:
-                if repr(error) != told:
-                    log.exception("KV events of %s cannot be followed", self.url)
-                told = repr(error)
+                if repr(error) != last_error:
+                    log.exception("KV events unavailable: url=%s", self.url)
+                last_error = repr(error)
             if self._held.num_blocks:
-                self._tell_kv((Cleared(),))
+                self._add_kv_changes((Cleared(),))
             await asyncio.sleep(self._arguments.probe_interval_s)
 
     async def _read_events(self, endpoint: str) -> None:
         arguments = self._arguments
         feed = KvFeed(
-            self._known.dialect.kind,
-            self._known.facts.block_size,
+            self._launched.dialect.kind,
+            self._launched.facts.block_size,
             endpoint,
             arguments.kv_events_replay,
             arguments.kv_events_topic,
         )
         try:
             async for changes in feed.changes():
-                self._tell_kv(changes)
+                self._add_kv_changes(changes)
         finally:
             feed.close()
 
-    def _tell_kv(self, changes: tuple[KvChange, ...]) -> None:
-        self._kv_changes += self._held.once(0, changes)
-        self._news.ring()
+    def _add_kv_changes(self, changes: tuple[KvChange, ...]) -> None:
+        self._kv_changes += self._held.deduplicate(0, changes)
+        self._wakeup.set()
 
     async def clear_kv(self) -> int:
         num_held = self._held.num_on_device
-        found = await self._server.fetch(self._known.dialect.clear_path, _CLEAR_TIMEOUT_S, b"")
-        if found.status == 404:
+        response = await self._server.fetch(self._launched.dialect.clear_path, _CLEAR_TIMEOUT_S, b"")
+        if response.status == 404:
             raise Unsupported(
-                f"{self.url} has no {self._known.dialect.clear_path}: {self._known.dialect.clear_remedy}",
+                f"{self.url} has no {self._launched.dialect.clear_path}: {self._launched.dialect.clear_remedy}",
                 feature="clear_kv",
             )
-        if found.status != 200:
-            error = refusal(self.url, found.status, found.body)
+        if response.status != 200:
+            error = refusal(self.url, response.status, response.body)
             busy = (
-                f"{self.url} does not clear its cache: {error.message} ({self._known.dialect.clear_remedy})"
+                f"{self.url} did not clear its cache: {error.message} ({self._launched.dialect.clear_remedy})"
             )
             raise Unavailable(busy, reason="busy")
         return num_held
@@ -369,7 +377,7 @@ def _check_endpoint(key: str, endpoint: str | None) -> None:
         return
     if not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(
-            f"{key} {endpoint!r} is nowhere to connect to",
+            f"{key} {endpoint!r} is not a valid endpoint",
             key=key,
             remedy="write tcp://HOST:PORT, with the server's host",
         )

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, in whatever pieces they come. Pure; only the data of events is of interest."""
+"""Incremental parser of server-sent events. Pure; reads only the data of events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX = b"data:"
 
 
 class EventReader:
-    """Hands out the data of each event when its blank line has come. ProtocolError for one without end."""
+    """Returns the data of each complete event. ProtocolError for an event that is too long."""
 
     __slots__ = ("_tail",)
 
@@ -24,13 +24,13 @@ class EventReader:
     def feed(self, piece: bytes) -> list[bytes]:
         *blocks, tail = _BLANK_LINE.split(self._tail + piece)
         if len(tail) > MAX_EVENT_BYTES:
-            raise ProtocolError(f"an event is over {MAX_EVENT_BYTES} bytes", rule="sse event")
+            raise ProtocolError(f"an event exceeds {MAX_EVENT_BYTES} bytes", rule="sse event")
         self._tail = tail
         return [data for block in blocks if (data := _data(block)) is not None]
 
 
 def _data(block: bytes) -> bytes | None:
-    """The event's data: its data lines joined. None for a comment, which keeps a connection alive."""
+    """Joined data lines of an event. None for a comment (keep-alive)."""
     lines = [
         line.removeprefix(_PREFIX).removeprefix(b" ").removesuffix(b"\r")
         for line in block.split(b"\n")

@@ -1,7 +1,7 @@
-"""What a server's refusal means to us: whose fault it is, and whether another server could do better.
+"""Maps error responses of a server to kvolt's errors: whose fault it is, and whether another worker may succeed.
 
-What a server breaks off, or fails at by itself, is told as EngineDied: another one may take the request, but not a
-third, since it may be the request that kills them.
+Broken streams and internal errors become EngineDied: one other worker may take the request, but not a third, since the
+request may be the cause.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def broken(url: str, what: str) -> EngineDied:
 
 
 def refusal(url: str, status: int, body: bytes) -> KvoltError:
-    """The error that an answer with another status than 200 stands for."""
-    said = message_of(body) or f"status {status}"
+    """Error of a response with a status other than 200."""
+    message = message_of(body) or f"status {status}"
     if status in _OF_THE_REQUEST:
-        return InvalidRequest(said)
+        return InvalidRequest(message)
     if status in (401, 403):
-        return Unavailable(f"{url} does not take our key: {said}", reason="unauthorized")
-    if status == 404:  # of the model or of the path: the server is not the one that was attached
-        return Unavailable(f"{url} does not know what was asked for: {said}", reason="not_found")
+        return Unavailable(f"{url} rejected the API key: {message}", reason="unauthorized")
+    if status == 404:  # model or path unknown: another server than the one attached
+        return Unavailable(f"{url} does not know the model or path: {message}", reason="not_found")
     if status in _BUSY:
-        return Overloaded(f"{url} is busy: {said}", queue="server")
+        return Overloaded(f"{url} is busy: {message}", queue="server")
     if status == 501:
-        return Unsupported(said, feature="server")
-    return broken(url, f"failed: {said}")
+        return Unsupported(message, feature="server")
+    return broken(url, f"failed: {message}")
 
 
 def error_in_stream(url: str, error: Any) -> KvoltError:
-    """What a server says in the place of a chunk, when its answer has begun with 200 already."""
+    """Error sent as an event, after the response started with status 200."""
     fields = error if isinstance(error, dict) else {}
     code = fields.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -48,12 +48,12 @@ def error_in_stream(url: str, error: Any) -> KvoltError:
 
 
 def message_of(body: bytes) -> str:
-    """The words in an error's body, whichever server's shape it has; empty where there are none."""
+    """Error message in a response body of any server; empty if there is none."""
     try:
-        said: Any = msgspec.json.decode(body)
+        error: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return " ".join(body[:_MAX_CHARS].decode(errors="replace").split())
     for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and name in said:
-            said = said[name]
-    return str(said)[:_MAX_CHARS]
+        if isinstance(error, dict) and name in error:
+            error = error[name]
+    return str(error)[:_MAX_CHARS]

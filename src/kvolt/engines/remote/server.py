@@ -1,7 +1,4 @@
-"""What a server says of itself: which kind it is, what it serves, and how its KV is cut into blocks.
-
-Owns the addresses of such facts and their shapes. What an operator has said (`RemoteArguments`) goes before them.
-"""
+"""Properties of a server: kind, model, block size and limits, from its API. `RemoteArguments` override them."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, EngineDied, Unavailable
 from kvolt.engines.remote.arguments import RemoteArguments
-from kvolt.engines.remote.figures import read_cache_facts
 from kvolt.engines.remote.refusals import refusal
+from kvolt.engines.remote.server_load import read_cache_facts
 from kvolt.runtime.http.client import Fetched, HttpClient
 
 T = TypeVar("T")
@@ -20,14 +17,14 @@ T = TypeVar("T")
 _UNKNOWN_SEQS = 256
 _UNKNOWN_BATCH_TOKENS = 8192
 _UNKNOWN_TOKENS = 1 << 20
-"""Of KV, in all: so many that nobody is refused for want of them."""
+"""Default KV size in tokens: large enough that no request is refused for it."""
 
 
 class _Model(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
-    """Of an adapter: the model that it belongs to."""
+    """Base model of a LoRA adapter."""
     owned_by: str | None = None
     max_model_len: int | None = None
 
@@ -37,7 +34,7 @@ class _Models(msgspec.Struct):
 
 
 class _Sglang(msgspec.Struct):
-    """Of /server_info."""
+    """Response of /server_info."""
 
     page_size: int | None = None
     max_total_num_tokens: int | None = None
@@ -53,7 +50,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["vllm", "sglang"]
     model: str
     sources: tuple[str, ...]
-    """Names or folders of the model's files as the server knows them, the likeliest first."""
+    """Possible names or folders of the model's files, most likely first."""
     context_length: int
     block_size: int
     num_blocks: int
@@ -62,14 +59,14 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
 
     def is_same(self, other: ServerFacts) -> bool:
-        """Whether requests and blocks mean the same to both: a server that was started again."""
+        """Whether a restarted server is equivalent: same model and blocks."""
         mine = (self.kind, self.model, self.context_length, self.block_size)
         return mine == (other.kind, other.model, other.context_length, other.block_size)
 
 
 async def inspect(client: HttpClient, arguments: RemoteArguments, hint: str | None = None) -> ServerFacts:
-    """Ask the server. `hint` is a model that is taken if it is served there. ConfigError for what cannot be attached,
-    whatever comes; other errors where it is not there, or not ready."""
+    """Query the server. `hint`: model to use if it is served. ConfigError if it can never be attached; other errors
+    if it is not reachable or not ready."""
     timeout_s = arguments.probe_timeout_s
     models = _decoded(client, await client.fetch("/v1/models", timeout_s), _Models)
     model = _choose(client, models, arguments.model, hint)
@@ -81,19 +78,19 @@ async def inspect(client: HttpClient, arguments: RemoteArguments, hint: str | No
     return await _of_vllm(client, arguments, model)
 
 
-def _choose(client: HttpClient, models: _Models, wanted: str | None, hint: str | None) -> _Model:
-    served = [model for model in models.data if model.parent is None]
-    names = [model.id for model in served]
+def _choose(client: HttpClient, models: _Models, model: str | None, hint: str | None) -> _Model:
+    served = [each for each in models.data if each.parent is None]
+    names = [each.id for each in served]
     if not served:
         raise Unavailable(f"{client.url.text} serves no model yet", reason="no_model")
-    for name in (wanted, hint):
+    for name in (model, hint):
         if name in names:
             return served[names.index(name)]
-        if name is not None and name == wanted:
+        if name is not None and name == model:
             raise ConfigError(
-                f"{client.url.text} does not serve {wanted!r}",
+                f"{client.url.text} does not serve {model!r}",
                 key="model",
-                remedy=f"served there: {', '.join(names)}",
+                remedy=f"served models: {', '.join(names)}",
             )
     return served[0]
 
@@ -104,19 +101,19 @@ async def _kind_of(client: HttpClient, model: _Model, timeout_s: float) -> Liter
             return "vllm"
         case "sglang":
             return "sglang"
-    found = await client.fetch("/server_info", timeout_s)
-    if found.status == 200 and b"max_total_num_tokens" in found.body:
+    response = await client.fetch("/server_info", timeout_s)
+    if response.status == 200 and b"max_total_num_tokens" in response.body:
         return "sglang"
     raise ConfigError(
-        f"{client.url.text} is neither vLLM nor SGLang by what it says",
+        f"{client.url.text} was recognized neither as vLLM nor as SGLang",
         key="kind",
-        remedy="give kind=vllm or kind=sglang if it speaks like one of them",
+        remedy="set kind=vllm or kind=sglang if it is compatible with one of them",
     )
 
 
 async def _of_vllm(client: HttpClient, arguments: RemoteArguments, model: _Model) -> ServerFacts:
-    found = await client.fetch("/metrics", arguments.probe_timeout_s)
-    facts = read_cache_facts(found.body.decode(errors="replace") if found.status == 200 else "")
+    response = await client.fetch("/metrics", arguments.probe_timeout_s)
+    facts = read_cache_facts(response.body.decode(errors="replace") if response.status == 200 else "")
     return _facts(
         client,
         arguments,
@@ -131,21 +128,21 @@ async def _of_vllm(client: HttpClient, arguments: RemoteArguments, model: _Model
 
 
 async def _of_sglang(client: HttpClient, arguments: RemoteArguments, model: _Model) -> ServerFacts:
-    found = await client.fetch("/server_info", arguments.probe_timeout_s)
-    if found.status == 404:  # its older name
-        found = await client.fetch("/get_server_info", arguments.probe_timeout_s)
-    told = _decoded(client, found, _Sglang)
-    num_tokens, page = told.max_total_num_tokens, told.page_size
+    response = await client.fetch("/server_info", arguments.probe_timeout_s)
+    if response.status == 404:  # name in older versions
+        response = await client.fetch("/get_server_info", arguments.probe_timeout_s)
+    info = _decoded(client, response, _Sglang)
+    num_tokens, page = info.max_total_num_tokens, info.page_size
     return _facts(
         client,
         arguments,
         model,
         kind="sglang",
-        sources=(told.tokenizer_path, told.model_path, model.root),
-        context=model.max_model_len or told.context_length,
+        sources=(info.tokenizer_path, info.model_path, model.root),
+        context=model.max_model_len or info.context_length,
         block_size=page,
         num_blocks=num_tokens // page if num_tokens and page else None,
-        limits=(told.max_running_requests, told.chunked_prefill_size, told.dp_size),
+        limits=(info.max_running_requests, info.chunked_prefill_size, info.dp_size),
     )
 
 
@@ -165,9 +162,9 @@ def _facts(
     missing = "max_model_len" if not context else "its block size" if not block_size else None
     if not context or not block_size:
         raise ConfigError(
-            f"{client.url.text} does not tell {missing}",
+            f"{client.url.text} does not report {missing}",
             key="block_size" if context else "kind",
-            remedy="give block_size=TOKENS" if context else "attach a vLLM or an SGLang server",
+            remedy="set block_size=TOKENS" if context else "attach a vLLM or an SGLang server",
         )
     max_num_seqs, batch_tokens, num_ranks = limits
     return ServerFacts(
@@ -183,19 +180,21 @@ def _facts(
     )
 
 
-def _decoded(client: HttpClient, found: Fetched, kind: type[T]) -> T:
+def _decoded(client: HttpClient, response: Fetched, kind: type[T]) -> T:
     url = client.url.text
-    if found.status in (401, 403):
+    if response.status in (401, 403):
         raise ConfigError(
-            f"{url} does not take our key (status {found.status})", key="api_key", remedy="give its api_key"
+            f"{url} rejected the API key (status {response.status})", key="api_key", remedy="set api_key"
         )
-    if found.status == 404:
-        raise ConfigError(f"{url} is no OpenAI server", key="url", remedy="name the server, without a path")
-    if found.status >= 500:  # it starts, or ends
-        raise Unavailable(f"{url} is not ready (status {found.status})", reason="not_ready")
-    if found.status != 200:
-        raise refusal(url, found.status, found.body)
+    if response.status == 404:
+        raise ConfigError(
+            f"{url} is not an OpenAI server", key="url", remedy="set the server's URL without a path"
+        )
+    if response.status >= 500:  # it is starting or shutting down
+        raise Unavailable(f"{url} is not ready (status {response.status})", reason="not_ready")
+    if response.status != 200:
+        raise refusal(url, response.status, response.body)
     try:
-        return msgspec.json.decode(found.body, type=kind)
+        return msgspec.json.decode(response.body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineDied(f"{url} says of itself what cannot be read: {error}", engine="remote") from error
+        raise EngineDied(f"{url} sent a malformed description: {error}", engine="remote") from error

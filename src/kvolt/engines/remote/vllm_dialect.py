@@ -1,7 +1,7 @@
-"""vLLM's words: `/v1/completions` with token ids in and out.
+"""vLLM's API: `/v1/completions` with token ids in and out.
 
-Not `/inference/v1/generate`, which most servers do not have (`--enable-scale-out`). Of the cached tokens vLLM speaks
-only in the usage at the end, and only with `--enable-prompt-tokens-details`; so an end waits for it.
+Not `/inference/v1/generate`, which most servers do not have (`--enable-scale-out`). vLLM reports cached tokens only
+in the usage at the end, and only with `--enable-prompt-tokens-details`, so the last output waits for it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,35 @@ import msgspec
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, InvalidRequest, ProtocolError
 from kvolt.core.request import Grammar, GrammarKind, Request
-from kvolt.engines.external.answers import News
-from kvolt.engines.external.resuming import given_tokens
+from kvolt.engines.external.answers import ChoiceOutput
+from kvolt.engines.external.resuming import input_tokens
 from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.kv_formats.translator import SALT_TAG
-from kvolt.engines.remote.dialect import no_chunk, seed_of, tokens_left
+from kvolt.engines.remote.dialect import malformed_chunk, seed_of, tokens_left
 from kvolt.engines.remote.refusals import ENGINE, error_in_stream
 
 _encode = msgspec.json.Encoder().encode
 _ID_TAG = "token_id:"
 _FINISHES = {"length": FinishReason.LENGTH, "stop": FinishReason.STOP, "repetition": FinishReason.STOP}
+
+SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "seed",
+        "num_choices",
+        "logprobs",
+        "prompt_logprobs",
+    ]
+)
 
 
 class _Logprobs(msgspec.Struct):
@@ -61,23 +79,21 @@ class VllmDialect:
 
     kind = Engine.VLLM
     path = "/v1/completions"
-    tells_cached_first = False
+    reports_cached_first = False
     clear_path = "/reset_prefix_cache"
+    sampling_fields = SAMPLING_FIELDS
     clear_remedy = "start the server with VLLM_SERVER_DEV_MODE=1"
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url
         self._model = model
 
-    def check(self, request: Request) -> None:
-        """It can do all that is left."""
-
     def body(self, request: Request, index: int) -> bytes:
         sampling, stop = request.sampling, request.stop
         max_tokens, min_tokens = tokens_left(request, index)
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": given_tokens(request, index),
+            "prompt": input_tokens(request, index),
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
@@ -105,20 +121,20 @@ class VllmDialect:
 
 
 class VllmReader:
-    """An AnswerReader."""
+    """AnswerReader for vLLM."""
 
     was_cut = False
 
     def __init__(self, url: str, num_top: int | None) -> None:
         self._url = url
         self._num_top = num_top
-        self._ending: News | None = None
+        self._ending: ChoiceOutput | None = None
 
-    def read(self, event: bytes) -> News | None:
+    def read(self, event: bytes) -> ChoiceOutput | None:
         try:
             chunk = _decode(event)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise no_chunk(error) from error
+            raise malformed_chunk(error) from error
         if chunk.error is not None:
             raise error_in_stream(self._url, chunk.error)
         if chunk.usage is not None and self._ending is not None and not chunk.choices:
@@ -129,45 +145,45 @@ class VllmReader:
             return None
         choice = chunk.choices[0]
         if choice.token_ids is None:
-            raise ProtocolError("the server does not tell token ids", rule="return_token_ids")
-        news = News(token_ids=tuple(choice.token_ids), logprobs=self._logprobs(choice))
+            raise ProtocolError("the server sent no token ids", rule="return_token_ids")
+        output = ChoiceOutput(token_ids=tuple(choice.token_ids), logprobs=self._logprobs(choice))
         if choice.finish_reason is None:
-            return news if news.token_ids else None
-        news.finish = _FINISHES.get(choice.finish_reason)
-        news.stop_reason = choice.stop_reason
-        if news.finish is None:
+            return output if output.token_ids else None
+        output.finish = _FINISHES.get(choice.finish_reason)
+        output.stop_reason = choice.stop_reason
+        if output.finish is None:
             raise EngineDied(f"{self._url} ended an answer by {choice.finish_reason!r}", engine=ENGINE)
-        self._ending = news
+        self._ending = output
         return None
 
-    def end(self) -> News | None:
+    def end(self) -> ChoiceOutput | None:
         ending, self._ending = self._ending, None
         return ending
 
     def _logprobs(self, choice: _Choice) -> tuple[TokenLogprobs, ...] | None:
         if self._num_top is None:
             return None
-        told, ids = choice.logprobs, choice.token_ids or []
-        if told is None or len(told.token_logprobs) != len(ids):
+        logprobs, ids = choice.logprobs, choice.token_ids or []
+        if logprobs is None or len(logprobs.token_logprobs) != len(ids):
             raise ProtocolError("logprobs are missing in an answer", rule="logprobs")
-        found = []
-        for at, token_id in enumerate(ids):
-            top = (told.top_logprobs[at] if at < len(told.top_logprobs) else None) or {}
+        entries = []
+        for index, token_id in enumerate(ids):
+            top = (logprobs.top_logprobs[index] if index < len(logprobs.top_logprobs) else None) or {}
             pairs = sorted(
                 ((_id_of(name), logprob) for name, logprob in top.items()), key=lambda pair: -pair[1]
             )
-            logprob = told.token_logprobs[at]
-            found.append(
+            logprob = logprobs.token_logprobs[index]
+            entries.append(
                 TokenLogprobs(token_id, 0.0 if logprob is None else logprob, tuple(pairs[: self._num_top]))
             )
-        return tuple(found)
+        return tuple(entries)
 
 
 def _id_of(name: str) -> int:
     try:
         return int(name.removeprefix(_ID_TAG))
     except ValueError:
-        raise ProtocolError(f"{name!r} is no token id", rule="return_tokens_as_token_ids") from None
+        raise ProtocolError(f"{name!r} is not a token id", rule="return_tokens_as_token_ids") from None
 
 
 def _grammar(grammar: Grammar) -> dict[str, Any]:
@@ -190,4 +206,4 @@ def _json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the grammar is no JSON: {error}", param="grammar") from error
+        raise InvalidRequest(f"the grammar is not JSON: {error}", param="grammar") from error

@@ -1,4 +1,4 @@
-"""SglangArguments: what `engine = "sglang"` can be told. SGLang's own arguments go in `engine_args`, as they are."""
+"""Arguments of the SGLang adapter. SGLang's own arguments are passed through in `engine_args`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class SglangArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Arguments of `engine = "sglang"`."""
 
     served_name: str | None = None
-    """What clients call the model; None for the name it was found by."""
+    """Model name in the API. Default: the name given as `model`."""
     engine_args: dict[str, Any] = {}
-    """Of SGLang's ServerArgs, by name, with whatever structure they have: `tp_size`, `mem_fraction_static` ...
-    (`python -m sglang.launch_server --help` tells them, with dashes)."""
+    """Fields of SGLang's ServerArgs: `tp_size`, `mem_fraction_static` ... (listed by
+    `python -m sglang.launch_server --help`, with dashes)."""
     max_waiting: _AtLeastOne = 2048
-    """Sequences beyond those that run; more are refused, and go elsewhere."""
+    """Maximum number of waiting sequences; more are refused and retried on another worker."""
     kv_events: bool = True
-    """Tell routers which blocks come and go; false where none of them asks (round-robin)."""
+    """Publish KV events for routers. Disable it if no router is KV-aware (round-robin)."""
     loras: dict[str, str] = {}
-    """Adapters to load at start: name to folder. Needs `engine_args.enable_lora`, with its rank and target modules."""
+    """LoRA adapters to load at start: name to folder. Needs `engine_args.enable_lora`, with rank and target modules."""
     clear_s: Annotated[float, Meta(gt=0)] = 30.0
-    """How long `clear_kv` waits for a moment without requests: SGLang forgets its blocks at no other time."""
+    """Time in seconds that `clear_kv` waits for the engine to be idle; SGLang clears its cache only then."""
     bootstrap_host: str = "127.0.0.1"
-    """Of a prefill worker: under which decode workers reach this machine."""
+    """Address of a prefill worker for decode workers (SGLang's bootstrap server)."""
     hold_s: Annotated[float, Meta(gt=0)] = 300.0
-    """How long a prompt for others may take, from the ticket to the end of its transfer."""
+    """Maximum time in seconds of a remote prefill, from the ticket to the end of the transfer."""

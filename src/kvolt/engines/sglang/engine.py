@@ -1,7 +1,6 @@
-"""SglangEngine: the Engine of the contract, in the worker's process. What computes is in the host (`host_life`).
+"""SglangEngine: adapter for SGLang in the worker's process. The host process runs SGLang (`host_supervisor`).
 
-Owns the requests that SGLang has (in `Answers`) and the order of what is told: a step's KV changes are told with it
-or before it, never after.
+Keeps the order of events: a step's KV changes are emitted with the step or before it, never after.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.described import Described, describe
 from kvolt.engines.sglang.host.messages import (
     Abort,
     Batch,
@@ -37,62 +35,64 @@ from kvolt.engines.sglang.host.messages import (
     Row,
     UnloadLora,
 )
-from kvolt.engines.sglang.host_life import CallCommand, HostLife
+from kvolt.engines.sglang.host_supervisor import CallCommand, HostSupervisor
 from kvolt.engines.sglang.kv_order import KvOrder
+from kvolt.engines.sglang.launched import Launched, launched_from
 from kvolt.engines.sglang.loras import Adapters
-from kvolt.engines.sglang.outputs import load_of, news_of
-from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
+from kvolt.engines.sglang.outputs import choice_output, load_of
+from kvolt.engines.sglang.prefills import Prefills, bootstrap_fields, check_bootstrap
 from kvolt.engines.sglang.process import HostProcess, NewHost
-from kvolt.engines.sglang.requests import check_supported, generation, rid_of
+from kvolt.engines.sglang.requests import SAMPLING_FIELDS, check_supported, generation, rid_of
 from kvolt.engines.wakeup import Wakeup
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
 
 _CALL_S = 60.0
-"""For an adapter to be loaded; forgetting blocks has a time of its own."""
-_TOLD_S = 1.0
-"""For who reads the steps to hear that blocks are gone."""
+"""Timeout of loading an adapter. Clearing the cache has a setting of its own."""
+_READ_S = 1.0
+"""Time for the worker to read that blocks were cleared."""
 
 
-class SglangEngine(ExternalEngine[Described]):
-    """See the module. For one loop. `close` it, also after it died."""
+class SglangEngine(ExternalEngine[Launched]):
+    """See the module. For one event loop. Call `close` also after a failure."""
 
     name, title = "sglang", "SGLang"
+    sampling_fields = SAMPLING_FIELDS
 
     def __init__(
         self, spec: EngineSpec, arguments: SglangArguments, *, new_host: NewHost = HostProcess.start
     ) -> None:
-        """`new_host`: tests have others."""
+        """`new_host`: replaced in tests."""
         super().__init__()
         self._spec = spec
         self._arguments = arguments
-        self._host = HostLife(new_host, self._on_batch, self._end)
+        self._host = HostSupervisor(new_host, self._on_batch, self._terminate)
         self._nonce = secrets.token_hex(8)
-        self._adapters = Adapters(self._ask_lora, self._answers.__contains__)
+        self._adapters = Adapters(self._call_lora, self._answers.__contains__)
         self._batches: deque[Batch] = deque()
-        """Not told yet: their KV events are still on their way."""
-        self._news = Wakeup()
-        self._kv = KvOrder(self._news.ring)
+        """Batches that wait for their KV events."""
+        self._wakeup = Wakeup()
+        self._kv = KvOrder(self._wakeup.set)
         self._loads: dict[int, RankLoad] = {}
         self._prefills = Prefills(self._host.send)
-        self._begun: set[str] = set()
-        """Choices that have tokens and are not over, by their names in SGLang."""
+        self._started: set[str] = set()
+        """Unfinished choices with tokens, by engine id."""
 
-    # --- life
+    # --- life cycle
 
-    async def _launch(self) -> Described:
+    async def _launch(self) -> Launched:
         spec, arguments = self._spec, self._arguments
         model = await asyncio.to_thread(lambda: folder_of(resolve(spec.model, ProgressLog())))
-        return describe(spec, arguments, model, await self._host.start(spec, arguments, model))
+        return launched_from(spec, arguments, model, await self._host.start(spec, arguments, model))
 
-    async def _begin(self, running: Described) -> None:
+    async def _start_tasks(self, running: Launched) -> None:
         facts = running.facts
-        self._adapters.begin(self._arguments.loras, facts.has_lora)
+        self._adapters.start(self._arguments.loras, facts.has_lora)
         for rank, source in enumerate(facts.kv_sources):
             feed = self._kv.add(rank, source, facts.page_size)
-            self._go_on(partial(self._kv.follow, rank, feed), f"KV events of rank {rank}")
-        self._go_on(self._pump, "steps")
+            self._start_task(partial(self._kv.follow, rank, feed), f"KV events of rank {rank}")
+        self._start_task(self._emit_steps, "steps")
 
     async def _shut_down(self) -> None:
         try:
@@ -101,109 +101,109 @@ class SglangEngine(ExternalEngine[Described]):
             self._kv.close()
 
     def _on_end(self) -> None:
-        self._host.end(self._death())
-        self._begun.clear()
+        self._host.fail_calls(self._death_error())
+        self._started.clear()
         self._batches.clear()
 
     def metrics(self, labels: Mapping[str, str]) -> Iterator[Metric]:
-        """SGLang's processes keep what they count in a folder, where they were told to count."""
-        folder = self._known.facts.metrics_folder
+        """Metrics that SGLang's processes write to a folder, if enabled."""
+        folder = self._launched.facts.metrics_folder
         return iter(()) if folder is None else engine_metrics("sglang:", labels, folder)
 
     # --- steps
 
-    async def _pump(self) -> None:
-        """One batch at a time, each once the KV events that belong to it are here."""
+    async def _emit_steps(self) -> None:
+        """Emit batches in order, each once its KV events have arrived."""
         while True:
             while self._batches:
                 batch = self._batches[0]
-                await self._kv.reached(batch.kv_rank, batch.kv_number)
-                if not self._batches:  # it has ended meanwhile
+                await self._kv.wait_batches(batch.kv_rank, batch.kv_number)
+                if not self._batches:  # ended during the await
                     return
                 self._batches.popleft()
-                self._tell(batch)
-                await self._put()
-            await self._put()
-            await self._news.wait()
-            self._news.silence()
+                self._add_batch(batch)
+                await self._put_steps()
+            await self._put_steps()
+            await self._wakeup.wait()
+            self._wakeup.clear()
 
-    async def _put(self) -> None:
-        """All that was told since the last time: the first rank's in one step, others' KV changes in their own."""
+    async def _put_steps(self) -> None:
+        """Emit everything since the last call: one step for the first rank, and one per other rank with changes."""
         changes = self._kv.take()
-        self._unread.put(self._answers.take(self._load_of(0), tuple(changes.pop(0, ()))))
+        self._step_queue.put(self._answers.take_step(self._load_of(0), tuple(changes.pop(0, ()))))
         for rank in sorted({*changes, *(rank for rank in self._loads if rank)}):
-            # A step is of the rank that its load names.
-            nothing = WorkerLoad(kv_total_blocks=self._known.info.capacity.kv_total_blocks, dp_rank=rank)
-            load = self._load_of(rank) or nothing
-            self._unread.put(StepOutput(load=load, kv_changes=tuple(changes.get(rank, ()))))
-        await self._unread.room()  # while nobody reads, batches wait
+            # The load says which rank a step belongs to.
+            idle = WorkerLoad(kv_total_blocks=self._launched.info.capacity.kv_total_blocks, dp_rank=rank)
+            load = self._load_of(rank) or idle
+            self._step_queue.put(StepOutput(load=load, kv_changes=tuple(changes.get(rank, ()))))
+        await self._step_queue.wait_for_space()  # backpressure: batches wait
 
     def _load_of(self, rank: int) -> WorkerLoad | None:
-        """What the rank has told last; where nothing is left to compute, that nothing is held."""
-        told = self._loads.pop(rank, None)
-        if told is None:
+        """The rank's new load, if any; zero if no request is left."""
+        load = self._loads.pop(rank, None)
+        if load is None:
             return None
-        facts = self._known.facts
+        facts = self._launched.facts
         if not self._answers.num_choices:
-            told = RankLoad(rank, 0, 0, 0)
-        elif facts.num_ranks == 1:  # its own figures are those of some steps ago
-            running = len(self._begun)
-            told = RankLoad(rank, running, self._answers.num_choices - running, told.used_tokens)
-        return load_of(told, facts.page_size, self._known.info.capacity.kv_total_blocks)
+            load = RankLoad(rank, 0, 0, 0)
+        elif facts.num_ranks == 1:  # SGLang's counts lag by some steps
+            running = len(self._started)
+            load = RankLoad(rank, running, self._answers.num_choices - running, load.used_tokens)
+        return load_of(load, facts.page_size, self._launched.info.capacity.kv_total_blocks)
 
     def _on_batch(self, batch: Batch) -> None:
         self._batches.append(batch)
-        self._news.ring()
+        self._wakeup.set()
 
-    def _tell(self, batch: Batch) -> None:
+    def _add_batch(self, batch: Batch) -> None:
         for row in batch.rows:
-            self._tell_row(row)
+            self._add_row(row)
         self._loads.update((each.rank, each) for each in batch.loads)
 
-    def _tell_row(self, row: Row) -> None:
+    def _add_row(self, row: Row) -> None:
         choice = self._answers.find(row.rid.removesuffix("."))
-        if choice is None:  # nobody waits for it any more, or it is computed for others
-            self._prefills.take(row)
+        if choice is None:  # aborted, or a remote prefill
+            self._prefills.on_row(row)
             return
         try:
-            news = news_of(row, choice)
+            output = choice_output(row, choice)
         except KvoltError as error:
-            self._give_up(choice.request.request_id, error)
+            self._fail_request(choice.request.request_id, error)
             return
-        if not (news.token_ids or news.finish):
+        if not (output.token_ids or output.finish):
             return
-        self._answers.tell(choice, news)
-        if news.finish is None:
-            self._begun.add(choice.engine_id)
-        elif row.finish is None:  # SGLang does not know that it is over
-            self._drop([choice.engine_id])
+        self._answers.add_output(choice, output)
+        if output.finish is None:
+            self._started.add(choice.engine_id)
+        elif row.finish is None:  # SGLang would continue
+            self._abort_choices([choice.engine_id])
         else:
-            self._begun.discard(choice.engine_id)
+            self._started.discard(choice.engine_id)
 
     # --- requests
 
-    def _check_own(self, request: Request, running: Described) -> None:
+    def _check_supported(self, request: Request, running: Launched) -> None:
         check_supported(request, running.facts)
         self._adapters.check(request.lora)
 
-    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
+    def _submit_choices(self, request: Request, choices: list[Choice]) -> None:
         if self._spec.role is Role.PREFILL:
-            raise Unsupported("a prefill worker of SGLang answers nobody", feature="submit")
-        ticket = check_meeting(request) if self._spec.role is Role.DECODE else None
-        self._adapters.use(request.request_id, request.lora)
+            raise Unsupported("a prefill worker of SGLang does not decode", feature="submit")
+        ticket = check_bootstrap(request) if self._spec.role is Role.DECODE else None
+        self._adapters.add_user(request.request_id, request.lora)
         for choice in choices:
-            met = {} if ticket is None else meeting(ticket, choice.index)
+            fields = {} if ticket is None else bootstrap_fields(ticket, choice.index)
             if ticket is not None and ticket.rank is not None:
-                met["disagg_prefill_dp_rank"] = ticket.rank
-            self._host.send(self._generation(choice, **met))
+                fields["disagg_prefill_dp_rank"] = ticket.rank
+            self._host.send(self._generation(choice, **fields))
 
-    def _drop(self, engine_ids: list[str]) -> None:
+    def _abort_choices(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
-            self._begun.discard(engine_id)
+            self._started.discard(engine_id)
             self._host.send(Abort(f"{engine_id}."))
 
     def _generation(self, choice: Choice, **fields: Any) -> Generate:
-        return generation(choice, self._known.facts, self._own_seed(choice), **fields)
+        return generation(choice, self._launched.facts, self._own_seed(choice), **fields)
 
     def _own_seed(self, choice: Choice) -> int:
         return xxh3_64_intdigest(f"{self._nonce}/{rid_of(choice)}".encode()) >> 2
@@ -211,15 +211,13 @@ class SglangEngine(ExternalEngine[Described]):
     # --- Prefill
 
     async def prefill(self, request: Request) -> Handoff:
-        """At once: SGLang computes the prompt when the other side has come for it."""
+        """Returns at once: SGLang computes the prompt when the decode worker has connected."""
         if self._spec.role is not Role.PREFILL:
-            raise Unsupported(
-                "only a prefill worker of SGLang computes prompts for others", feature="prefill"
-            )
+            raise Unsupported("only a prefill worker of SGLang serves remote prefill", feature="prefill")
         self._check(request)
         arguments = self._arguments
-        return self._prefills.begin(
-            request, self._known.facts, arguments.bootstrap_host, self._generation, arguments.hold_s
+        return self._prefills.start(
+            request, self._launched.facts, arguments.bootstrap_host, self._generation, arguments.hold_s
         )
 
     async def release_prefill(self, request_id: RequestId) -> None:
@@ -228,14 +226,14 @@ class SglangEngine(ExternalEngine[Described]):
     # --- KvEvents
 
     async def clear_kv(self) -> int:
-        """Unavailable where there is no moment without requests in the time given."""
+        """Unavailable if the engine is not idle within `clear_s`: SGLang clears its cache only then."""
         before, timeout_s = self._kv.num_held, self._arguments.clear_s
         number = self._kv.num_cleared
         error = await self._call(lambda call: Flush(call, timeout_s), timeout_s + _CALL_S)
         if error is not None:
-            raise Unavailable(f"SGLang did not forget its blocks: {error}", reason="busy")
-        await self._kv.cleared_since(number)
-        await self._unread.read_up(_TOLD_S)
+            raise Unavailable(f"SGLang did not clear its cache: {error}", reason="busy")
+        await self._kv.wait_cleared(number)
+        await self._step_queue.wait_until_read(_READ_S)
         return before
 
     # --- Lora
@@ -249,11 +247,11 @@ class SglangEngine(ExternalEngine[Described]):
     def loras(self) -> tuple[str, ...]:
         return self._adapters.names
 
-    async def _ask_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> str | None:
+    async def _call_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> str | None:
         return await self._call(command, _CALL_S)
 
     async def _call(self, command: Callable[[int], CallCommand], timeout_s: float) -> str | None:
-        """None, or why it was refused."""
+        """Call the host. Returns None, or the reason of a refusal."""
         self._check_alive()
-        _ = self._known  # it is started
+        _ = self._launched  # raises if not started
         return await self._host.call(command, timeout_s)

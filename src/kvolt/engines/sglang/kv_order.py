@@ -1,7 +1,8 @@
-"""KvOrder: the KV events of all ranks, and how far they have come: steps wait for those that belong to them.
+"""KV events of all ranks, in order with steps: a step waits for its events.
 
-SGLang's events and tokens come by different sockets. Each step says how many batches of events went out before it
-(`scheduler`); it is told when they are here, so that no client has an answer whose blocks a router has not heard of.
+SGLang sends events and tokens over different sockets. Each step says how many batches of events were published before
+it (`host.scheduler`) and is emitted once they have arrived, so that routers know a prompt's blocks before clients
+have the answer.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from kvolt.engines.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.002
-_NUM_LOOKS = 500
-"""A second: a rank that is silent for longer has lost its events, and steps wait for them no more."""
+_POLL_S = 0.002
+_MAX_POLLS = 500
+"""One second. Events that take longer are lost; steps no longer wait for them."""
 
 
 class KvOrder:
-    """See the module. `close` it."""
+    """See the module."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._feeds: dict[int, KvFeed] = {}
-        self._given_up: dict[int, int] = {}
-        """Up to which batch of a rank steps wait no more."""
+        self._abandoned: dict[int, int] = {}
+        """Number of the batch up to which steps no longer wait, by rank."""
         self._blocks = HeldBlocks()
         self._changes: dict[int, list[KvChange]] = {}
-        self._came = Wakeup()
+        self._batch_read = Wakeup()
         self.num_cleared = 0
-        """How often the engine has said that it forgot its blocks."""
+        """Number of Cleared events published by the engine."""
 
     @property
     def num_held(self) -> int:
@@ -48,51 +49,51 @@ class KvOrder:
         return feed
 
     async def follow(self, rank: int, feed: KvFeed) -> None:
-        for changes in await feed.catch_up():  # SGLang says something when it starts
-            self._note(rank, changes)
-        self._came.ring()
+        for changes in await feed.read_missed():  # SGLang publishes events when it starts
+            self._add_changes(rank, changes)
+        self._batch_read.set()
         num_lost = feed.num_lost
         async for changes in feed.changes():
-            if feed.num_lost == num_lost:  # else the feed itself takes back what it has told
+            if feed.num_lost == num_lost:  # otherwise the feed cleared blocks because of a loss
                 self.num_cleared += sum(isinstance(change, Cleared) for change in changes)
             num_lost = feed.num_lost
-            self._note(rank, changes)
-            self._came.ring()
+            self._add_changes(rank, changes)
+            self._batch_read.set()
 
-    def _note(self, rank: int, changes: tuple[KvChange, ...]) -> None:
-        if not self._blocks.num_of(rank) and rank not in self._changes:
-            # As when it starts: nobody was told of anything.
+    def _add_changes(self, rank: int, changes: tuple[KvChange, ...]) -> None:
+        if not self._blocks.num_of_rank(rank) and rank not in self._changes:
+            # Nothing was published yet: a clear is redundant.
             changes = tuple(dropwhile(lambda change: isinstance(change, Cleared), changes))
-        if news := self._blocks.once(rank, changes):
-            self._changes.setdefault(rank, []).extend(news)
+        if new := self._blocks.deduplicate(rank, changes):
+            self._changes.setdefault(rank, []).extend(new)
             self._on_change()
 
     def take(self) -> dict[int, list[KvChange]]:
-        """By rank, what was not taken before."""
+        """Changes since the last call, by rank."""
         changes, self._changes = self._changes, {}
         return changes
 
-    async def reached(self, rank: int, number: int) -> None:
-        """Until so many batches of a rank have been read, or will not come."""
+    async def wait_batches(self, rank: int, number: int) -> None:
+        """Wait until so many batches of a rank have been read or are lost."""
         feed = self._feeds.get(rank)
         if feed is None:
             return
-        for _ in range(_NUM_LOOKS):
-            if max(feed.num_passed, self._given_up.get(rank, 0)) >= number:
+        for _ in range(_MAX_POLLS):
+            if max(feed.num_processed, self._abandoned.get(rank, 0)) >= number:
                 return
-            self._came.silence()
-            await self._came.wait(_LOOK_S)
-        missing = number - feed.num_passed
-        log.warning("%d batches of KV events of rank %d do not come", missing, rank)
-        self._given_up[rank] = number
+            self._batch_read.clear()
+            await self._batch_read.wait(_POLL_S)
+        missing = number - feed.num_processed
+        log.warning("KV events missing: batches=%d rank=%d", missing, rank)
+        self._abandoned[rank] = number
 
-    async def cleared_since(self, number: int) -> None:
-        """Until that the blocks are gone was said more often than this, and told to who reads."""
-        for _ in range(_NUM_LOOKS):
+    async def wait_cleared(self, number: int) -> None:
+        """Wait until `num_cleared` exceeds this number and all changes were taken."""
+        for _ in range(_MAX_POLLS):
             if (self.num_cleared > number and not self._changes) or not self._feeds:
                 return
-            self._came.silence()
-            await self._came.wait(_LOOK_S)
+            self._batch_read.clear()
+            await self._batch_read.wait(_POLL_S)
 
     def close(self) -> None:
         for feed in self._feeds.values():

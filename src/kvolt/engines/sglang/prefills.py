@@ -1,8 +1,8 @@
-"""Prefills: prompts that SGLang computes for others, and the ticket by which another SGLang meets it for their KV.
+"""Remote prefill on SGLang: creates the tickets by which a decode worker's SGLang gets the KV.
 
-SGLang's prefill waits for the decode side before it computes: both have the request at the same time, and find each
-other by a room at the prefill side's bootstrap server. So the ticket is there at once, and names the room; the bytes,
-the first token and its logprobs are SGLang's affair.
+SGLang's prefill waits for the decode side before it computes: both have the request at the same time and meet in a room
+of the prefill side's bootstrap server. The ticket is available at once and names the room. SGLang transfers the KV, the
+first token and its logprobs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_TICKET_BYTES = 1 << 16
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """What is in `Handoff.ticket`, for the two engines."""
+    """Content of `Handoff.ticket`."""
 
     host: str
     port: int
     rooms: dict[int, int]
-    """Of each choice by its index: SGLang has a room for each of its requests."""
+    """Bootstrap room per choice index; SGLang uses one per request."""
     rank: int | None = None
-    """Of the prefill side, where it has several."""
+    """DP rank of the prefill worker, if it has several."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -39,16 +39,16 @@ _decode = msgspec.msgpack.Decoder(Ticket).decode
 
 
 class Prefills:
-    """See the module. `send`: to the host."""
+    """See the module. `send`: sends a command to the host."""
 
     def __init__(self, send: Callable[[Generate | Abort], None]) -> None:
         self._send = send
         self._prompts: dict[RequestId, set[str]] = {}
-        """Names of the choices that SGLang still has."""
+        """SGLang's ids of unfinished choices, by request."""
         self._by_rid: dict[str, RequestId] = {}
         self._number = 0
 
-    def begin(
+    def start(
         self,
         request: Request,
         facts: Facts,
@@ -56,10 +56,10 @@ class Prefills:
         make: Callable[..., Generate],
         hold_s: float,
     ) -> Handoff:
-        """`make`: a choice and where it is met, as SGLang's request."""
+        """Submit a prompt. `make`: creates SGLang's request from a choice and bootstrap fields."""
         request_id = request.request_id
         if request_id in self._prompts:
-            raise InvalidRequest(f"request {request_id} is here already", param="request_id")
+            raise InvalidRequest(f"request {request_id} exists already", param="request_id")
         assert facts.bootstrap_port is not None, "not a prefill worker"
         self._number += 1
         rank = request.routing.pinned_dp_rank if facts.num_ranks > 1 else None
@@ -70,16 +70,16 @@ class Prefills:
         rids: set[str] = set()
         for index in request.open_choices:
             name = f"{request_id}/p{self._number}/{index}"
-            choice = Choice(request, index, name, num_tokens=len(request.resumed(index)))
-            made = make(choice, **{**meeting(ticket, index), "routed_dp_rank": rank})
-            rids.add(made.rid)
-            self._send(made)
+            choice = Choice(request, index, name, num_tokens=len(request.prior_tokens_of(index)))
+            command = make(choice, **{**bootstrap_fields(ticket, index), "routed_dp_rank": rank})
+            rids.add(command.rid)
+            self._send(command)
         self._prompts[request_id] = rids
         self._by_rid.update(dict.fromkeys(rids, request_id))
         return Handoff(ticket=_encode(ticket), prefill_instance=InstanceId(""), expires_in_s=hold_s)
 
-    def take(self, row: Row) -> bool:
-        """Whether it was of a prompt of ours: the other side tells what came of it."""
+    def on_row(self, row: Row) -> bool:
+        """Handle an output. False if it is not a remote prefill. The decode worker reports the result."""
         request_id = self._by_rid.get(row.rid)
         if request_id is None:
             return False
@@ -88,22 +88,22 @@ class Prefills:
         return True
 
     def release(self, request_id: RequestId) -> None:
-        """What SGLang still has of it is not wanted."""
+        """Abort the unfinished choices of a prompt."""
         for rid in sorted(self._prompts.get(request_id, ())):
             self._send(Abort(rid))
             self._forget(request_id, [rid])
 
     def _forget(self, request_id: RequestId, rids: Sequence[str]) -> None:
-        left = self._prompts[request_id]
+        open_rids = self._prompts[request_id]
         for rid in rids:
-            left.discard(rid)
+            open_rids.discard(rid)
             del self._by_rid[rid]
-        if not left:
+        if not open_rids:
             del self._prompts[request_id]
 
 
-def meeting(ticket: Ticket, index: int) -> dict[str, Any]:
-    """Where a choice is met, in fields of SGLang's request."""
+def bootstrap_fields(ticket: Ticket, index: int) -> dict[str, Any]:
+    """Bootstrap fields of SGLang's request for a choice."""
     return {
         "bootstrap_host": ticket.host,
         "bootstrap_port": ticket.port,
@@ -111,24 +111,24 @@ def meeting(ticket: Ticket, index: int) -> dict[str, Any]:
     }
 
 
-def check_meeting(request: Request) -> Ticket:
-    """The ticket of a request whose prompt is computed elsewhere. Unsupported without one: a decode worker of SGLang
-    computes no prompts."""
+def check_bootstrap(request: Request) -> Ticket:
+    """The ticket of a request with remote prefill. Unsupported without one: a decode worker of SGLang cannot
+    prefill."""
     handoff = request.handoff
     if handoff is None:
-        raise Unsupported("a decode worker of SGLang computes no prompts", feature="decode without a prefill")
-    if handoff.first_tokens is not None:
-        raise Unsupported("SGLang takes prompts over from SGLang only", feature="handoff")
-    if request.sampling.prompt_logprobs is not None:
         raise Unsupported(
-            "SGLang has no logprobs of prompts that are computed elsewhere", feature="prompt_logprobs"
+            "a decode worker of SGLang cannot compute prompts", feature="decode without a prefill"
         )
+    if handoff.first_tokens is not None:
+        raise Unsupported("the handoff must come from SGLang", feature="handoff")
+    if request.sampling.prompt_logprobs is not None:
+        raise Unsupported("SGLang has no prompt logprobs with remote prefill", feature="prompt_logprobs")
     try:
         if len(handoff.ticket) > MAX_TICKET_BYTES:
-            raise msgspec.ValidationError("it is too long")
+            raise msgspec.ValidationError("too long")
         ticket = _decode(handoff.ticket)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the handoff's ticket is none of SGLang's: {error}", param="handoff") from error
+        raise InvalidRequest(f"the handoff's ticket is not from SGLang: {error}", param="handoff") from error
     if not set(request.open_choices) <= set(ticket.rooms):
-        raise InvalidRequest("the handoff's ticket is of other choices", param="handoff")
+        raise InvalidRequest("the handoff's ticket is for other choices", param="handoff")
     return ticket

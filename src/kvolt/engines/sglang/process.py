@@ -1,7 +1,6 @@
-"""The host process as the engine sees it, and the messages to it and from it.
+"""The host process and its message socket, as the engine sees them.
 
-Knows nothing of what the messages mean. Whatever ends the host ends all processes that it has started: it is at the
-head of a process group.
+The host leads a process group, so all of its processes end with it.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
-from kvolt.engines.child_messages import FrameCutter, frame
 from kvolt.engines.child_process import ChildProcess
+from kvolt.engines.framing import FrameSplitter, encode_frame
 from kvolt.engines.sglang.host.messages import Answer, Command, decode_answer
 
 _MODULE = "kvolt.engines.sglang.host.host"
 
 
 class Link(Protocol):
-    """Messages to a host; those that it sends go where it was told at its start."""
+    """Connection to a host. Its messages go to the callback given at start."""
 
     lost: asyncio.Event
-    """It says nothing any more."""
+    """Set when the connection is lost."""
 
     def send(self, command: Command) -> None: ...
 
@@ -30,27 +29,27 @@ class Link(Protocol):
 
 
 class Host(Protocol):
-    """What the engine needs of a host; tests have others than a process."""
+    """Interface of a host; replaced in tests."""
 
     @property
     def link(self) -> Link: ...
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """What it wrote last, for people."""
+        """Last lines of its output, for error messages."""
         ...
 
-    async def ended(self) -> str:
-        """Wait for its end; how it came, in a few words. Nothing that it has started is left then."""
+    async def wait_exit(self) -> str:
+        """Wait until it and all of its processes have ended; returns how, in a few words."""
         ...
 
     def kill(self) -> None:
-        """End it now. Again and after its end: no error."""
+        """Kill it. Can be called repeatedly and after its end."""
         ...
 
 
 NewHost = Callable[[Callable[[Answer], None]], Awaitable[Host]]
-"""Starts one, whose messages are handed to the function."""
+"""Starts a host that sends its messages to the callback."""
 
 
 class HostLink(asyncio.Protocol):
@@ -58,7 +57,7 @@ class HostLink(asyncio.Protocol):
 
     def __init__(self, on_answer: Callable[[Answer], None]) -> None:
         self._on_answer = on_answer
-        self._cutter = FrameCutter()
+        self._cutter = FrameSplitter()
         self._transport: asyncio.Transport | None = None
         self.lost = asyncio.Event()
 
@@ -73,9 +72,9 @@ class HostLink(asyncio.Protocol):
         self.lost.set()
 
     def send(self, command: Command) -> None:
-        """Nothing is sent where nobody is there."""
+        """Send a command; ignored if the connection is closed."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(command))
+            self._transport.write(encode_frame(command))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -89,14 +88,14 @@ class HostProcess(ChildProcess):
 
     @classmethod
     async def start(cls, on_answer: Callable[[Answer], None]) -> HostProcess:
-        """Cancelling leaves nothing behind."""
+        """Start the process. Cancelling this stops it."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             _, link = await loop.create_unix_connection(lambda: HostLink(on_answer), sock=ours)
             try:
-                host = await cls.of_module(_MODULE, [theirs.fileno()], name="sglang", leads_group=True)
+                host = await cls.start_module(_MODULE, [theirs.fileno()], name="sglang", leads_group=True)
             except BaseException:
                 link.close()
                 raise

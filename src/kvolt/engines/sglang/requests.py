@@ -1,6 +1,6 @@
-"""A request in SGLang's words: one of its requests for each choice, with sampling parameters of its own.
+"""Converts requests to SGLang's: one per choice, each with its own sampling parameters.
 
-Owns which of our fields it can follow. What it cannot is refused here, before it has anything of the request.
+Fields that SGLang cannot follow are refused before anything is submitted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,31 @@ from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.extras import refuse_extra
-from kvolt.engines.external.resuming import asks_prompt_logprobs, check_resumable, given_tokens
+from kvolt.engines.external.resuming import check_resumable, input_tokens, needs_prompt_logprobs
 from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.sglang.host.messages import Facts, Generate
 
 _GREEDY_BELOW = 1e-6
-"""SGLang takes the likeliest token at temperatures below."""
+"""SGLang samples greedily below this temperature."""
 _SPECIAL = re.compile(r"([.^$*+?{}\[\]\\|()])")
 _ANY_OBJECT = '{"type": "object"}'
+
+SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+        "num_choices",
+        "logprobs",
+        "prompt_logprobs",
+    ]
+)
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -28,27 +45,27 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def check_supported(request: Request, facts: Facts) -> None:
-    """Unsupported for what SGLang would not answer as the contract says, InvalidRequest for what it refuses."""
+    """Unsupported if SGLang would not answer as the contract requires, InvalidRequest if it would refuse."""
     sampling = request.sampling
     if request.media:
-        raise Unsupported("media come to SGLang workers through an encode worker only", feature="media")
+        raise Unsupported("SGLang workers get media through an encode worker only", feature="media")
     refuse_extra(request, "SGLang")
-    if sampling.allowed_token_ids is not None:
-        raise Unsupported("SGLang has no list of allowed tokens", feature="allowed_token_ids")
     if request.grammar is not None and not facts.has_grammars:
         raise Unsupported("this SGLang runs without a grammar backend", feature="grammar")
     _check_random(request, facts)
-    if request.is_resumed:
+    if request.has_prior_tokens:
         check_resumable(
             request,
             "SGLang",
-            "SGLang counts what it goes on after as the prompt, to which its penalties do not apply",
+            "SGLang counts resumed tokens as part of the prompt, to which its penalties do not apply",
         )
     _check_ranges(sampling)
-    most_given = max(len(request.token_ids) + len(request.resumed(index)) for index in request.open_choices)
-    if most_given > facts.max_prompt:
+    num_input = max(
+        len(request.token_ids) + len(request.prior_tokens_of(index)) for index in request.open_choices
+    )
+    if num_input > facts.max_prompt:
         raise InvalidRequest(
-            f"{most_given} tokens are over the {facts.max_prompt} that SGLang takes as a prompt",
+            f"{num_input} tokens exceed SGLang's maximum prompt of {facts.max_prompt}",
             param="token_ids",
         )
 
@@ -61,12 +78,14 @@ def _check_random(request: Request, facts: Facts) -> None:
         raise Unsupported(
             "SGLang follows a seed only with engine_args.enable_deterministic_inference", feature="seed"
         )
-    if sampling.min_p and facts.is_seeded:  # its sampler asserts that there is none, and dies of it
-        raise Unsupported("SGLang has no min_p with enable_deterministic_inference", feature="min_p")
+    if sampling.min_p and facts.is_seeded:  # its sampler crashes on it
+        raise Unsupported(
+            "SGLang does not support min_p with enable_deterministic_inference", feature="min_p"
+        )
 
 
 def _check_ranges(sampling: Sampling) -> None:
-    """As SGLang has them: told now, and not by a request that fails later."""
+    """Check SGLang's ranges now, instead of failing the request later."""
     ranges = {
         "temperature": 0.0 <= sampling.temperature < float("inf"),
         "top_p": 0.0 < sampling.top_p <= 1.0,
@@ -78,25 +97,25 @@ def _check_ranges(sampling: Sampling) -> None:
     }
     for name, is_right in ranges.items():
         if not is_right:
-            raise InvalidRequest(f"SGLang takes no {name} of {getattr(sampling, name)}", param=name)
+            raise InvalidRequest(f"{name}={getattr(sampling, name)} is out of SGLang's range", param=name)
 
 
 def rid_of(choice: Choice) -> str:
-    """Ends with a dot: SGLang aborts all requests whose names begin with the one that it is told."""
+    """SGLang's request id. Ends with a dot, since SGLang aborts all requests whose ids start with the given one."""
     return f"{choice.engine_id}."
 
 
 def generation(choice: Choice, facts: Facts, fallback_seed: int, **fields: Any) -> Generate:
-    """`fallback_seed`: of a request that names none. With seeds SGLang would take the same one for all of them."""
+    """SGLang's request for a choice. `fallback_seed`: used without a seed; SGLang would use the same for all."""
     request, sampling = choice.request, choice.request.sampling
-    asks_prompt = asks_prompt_logprobs(choice)
-    wanted = (sampling.logprobs, sampling.prompt_logprobs if asks_prompt else None)
-    asked = [each for each in wanted if each is not None]
-    given: dict[str, Any] = {
+    needs_prompt = needs_prompt_logprobs(choice)
+    nums_top = (sampling.logprobs, sampling.prompt_logprobs if needs_prompt else None)
+    requested = [each for each in nums_top if each is not None]
+    common: dict[str, Any] = {
         "stream": True,
-        "return_logprob": bool(asked),
-        "logprob_start_len": 0 if asks_prompt else -1,
-        "top_logprobs_num": max(asked, default=0),
+        "return_logprob": bool(requested),
+        "logprob_start_len": 0 if needs_prompt else -1,
+        "top_logprobs_num": max(requested, default=0),
         "cache_salt": request.salt,
         "routed_dp_rank": request.routing.pinned_dp_rank if facts.num_ranks > 1 else None,
         "priority": request.routing.priority if facts.has_priorities else None,
@@ -104,27 +123,27 @@ def generation(choice: Choice, facts: Facts, fallback_seed: int, **fields: Any) 
     }
     return Generate(
         rid=rid_of(choice),
-        input_ids=given_tokens(request, choice.index),
+        input_ids=input_tokens(request, choice.index),
         sampling=sampling_params(choice, facts, fallback_seed),
-        fields=given | fields,
+        fields=common | fields,
     )
 
 
 def sampling_params(choice: Choice, facts: Facts, fallback_seed: int) -> dict[str, Any]:
     request, stop = choice.request, choice.request.stop
-    given = request.sampling
+    sampling = request.sampling
     seed = None
     if facts.is_seeded:
-        seed = fallback_seed if given.seed is None else (given.seed + choice.index) % 2**62
+        seed = fallback_seed if sampling.seed is None else (sampling.seed + choice.index) % 2**62
     num_before = choice.num_tokens
     return {
         "max_new_tokens": stop.max_tokens - num_before,
-        # It has no use for these where EOS is ignored: then it ignores stop tokens as well (see `outputs`).
+        # Not needed if EOS is ignored: SGLang then ignores stop tokens as well (see `outputs`).
         "min_new_tokens": 0 if stop.ignore_eos else max(stop.min_tokens - num_before, 0),
         "stop_token_ids": sorted(stop.stop_token_ids),
         **common_sampling(request),
-        "top_k": -1 if given.top_k is None else given.top_k,
-        "logit_bias": {str(token): bias for token, bias in given.logit_bias.items()} or None,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
         "sampling_seed": seed,
         "skip_special_tokens": False,
         **_grammar(request.grammar),
@@ -142,13 +161,13 @@ def _grammar(grammar: Grammar | None) -> dict[str, str]:
         case GrammarKind.REGEX:
             return {"regex": grammar.text}
         case GrammarKind.CHOICE:
-            return {"regex": "|".join(map(_exactly, json.loads(grammar.text)))}
+            return {"regex": "|".join(map(_escaped, json.loads(grammar.text)))}
         case GrammarKind.EBNF:
             return {"ebnf": grammar.text}
         case GrammarKind.STRUCTURAL_TAG:
             return {"structural_tag": grammar.text}
 
 
-def _exactly(word: str) -> str:
-    """A regular expression for a word. Only what has a meaning is escaped: grammar backends know no other escapes."""
+def _escaped(word: str) -> str:
+    """A regular expression for a word. Escapes special characters only; grammar backends reject other escapes."""
     return "(" + _SPECIAL.sub(r"\\\1", word) + ")"

@@ -1,1 +1,1 @@
-"""The simulated engine: real scheduling and blocks, times from a step model, answers by script."""
+"""The simulated engine: real scheduling and blocks, times from a latency model, answers by script."""

@@ -1,8 +1,8 @@
 """The unscripted answer of the simulated model: a pure function of prompt, seed and tokens so far.
 
-A rolling hash covers the seed, the prompt and every generated token in order, and chooses the next token. One
-hash per token. A request that is resumed with a token missing, changed or out of place therefore continues with
-other text. Tests compute the right answer with `answer_tokens`, without an engine.
+A rolling hash over the seed, the prompt and all generated tokens selects the next token, at the cost of one
+hash per token. A request resumed with a missing, changed or misplaced token therefore continues with
+different text. Tests compute the expected answer with `answer_tokens`, without an engine.
 """
 
 from __future__ import annotations

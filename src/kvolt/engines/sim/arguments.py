@@ -1,4 +1,4 @@
-"""SimArguments: what `engine = "sim"` can be told, and the model that comes of it."""
+"""SimArguments: arguments of `engine = "sim"`, and the model and links that they describe."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.latency import LatencyModel, OccupancyModel, at_speed
+from kvolt.core.latency import LatencyModel, OccupancyModel, scale_speed
 from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.sim.links import Link
-from kvolt.engines.sim.model import SimModel, foreign_model, generated_model, read_template, sim_card
+from kvolt.engines.sim.model import SimModel, generated_model, model_with_tokenizer, read_template, sim_card
 from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT
 from kvolt.latency.presets import DEFAULT, find_model
 from kvolt.scheduler.step_plan import Scheduling
@@ -22,57 +22,57 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Arguments of `engine = "sim"`."""
 
     speed: Annotated[float, Meta(gt=0)] = 1.0
-    """Times faster than the step model says; others are told the time that it then takes."""
+    """Factor by which steps and links are faster than the model. The registered latency model includes it."""
     slow_by: Annotated[float, Meta(gt=0)] = 1.0
-    """Steps take so many times as long as others are told: a worker in trouble."""
+    """Factor by which steps are slower than the registered latency model: simulates a degraded worker."""
     block_size: _AtLeastOne = 16
     kv_blocks: _AtLeastOne = 16_384
     context_length: _AtLeastOne = 32_768
     max_num_seqs: _AtLeastOne = 256
     max_waiting: _AtLeastOne = 4096
     max_batch_tokens: _AtLeastOne = 8192
-    """Tokens that a step computes at most; it has room for one of each sequence."""
+    """Maximum tokens per step; at least `max_num_seqs`."""
     kv_events: bool = True
-    """Tell routers which blocks come and go; false saves the work where none of them asks (round-robin)."""
+    """Report cached blocks to routers. Disable it to save the work if no router uses it (round-robin)."""
     hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
-    """How long blocks of a prompt that was computed for others wait to be fetched."""
+    """How long blocks of a remote prefill are held until they are fetched, in seconds."""
     preset: str = DEFAULT
-    """How long steps take: a name of those below, or a file that `kvolt fit --out` wrote."""
+    """Latency model: a preset name, or a file written by `kvolt fit --out`."""
     latency: LatencyModel | None = None
-    """The step model itself, in the place of a preset."""
+    """Latency model as values, instead of a preset."""
     scheduling: Scheduling = Scheduling.VLLM
-    """What goes into a step: vllm mixes chunks of prompts with decodes, sglang computes all prompts first."""
+    """Step composition. vllm: prefill chunks mixed with decodes. sglang: prefills first."""
     merge_steps: bool = False
-    """Decode steps between which nothing comes or goes are one event: their tokens come together, at the end."""
-    paper: bool = False
-    """For traces: blocks are named by the hashes that come with a request, its tokens are not looked at, and blocks
-    hold nothing that could travel."""
+    """Simulate consecutive equal decode steps as one event, with all their tokens at its end."""
+    trace_blocks: bool = False
+    """For trace replay: blocks are named by the hashes of the request instead of its tokens, and have no content."""
     link_in_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
-    """How fast KV of others comes in, all of it together; None: at once. `speed` makes links faster, too."""
+    """Bandwidth for all incoming KV, in bytes per second, multiplied by `speed`. None: unlimited."""
     link_out_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
-    """How fast KV goes out to others. KV from one worker to another takes the one's time, then the other's."""
+    """Bandwidth for all outgoing KV. A transfer takes the time of the sender's link, then of the receiver's."""
     link_latency_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Of each of these links, besides."""
+    """Additional latency of each link, in seconds."""
     kv_bytes_per_token: _AtLeastOne = 131_072
-    """What links move for each token of a block; the default is an 8B model's in bfloat16. Memory takes none of it."""
-    say: str | None = None
-    """The text of every answer; None for words."""
+    """KV size per token for transfer times; default: an 8B model in bfloat16. Uses no memory."""
+    answer_text: str | None = None
+    """Text of every answer. None: generated words."""
     words: _AtLeastOne | None = None
-    """After so many words an answer ends by itself, where EOS may end it; None for words until max_tokens."""
-    say_from_prompt: bool = False
-    """Let a prompt say what its answer is: `<say>one text<or/>another for the next choice</say>`, the last
-    such span. Other prompts are answered as ever."""
+    """Number of generated words before EOS. None: words until max_tokens."""
+    answer_from_prompt: bool = False
+    """Take the answer from the last `<say>one text<or/>another for the next choice</say>` of the prompt, if
+    it has one."""
     chat_template: str | None = None
-    """A Jinja template, or the path of one, in place of the sim model's own."""
+    """A Jinja chat template or its path, instead of the sim model's."""
     tool_parser: str | None = None
-    """Goes into the card; None lets the frontend find it by the template. So does the next."""
+    """Tool parser in the model card. None: the frontend derives it from the chat template."""
     reasoning_parser: str | None = None
+    """Reasoning parser in the model card. None: as for `tool_parser`."""
     model_tokenizer: str | None = None
-    """Path of a tokenizer.json in place of the generated one. Answers are then made of its first words."""
+    """Path of a tokenizer.json, instead of the generated tokenizer. Answers then consist of its first words."""
     eos_token: str | None = None
-    """The token of `model_tokenizer` that ends an answer. It has to be told: a tokenizer.json does not say."""
+    """The EOS token of `model_tokenizer`; required with it, since a tokenizer.json does not name it."""
     bos_token: str | None = None
-    """The token of `model_tokenizer` that chat templates know as `bos_token`."""
+    """The token of `model_tokenizer` that chat templates use as `bos_token`."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -86,12 +86,12 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.latency is None:
             find_model(self.preset)
-        if self.paper and (self.link_in_bytes_per_s or self.link_out_bytes_per_s):
-            raise ValueError("on paper blocks hold nothing that could travel: leave out paper, or the links")
+        if self.trace_blocks and (self.link_in_bytes_per_s or self.link_out_bytes_per_s):
+            raise ValueError("trace blocks have no content to transfer: omit trace_blocks, or the links")
         if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
-            raise ValueError("eos_token and bos_token are those of a model_tokenizer: name one")
+            raise ValueError("eos_token and bos_token require model_tokenizer")
         if self.model_tokenizer is not None and self.eos_token is None:
-            raise ValueError("a model_tokenizer needs its eos_token, for example eos_token = '<|im_end|>'")
+            raise ValueError("model_tokenizer requires eos_token, for example eos_token = '<|im_end|>'")
 
 
 def model_of(name: str, arguments: SimArguments) -> SimModel:
@@ -104,20 +104,20 @@ def model_of(name: str, arguments: SimArguments) -> SimModel:
         card = msgspec.structs.replace(card, chat_template=read_template(arguments.chat_template))
     if arguments.model_tokenizer is None or arguments.eos_token is None:
         return generated_model(card)
-    return foreign_model(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
+    return model_with_tokenizer(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
 
 
 def step_model_of(arguments: SimArguments) -> LatencyModel | OccupancyModel:
-    """How long this engine's steps take."""
+    """The latency model of an engine."""
     model = find_model(arguments.preset) if arguments.latency is None else arguments.latency
     if isinstance(model, LatencyModel):
-        return at_speed(model, arguments.speed)
+        return scale_speed(model, arguments.speed)
     sized = msgspec.structs.replace(model, kv_tokens=arguments.kv_blocks * arguments.block_size)
-    return at_speed(sized, arguments.speed)
+    return scale_speed(sized, arguments.speed)
 
 
 def links_of(arguments: SimArguments) -> list[Link]:
-    """The links that there are, in this engine's time."""
+    """The configured links, scaled by the engine's speed."""
     speeds = {NETWORK_IN: arguments.link_in_bytes_per_s, NETWORK_OUT: arguments.link_out_bytes_per_s}
     return [
         Link(name, bytes_per_s * arguments.speed, arguments.link_latency_s / arguments.speed)

@@ -1,8 +1,8 @@
-"""SimMemory: the bytes of the simulated engine's blocks, which stand in for KV.
+"""SimMemory: content of the simulated engine's blocks, in place of KV.
 
-A computed block holds the fingerprint of the tokens, salt and adapter that it was computed from, four times over. The
-fingerprint is independent of block keys: a block that was swapped, damaged on its way, never filled, or found under a
-key that says too little differs from what the reader expects. Owns the bytes and what they must be. Knows no pool.
+A computed block holds the fingerprint of the tokens, salt and adapter it was computed from, four times. Fingerprints
+are independent of block keys: a block that was swapped, damaged in transfer, never filled, or found by an ambiguous
+key differs from what its reader expects. Owns the content and its verification. Knows no pool.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 
 NAME = "sim"
-"""Of the layout, and of the data type."""
+"""Name of the layout and of the data type."""
 _FINGERPRINT_BYTES = 16
 _COPIES = 4
 BLOCK_BYTES = _COPIES * _FINGERPRINT_BYTES
 _FORMAT = "sim-2"
-"""Changes with what blocks hold: tiers may keep blocks of another release."""
+"""Version of the content: tiers may keep blocks of another release."""
 
 Fingerprint = bytes
 
@@ -54,13 +54,13 @@ def key_context(model: str, block_size: int, request: Request) -> BlockKeyContex
 
 
 class SimMemory:
-    """See the module. Grows with the blocks that are used: pools give out the first ones first."""
+    """See the module. Grows with the highest block used; pools allocate low block numbers first."""
 
     def __init__(self) -> None:
         self._bytes: bytearray | memoryview = bytearray()
 
     def share(self, num_blocks: int, block_size: int) -> Slab:
-        """Move to a memory that other processes can map, with room for so many blocks."""
+        """Move the blocks to memory that other processes can map."""
         slab = Slab.shared(num_blocks, BLOCK_BYTES, SlabLayout.of_rank(layout(block_size)))
         slab.memory[: len(self._bytes)] = self._bytes
         self._bytes = slab.memory
@@ -76,20 +76,20 @@ class SimMemory:
             self._bytes.extend(bytes(end - len(self._bytes)))
         self._bytes[start:end] = data
 
-    def compute(self, block: BlockId, fingerprint: Fingerprint, confusion: int = 0) -> None:
-        """Fill a block. KV computed by attention to wrong blocks (a `confusion`) is wrong, too."""
-        if confusion:
-            fingerprint = xxhash.xxh3_128_digest(fingerprint, confusion)
+    def compute(self, block: BlockId, fingerprint: Fingerprint, corruption: int = 0) -> None:
+        """Fill a block. With `corruption`, its content is wrong, like KV computed by attention to wrong blocks."""
+        if corruption:
+            fingerprint = xxhash.xxh3_128_digest(fingerprint, corruption)
         self.write(block, fingerprint * _COPIES)
 
-    def confusion(self, blocks: Sequence[BlockId], expected: Sequence[Fingerprint]) -> int:
-        """What reading these blocks does to a model that expects those contents: 0 when all are right."""
-        found = 0
+    def check(self, blocks: Sequence[BlockId], expected: Sequence[Fingerprint]) -> int:
+        """Hash of the blocks whose content differs from the expected one; 0 if all are correct."""
+        corruption = 0
         for block, fingerprint in zip(blocks, expected, strict=True):
             data = self.read(block)
             if data != fingerprint * _COPIES:
-                found = xxhash.xxh3_64_intdigest(data, found) | 1
-        return found
+                corruption = xxhash.xxh3_64_intdigest(data, corruption) | 1
+        return corruption
 
 
 class ExpectedKv:
@@ -104,7 +104,7 @@ class ExpectedKv:
         self.fingerprints: list[Fingerprint] = []
 
     def reach(self, tokens: list[int], num_blocks: int) -> None:
-        """Work out the first `num_blocks`, each covering all tokens before it."""
+        """Compute the fingerprints of the first `num_blocks` blocks, each over all tokens up to its end."""
         size = self._block_size
         for start in range(len(self.fingerprints) * size, num_blocks * size, size):
             fingerprint = xxhash.xxh3_128_digest(token_bytes(tokens[start : start + size]), self._parent)

@@ -1,8 +1,8 @@
-"""The simulated model: a small generated tokenizer and an endless supply of readable tokens.
+"""The simulated model: a small generated tokenizer, or another model's, and the words of its answers.
 
-The tokenizer is byte-level BPE over a fixed word list. Every merge starts at a word's leading space, so
-merges never compete and the file is the same on every machine: equal cards, equal hash. Any text
-round-trips, since single bytes are tokens. Another model's tokenizer can stand in for it.
+The generated tokenizer is byte-level BPE over a fixed word list. Every merge starts at a word's leading space, so
+merges never compete and the file is the same on every machine: equal cards have equal hashes. Any text round-trips,
+since single bytes are tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CHAT_TEMPLATE = r"""
         {{- '<think>\n\n</think>\n\n' }}
     {%- endif %}
 {%- endif %}"""
-"""As Qwen's: tools and their calls in the hermes format, an empty thought where thinking is turned off."""
+"""Like Qwen's: tools and calls in the hermes format, and an empty thought if thinking is disabled."""
 
 _WORD_LIST = """
 the of and to in is that it for on with as are this be by from at have or one had not but what all
@@ -94,7 +94,7 @@ WORDS = tuple(_WORD_LIST.split())
 
 @cache
 def _byte_symbols() -> dict[int, str]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """GPT-2's printable characters for the 256 bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     symbols = {byte: chr(byte) for byte in printable}
     for shift, byte in enumerate(byte for byte in range(256) if byte not in symbols):
@@ -122,7 +122,7 @@ def _vocabulary() -> tuple[dict[str, int], list[str]]:
 
 @cache
 def word_token_ids() -> tuple[int, ...]:
-    """The tokens that a simulated answer is made of: whole words with their leading space."""
+    """Tokens of generated answers: whole words with their leading space."""
     vocabulary, _ = _vocabulary()
     space = _byte_symbols()[ord(" ")]
     return tuple(vocabulary[space + word] for word in WORDS)
@@ -180,7 +180,7 @@ def sim_card(name: str, context_length: int, block_size: int) -> ModelCard:
 
 
 class SimModel(msgspec.Struct, frozen=True):
-    """A card, and what an answer can be made of."""
+    """A card, and the tokens of generated answers."""
 
     card: ModelCard
     words: tuple[int, ...]
@@ -188,12 +188,12 @@ class SimModel(msgspec.Struct, frozen=True):
 
 
 def generated_model(card: ModelCard) -> SimModel:
-    """With the tokenizer of `sim_card`."""
+    """The model with the generated tokenizer."""
     return SimModel(card, word_token_ids(), len(_vocabulary()[0]))
 
 
-def foreign_model(card: ModelCard, path: str, eos_token: str, bos_token: str | None) -> SimModel:
-    """With the tokenizer of another model: a tokenizer.json, which does not say what its EOS is."""
+def model_with_tokenizer(card: ModelCard, path: str, eos_token: str, bos_token: str | None) -> SimModel:
+    """The model with the tokenizer.json of another model."""
     from tokenizers import Tokenizer
 
     raw = _read(path, "model_tokenizer")
@@ -201,13 +201,15 @@ def foreign_model(card: ModelCard, path: str, eos_token: str, bos_token: str | N
         tokenizer = Tokenizer.from_buffer(raw)
     except ValueError as error:
         raise ConfigError(
-            f"{path} is no tokenizer: {error}", key="args.model_tokenizer", remedy="name a tokenizer.json"
+            f"{path} is not a tokenizer: {error}", key="args.model_tokenizer", remedy="use a tokenizer.json"
         ) from error
     vocabulary = tokenizer.get_vocab()
     words = _plain_words(vocabulary)
     if not words:
         raise ConfigError(
-            f"{path} has no words to make answers of", key="args.model_tokenizer", remedy="take another one"
+            f"{path} has no words to generate answers from",
+            key="args.model_tokenizer",
+            remedy="use another one",
         )
     card = msgspec.structs.replace(
         card,
@@ -219,7 +221,7 @@ def foreign_model(card: ModelCard, path: str, eos_token: str, bos_token: str | N
 
 
 def read_template(template: str) -> str:
-    """A chat template as it stands or, without a brace in it, the path of one."""
+    """A chat template; text without a brace is the path of one."""
     if "{" in template:
         return template
     try:
@@ -233,7 +235,7 @@ def _read(path: str, argument: str) -> bytes:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path!r} cannot be read: {error}", key=f"args.{argument}", remedy="name a file that is there"
+            f"{path!r} cannot be read: {error}", key=f"args.{argument}", remedy="use an existing file"
         ) from error
 
 
@@ -244,12 +246,12 @@ def _find(vocabulary: dict[str, int], token: str, argument: str) -> int:
         raise ConfigError(
             f"the vocabulary has no token {token!r}",
             key=f"args.{argument}",
-            remedy="name a token of model_tokenizer",
+            remedy="use a token of model_tokenizer",
         ) from None
 
 
 def _plain_words(vocabulary: dict[str, int]) -> tuple[int, ...]:
-    """The first whole words, by id: with the mark of a space before them if the tokenizer has one."""
+    """The first whole words by id, with a leading space mark if the tokenizer uses one."""
     for pattern in ("[\u0120\u2581][A-Za-z]{2,}", "[A-Za-z]{2,}"):
         matches = re.compile(pattern).fullmatch
         words = sorted(token_id for text, token_id in vocabulary.items() if matches(text))

@@ -1,12 +1,12 @@
-"""What a simulated answer says: a scripted text, or words without end.
+"""Content of simulated answers: a scripted text, or generated words.
 
-A token is a function of the request, its seed and all tokens before it (`sim_answer`), so that a resumed answer
-goes on unchanged if it is resumed with the right tokens; KV that is wrong makes another one of it. Knows no
-scheduling: the engine asks for one token after the other, and ends the answer.
+A token is a function of the request, its seed and all tokens before it (`sim.answer`), so an answer resumed with the
+right tokens continues unchanged, and wrong KV changes it. Knows no scheduling: the engine requests one token at a
+time and ends the answer.
 
-A script is a text that is said exactly, cut into tokens by the model's own tokenizer, then EOS. The names
-of special tokens in it are spelled out and not said as tokens: they would be taken out of the text again,
-and EOS would end it. Where EOS may not be said (`ignore_eos`, fewer than `min_tokens` so far) words follow.
+A script is a text that is reproduced exactly, tokenized by the model's tokenizer, then EOS. Names of special tokens
+in it are encoded as plain text: as special tokens they would be removed from the answer, and EOS would end it. If EOS
+is not possible (`ignore_eos`, fewer than `min_tokens` so far), generated words follow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OPEN, OR, CLOSE = "<say>", "<or/>", "</say>"
 MAX_LOGPROBS = 20
-"""Alternatives per token that may be asked for, as of most engines: an answer's size stays bounded."""
+"""Most alternatives per token, as in most engines; bounds the size of an answer."""
 
 _NEVER = sys.maxsize
 _CHOICE_STEP = 0x9E3779B97F4A7C15
@@ -39,7 +39,7 @@ _Script = tuple[int, ...]
 
 
 class Choice:
-    """One answer to a request. Nothing of it changes: where it has got to is known by who asks."""
+    """One answer to a request. Immutable; the caller tracks its position."""
 
     __slots__ = (
         "_alternatives",
@@ -67,14 +67,14 @@ class Choice:
         self._script = script or ()
         self._eos = model.card.eos_token_ids[0]
         length = num_words if script is None else len(script)
-        may_end = not stop.ignore_eos or self._eos in stop.stop_token_ids
-        says_eos = length is not None and may_end
-        self._eos_at = max(length or 0, stop.min_tokens) if says_eos else _NEVER
+        can_end = not stop.ignore_eos or self._eos in stop.stop_token_ids
+        ends_with_eos = length is not None and can_end
+        self._eos_at = max(length or 0, stop.min_tokens) if ends_with_eos else _NEVER
 
-    def token(self, position: int, state: int, confusion: int = 0) -> int:
-        """The token at `position`, after the history of that state. Wrong KV (a `confusion`) makes it another word."""
-        if confusion:
-            return self._words[(state ^ confusion) % len(self._words)]
+    def token(self, position: int, state: int, corruption: int = 0) -> int:
+        """The token at `position` after a token history with hash `state`. Wrong KV (`corruption`) changes it."""
+        if corruption:
+            return self._words[(state ^ corruption) % len(self._words)]
         if position < len(self._script):
             return self._script[position]
         if position >= self._eos_at:
@@ -85,30 +85,30 @@ class Choice:
         if self._num_logprobs is None:
             return None
         digest = xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), self.seed ^ _LOGPROBS_SALT)
-        return _made_up(token, self._num_logprobs, self._alternatives, digest)
+        return _synthetic_logprobs(token, self._num_logprobs, self._alternatives, digest)
 
 
-class Speaker:
-    """Finds what is to be said in answer to a request. One per engine."""
+class AnswerScripts:
+    """Determines the answers to requests. One per engine."""
 
     def __init__(
         self,
         model: SimModel,
-        say: str | None,
+        text: str | None,
         from_prompt: bool,
         num_words: int | None = None,
         reads_prompts: bool = True,
     ) -> None:
-        """`reads_prompts`: what are no tokens is refused; not for prompts of which nobody knows the tokens."""
+        """`reads_prompts`: False for trace prompts, whose tokens are unknown and cannot be checked."""
         self._reads_prompts = reads_prompts
         self._model = model
         self._num_words = num_words
-        self._tokenizer = _tokenizer(model) if say is not None or from_prompt else None
+        self._tokenizer = _tokenizer(model) if text is not None or from_prompt else None
         self._from_prompt = from_prompt
-        self._said = None if say is None else (self._encode(say),)
+        self._default = None if text is None else (self._encode(text),)
 
     def choices(self, request: Request) -> list[Choice]:
-        """InvalidRequest for what no answer could keep to."""
+        """The choices of a request. InvalidRequest if no answer can satisfy it."""
         self._check(request)
         base = request.sampling.seed
         if base is None or self._reads_prompts:
@@ -127,15 +127,15 @@ class Speaker:
         ]
 
     def prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-        """One for each token of the prompt; nothing comes before the first, so it has none."""
+        """Log probabilities of each prompt token except the first, which has none."""
         num_top = request.sampling.prompt_logprobs
-        if num_top is None or request.resumed(0):
+        if num_top is None or request.prior_tokens_of(0):
             return None
-        found: list[TokenLogprobs | None] = [None]
+        logprobs: list[TokenLogprobs | None] = [None]
         for position, token in enumerate(request.token_ids[1:], 1):
             digest = xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), token)
-            found.append(_made_up(token, num_top, self._model.words, digest))
-        return tuple(found)
+            logprobs.append(_synthetic_logprobs(token, num_top, self._model.words, digest))
+        return tuple(logprobs)
 
     def _check(self, request: Request) -> None:
         sampling = request.sampling
@@ -157,7 +157,7 @@ class Speaker:
             texts = scripted_texts(self._tokenizer.decode(request.token_ids, skip_special_tokens=False))
             if texts is not None:
                 return tuple(self._encode(text) for text in texts)
-        return self._said
+        return self._default
 
     def _encode(self, text: str) -> _Script:
         assert self._tokenizer is not None
@@ -165,7 +165,7 @@ class Speaker:
 
 
 def scripted_texts(prompt: str) -> tuple[str, ...] | None:
-    """The alternatives in the last `<say>one<or/>another</say>` of a prompt; None when there is none."""
+    """The alternatives in the last `<say>one<or/>another</say>` of a prompt; None if it has none."""
     start = prompt.rfind(OPEN, 0, max(prompt.rfind(CLOSE), 0))
     if start < 0:
         return None
@@ -181,8 +181,8 @@ def _tokenizer(model: SimModel) -> Tokenizer:
     return tokenizer
 
 
-def _made_up(token: int, num_top: int, words: Sequence[int], digest: int) -> TokenLogprobs:
-    """Log probabilities that could be real: the token has half or more, each other half of what is left."""
+def _synthetic_logprobs(token: int, num_top: int, words: Sequence[int], digest: int) -> TokenLogprobs:
+    """Plausible log probabilities: the token has half or more, each alternative half of the rest."""
     share = 0.5 + (digest & 0xFFFF) / 2**17
     chosen = math.log(share)
     top = [(token, chosen)]

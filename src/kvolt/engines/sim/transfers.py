@@ -1,6 +1,6 @@
-"""KV of the sim engine on its way: waits as long as the links that it shares with other KV take.
+"""SimTransfers: waits for the simulated time of KV transfers over shared links.
 
-Drives `sim_links` on whatever loop runs. Knows sizes and links, no blocks.
+Drives `sim.links` on the running event loop. Knows sizes and links, no blocks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ NETWORK_OUT = "network_out"
 
 
 class SimTransfers:
-    """Several engines that are given the same one share its links."""
+    """Shared by all engines of a simulated machine."""
 
     def __init__(self, links: Sequence[Link], now: Callable[[], float]) -> None:
         self._links = SharedLinks(links)
-        self._known = frozenset(link.name for link in links)
+        self._names = frozenset(link.name for link in links)
         self._now = now
         self._waiting: dict[TransferId, asyncio.Future[bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -30,9 +30,9 @@ class SimTransfers:
         return len(self._waiting)
 
     async def move(self, num_bytes: float, *path: str) -> bool:
-        """Returns when so many bytes are over these links; links that there are not take no time. Whether they have
-        arrived: not if it was closed meanwhile. Cancelling gives the links to the others."""
-        links = [name for name in path if name in self._known]
+        """Wait for a transfer over these links; unknown links take no time. Returns False if it was closed
+        before the arrival. Cancelling frees the links for other transfers."""
+        links = [name for name in path if name in self._names]
         if not links:
             return True
         if self._closed:
@@ -40,24 +40,24 @@ class SimTransfers:
         arrived: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         transfer = self._links.start(self._now(), num_bytes, links)
         self._waiting[transfer] = arrived
-        self._watch()
+        self._set_timer()
         try:
             return await arrived
         finally:
             if self._waiting.pop(transfer, None) is not None:
                 self._links.cancel(self._now(), transfer)
-                self._watch()
+                self._set_timer()
 
     def close(self) -> None:
-        """Nothing arrives any more."""
+        """End all transfers without arrival."""
         self._closed = True
         for arrived in self._waiting.values():
             if not arrived.done():
                 arrived.set_result(False)
-        self._watch()
+        self._set_timer()
 
-    def _watch(self) -> None:
-        """One timer, for the next arrival: others come and go, and move it."""
+    def _set_timer(self) -> None:
+        """Set the timer for the next arrival, which changes with every start and end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -68,9 +68,9 @@ class SimTransfers:
 
     def _on_due(self, due: float) -> None:
         self._timer = None
-        # A loop may call a little early, by the grain of its clock.
+        # A loop may call slightly early, because of its clock resolution.
         for transfer in self._links.advance(max(self._now(), due)):
             arrived = self._waiting.pop(transfer, None)
             if arrived is not None and not arrived.done():
                 arrived.set_result(True)
-        self._watch()
+        self._set_timer()

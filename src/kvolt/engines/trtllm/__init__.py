@@ -1,1 +1,1 @@
-"""TensorRT-LLM as an engine of kvolt: its LLM API in the worker's process. Built to what its source says, never run."""
+"""Adapter for TensorRT-LLM's LLM API, in the worker's process. Written against its source, never run with it."""

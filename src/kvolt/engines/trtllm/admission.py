@@ -1,10 +1,9 @@
-"""Admission: which sequences TensorRT-LLM has, which wait here, and what KV those it has are known to hold.
+"""Queue in front of TensorRT-LLM: which sequences it has, which wait, and how many blocks they hold. Pure.
 
-Its LLM API takes everything and says of nothing whether it has begun; and prompts that it keeps for others hold blocks
-until they are fetched, so that enough of them leave it no room to compute anything. So sequences wait here while all
-places are taken, or all blocks; and prompts for others also while one more would leave fewer free blocks than the
-longest prompt needs. First come first served, but answers do not wait for prompts of others. Pure. Knows no request: a
-sequence is a name and a number of blocks.
+Its LLM API accepts everything and does not report what has started; and prompts held for decode workers keep their
+blocks, so that many of them leave no space to compute anything. So sequences wait here while all slots or blocks are
+in use; context-only sequences also leave enough free blocks for the longest prompt. First come, first served, but
+answers do not wait for context-only sequences. A sequence is a name and a number of blocks.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Admission:
-    """See the module. What is added waits until `admit` names it."""
+    """See the module. Added sequences wait until `admit` returns them."""
 
     max_running: int
     total_blocks: int
-    """0 where nobody knows: then only places count."""
+    """0 if unknown: then only `max_running` limits."""
     _waiting: dict[str, int] = field(default_factory=dict)
-    _for_others: set[str] = field(default_factory=set)
-    """Of those that wait."""
+    _context_only: set[str] = field(default_factory=set)
+    """Waiting sequences that are context-only."""
     _running: dict[str, int] = field(default_factory=dict)
     _held: dict[str, int] = field(default_factory=dict)
-    _longest: int = 0
+    _max_prompt_blocks: int = 0
     """Blocks of the longest prompt so far."""
 
     @property
@@ -41,62 +40,62 @@ class Admission:
 
     @property
     def num_blocks(self) -> int:
-        """Of prompts that are computed, gone on with, or kept."""
+        """Blocks of running and held sequences."""
         return sum(self._running.values()) + self.num_held_blocks
 
     @property
     def reserve(self) -> int:
-        """Blocks that prompts for others leave free; never so many that half of them could not be used."""
-        return min(self._longest, self.total_blocks // 2)
+        """Free blocks that context-only sequences must leave: those of the longest prompt, at most half of all."""
+        return min(self._max_prompt_blocks, self.total_blocks // 2)
 
     def is_waiting(self, name: str) -> bool:
         return name in self._waiting
 
-    def add(self, name: str, num_blocks: int, *, for_others: bool = False) -> None:
+    def add(self, name: str, num_blocks: int, *, is_context_only: bool = False) -> None:
         self._waiting[name] = num_blocks
-        if for_others:
-            self._for_others.add(name)
-        self._longest = max(self._longest, num_blocks)
+        if is_context_only:
+            self._context_only.add(name)
+        self._max_prompt_blocks = max(self._max_prompt_blocks, num_blocks)
 
     def admit(self) -> list[str]:
-        """Those whose turn it is; they run from now on."""
+        """Start waiting sequences as far as there is space; returns them."""
         admitted: list[str] = []
         is_full: set[bool] = set()
         for name, num_blocks in self._waiting.items():
-            for_others = name in self._for_others
-            if for_others in is_full:
+            is_context_only = name in self._context_only
+            if is_context_only in is_full:
                 continue
-            if not self._has_room(num_blocks, for_others):
-                is_full.add(for_others)  # those behind it do not overtake: it would never come in
+            if not self._fits(num_blocks, is_context_only):
+                is_full.add(is_context_only)  # later ones must not overtake: it would starve
                 continue
             self._running[name] = num_blocks
             admitted.append(name)
         for name in admitted:
             del self._waiting[name]
-        self._for_others.difference_update(admitted)
+        self._context_only.difference_update(admitted)
         return admitted
 
-    def _has_room(self, num_blocks: int, for_others: bool) -> bool:
+    def _fits(self, num_blocks: int, is_context_only: bool) -> bool:
         if len(self._running) >= self.max_running:
             return False
         if not self.total_blocks or not (self._running or self._held):
             return True
-        reserve = self.reserve if for_others else 0
+        reserve = self.reserve if is_context_only else 0
         return self.num_blocks + num_blocks + reserve <= self.total_blocks
 
     def hold(self, name: str) -> None:
-        """Its prompt is computed and kept for others."""
+        """The prompt is computed and held for a decode worker."""
         num_blocks = self._running.pop(name, None)
         if num_blocks is not None:
             self._held[name] = num_blocks
 
     def drop(self, name: str) -> None:
-        """It has ended, or is not wanted any more. Unknown names are no error."""
-        self._for_others.discard(name)
+        """Remove a sequence. Unknown names are ignored."""
+        self._context_only.discard(name)
         for each in (self._waiting, self._running, self._held):
             each.pop(name, None)
 
     def clear(self) -> None:
-        self._for_others.clear()
+        self._context_only.clear()
         for each in (self._waiting, self._running, self._held):
             each.clear()

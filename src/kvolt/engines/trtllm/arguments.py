@@ -1,4 +1,4 @@
-"""TrtllmArguments: what `engine = "trtllm"` can be told. TensorRT-LLM's own arguments go in `llm_args`, as they are."""
+"""Arguments of the TensorRT-LLM adapter. Its own arguments are passed through in `llm_args`."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ _Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Seeds(StrEnum):
-    """Whether the same request has the same tokens again."""
+    """Support of seeds by TensorRT-LLM's sampler."""
 
     NONE = "none"
-    """Its default sampler draws for all requests from one generator: a request with a seed is refused."""
+    """One generator for all requests (the default sampler): requests with a seed are refused."""
     KEPT = "kept"
-    """By request, from its beginning on: an answer that was begun elsewhere cannot be gone on with."""
+    """One generator per request: a request cannot be resumed."""
     BY_POSITION = "by_position"
-    """By the position of a token: it can."""
+    """Random numbers depend on the position of the token: a request can be resumed."""
 
 
 class TrtllmArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Arguments of `engine = "trtllm"`."""
 
     served_name: str | None = None
-    """What clients call the model; None for the name it was found by."""
+    """Model name in the API. Default: the name given as `model`."""
     llm_args: dict[str, Any] = {}
-    """Of TensorRT-LLM's TorchLlmArgs, by name, with whatever structure they have: `max_seq_len`, `kv_cache_config`,
-    `tensor_parallel_size` ... (those of `trtllm-serve --config`)."""
+    """Fields of TensorRT-LLM's TorchLlmArgs: `max_seq_len`, `kv_cache_config`, `tensor_parallel_size` ... (as in
+    `trtllm-serve --config`)."""
     max_waiting: _AtLeastOne = 2048
-    """Sequences beyond those that run; more are refused, and go elsewhere."""
+    """Maximum number of waiting sequences; more are refused and retried on another worker."""
     kv_events: bool = True
-    """Tell routers which blocks come and go; false where none of them asks (round-robin)."""
+    """Publish KV events for routers. Disable it if no router is KV-aware (round-robin)."""
     loras: dict[str, str] = {}
-    """Adapters that requests may choose from the start: name to folder."""
+    """LoRA adapters available from the start: name to folder."""
     hold_s: _Seconds = 30.0
-    """How long a prompt that was computed for others is kept for them."""
+    """Time in seconds that a prefill worker holds a prompt's blocks."""
     poll_s: _Seconds = 0.02
-    """How often TensorRT-LLM is asked for its KV events and figures, which it does not send by itself."""
+    """Interval in seconds at which KV events and statistics are polled."""
     stall_s: _Seconds = 300.0
-    """Requests run and nothing has come for so long: it is taken for dead."""
+    """Time in seconds with running requests and no output after which the engine counts as dead."""
     seeds: Seeds = Seeds.NONE
-    """What its sampler makes of a request's seed. `python -m kvolt.testing.engines.trtllm_smoke` finds out."""
+    """Support of seeds. `python -m kvolt.testing.engines.trtllm_smoke` determines it."""

@@ -1,7 +1,7 @@
-"""How TensorRT-LLM is started: its arguments from ours, and what it says of itself once it is there.
+"""Starts TensorRT-LLM: builds its arguments, and describes the loaded engine.
 
-Blocks, for as long as a model loads: for a thread. How many blocks it has it tells with its first iteration only, so
-the engine asks it something before it says that it is ready (`take_figures`).
+Blocks while the model loads, so it runs in a thread. TensorRT-LLM reports its number of blocks only with its first
+iteration, so the engine runs a warm-up request before it is ready (`set_capacity`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.arguments import blind, check_not_given
+from kvolt.engines.external.arguments import check_reserved, kv_events_error
 from kvolt.engines.external.description import card_of, config_of, limits_of
 from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.trtllm.arguments import TrtllmArguments
@@ -29,14 +29,14 @@ from kvolt.scheduler.step_plan import Limits
 
 _KEY = "args.llm_args"
 EVENT_BUFFER = 1 << 16
-"""Events that TensorRT-LLM keeps until they are asked for; older ones are lost, and found missing."""
+"""Events buffered between polls; older ones are dropped and detected as a gap."""
 _DEFAULT_SEQS = 64
-_SEPARATED = (Role.PREFILL, Role.DECODE)
+_DISAGGREGATED_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
 class Launched:
-    """A TensorRT-LLM that is loaded."""
+    """A loaded TensorRT-LLM."""
 
     llm: Any
     card: ModelCard
@@ -44,30 +44,30 @@ class Launched:
     limits: Limits
     vocab_size: int | None
     longest_prompt: int | None
-    """What one of its steps computes, where a prompt is not cut into pieces."""
+    """Maximum prompt without chunked prefill: the tokens of one step. None with chunked prefill."""
     has_grammars: bool
     has_loras: bool
     moves_kv: bool
-    """Whether prompts can be computed for others here, or taken over."""
+    """Whether it can take part in handoffs."""
 
-    def take_figures(self, num_blocks: int, max_num_seqs: int) -> None:
-        """Of what there is, now that it has told. What was asked for by name stays."""
-        found = self.info.capacity
+    def set_capacity(self, num_blocks: int, max_num_seqs: int) -> None:
+        """Set the real capacity; a configured max_batch_size is kept."""
+        current = self.info.capacity
         if self.llm.args.max_batch_size or not max_num_seqs:
-            max_num_seqs = found.max_num_seqs
-        capacity = replace(found, kv_total_blocks=num_blocks, max_num_seqs=max_num_seqs)
+            max_num_seqs = current.max_num_seqs
+        capacity = replace(current, kv_total_blocks=num_blocks, max_num_seqs=max_num_seqs)
         self.info = replace(self.info, capacity=capacity)
 
 
 def launch(spec: EngineSpec, arguments: TrtllmArguments, clock: Clock) -> Launched:
-    """ConfigError for what can be corrected."""
+    """Start TensorRT-LLM. ConfigError for wrong settings."""
     check_requirement(REQUIREMENT)
     from tensorrt_llm.llmapi import LLM
 
     model = folder_of(resolve(spec.model, ProgressLog(clock)))
-    given = llm_args(spec, arguments, model)
+    fields = llm_args(spec, arguments, model)
     try:
-        llm = LLM(**given)
+        llm = LLM(**fields)
     except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
         raise ConfigError(
             f"TensorRT-LLM refuses its arguments: {error}", key=_KEY, remedy="correct the value"
@@ -80,9 +80,9 @@ def launch(spec: EngineSpec, arguments: TrtllmArguments, clock: Clock) -> Launch
 
 
 def llm_args(spec: EngineSpec, arguments: TrtllmArguments, model: Path) -> dict[str, Any]:
-    """A user's own, and what kvolt needs where the user has said nothing."""
-    given = dict(arguments.llm_args)
-    check_not_given(given, {"model": "name it as `model`"}, _KEY)
+    """The user's arguments, with kvolt's defaults."""
+    user_args = dict(arguments.llm_args)
+    check_reserved(user_args, {"model": "set it as `model`"}, _KEY)
     defaults: dict[str, Any] = {
         "model": str(model),
         "enable_iter_perf_stats": True,
@@ -90,46 +90,46 @@ def llm_args(spec: EngineSpec, arguments: TrtllmArguments, model: Path) -> dict[
     }
     if arguments.loras:
         defaults["enable_lora"] = True
-    if spec.role in _SEPARATED:
+    if spec.role in _DISAGGREGATED_ROLES:
         defaults["cache_transceiver_config"] = {
             "backend": "DEFAULT",
             "kv_transfer_timeout_ms": int(arguments.hold_s * 1000),
         }
     if spec.role is Role.PREFILL:
-        defaults["disable_overlap_scheduler"] = True  # as its own tests have a context server
+        defaults["disable_overlap_scheduler"] = True  # as in its own tests of context servers
     kv_cache: dict[str, Any] = {"enable_block_reuse": True}
     if arguments.kv_events:
-        # What is told are whole blocks: parts of them that it finds would be nobody's to know of.
+        # Events describe whole blocks only; hits of partial blocks would be unknown to routers.
         kv_cache |= {"event_buffer_max_size": EVENT_BUFFER, "enable_partial_reuse": False}
-    asked = given.pop("kv_cache_config", {})
-    if not isinstance(asked, dict):
+    user_kv_cache = user_args.pop("kv_cache_config", {})
+    if not isinstance(user_kv_cache, dict):
         raise ConfigError(
-            "kv_cache_config is no table",
+            "kv_cache_config is not a table",
             key=f"{_KEY}.kv_cache_config",
-            remedy="give its fields by name",
+            remedy="set its fields by name",
         )
-    found = {**defaults, **given, "kv_cache_config": kv_cache | asked}
-    if found.get("orchestrator_type") == "ray":
+    fields = {**defaults, **user_args, "kv_cache_config": kv_cache | user_kv_cache}
+    if fields.get("orchestrator_type") == "ray":
         raise ConfigError(
-            "TensorRT-LLM tells neither figures nor KV events when Ray runs it",
+            "with Ray, TensorRT-LLM reports neither statistics nor KV events",
             key=f"{_KEY}.orchestrator_type",
             remedy="leave it out",
         )
     if arguments.kv_events:
-        _check_events(found)
-    return found
+        _check_events(fields)
+    return fields
 
 
-def _check_events(found: dict[str, Any]) -> None:
-    """ConfigError where a router would be blind, or misled: it would go by events that never come, or are another's."""
-    cache = found["kv_cache_config"]
+def _check_events(fields: dict[str, Any]) -> None:
+    """ConfigError if TensorRT-LLM would publish no KV events, or ambiguous ones, although `kv_events` is set."""
+    cache = fields["kv_cache_config"]
     if not (cache.get("enable_block_reuse") and cache.get("event_buffer_max_size")):
-        raise blind(
-            "TensorRT-LLM tells nobody of its KV blocks with these settings", f"{_KEY}.kv_cache_config"
+        raise kv_events_error(
+            "TensorRT-LLM publishes no KV events with these settings", f"{_KEY}.kv_cache_config"
         )
-    if found.get("enable_attention_dp"):
-        raise blind(
-            "kvolt cannot tell the KV events of TensorRT-LLM's data-parallel ranks apart",
+    if fields.get("enable_attention_dp"):
+        raise kv_events_error(
+            "KV events of TensorRT-LLM's data-parallel ranks cannot be told apart",
             f"{_KEY}.enable_attention_dp",
         )
 
@@ -140,7 +140,7 @@ def _launched(spec: EngineSpec, arguments: TrtllmArguments, model: Path, llm: An
     context_length = args.max_seq_len or text.max_position_embeddings
     if not context_length:
         raise ConfigError(
-            "nothing says how long a text may be", key=f"{_KEY}.max_seq_len", remedy="set max_seq_len"
+            "the maximum sequence length is unknown", key=f"{_KEY}.max_seq_len", remedy="set max_seq_len"
         )
     name, block_size = arguments.served_name or spec.model, args.kv_cache_config.tokens_per_block
     card = card_of(model, name, context_length=context_length, block_size=block_size)

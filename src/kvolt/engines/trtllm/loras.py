@@ -1,4 +1,5 @@
-"""Adapters by name, each with the number by which TensorRT-LLM knows it. It loads one when a request first names it."""
+"""LoRA adapters by name, with the numbers that TensorRT-LLM uses. It loads an adapter at the first request that uses
+it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from kvolt.engines.external.loras import LoadedLoras
 
 @dataclass(slots=True)
 class Adapters:
-    """See the module. A number is used once: what is cached under it is not found by another adapter."""
+    """See the module. Numbers are never reused, since blocks are cached under them."""
 
     loaded: LoadedLoras[Any] = field(default_factory=LoadedLoras)
-    """Each as a LoRARequest of TensorRT-LLM's."""
+    """TensorRT-LLM's LoRARequest per adapter."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, name: str, path: str) -> None:
-        """InvalidRequest for a folder that is not there, or a name that is another one's."""
+        """Add an adapter. InvalidRequest if the folder is missing or the name is in use."""
         from tensorrt_llm.llmapi import LoRARequest
 
         known = self.loaded.get(name)

@@ -1,7 +1,7 @@
-"""What TensorRT-LLM says of an answer and of itself, in our words.
+"""Converts TensorRT-LLM's outputs and statistics.
 
-It tells all tokens of an answer again and again: `Reader` keeps what was told. Where an answer ends is decided here by
-the contract's rules, token by token; TensorRT-LLM's own stopping only saves steps.
+Its outputs contain all tokens so far; `Reader` finds the new ones. The end of an answer is decided here, by the
+contract's rules and token by token; TensorRT-LLM's own stop conditions only save steps.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ import msgspec
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed
-from kvolt.engines.external.answers import Choice, News
-from kvolt.engines.external.ending import ending
+from kvolt.engines.external.answers import Choice, ChoiceOutput
+from kvolt.engines.external.ending import find_end
 
 _ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(slots=True)
 class Reader:
-    """Of one choice."""
+    """Reads the output of one choice."""
 
     choice: Choice
     eos_token_ids: Collection[int]
     first: tuple[int, ...] = ()
-    """Tokens that an answer begins with here although its client has them: those that came with its prompt."""
+    """First tokens from remote prefill, which the output repeats although the client has them."""
     num_read: int = 0
 
-    def read(self, result: Any) -> News | None:
-        """What is new; None for nothing. EngineFailed for an answer that it gave up on."""
+    def read(self, result: Any) -> ChoiceOutput | None:
+        """New output, or None. EngineFailed if TensorRT-LLM failed the request."""
         output = result.outputs[0]
         tokens: Sequence[int] = output.token_ids
         if tuple(tokens[: len(self.first)]) != self.first[: len(tokens)]:
-            raise EngineFailed("TensorRT-LLM did not go on after the prompt it was given", engine="trtllm")
+            raise EngineFailed(
+                "TensorRT-LLM's output does not continue the given first tokens", engine="trtllm"
+            )
         start = max(self.num_read, len(self.first))
         new = tuple(tokens[start:])
         self.num_read = len(tokens)
         request = self.choice.request
-        length, finish, stop_reason = ending(self.choice, new, self.eos_token_ids)
+        length, finish, stop_reason = find_end(self.choice, new, self.eos_token_ids)
         if finish is None and output.finish_reason is not None:
             finish = _ENDS.get(output.finish_reason)
             if finish is None:
@@ -52,27 +54,27 @@ class Reader:
             return None
         logprobs = None
         if request.sampling.logprobs is not None:
-            told = output.logprobs[start : start + length]
-            logprobs = _logprobs(new[:length], told, request.sampling.logprobs)
-        cached = len(request.token_ids) if self.first else result.cached_tokens
-        return News(new[:length], finish, stop_reason, logprobs, cached_tokens=cached)
+            rows = output.logprobs[start : start + length]
+            logprobs = _logprobs(new[:length], rows, request.sampling.logprobs)
+        cached_tokens = len(request.token_ids) if self.first else result.cached_tokens
+        return ChoiceOutput(new[:length], finish, stop_reason, logprobs, cached_tokens=cached_tokens)
 
 
-def _logprobs(tokens: Sequence[int], told: Sequence[Any], wanted: int) -> tuple[TokenLogprobs, ...]:
-    if len(told) != len(tokens):
-        raise EngineFailed("TensorRT-LLM told no logprobs of some tokens", engine="trtllm")
-    return tuple(_row(token, each, wanted) for token, each in zip(tokens, told, strict=True))
+def _logprobs(tokens: Sequence[int], rows: Sequence[Any], num_top: int) -> tuple[TokenLogprobs, ...]:
+    if len(rows) != len(tokens):
+        raise EngineFailed("TensorRT-LLM returned too few logprobs", engine="trtllm")
+    return tuple(_row(token, each, num_top) for token, each in zip(tokens, rows, strict=True))
 
 
-def _row(token: int, told: Any, wanted: int) -> TokenLogprobs:
-    """A map from token to Logprob, or the token's own figure alone."""
-    if isinstance(told, float) and not wanted:
-        return TokenLogprobs(token, told)
-    if not isinstance(told, dict) or token not in told:
-        raise EngineFailed("TensorRT-LLM told no logprob of the token itself", engine="trtllm")
-    by_rank = sorted(told.items(), key=lambda pair: (-pair[1].logprob, pair[0]))
-    top = tuple((other, each.logprob) for other, each in by_rank[:wanted])
-    return TokenLogprobs(token, told[token].logprob, top)
+def _row(token: int, logprobs: Any, num_top: int) -> TokenLogprobs:
+    """`logprobs`: a map from token to Logprob, or only the logprob of the token."""
+    if isinstance(logprobs, float) and not num_top:
+        return TokenLogprobs(token, logprobs)
+    if not isinstance(logprobs, dict) or token not in logprobs:
+        raise EngineFailed("TensorRT-LLM returned no logprob of the sampled token", engine="trtllm")
+    by_rank = sorted(logprobs.items(), key=lambda pair: (-pair[1].logprob, pair[0]))
+    top = tuple((other, each.logprob) for other, each in by_rank[:num_top])
+    return TokenLogprobs(token, logprobs[token].logprob, top)
 
 
 class KvCacheStats(msgspec.Struct, frozen=True, rename="camel"):
@@ -81,15 +83,15 @@ class KvCacheStats(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class IterationStats(msgspec.Struct, frozen=True, rename="camel"):
-    """The fields of an iteration's statistics that matter."""
+    """Fields used from an iteration's statistics."""
 
     kv_cache_stats: KvCacheStats | None = None
     max_num_active_requests: int = 0
 
 
-def stats_of(told: Any) -> IterationStats | None:
-    """None for something in another shape."""
+def stats_of(report: Any) -> IterationStats | None:
+    """None if malformed."""
     try:
-        return msgspec.convert(told, IterationStats)
+        return msgspec.convert(report, IterationStats)
     except msgspec.ValidationError:
         return None

@@ -1,8 +1,8 @@
-"""Prefills: prompts that TensorRT-LLM computes for others (`context_only`), and the tickets by which it takes over.
+"""Remote prefill on TensorRT-LLM (`context_only` requests), and the tickets for decode workers.
 
-The bytes go between the two TensorRT-LLMs, as its cache transceiver has it. Each choice is a request of its own there,
-so a ticket has a state for each. Where TensorRT-LLM is not known to go on as one engine would (a grammar, logprobs of
-the first token, a seed), nothing is computed ahead: the ticket says so, and decode computes the prompt itself.
+TensorRT-LLM's cache transceiver moves the bytes. Each choice is a request of its own, so a ticket has a state per
+choice. If continuing is not known to be equivalent (grammar, logprobs of the first token, some seeds), nothing is
+computed: the ticket is empty, and the decode worker computes the prompt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.ending import ends
+from kvolt.engines.external.ending import is_end_token
 from kvolt.engines.trtllm.arguments import Seeds
-from kvolt.engines.trtllm.requests import is_drawn_anew
-from kvolt.engines.trtllm.tickets import ContextState, Ticket, decode_ticket, encode_ticket, state_of
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.engines.trtllm.requests import needs_sampler_state
+from kvolt.engines.trtllm.tickets import ContextState, Ticket, context_state, decode_ticket, encode_ticket
+from kvolt.runtime.tasks import Scope, TaskGroup
 
 
-def states_of(request: Request) -> tuple[ContextState, ...]:
-    """What to go on with, for each choice; none where the prompt has to be computed here."""
+def context_states(request: Request) -> tuple[ContextState, ...]:
+    """State to continue from, per choice; empty if the prompt must be computed here."""
     handoff = request.handoff
-    if handoff is None or handoff.first_tokens is None or request.is_resumed:
+    if handoff is None or handoff.first_tokens is None or request.has_prior_tokens:
         return ()
     ticket = decode_ticket(handoff.ticket)
     if ticket is None or len(ticket.choices) != request.sampling.num_choices:
@@ -35,47 +35,47 @@ def states_of(request: Request) -> tuple[ContextState, ...]:
     return ticket.choices if first == handoff.first_tokens else ()
 
 
-def can_hand_over(request: Request, seeds: Seeds) -> bool:
-    """Whether decode could go on after a first token that somebody else has told."""
+def can_prefill_remotely(request: Request, seeds: Seeds) -> bool:
+    """Whether the decode worker can continue after a first token sampled by the prefill worker."""
     return (
         request.stop.max_tokens > 1
         and request.sampling.logprobs is None
         and request.grammar is None
-        and not request.is_resumed
-        and not is_drawn_anew(request, seeds)
+        and not request.has_prior_tokens
+        and not needs_sampler_state(request, seeds)
     )
 
 
 @dataclass(slots=True)
-class _Kept:
+class _HeldPrompt:
     names: tuple[str, ...]
     timer: asyncio.TimerHandle
 
 
 @dataclass(slots=True)
 class Prefills:
-    """See the module. `compute_one` is a choice's context-only result, once there is room; `keep` and `let_go` are
-    told what becomes of it."""
+    """See the module. `compute_one`: computes a choice's context-only result; `hold`, `drop`: called with engine ids
+    when a prompt is held or released."""
 
-    crew: Crew
+    task_group: TaskGroup
     compute_one: Callable[[Choice], Awaitable[Any]]
-    keep: Callable[[str], None]
-    let_go: Callable[[str], None]
+    hold: Callable[[str], None]
+    drop: Callable[[str], None]
     hold_s: float
     seeds: Seeds
     eos_token_ids: Collection[int]
     _computing: dict[RequestId, asyncio.Task[Any]] = field(default_factory=dict)
-    _kept: dict[RequestId, _Kept] = field(default_factory=dict)
+    _held: dict[RequestId, _HeldPrompt] = field(default_factory=dict)
     _number: int = 0
 
     async def compute(self, request: Request) -> Handoff:
-        """Errors as of `submit`; cancelled, it leaves nothing."""
+        """Compute a prompt. Errors as of `submit`. Cancelling releases everything."""
         request_id = request.request_id
-        if request_id in self._computing or request_id in self._kept:
-            raise InvalidRequest(f"request {request_id} is here already", param="request_id")
-        if not can_hand_over(request, self.seeds):
+        if request_id in self._computing or request_id in self._held:
+            raise InvalidRequest(f"request {request_id} exists already", param="request_id")
+        if not can_prefill_remotely(request, self.seeds):
             return self._handoff(Ticket())
-        task = self.crew.start(self._compute(request), "prefill")
+        task = self.task_group.start(self._compute(request), "prefill")
         self._computing[request_id] = task
         try:
             await asyncio.wait([task])
@@ -87,25 +87,25 @@ class Prefills:
         finally:
             self._computing.pop(request_id, None)
         if task.cancelled():
-            raise Cancelled("the prompt was let go")
+            raise Cancelled("the prompt was released")
         outcome: Handoff | KvoltError = task.result()
         if isinstance(outcome, KvoltError):
             raise outcome
         return outcome
 
     def release(self, request_id: RequestId) -> None:
-        """Unknown ids are no error."""
+        """Release a prompt, or stop computing it. Unknown ids are ignored."""
         task = self._computing.get(request_id)
         if task is not None:
             task.cancel()
-        kept = self._kept.pop(request_id, None)
-        if kept is not None:
-            kept.timer.cancel()
-            for name in kept.names:
-                self.let_go(name)
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.timer.cancel()
+            for name in held.names:
+                self.drop(name)
 
     def close(self) -> None:
-        for request_id in (*self._computing, *self._kept):
+        for request_id in (*self._computing, *self._held):
             self.release(request_id)
 
     async def _compute(self, request: Request) -> Handoff | KvoltError:
@@ -121,39 +121,41 @@ class Prefills:
                     scope.start(self._compute_one(choice, results), "choice")
             return self._computed(request, choices, results)
         except KvoltError as error:
-            self._let_go(choices)
+            self._drop_choices(choices)
             return error
         except BaseException:
-            self._let_go(choices)
+            self._drop_choices(choices)
             raise
 
     async def _compute_one(self, choice: Choice, results: dict[int, Any]) -> None:
         results[choice.index] = await self.compute_one(choice)
 
-    def _let_go(self, choices: list[Choice]) -> None:
+    def _drop_choices(self, choices: list[Choice]) -> None:
         for choice in choices:
-            self.let_go(choice.engine_id)
+            self.drop(choice.engine_id)
 
     def _computed(self, request: Request, choices: list[Choice], results: dict[int, Any]) -> Handoff:
-        states = tuple(state_of(results[each.index].outputs[0].disaggregated_params) for each in choices)
+        states = tuple(context_state(results[each.index].outputs[0].disaggregated_params) for each in choices)
         first = tuple(state.first_gen_tokens[0] for state in states)
-        if not request.stop.min_tokens and any(ends(request, each, self.eos_token_ids) for each in first):
-            self._let_go(choices)  # an answer that is over at once is decode's to tell
+        if not request.stop.min_tokens and any(
+            is_end_token(request, each, self.eos_token_ids) for each in first
+        ):
+            self._drop_choices(choices)  # the decode worker reports an answer that ends at its first token
             return self._handoff(Ticket())
         ticket = encode_ticket(Ticket(states))
         for choice in choices:
-            self.keep(choice.engine_id)
+            self.hold(choice.engine_id)
         timer = asyncio.get_running_loop().call_later(self.hold_s, self.release, request.request_id)
-        self._kept[request.request_id] = _Kept(tuple(each.engine_id for each in choices), timer)
+        self._held[request.request_id] = _HeldPrompt(tuple(each.engine_id for each in choices), timer)
         return self._handoff(ticket, first, results[choices[0].index].cached_tokens)
 
     def _handoff(
-        self, ticket: Ticket | bytes, first: tuple[int, ...] | None = None, cached: int | None = None
+        self, ticket: Ticket | bytes, first: tuple[int, ...] | None = None, cached_tokens: int | None = None
     ) -> Handoff:
         return Handoff(
             ticket=ticket if isinstance(ticket, bytes) else encode_ticket(ticket),
             prefill_instance=InstanceId(""),
             expires_in_s=self.hold_s,
             first_tokens=first,
-            cached_tokens=cached,
+            cached_tokens=cached_tokens,
         )

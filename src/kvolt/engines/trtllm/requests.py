@@ -1,5 +1,6 @@
-"""A request in TensorRT-LLM's words: one of its requests for each choice, since it tells the ends of several only
-together. Owns which of our fields it can follow. What it cannot is refused here, before it has anything of the request.
+"""Converts requests to TensorRT-LLM's: one per choice, since it reports the ends of several choices only together.
+
+Fields that TensorRT-LLM cannot follow are refused before anything is submitted.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ from kvolt.engines.trtllm.arguments import Seeds
 
 _MAX_SEED = (1 << 63) - 1
 
+SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "num_choices",
+        "logprobs",
+    ]
+)
+"""TensorRT-LLM returns the most likely prompt tokens, but not the logprobs of the prompt itself."""
+
 
 def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> None:
-    """Unsupported for what TensorRT-LLM would not answer as the contract says."""
-    sampling = request.sampling
+    """Unsupported if TensorRT-LLM would not answer as the contract requires."""
     if request.media:
-        raise Unsupported("kvolt gives TensorRT-LLM no media", feature="media")
+        raise Unsupported("the TensorRT-LLM adapter does not support media", feature="media")
     refuse_extra(request, "TensorRT-LLM")
-    if sampling.prompt_logprobs is not None:
-        raise Unsupported(
-            "TensorRT-LLM tells the most likely tokens of a prompt, but not its own",
-            feature="prompt_logprobs",
-        )
-    if sampling.logit_bias:
-        raise Unsupported("kvolt cannot bias TensorRT-LLM's tokens", feature="logit_bias")
-    if sampling.allowed_token_ids is not None:
-        raise Unsupported("TensorRT-LLM cannot be held to some tokens", feature="allowed_token_ids")
     if is_seeded(request) and seeds is Seeds.NONE:
         raise Unsupported(
-            "TensorRT-LLM's default sampler keeps no request's seed (see the argument `seeds`)",
+            "TensorRT-LLM's default sampler has no seed per request (see the argument `seeds`)",
             feature="seed",
         )
     if request.grammar is not None and not has_grammars:
@@ -47,28 +54,28 @@ def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> No
 
 
 def is_seeded(request: Request) -> bool:
-    """Whether its seed says which tokens it has."""
+    """Whether the request's seed determines its tokens."""
     return request.sampling.temperature > 0 and request.sampling.seed is not None
 
 
-def is_drawn_anew(request: Request, seeds: Seeds) -> bool:
-    """Whether the tokens that come next hang on how many were drawn before, which another engine does not know."""
+def needs_sampler_state(request: Request, seeds: Seeds) -> bool:
+    """Whether the next token depends on the number of draws so far, which another engine does not know."""
     return is_seeded(request) and seeds is not Seeds.BY_POSITION
 
 
 def check_resumable(request: Request, seeds: Seeds) -> None:
-    """Unsupported for one whose client has tokens of it already, and which would not go on as if nothing had
-    happened: what they are is part of the prompt then."""
-    if not resuming.is_under_way(request):
+    """Unsupported if a resumed request would not continue as an uninterrupted one: earlier tokens become part of the
+    prompt."""
+    if not resuming.is_resumed(request):
         return
     resuming.check_resumable(
         request,
         "TensorRT-LLM",
-        "TensorRT-LLM takes what it goes on after for the prompt, which has penalties of its own",
+        "TensorRT-LLM counts resumed tokens as part of the prompt, which has its own penalties",
     )
-    if is_drawn_anew(request, seeds):
+    if needs_sampler_state(request, seeds):
         raise Unsupported(
-            "TensorRT-LLM's sampler does not go on where a seeded answer had stopped (see the argument `seeds`)",
+            "TensorRT-LLM's sampler cannot resume a seeded request (see the argument `seeds`)",
             feature="resume with a seed",
         )
 
@@ -76,50 +83,52 @@ def check_resumable(request: Request, seeds: Seeds) -> None:
 def sampling_params(
     choice: Choice, eos_token_ids: Sequence[int], *, max_tokens: int, has_grammar: bool = True
 ) -> Any:
-    """TensorRT-LLM's SamplingParams of a choice. InvalidRequest for what it refuses."""
+    """TensorRT-LLM's SamplingParams of a choice. InvalidRequest if it refuses them."""
     from tensorrt_llm.llmapi import SamplingParams
 
     request = choice.request
-    given, stop = request.sampling, request.stop
-    # It keeps min_tokens for one end token only and not for stop tokens; such answers are ended by us (`outputs`).
-    ends_here = stop.min_tokens > choice.num_tokens
-    stops = [] if ends_here else list(stop.stop_token_ids)
-    if not (ends_here or stop.ignore_eos):
+    sampling, stop = request.sampling, request.stop
+    # Its min_tokens covers one EOS token only and no stop tokens; `outputs` applies the rules to such answers.
+    is_ended_here = stop.min_tokens > choice.num_tokens
+    stops = [] if is_ended_here else list(stop.stop_token_ids)
+    if not (is_ended_here or stop.ignore_eos):
         stops += [token for token in eos_token_ids[1:] if token not in stops]
     try:
         return SamplingParams(
-            **_how_drawn(request, choice),
+            **_sampling_fields(request, choice),
             end_id=eos_token_ids[0] if eos_token_ids else None,
             max_tokens=max_tokens,
             stop_token_ids=stops or None,
             include_stop_str_in_output=True,  # the token that ends an answer is its last
-            ignore_eos=stop.ignore_eos or ends_here,
-            presence_penalty=given.presence_penalty or None,
-            frequency_penalty=given.frequency_penalty or None,
-            repetition_penalty=given.repetition_penalty if given.repetition_penalty != 1.0 else None,
-            # 0 would be none at all.
-            logprobs=None if given.logprobs is None else max(given.logprobs, 1),
+            ignore_eos=stop.ignore_eos or is_ended_here,
+            presence_penalty=sampling.presence_penalty or None,
+            frequency_penalty=sampling.frequency_penalty or None,
+            repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
+            # 0 would disable logprobs.
+            logprobs=None if sampling.logprobs is None else max(sampling.logprobs, 1),
             guided_decoding=_guided(request.grammar) if has_grammar else None,
             detokenize=False,
             add_special_tokens=False,
         )
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"TensorRT-LLM refuses it: {error}", param="sampling") from error
+        raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}", param="sampling") from error
 
 
-def _how_drawn(request: Request, choice: Choice) -> dict[str, Any]:
-    given = request.sampling
-    if given.temperature == 0:
+def _sampling_fields(request: Request, choice: Choice) -> dict[str, Any]:
+    sampling = request.sampling
+    if sampling.temperature == 0:
         return {"top_k": 1}
-    # With neither top_p nor top_k it takes the most likely token, and every request without a seed has seed 0.
+    # Without top_p and top_k it samples greedily, and a request without a seed gets seed 0.
     seed = (
-        given.seed + choice.index if given.seed is not None else xxh3_64_intdigest(choice.engine_id.encode())
+        sampling.seed + choice.index
+        if sampling.seed is not None
+        else xxh3_64_intdigest(choice.engine_id.encode())
     )
     return {
-        "temperature": given.temperature,
-        "top_p": given.top_p,
-        "top_k": given.top_k,
-        "min_p": given.min_p or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or None,
         "seed": seed & _MAX_SEED,
     }
 

@@ -1,4 +1,4 @@
-"""Running: a TensorRT-LLM that is loaded, with all that kvolt keeps around it, and what it is busy with."""
+"""State of a running TensorRT-LLM: queue, sequences, prefills and polling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
-from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
+from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
+from kvolt.engines.kv_formats.trtllm_translator import TrtllmTranslator
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.launch import Launched
@@ -24,14 +24,14 @@ from kvolt.engines.trtllm.loras import Adapters
 from kvolt.engines.trtllm.polling import Poll
 from kvolt.engines.trtllm.prefills import Prefills
 from kvolt.engines.trtllm.requests import sampling_params
-from kvolt.engines.trtllm.sequences import Fail, Sequences, Tell
-from kvolt.runtime.tasks import Crew
+from kvolt.engines.trtllm.sequences import OnFailure, OnOutput, Sequences
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)
 
-_FIGURES_S = 10.0
-"""For its first figures, after its first answer."""
+_FIRST_STATS_S = 10.0
+"""Timeout of the first statistics after the first answer."""
 
 
 @dataclass(slots=True)
@@ -46,26 +46,33 @@ class Running:
     poll: Poll
 
     @classmethod
-    def of(cls, launched: Launched, arguments: TrtllmArguments, crew: Crew, tell: Tell, fail: Fail) -> Self:
+    def of(
+        cls,
+        launched: Launched,
+        arguments: TrtllmArguments,
+        task_group: TaskGroup,
+        on_output: OnOutput,
+        on_failure: OnFailure,
+    ) -> Self:
         info, adapters = launched.info, Adapters()
-        seeds = SeedBook(info.block_size)
+        seeds = SequenceSeeds(info.block_size)
         admission = Admission(info.capacity.max_num_seqs, info.capacity.kv_total_blocks)
-        sequences = Sequences(launched, adapters, admission, seeds, crew, tell, fail)
+        sequences = Sequences(launched, adapters, admission, seeds, task_group, on_output, on_failure)
         prefills = Prefills(
-            crew,
+            task_group,
             sequences.compute_prompt,
-            sequences.keep,
+            sequences.hold,
             sequences.drop,
             arguments.hold_s,
             arguments.seeds,
             frozenset(launched.card.eos_token_ids),
         )
-        translator = KvTranslator(info.block_size, seeds) if arguments.kv_events else None
+        translator = TrtllmTranslator(info.block_size, seeds) if arguments.kv_events else None
         return cls(launched, adapters, admission, sequences, prefills, Poll(launched.llm, translator))
 
     async def warm_up(self, poll_s: float) -> tuple[KvChange, ...]:
-        """One token: that it answers at all is seen by it, and how many blocks it has. Before its first request it
-        cannot be asked for events or figures either. EngineFailed."""
+        """Generate one token: verifies that it works and reveals its number of blocks. Events and statistics cannot be
+        polled before the first request. EngineFailed."""
         launched = self.launched
         request = Request(
             request_id=RequestId("warm-up"),
@@ -78,21 +85,21 @@ class Running:
             params = sampling_params(Choice(request, 0, "warm-up"), launched.card.eos_token_ids, max_tokens=1)
             await launched.llm.generate_async(list(request.token_ids), sampling_params=params)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FIGURES_S):
-                    while not self._take_figures():
-                        changes += await self.poll.ask()
+                async with asyncio.timeout(_FIRST_STATS_S):
+                    while not self._read_capacity():
+                        changes += await self.poll.read()
                         await asyncio.sleep(poll_s)
         except Exception as error:
             raise EngineFailed(f"TensorRT-LLM cannot answer: {error}", engine="trtllm") from error
         if not launched.info.capacity.kv_total_blocks:
-            log.warning("TensorRT-LLM does not tell how many KV blocks it has: prompts are not held back")
+            log.warning("number of KV blocks unknown: prompts are not queued by blocks")
         return changes
 
-    def _take_figures(self) -> bool:
+    def _read_capacity(self) -> bool:
         stats = self.poll.stats
         if stats is None or stats.kv_cache_stats is None or not stats.kv_cache_stats.max_num_blocks:
             return False
-        self.launched.take_figures(stats.kv_cache_stats.max_num_blocks, stats.max_num_active_requests)
+        self.launched.set_capacity(stats.kv_cache_stats.max_num_blocks, stats.max_num_active_requests)
         capacity = self.launched.info.capacity
         self.admission.total_blocks = capacity.kv_total_blocks
         self.admission.max_running = capacity.max_num_seqs
@@ -115,16 +122,16 @@ class Running:
         return self.launched.vocab_size
 
     @property
-    def num_heard(self) -> int:
-        """What it has said, of whatever."""
-        return self.sequences.num_heard + self.poll.num_told
+    def num_outputs(self) -> int:
+        """Outputs, events and statistics received so far."""
+        return self.sequences.num_outputs + self.poll.num_reports
 
     @property
     def is_busy(self) -> bool:
         return self.admission.num_running > 0
 
     def load(self) -> WorkerLoad:
-        """TensorRT-LLM's figures are those of its last iteration: of one at rest they say nothing."""
+        """Current load. TensorRT-LLM's statistics are of its last iteration and are ignored when idle."""
         admission, stats = self.admission, self.poll.stats
         used = admission.num_held_blocks
         if admission.num_running:

@@ -1,5 +1,7 @@
-"""What is used of TensorRT-LLM, by name: checked at the start, so that another version fails with the name and not
-later. Of what is only used where it is there (newer fields of DisaggregatedParams), nothing is listed."""
+"""TensorRT-LLM symbols that the adapter uses, checked at start so that an incompatible version fails early.
+
+Optional symbols (newer fields of DisaggregatedParams) are not listed.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,5 @@ REQUIREMENT = Requirement(
         f"{_API}:CompletionOutput.token_ids",
         f"{_API}:RequestOutput.abort",
     ),
-    remedy="install TensorRT-LLM 1.2 as its own documentation says: its container, or pip with NVIDIA's index",
+    remedy="install TensorRT-LLM 1.2 as in its documentation: its container, or pip with NVIDIA's index",
 )

@@ -1,7 +1,7 @@
-"""Tickets: what a prompt that TensorRT-LLM has computed for others is known by, as bytes in a Handoff.
+"""Tickets of prompts computed by TensorRT-LLM, as bytes in a Handoff.
 
-Owns their form and their bounds: msgpack of known fields and nothing that could be run. The state inside is
-TensorRT-LLM's own and is read by it alone; it names addresses, so it is only good among workers that trust each other.
+Msgpack of known, bounded fields; nothing in it is executed. The contained state is opaque to kvolt and contains
+addresses, so tickets are for workers that trust each other only.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from kvolt.core.errors import EngineFailed
 
 MAX_TICKET_BYTES = 1 << 20
 MAX_STATE_BYTES = 256 << 10
-"""Of one choice. What it names are addresses of ranks and pools: a few kilobytes."""
-_MOST = 4096
+"""Maximum state of one choice; usually a few kilobytes (addresses of ranks and pools)."""
+_MAX_ITEMS = 4096
 
 _Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Tokens = Annotated[tuple[_Token, ...], Meta(max_length=_MOST)]
+_Tokens = Annotated[tuple[_Token, ...], Meta(max_length=_MAX_ITEMS)]
 _Id = Annotated[int, Meta(ge=0)]
-_Text = Annotated[str, Meta(max_length=_MOST)]
+_Text = Annotated[str, Meta(max_length=_MAX_ITEMS)]
 
 
 class ContextState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """DisaggregatedParams of one choice whose prompt is computed, by their names there."""
+    """TensorRT-LLM's DisaggregatedParams of one computed choice, under its names."""
 
     first_gen_tokens: Annotated[_Tokens, Meta(min_length=1)]
     ctx_request_id: _Id
     opaque_state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] | None = None
     draft_tokens: _Tokens | None = None
     disagg_request_id: _Id | None = None
-    """This and what follows are of newer versions, and only there where they are."""
+    """This and the following fields exist in newer versions only."""
     ctx_dp_rank: _Id | None = None
-    ctx_info_endpoint: _Text | Annotated[tuple[_Text, ...], Meta(max_length=_MOST)] | None = None
+    ctx_info_endpoint: _Text | Annotated[tuple[_Text, ...], Meta(max_length=_MAX_ITEMS)] | None = None
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    choices: Annotated[tuple[ContextState, ...], Meta(max_length=_MOST)] = ()
-    """None at all: nothing is kept, and who takes the request over computes its prompt."""
+    choices: Annotated[tuple[ContextState, ...], Meta(max_length=_MAX_ITEMS)] = ()
+    """Empty: nothing is held, and the decode worker computes the prompt."""
     version: Literal[1] = 1
     engine: Literal["trtllm"] = "trtllm"
 
@@ -48,12 +48,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
 
 
-def state_of(params: Any) -> ContextState:
-    """What TensorRT-LLM says of a computed prompt. EngineFailed for one that nobody could go on with."""
+def context_state(params: Any) -> ContextState:
+    """State of a computed prompt. EngineFailed if a decode worker cannot continue from it."""
     if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
-        raise EngineFailed("TensorRT-LLM gave nothing to go on with after a prompt", engine="trtllm")
+        raise EngineFailed("TensorRT-LLM returned no context state for the prompt", engine="trtllm")
     endpoint = getattr(params, "ctx_info_endpoint", None)
-    found = {
+    fields = {
         "first_gen_tokens": tuple(params.first_gen_tokens),
         "ctx_request_id": params.ctx_request_id,
         "opaque_state": params.opaque_state,
@@ -63,23 +63,24 @@ def state_of(params: Any) -> ContextState:
         "ctx_info_endpoint": tuple(endpoint) if isinstance(endpoint, list) else endpoint,
     }
     try:
-        return msgspec.convert(found, ContextState, builtin_types=(bytes,))  # else text would pass for bytes
+        # Without `builtin_types` text would be accepted as bytes.
+        return msgspec.convert(fields, ContextState, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise EngineFailed(f"a prompt cannot be handed over: {error}", engine="trtllm") from error
+        raise EngineFailed(f"the context state is invalid: {error}", engine="trtllm") from error
 
 
 def encode_ticket(ticket: Ticket) -> bytes:
-    """EngineFailed for one that is too long to travel."""
+    """EngineFailed if the ticket is too long."""
     encoded = _encoder.encode(ticket)
     if len(encoded) > MAX_TICKET_BYTES:
         raise EngineFailed(
-            f"a ticket of {len(encoded)} bytes is over {MAX_TICKET_BYTES}", engine="trtllm", reason="size"
+            f"a ticket of {len(encoded)} bytes exceeds {MAX_TICKET_BYTES}", engine="trtllm", reason="size"
         )
     return encoded
 
 
 def decode_ticket(ticket: bytes) -> Ticket | None:
-    """None for bytes that are no ticket of this engine's, whoever sent them."""
+    """None if malformed or from another engine."""
     if len(ticket) > MAX_TICKET_BYTES:
         return None
     try:
@@ -89,7 +90,7 @@ def decode_ticket(ticket: bytes) -> Ticket | None:
 
 
 def generation_params(state: ContextState) -> Any:
-    """TensorRT-LLM's words for going on with a prompt. EngineFailed for what a newer one has said to an older one."""
+    """DisaggregatedParams to continue after a prompt. EngineFailed for fields of a newer version."""
     from tensorrt_llm.llmapi import DisaggregatedParams
 
     endpoint = state.ctx_info_endpoint
@@ -108,11 +109,11 @@ def generation_params(state: ContextState) -> Any:
             **{name: value for name, value in newer.items() if value is not None},
         )
     except TypeError as error:
-        raise EngineFailed(f"a ticket of another TensorRT-LLM: {error}", engine="trtllm") from error
+        raise EngineFailed(f"a ticket of another TensorRT-LLM version: {error}", engine="trtllm") from error
 
 
 def context_params() -> Any:
-    """TensorRT-LLM's words for computing a prompt for others."""
+    """DisaggregatedParams of a context-only request."""
     from tensorrt_llm.llmapi import DisaggregatedParams
 
     return DisaggregatedParams(request_type="context_only")

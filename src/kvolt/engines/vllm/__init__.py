@@ -1,1 +1,1 @@
-"""vLLM as an engine of kvolt: its AsyncLLM in the worker's process, its engine core in one of its own."""
+"""Adapter for vLLM: its AsyncLLM runs in the worker's process, its engine core in a process of its own."""

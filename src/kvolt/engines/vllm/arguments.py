@@ -1,4 +1,4 @@
-"""VllmArguments: what `engine = "vllm"` can be told. vLLM's own arguments go in `engine_args`, as they are."""
+"""Arguments of the vLLM adapter. vLLM's own arguments are passed through in `engine_args`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class VllmArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Arguments of `engine = "vllm"`."""
 
     served_name: str | None = None
-    """What clients call the model; None for the name it was found by."""
+    """Model name in the API. Default: the name given as `model`."""
     engine_args: dict[str, Any] = {}
-    """Of vLLM's AsyncEngineArgs, by name, with whatever structure they have: `max_model_len`, `tensor_parallel_size`,
-    `kv_transfer_config` ... (`vllm serve --help` tells them, with dashes)."""
+    """Fields of vLLM's AsyncEngineArgs: `max_model_len`, `tensor_parallel_size`, `kv_transfer_config` ... (listed by
+    `vllm serve --help`, with dashes)."""
     max_waiting: _AtLeastOne = 2048
-    """Sequences beyond those that run; more are refused, and go elsewhere."""
+    """Maximum number of waiting sequences; more are refused and retried on another worker."""
     kv_events: bool = True
-    """Tell routers which blocks come and go; false where none of them asks (round-robin)."""
+    """Publish KV events for routers. Disable it if no router is KV-aware (round-robin)."""
     loras: dict[str, str] = {}
-    """Adapters to load at start: name to folder. Needs `engine_args.enable_lora`."""
+    """LoRA adapters to load at start: name to folder. Needs `engine_args.enable_lora`."""
     tiers: VllmTiers = VllmTiers()
-    """KV that leaves vLLM's memory is kept in the host's and on a disk (docs/engines.md)."""
+    """Host and disk tiers for evicted KV (docs/engines.md)."""
     hold_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Seconds that a prefill worker holds the blocks of a prompt for a decode worker that does not renew the hold,
-    and never beyond the request's deadline."""
+    """Time in seconds that a prefill worker holds a prompt's blocks without renewal by the decode worker, at most until
+    the request's deadline."""

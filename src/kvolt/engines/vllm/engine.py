@@ -1,9 +1,8 @@
-"""VllmEngine: vLLM behind the contract.
+"""VllmEngine: adapter for vLLM.
 
-Owns vLLM's life as the worker sees it, and the way of a request to its engine core and of a step's outputs back: all
-of a step in one go, as the core sends them, without a task or a queue for each request and without text. What is said
-in whose words is in `requests` and `outputs`; how it is started, in `launch`; what it tells of its blocks, in
-`kv_telling`.
+Sends requests to vLLM's engine core and converts its step outputs, one step at a time, without a task or queue per
+request and without text. `requests` and `outputs` convert formats, `launch` starts vLLM, `kv_events` forwards its KV
+events.
 """
 
 from __future__ import annotations
@@ -35,32 +34,33 @@ from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import check_extra
-from kvolt.engines.vllm.figures import Figures
 from kvolt.engines.vllm.hold_renewals import HoldRenewals
-from kvolt.engines.vllm.kv_telling import KvTelling
+from kvolt.engines.vllm.kv_events import KvEventForwarder
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
-from kvolt.engines.vllm.outputs import load_of, news_of
+from kvolt.engines.vllm.outputs import choice_output, load_of
 from kvolt.engines.vllm.plugins.read_reports import reads_of
-from kvolt.engines.vllm.plugins.tier_figures import VllmTierMetrics
+from kvolt.engines.vllm.plugins.tier_stats import VllmTierMetrics
 from kvolt.engines.vllm.prefills import Prefills, transfer_params
 from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, refuse_handoff
 from kvolt.engines.vllm.refusals import refusals
-from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
-from kvolt.engines.vllm.rest import Rest, check_sleeps
+from kvolt.engines.vllm.request_stats import RequestStats
+from kvolt.engines.vllm.requests import SAMPLING_FIELDS, check_supported, prompt_input, sampling_params
+from kvolt.engines.vllm.sleep_state import SleepState, check_sleep_supported
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.host.environment import environment
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 10.0
-"""For vLLM's processes to end by themselves."""
+"""Timeout of vLLM's shutdown."""
 
 
 class VllmEngine(ExternalEngine[Launched]):
-    """See the module. For one loop. `close` it, also after it died."""
+    """See the module. For one event loop. Call `close` also after a failure."""
 
     name, title = "vllm", "vLLM"
+    sampling_fields = SAMPLING_FIELDS
 
     def __init__(
         self,
@@ -69,23 +69,25 @@ class VllmEngine(ExternalEngine[Launched]):
         *,
         launcher: Callable[..., Launched] = launch,
     ) -> None:
-        """`launcher`: tests have others."""
+        """`launcher`: replaced in tests."""
         super().__init__()
         self._spec = spec
         self._arguments = arguments
         self._launcher = launcher
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._adapters = Adapters(self._is_open)
-        self._figures = Figures()
+        self._request_stats = RequestStats()
         self._tier_metrics = VllmTierMetrics()
-        self._kv = KvTelling(self._unread, self._adapters.name_of)
+        self._kv = KvEventForwarder(self._step_queue, self._adapters.name_of)
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
-        """What is sent to the core, in order."""
-        self._rest = Rest()
+        """Calls to the engine core, in order."""
+        self._sleep_state = SleepState()
         self._renewals = HoldRenewals()
-        self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._figures.forget)
+        self._prefills = Prefills(
+            self._core_request, self._post, lambda: self._core, self._request_stats.remove
+        )
 
-    # --- life
+    # --- life cycle
 
     async def _launch(self) -> Launched:
         self._sockets = socket_folder()
@@ -95,14 +97,14 @@ class VllmEngine(ExternalEngine[Launched]):
             lambda launched: launched.llm.shutdown(_STOP_S),
         )
 
-    async def _begin(self, running: Launched) -> None:
+    async def _start_tasks(self, running: Launched) -> None:
         core = running.llm.engine_core
-        self._figures.logger = running.llm.logger_manager
+        self._request_stats.logger = running.llm.logger_manager
         running.tasks = tuple(await core.get_supported_tasks_async())
-        self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
-        self._go_on(self._read, "outputs")
-        self._go_on(self._send, "commands")
-        self._go_on(self._renewals.run, "renewals")
+        self._kv.start(running.info, running.events, self._task_group, bool(self._arguments.tiers.disk))
+        self._start_task(self._read, "outputs")
+        self._start_task(self._send, "commands")
+        self._start_task(self._renewals.run, "renewals")
         for name, path in self._arguments.loras.items():
             try:
                 await self.load_lora(name, path)
@@ -116,50 +118,50 @@ class VllmEngine(ExternalEngine[Launched]):
     async def _shut_down(self) -> None:
         if self._running is not None:
             self._running.llm = None
-            gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
+            gc.collect()  # part of a reference cycle; its __del__ fails at interpreter exit
         self._kv.close()
         self._renewals.close()
         if self._sockets is not None:
             self._sockets.cleanup()
 
     def _on_end(self) -> None:
-        self._prefills.end(self._death())
+        self._prefills.fail_all(self._death_error())
 
     # --- steps
 
     async def _read(self) -> None:
-        running = self._known
+        running = self._launched
         core, num_blocks = running.llm.engine_core, running.info.capacity.kv_total_blocks
         while True:
             outputs = await core.get_output_async()
-            self._figures.step(outputs)
+            self._request_stats.on_step(outputs)
             stats, rank = outputs.scheduler_stats, outputs.engine_index
             if stats is not None:
                 for read in reads_of(stats.kv_connector_stats):
                     self._answers.add_transfer(read.engine_id, read.num_bytes, read.took_s, "nixl")
             for output in outputs.outputs:
-                self._take(output)
+                self._on_core_output(output)
             load = None
             if stats is not None:
-                self._tier_metrics.take(rank, stats.kv_connector_stats, running.info.block_size)
+                self._tier_metrics.update(rank, stats.kv_connector_stats, running.info.block_size)
                 load = load_of(stats, num_blocks, rank)
-                if not (self._kv.is_news(load) or outputs.outputs):
+                if not (self._kv.is_load_changed(load) or outputs.outputs):
                     load = None
-            self._unread.put(self._answers.take(load))
-            await self._unread.room()  # where nobody reads, vLLM's own queue fills
+            self._step_queue.put(self._answers.take_step(load))
+            await self._step_queue.wait_for_space()  # backpressure: outputs wait in vLLM's queue
 
-    def _take(self, output: Any) -> None:
-        if self._prefills.take(output):
+    def _on_core_output(self, output: Any) -> None:
+        if self._prefills.on_output(output):
             return
         if self._renewals:
             self._renewals.stop(output.request_id)
         choice = self._answers.find(output.request_id)
         if choice is None:
-            return  # nobody waits for it any more
+            return  # aborted
         try:
-            self._answers.tell(choice, news_of(output, choice))
+            self._answers.add_output(choice, choice_output(output, choice))
         except EngineFailed as error:
-            self._give_up(choice.request.request_id, error)
+            self._fail_request(choice.request.request_id, error)
 
     async def _send(self) -> None:
         while True:
@@ -168,8 +170,8 @@ class VllmEngine(ExternalEngine[Launched]):
 
     # --- requests
 
-    def _check_own(self, request: Request, running: Launched) -> None:
-        if self._rest.is_asleep:
+    def _check_supported(self, request: Request, running: Launched) -> None:
+        if self._sleep_state.is_asleep:
             raise Unavailable("the engine is asleep", reason="asleep")
         check_supported(request)
         check_extra(request, running.processors)
@@ -180,43 +182,45 @@ class VllmEngine(ExternalEngine[Launched]):
     def _num_waiting(self) -> int:
         return super()._num_waiting + self._prefills.num_open
 
-    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
-        self._adapters.use(request.request_id, request.lora)
+    def _submit_choices(self, request: Request, choices: list[Choice]) -> None:
+        self._adapters.add_user(request.request_id, request.lora)
         if EMBEDS in request.extra:
-            adapter = self._adapters.find(request.lora)  # one that is unloaded later serves who has it
-            self._crew.start(self._hand_over_embedded(choices, adapter), "prompt embeds")
+            adapter = self._adapters.find(request.lora)  # may be unloaded while the vectors are read
+            self._task_group.start(self._submit_embedded(choices, adapter), "prompt embeds")
             return
         transfer = None if request.handoff is None else transfer_params(request.handoff)
         self._add([self._core_request(choice, transfer) for choice in choices])
-        if transfer is not None and self._known.moves_kv:
+        if transfer is not None and self._launched.moves_kv:
             for choice in choices:
                 self._renewals.start(choice.engine_id, transfer)
 
-    async def _hand_over_embedded(self, choices: list[Choice], adapter: Any) -> None:
-        """To read vectors takes its time, which other requests' tokens do not wait for."""
+    async def _submit_embedded(self, choices: list[Choice], adapter: Any) -> None:
+        """Read the vectors in a thread, since it takes long, then submit."""
         request = choices[0].request
         try:
-            rows = await asyncio.to_thread(read_rows, request, self._known.llm.vllm_config.model_config)
+            rows = await asyncio.to_thread(read_rows, request, self._launched.llm.vllm_config.model_config)
             if any(self._answers.find(each.engine_id) is not each for each in choices):
-                return  # nobody waits for it any more
-            made = [self._core_request(choice, None, rows=rows, adapter=adapter) for choice in choices]
-        except Exception as error:  # of one request, whatever it was: memory that is not there, perhaps
+                return  # aborted
+            core_requests = [
+                self._core_request(choice, None, rows=rows, adapter=adapter) for choice in choices
+            ]
+        except Exception as error:  # fails this request only; out of memory, for example
             if not isinstance(error, KvoltError):
-                log.exception("vectors of %s could not be read", request.request_id)
-                error = EngineFailed(f"vLLM failed on it ({type(error).__name__})", engine="vllm")
-            self._answers.fail(request.request_id, error)  # vLLM has none of it
-            self._unread.put(self._answers.take())
+                log.exception("prompt embeds unreadable: request=%s", request.request_id)
+                error = EngineFailed(f"reading prompt_embeds failed ({type(error).__name__})", engine="vllm")
+            self._answers.fail(request.request_id, error)  # vLLM does not have the request
+            self._step_queue.put(self._answers.take_step())
             return
-        self._add(made)
+        self._add(core_requests)
 
-    def _add(self, made: list[Any]) -> None:
-        for each in made:
+    def _add(self, core_requests: list[Any]) -> None:
+        for each in core_requests:
             self._post(partial(self._core.add_request_async, each))
 
     @property
     def _core(self) -> Any:
         self._check_alive()
-        return self._known.llm.engine_core
+        return self._launched.llm.engine_core
 
     def _is_open(self, request_id: RequestId) -> bool:
         return request_id in self._answers or self._prefills.is_computing(request_id)
@@ -229,28 +233,28 @@ class VllmEngine(ExternalEngine[Launched]):
         rows: Any = None,
         adapter: Any = None,
     ) -> Any:
-        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses. `rows`: see `prompt_input`. `adapter`:
-        the one that it found when it came, where that was a while ago."""
-        request, running = choice.request, self._known
+        """Request for the engine core, as vLLM's server creates it. InvalidRequest if vLLM refuses it. `rows`: see
+        `prompt_input`. `adapter`: overrides the adapter loaded under the request's name now."""
+        request, running = choice.request, self._launched
         params = sampling_params(choice, kv_transfer=transfer, only_prompt=only_prompt)
         try:
-            made = running.llm.input_processor.process_inputs(
+            core_request = running.llm.input_processor.process_inputs(
                 choice.engine_id,
                 prompt_input(request, choice.index, rows),
                 params,
                 supported_tasks=running.tasks,
                 lora_request=adapter or self._adapters.find(request.lora),
-                priority=-request.routing.priority,  # there less is sooner
+                priority=-request.routing.priority,  # in vLLM lower values run first
                 data_parallel_rank=request.routing.pinned_dp_rank,
             )
         except refusals() as error:
-            raise InvalidRequest(f"vLLM refuses it: {error}", param="request") from error
-        made.external_req_id = request.request_id
-        self._figures.begin(made)
-        return made
+            raise InvalidRequest(f"vLLM refuses the request: {error}", param="request") from error
+        core_request.external_req_id = request.request_id
+        self._request_stats.add(core_request)
+        return core_request
 
-    def _drop(self, engine_ids: list[str]) -> None:
-        self._figures.forget(engine_ids)
+    def _abort_choices(self, engine_ids: list[str]) -> None:
+        self._request_stats.remove(engine_ids)
         for engine_id in engine_ids:
             self._renewals.stop(engine_id)
         self._post(partial(self._core.abort_requests_async, engine_ids))
@@ -258,22 +262,20 @@ class VllmEngine(ExternalEngine[Launched]):
     def _post(self, command: Callable[[], Awaitable[Any]]) -> None:
         self._commands.put_nowait(command)
 
-    # --- Measured, KvEvents, Lora, Sleep
+    # --- MetricsProvider, KvEvents, Lora, Sleep
 
     def metrics(self, labels: Mapping[str, str]) -> Iterator[Metric]:
         yield from engine_metrics("vllm:", labels, environment("PROMETHEUS_MULTIPROC_DIR"))
         yield from self._tier_metrics.collect()
 
     async def clear_kv(self) -> int:
-        """Those that run are preempted, and computed again."""
+        """Running requests are preempted and recomputed."""
         num_blocks = self._kv.num_on_device
         try:
             is_cleared = await self._core.reset_prefix_cache_async(True, bool(self._arguments.tiers.host))
         except KvoltError:
             raise
-        except (
-            Exception
-        ) as error:  # it says so by whatever its engine raised, where blocks are kept for others
+        except Exception as error:  # any exception type, for example while blocks are held for handoffs
             raise Unavailable(f"vLLM cannot clear its cache now: {error}", reason="busy") from error
         if not is_cleared:
             raise Unavailable("vLLM cannot clear its cache now", reason="busy")
@@ -282,7 +284,7 @@ class VllmEngine(ExternalEngine[Launched]):
 
     async def load_lora(self, name: str, path: str) -> None:
         core = self._core
-        if self._known.llm.vllm_config.lora_config is None:
+        if self._launched.llm.vllm_config.lora_config is None:
             raise Unsupported("vLLM was started without enable_lora", feature="lora")
         await self._adapters.load(core, name, path)
 
@@ -294,23 +296,23 @@ class VllmEngine(ExternalEngine[Launched]):
 
     async def sleep(self, level: int) -> None:
         core = self._core
-        check_sleeps(self._known.info.features)
-        await self._rest.begin(core, level, self._answers.num_choices + self._prefills.num_open)
+        check_sleep_supported(self._launched.info.features)
+        await self._sleep_state.sleep(core, level, self._answers.num_choices + self._prefills.num_open)
         self._kv.clear()
 
     async def wake(self) -> None:
         core = self._core
-        check_sleeps(self._known.info.features)
-        await self._rest.end(core)
+        check_sleep_supported(self._launched.info.features)
+        await self._sleep_state.wake(core)
 
     # --- Prefill
 
     async def prefill(self, request: Request) -> Handoff:
         self._check(request)
-        if not self._known.moves_kv:
-            raise Unsupported("vLLM was started without a connector that moves KV", feature="prefill")
+        if not self._launched.moves_kv:
+            raise Unsupported("vLLM was started without a connector that transfers KV", feature="prefill")
         refuse_handoff(request)
-        self._adapters.use(request.request_id, request.lora)
+        self._adapters.add_user(request.request_id, request.lora)
         return await self._prefills.compute(request, self._arguments.hold_s)
 
     async def release_prefill(self, request_id: RequestId) -> None:

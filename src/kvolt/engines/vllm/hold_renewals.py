@@ -1,7 +1,7 @@
-"""HoldRenewals: requests that wait for KV which another vLLM holds, whose holds are renewed until they begin.
+"""Renews holds of KV on other vLLM workers for requests that have not started.
 
-Runs in the worker's process, which computes nothing: vLLM's own readers renew between steps, and a step may take longer
-than the hold. A request that vLLM's core has not looked at yet is renewed as well.
+Runs in kvolt's worker process, which computes nothing: vLLM's readers renew only between steps, and a step may take
+longer than a hold. Also covers requests that vLLM's core has not seen yet.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import zmq
 from kvolt.engines.vllm.plugins.side_channel import HOLD_S, renew_message
 
 _PER_HOLD = 3
-"""Renewals in the time that a hold lasts without one."""
+"""Renewals per hold time."""
 _MIN_S, _MAX_S = 0.01, 1.0
-"""Between two renewals. At most: a hold may begin while longer ones are renewed."""
+"""Bounds of the renewal interval. The maximum is short since a shorter hold may be added."""
 
 _Address = tuple[str, int]
 
@@ -45,7 +45,7 @@ class HoldRenewals:
         return bool(self._holds)
 
     def start(self, request: str, ticket: Mapping[str, Any]) -> None:
-        """Renew the hold of a ticket now, and until `stop`. `request`: its name in the engine."""
+        """Renew the hold of a ticket now and until `stop`. `request`: its id in the engine."""
         hold = self._holds[request] = _Hold(
             (ticket["remote_host"], ticket["remote_port"]),
             ticket["remote_engine_id"],
@@ -56,7 +56,7 @@ class HoldRenewals:
         self._is_waiting.set()
 
     def stop(self, request: str) -> None:
-        """It has begun, or is over."""
+        """The request has started or ended."""
         self._holds.pop(request, None)
 
     async def run(self) -> None:

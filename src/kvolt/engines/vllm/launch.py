@@ -1,7 +1,7 @@
-"""How vLLM is started: its configuration from ours, and what it says of itself once it runs.
+"""Starts vLLM: builds its configuration, and describes the running engine.
 
-Blocks, for as long as a model loads: for a thread. It must not be the event loop's, where vLLM would begin to read its
-engine's outputs by itself.
+Blocks while the model loads, so it runs in a thread. It must not run in the event loop's thread: vLLM would start its
+own output reader there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.arguments import blind, check_names, check_not_given
+from kvolt.engines.external.arguments import check_names, check_reserved, kv_events_error
 from kvolt.engines.external.description import card_of, limits_of
 from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import XARGS, loaded_processors
 from kvolt.engines.vllm.prompt_embeds import EMBEDS
 from kvolt.engines.vllm.refusals import refusals
-from kvolt.engines.vllm.symbols import REQUIREMENT, tell_log_level
+from kvolt.engines.vllm.symbols import REQUIREMENT, set_log_level
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
@@ -45,13 +45,13 @@ _TIERED_NIXL_MODULE = "kvolt.engines.vllm.plugins.tier_with_nixl"
 _READ_BYTES = 1 << 20
 _NIXL_MODULE = "kvolt.engines.vllm.plugins.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
-_MOST_LOGPROBS = 20
-"""What the edge lets clients ask for."""
+_MAX_LOGPROBS = 20
+"""Maximum that the frontend accepts."""
 
 
 @dataclass(slots=True)
 class Launched:
-    """A vLLM that runs."""
+    """A running vLLM."""
 
     llm: Any
     card: ModelCard
@@ -60,17 +60,17 @@ class Launched:
     vocab_size: int
     tasks: tuple[Any, ...] = ()
     events: dict[int, tuple[str, str | None]] = field(default_factory=dict)
-    """Where each rank tells of its blocks, and repeats what was missed."""
+    """Endpoints of KV events and of their replay, per DP rank."""
     moves_kv: bool = False
-    """Whether prompts can be computed for others here, or taken over."""
+    """Whether it can take part in handoffs."""
     processors: frozenset[str] = frozenset()
-    """The logits processors that it has, by all their names."""
+    """Loaded logits processors, by all their names."""
     takes_embeds: bool = False
-    """Whether a prompt may come as vectors."""
+    """Whether prompts may be embeddings."""
 
 
 def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Clock) -> Launched:
-    """ConfigError for what can be corrected. `folder`: for sockets, as long as it runs."""
+    """Start vLLM. ConfigError for wrong settings. `folder`: for sockets; must exist as long as vLLM runs."""
     model, config = configure(spec, arguments, folder, clock)
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -87,81 +87,80 @@ def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Cloc
 def configure(
     spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Clock, *, headless: bool = False
 ) -> tuple[Path, Any]:
-    """The model's folder, and vLLM's configuration of what we were told. `headless`: of a part that another leads.
-    ConfigError."""
-    _tell_environment()
+    """The model's folder and vLLM's configuration. `headless`: for a node other than node 0. ConfigError."""
+    _set_environment()
     check_requirement(REQUIREMENT)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     model = folder_of(resolve(spec.model, ProgressLog(clock)))
     try:
-        given = engine_args(spec, arguments, model, folder)
+        args = engine_args(spec, arguments, model, folder)
         known = list(AsyncEngineArgs.__dataclass_fields__)
-        check_names("vLLM", given, known, _KEY, "see `vllm serve --help`, with underscores")
-        return model, AsyncEngineArgs(**given).create_engine_config(headless=headless)
+        check_names("vLLM", args, known, _KEY, "see `vllm serve --help`, with underscores")
+        return model, AsyncEngineArgs(**args).create_engine_config(headless=headless)
     except refusals() as error:  # pydantic's are ValueErrors
         raise ConfigError(
             f"vLLM refuses its arguments: {error}", key=_KEY, remedy="correct the value"
         ) from error
 
 
-def _tell_environment() -> None:
-    """What vLLM is told in no other way, and before it is imported. What a user has set stays."""
-    tell_log_level()
+def _set_environment() -> None:
+    """Set environment variables that vLLM reads when it is imported, unless the user has set them."""
+    set_log_level()
     set_default("VLLM_NO_USAGE_STATS", "1")
-    # Several workers of a host would all be bound to its first cores; kvolt gives each its own.
+    # vLLM would bind all workers of a host to its first cores; kvolt assigns cores.
     set_default("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder: Path) -> dict[str, Any]:
-    """A user's own, and what kvolt needs where the user has said nothing."""
-    given = dict(arguments.engine_args)
-    check_not_given(given, {"model": "name it as `model`"}, _KEY)
+    """The user's arguments, with kvolt's defaults."""
+    args = dict(arguments.engine_args)
+    check_reserved(args, {"model": "set it as `model`"}, _KEY)
     defaults: dict[str, Any] = {
         "model": str(model),
         "enable_prefix_caching": True,
         "worker_extension_cls": EXTENSION,
-        "max_logprobs": _MOST_LOGPROBS,
+        "max_logprobs": _MAX_LOGPROBS,
     }
     if arguments.loras:
         defaults["enable_lora"] = True
     if arguments.kv_events:
-        defaults["kv_events_config"] = _events_config(given, folder)
+        defaults["kv_events_config"] = _events_config(args, folder)
     if spec.role in _NIXL_ROLES:
         defaults["kv_transfer_config"] = {"kv_connector": NIXL, "kv_role": _NIXL_ROLES[spec.role]}
-    given = defaults | given
+    args = defaults | args
     if spec.role in _NIXL_ROLES:
-        _check_connector(given["kv_transfer_config"])
+        _check_connector(args["kv_transfer_config"])
     if arguments.tiers.host:
-        given |= _with_tiers(given.get("kv_transfer_config"), arguments, model)
-    if isinstance(given.get("kv_transfer_config"), dict):
+        args |= _with_tiers(args.get("kv_transfer_config"), arguments, model)
+    if isinstance(args.get("kv_transfer_config"), dict):
         from vllm.config import KVTransferConfig
 
-        transfer = _transfer_config(given["kv_transfer_config"], arguments.hold_s)
-        given["kv_transfer_config"] = KVTransferConfig(**transfer)
-    if isinstance(given.get("kv_events_config"), dict):
+        transfer = _transfer_config(args["kv_transfer_config"], arguments.hold_s)
+        args["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if isinstance(args.get("kv_events_config"), dict):
         from vllm.config.kv_events import KVEventsConfig
 
-        given["kv_events_config"] = KVEventsConfig(**given["kv_events_config"])
-    return given
+        args["kv_events_config"] = KVEventsConfig(**args["kv_events_config"])
+    return args
 
 
 def _check_connector(transfer: Any) -> None:
-    """ConfigError for a connector by which an answer could go on from KV that is another request's."""
+    """ConfigError for a connector that may use KV after it was released."""
     name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector
     if name not in (NIXL, TIERED_NIXL):
         raise ConfigError(
-            f"prefill and decode workers hand KV over with kvolt's own connector, not with {name}: vLLM's connectors"
+            f"prefill and decode workers transfer KV with kvolt's connector, not with {name}: vLLM's connectors"
             " use KV that was released before it was read",
             key=f"{_KEY}.kv_transfer_config",
             remedy=f'leave it out, or set its kv_connector to "{NIXL}"',
         )
 
 
-def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:
-    """Of our own connector, what it needs besides its name."""
-    if given.get("kv_connector") != NIXL:
-        return given
+def _transfer_config(args: dict[str, Any], hold_s: float) -> dict[str, Any]:
+    """Complete the configuration of kvolt's connector."""
+    if args.get("kv_connector") != NIXL:
+        return args
     from vllm.platforms import current_platform
 
     defaults: dict[str, Any] = {
@@ -171,20 +170,20 @@ def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:
     }
     if current_platform.is_cpu():
         defaults["kv_buffer_device"] = "cpu"
-    # Two workers of a host cannot both have vLLM's default; where KV is to be fetched, the ticket says.
+    # Two workers of a host cannot both use vLLM's default port; tickets contain the address.
     set_default("VLLM_NIXL_SIDE_CHANNEL_HOST", _own_address())
     set_default("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
-    return defaults | given
+    return defaults | args
 
 
 def _with_tiers(transfer: Any, arguments: VllmArguments, model: Path) -> dict[str, Any]:
-    """Arguments for tiers, alone or beside the connector by which KV goes to other workers."""
+    """Arguments for tiers, alone or combined with the connector for handoffs."""
     tiers = _tiers_config(arguments, model)
     if transfer is None:
         return {"kv_transfer_config": tiers}
     if not isinstance(transfer, dict) or transfer.get("kv_connector") != NIXL:
         raise ConfigError(
-            "a vLLM worker has tiers beside kvolt's own connector, and no other",
+            "tiers can be combined with kvolt's connector only",
             key="args.tiers",
             remedy="leave out tiers.host, or the kv_transfer_config",
         )
@@ -196,7 +195,7 @@ def _with_tiers(transfer: Any, arguments: VllmArguments, model: Path) -> dict[st
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [nixl, tiers]},
     }
-    # Tiers are for models with one kind of layers; vLLM would take the two connectors' word for more.
+    # Tiers support one KV cache group only; vLLM would assume that both connectors support several.
     return {"kv_transfer_config": both, "disable_hybrid_kv_cache_manager": True}
 
 
@@ -214,7 +213,7 @@ def _tiers_config(arguments: VllmArguments, model: Path) -> dict[str, Any]:
 
 
 def weights_identity(model: Path) -> str:
-    """Equal for equal weights: names, sizes and parts of their files. To read all of a large model takes minutes."""
+    """Digest of the weight files' names, sizes and samples; reading all of a large model takes minutes."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted([*model.glob("*.safetensors"), *model.glob("*.bin"), model / "config.json"]):
         if not path.is_file():
@@ -242,24 +241,24 @@ def _free_port() -> int:
     return port
 
 
-def _events_config(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One rank tells by a socket of its own; several need ports, which vLLM counts on from the first."""
-    where = {"endpoint": f"ipc://{folder}/kv-events", "replay_endpoint": f"ipc://{folder}/kv-replay"}
-    if given.get("data_parallel_size", 1) > 1:
-        where = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
-    return {"enable_kv_cache_events": True, "publisher": "zmq", **where}
+def _events_config(args: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One DP rank publishes on an IPC socket; several need ports, which vLLM numbers from the first."""
+    endpoints = {"endpoint": f"ipc://{folder}/kv-events", "replay_endpoint": f"ipc://{folder}/kv-replay"}
+    if args.get("data_parallel_size", 1) > 1:
+        endpoints = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+    return {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
 
 
 def _check_events(config: Any) -> None:
-    """ConfigError where a router would be blind: it would go by events that never come."""
+    """ConfigError if vLLM would publish no KV events although `kv_events` is set."""
     if not config.cache_config.enable_prefix_caching:
-        raise blind(
-            "vLLM keeps no prefixes with these settings, so it has no KV events to tell",
+        raise kv_events_error(
+            "vLLM has no prefix cache with these settings, so it publishes no KV events",
             f"{_KEY}.enable_prefix_caching",
         )
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
-        raise blind("vLLM tells nobody of its KV blocks with these settings", f"{_KEY}.kv_events_config")
+        raise kv_events_error("vLLM publishes no KV events with these settings", f"{_KEY}.kv_events_config")
 
 
 def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any) -> Launched:
@@ -271,7 +270,7 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
         context_length=config.model_config.max_model_len,
         block_size=cache.block_size,
     )
-    # vLLM adds up what its ranks have, of which requests can use their own; one block of each stands for nothing.
+    # vLLM reports the sum over its ranks, while a request uses one rank; one block per rank is reserved.
     num_blocks = max((cache.num_gpu_blocks or 1) // _num_ranks(parallel) - 1, 1)
     transfer = config.kv_transfer_config
     moves_kv = transfer is not None and transfer.kv_connector in (NIXL, TIERED_NIXL)
@@ -310,13 +309,13 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
 
 
 def _extras(role: Role, config: Any) -> tuple[str, ...]:
-    """Vectors only where prompts are computed where they are answered (`prompt_embeds`)."""
+    """Extras of requests; prompt embeddings only without remote prefill (`prompt_embeds`)."""
     takes_embeds = config.enable_prompt_embeds and role is Role.AGGREGATED
     return (XARGS, EMBEDS) if takes_embeds else (XARGS,)
 
 
 def _num_ranks(parallel: Any) -> int:
-    """That this vLLM leads: where others balance between ranks, those of its own host."""
+    """DP ranks of this vLLM; with external load balancing only those of this host."""
     count: int = parallel.data_parallel_size
     if parallel.local_engines_only:
         count = parallel.data_parallel_size_local
@@ -324,5 +323,5 @@ def _num_ranks(parallel: Any) -> int:
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Short: a socket's path has 107 bytes."""
+    """Temporary folder with a short name, since a socket path has at most 107 bytes."""
     return tempfile.TemporaryDirectory(prefix="kvolt-vllm-")

@@ -1,7 +1,7 @@
-"""Prefills: prompts that vLLM computes for others, and the ticket by which another vLLM fetches their KV.
+"""Remote prefill on vLLM: computes prompts and creates the tickets by which another vLLM pulls their KV.
 
-The bytes are NIXL's affair: the ticket carries what vLLM's connector says (`kv_transfer_params`), as data and nothing
-that could be run. What a prompt's first tokens are is told at once, and decode goes on after them.
+NIXL moves the bytes; a ticket contains the parameters of vLLM's connector (`kv_transfer_params`) as plain data. The
+first tokens are reported with the handoff, and decode continues after them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvolt.engines.external.answers import Choice
 from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
 
 MAX_TICKET_BYTES = 1 << 20
-"""A block's number takes up to five bytes: two hundred thousand blocks."""
+"""Room for two hundred thousand block ids of five bytes."""
 RELEASE = "kvolt_release"
-"""Among a request's transfer parameters: whose blocks are to be let go (see `nixl_connector`)."""
+"""Transfer parameter: id of the request whose blocks are to be released (see `nixl_connector`)."""
 _MIN_HOLD_S = 1.0
-"""Also of a request whose time is nearly over."""
+"""Minimum hold, also shortly before the request's deadline."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 class _Ticket(msgspec.Struct):
-    """Of what vLLM's connector says, that which its peer reads."""
+    """Parameters of vLLM's connector that its peer reads."""
 
     remote_block_ids: list[list[int]]
     remote_engine_id: str
@@ -43,8 +43,8 @@ class _Ticket(msgspec.Struct):
     remote_num_tokens: int
     do_remote_prefill: bool
     kvolt_hold_s: Annotated[float, Meta(gt=0)]
-    """Of an owner that answers whether its hold is intact. KV of any other is not used: nothing shows that it was
-    held until the read was over."""
+    """Present if the owner answers hold checks. Other KV is not used, since it may have been released during the
+    read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,32 +52,33 @@ class _Prompt:
     request: Request
     done: asyncio.Future[None]
     tokens: dict[int, int] = field(default_factory=dict)
-    """The first token of each choice."""
+    """First token per choice."""
     choices: dict[str, Choice] = field(default_factory=dict)
-    """Those that are not computed yet, by their names in the core."""
+    """Choices that are not computed yet, by engine id."""
     names: tuple[str, ...] = ()
-    """Of all of them."""
-    fetched: str = ""
-    """The name of the one whose blocks are kept."""
+    """Engine ids of all choices."""
+    held_name: str = ""
+    """Engine id of the choice whose blocks are held."""
     transfer: dict[str, Any] | None = None
-    cached: int = 0
+    cached_tokens: int = 0
     is_end: bool = False
-    """Whether one of the first tokens ends its choice: then decode has to say it."""
+    """Whether a first token ends its choice; decode then reports it."""
 
 
 class Prefills:
-    """See the module. `make`: a choice as vLLM's request. `post`: to the core, in order."""
+    """See the module."""
 
     def __init__(
         self,
         make: Callable[[Choice, dict[str, Any] | None, bool], Any],
         post: Callable[[Callable[[], Awaitable[Any]]], None],
         core: Callable[[], Any],
-        forget: Callable[[list[str]], None],
+        on_dropped: Callable[[list[str]], None],
     ) -> None:
-        """`forget`: nothing more is heard of these."""
+        """`make`: converts a choice to a vLLM request. `post`: queues a call to the engine core. `on_dropped`: called
+        with engine ids that give no further output."""
         self._make = make
-        self._forget = forget
+        self._on_dropped = on_dropped
         self._post = post
         self._core = core
         self._prompts: dict[RequestId, _Prompt] = {}
@@ -86,7 +87,7 @@ class Prefills:
 
     @property
     def num_open(self) -> int:
-        """Sequences that are computed, or wait for it."""
+        """Sequences that are waiting or being computed."""
         return sum(len(prompt.choices) for prompt in self._prompts.values())
 
     def is_computing(self, request_id: RequestId) -> bool:
@@ -94,46 +95,48 @@ class Prefills:
         return prompt is not None and bool(prompt.choices)
 
     async def compute(self, request: Request, hold_s: float) -> Handoff:
-        """Errors as of `submit`; cancelled, it leaves nothing."""
+        """Compute a prompt. Errors as of `submit`. Cancelling releases everything."""
         request_id = request.request_id
         if request_id in self._prompts:
-            raise InvalidRequest(f"request {request_id} is here already", param="request_id")
+            raise InvalidRequest(f"request {request_id} exists already", param="request_id")
         if request.deadline_s is not None:
             hold_s = max(min(hold_s, request.deadline_s), _MIN_HOLD_S)
         prompt = _Prompt(request, asyncio.get_running_loop().create_future())
         self._number += 1
         for index in request.open_choices:
             name = f"{request_id}/p{self._number}/{index}"
-            prompt.choices[name] = Choice(request, index, name, num_tokens=len(request.resumed(index)))
+            prompt.choices[name] = Choice(
+                request, index, name, num_tokens=len(request.prior_tokens_of(index))
+            )
         prompt.names = tuple(prompt.choices)
-        prompt.fetched = prompt.names[0]
-        # One of them is fetched: the others are computed for their first tokens only, by the same blocks.
-        held = {"do_remote_decode": True, HOLD_S: hold_s, DEADLINE_S: request.deadline_s}
-        made = [
-            self._make(choice, held if name == prompt.fetched else None, True)
+        prompt.held_name = prompt.names[0]
+        # The blocks of one choice are pulled; the others share them and are computed for their first tokens only.
+        transfer = {"do_remote_decode": True, HOLD_S: hold_s, DEADLINE_S: request.deadline_s}
+        core_requests = [
+            self._make(choice, transfer if name == prompt.held_name else None, True)
             for name, choice in prompt.choices.items()
         ]
         self._prompts[request_id] = prompt
         self._by_name.update(dict.fromkeys(prompt.choices, prompt))
-        for each in made:
+        for each in core_requests:
             self._post(partial(self._core().add_request_async, each))
         try:
             await prompt.done
         except BaseException:
             self.release(request_id)
             raise
-        # The connector's hold may last longer, renewed by the reader: here the prompt is only forgotten.
+        # The reader may extend the connector's hold; this only forgets the prompt.
         asyncio.get_running_loop().call_later(hold_s, self._expire, prompt)
         return Handoff(
             ticket=_encode(prompt.transfer or {}),
             prefill_instance=InstanceId(""),
             expires_in_s=hold_s,
             first_tokens=_first_tokens(prompt),
-            cached_tokens=prompt.cached,
+            cached_tokens=prompt.cached_tokens,
         )
 
-    def take(self, output: Any) -> bool:
-        """Whether it was of a prompt of ours."""
+    def on_output(self, output: Any) -> bool:
+        """Handle an output of the engine core. False if it does not belong to a remote prefill."""
         prompt = self._by_name.get(output.request_id)
         if prompt is None:
             return False
@@ -142,8 +145,8 @@ class Prefills:
             return True
         if output.new_token_ids:
             prompt.tokens[choice.index] = output.new_token_ids[0]
-        if output.prefill_stats is not None and output.request_id == prompt.fetched:
-            prompt.cached = output.prefill_stats.num_cached_tokens
+        if output.prefill_stats is not None and output.request_id == prompt.held_name:
+            prompt.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.kv_transfer_params is not None:
             prompt.transfer = output.kv_transfer_params
         if output.finish_reason is None:
@@ -158,48 +161,48 @@ class Prefills:
         return True
 
     def release(self, request_id: RequestId) -> None:
-        """The blocks were taken, or nobody wants them."""
+        """Release a prompt whose blocks were pulled or are not needed."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        self._drop(prompt)
+        self._forget(prompt)
         if not prompt.done.done():
-            prompt.done.set_exception(Cancelled("the prompt was let go"))
-            prompt.done.exception()  # it may be that nobody waits
+            prompt.done.set_exception(Cancelled("the prompt was released"))
+            prompt.done.exception()  # mark as retrieved, `compute` may have ended
         if prompt.choices:
             names = list(prompt.choices)
-            self._forget(names)
+            self._on_dropped(names)
             self._post(partial(self._core().abort_requests_async, names))
-        self._let_go(prompt)  # also where it was aborted: it may have been ready before vLLM heard of that
+        self._release_hold(prompt)  # also after an abort: the prompt may have been complete before it
 
     def _expire(self, prompt: _Prompt) -> None:
         if self._prompts.get(prompt.request.request_id) is prompt:
-            self._drop(prompt)
+            self._forget(prompt)
 
-    def _drop(self, prompt: _Prompt) -> None:
+    def _forget(self, prompt: _Prompt) -> None:
         del self._prompts[prompt.request.request_id]
         for name in prompt.names:
             self._by_name.pop(name, None)
 
-    def _let_go(self, prompt: _Prompt) -> None:
-        """vLLM keeps the blocks until they are fetched or their lease is over. A request that is aborted before it
-        begins takes the word to its connector."""
+    def _release_hold(self, prompt: _Prompt) -> None:
+        """Make vLLM release the blocks before their lease ends: a request that is aborted before it starts carries the
+        command to the connector."""
         self._number += 1
         name = f"release/{self._number}"
-        given = prompt.request
+        request = prompt.request
         bare = Request(
-            request_id=given.request_id,
-            model=given.model,
-            token_ids=given.token_ids[:1],
-            stop=given.stop,
-            routing=given.routing,  # to the rank that has them
+            request_id=request.request_id,
+            model=request.model,
+            token_ids=request.token_ids[:1],
+            stop=request.stop,
+            routing=request.routing,  # to the DP rank with the blocks
         )
-        release = self._make(Choice(bare, 0, name), {RELEASE: prompt.fetched}, True)
+        release = self._make(Choice(bare, 0, name), {RELEASE: prompt.held_name}, True)
         release.abort_immediately = True
-        self._forget([name])
+        self._on_dropped([name])
         self._post(partial(self._core().add_request_async, release))
 
-    def end(self, error: KvoltError) -> None:
+    def fail_all(self, error: KvoltError) -> None:
         for prompt in self._prompts.values():
             if not prompt.done.done():
                 prompt.done.set_exception(error)
@@ -210,22 +213,25 @@ class Prefills:
 
 def _first_tokens(prompt: _Prompt) -> tuple[int, ...] | None:
     request = prompt.request
-    num_left = min(request.stop.max_tokens - len(request.resumed(index)) for index in request.open_choices)
+    num_left = min(
+        request.stop.max_tokens - len(request.prior_tokens_of(index)) for index in request.open_choices
+    )
     if prompt.is_end or request.sampling.logprobs is not None or num_left == 1:
-        return None  # decode tells them, with their end or their figures
+        return None  # decode reports them, with finish reason or logprobs
     return tuple(prompt.tokens[index] for index in sorted(prompt.tokens))
 
 
 def transfer_params(handoff: Handoff) -> dict[str, Any] | None:
-    """What vLLM's connector needs to fetch a prompt; None where the ticket says nothing: it is computed again."""
+    """Parameters of vLLM's connector to pull a prompt. None for an empty or invalid ticket: the prompt is
+    recomputed."""
     if not handoff.ticket or len(handoff.ticket) > MAX_TICKET_BYTES:
         return None
     try:
-        given = _decode(handoff.ticket)
+        params = _decode(handoff.ticket)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    try:  # what vLLM's connector takes for granted: a wrong one would end its engine
-        ticket = msgspec.convert(given, _Ticket)
+    try:  # vLLM's connector does not validate it: a wrong one would crash the engine
+        ticket = msgspec.convert(params, _Ticket)
     except msgspec.ValidationError:
         return None
-    return given if ticket.remote_block_ids and RELEASE not in given else None
+    return params if ticket.remote_block_ids and RELEASE not in params else None

@@ -1,7 +1,7 @@
-"""A prompt as vectors (`Request.extra["prompt_embeds"]`): what the model's own table of its tokens would have given.
+"""Prompts as embeddings (`Request.extra["prompt_embeds"]`), as vLLM's clients send them.
 
-As vLLM's clients send them: base64 of what `torch.save` writes of a tensor with a row for each token. `token_ids` has
-as many, of which only the number counts. Routers are not told of such blocks: nothing in our words names them.
+Base64 of a tensor written by `torch.save`, with a row per token. `token_ids` has the same length; its values are
+ignored. No KV events are published for such blocks, since they have no tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EMBEDS = "prompt_embeds"
 
 
 def check_embeds(request: Request, is_enabled: bool) -> None:
-    """`is_enabled`: vLLM was started so that it takes them."""
+    """Validate `prompt_embeds`. `is_enabled`: whether vLLM was started with them."""
     if EMBEDS not in request.extra:
         return
     if not is_enabled:
@@ -24,46 +24,46 @@ def check_embeds(request: Request, is_enabled: bool) -> None:
     if not isinstance(request.extra[EMBEDS], str | bytes):
         raise InvalidRequest("prompt_embeds must be base64 of a tensor as torch.save writes it", param=EMBEDS)
     if request.sampling.prompt_logprobs is not None:
-        raise Unsupported("a prompt of vectors has no tokens to tell logprobs of", feature="prompt_logprobs")
+        raise Unsupported("prompt embeddings have no prompt logprobs", feature="prompt_logprobs")
     if request.handoff is not None:
         refuse_handoff(request)
 
 
 def refuse_handoff(request: Request) -> None:
-    """Of a request that is computed in two places, were it one of vectors."""
+    """Unsupported for prompt embeddings with remote prefill."""
     if EMBEDS in request.extra:
         raise Unsupported(
-            "a prompt of vectors is computed where it is answered", feature="prefill of prompt_embeds"
+            "prompt embeddings do not support remote prefill", feature="prefill of prompt_embeds"
         )
 
 
 def read_rows(request: Request, model_config: Any) -> Any:
-    """The tensor. InvalidRequest for what is none, or none of the model's (`model_config`: vLLM's). For a thread: it
-    may be megabytes. vLLM reads it with `weights_only`, so nothing in it is run."""
+    """Decode the tensor. InvalidRequest if it is malformed or does not fit the model. For a thread: it may be
+    megabytes. vLLM loads it with `weights_only`, so no code in it is executed."""
     from vllm.renderers.embed_utils import safe_load_prompt_embeds
 
     num_tokens = len(request.token_ids)
     try:
         rows = safe_load_prompt_embeds(model_config, request.extra[EMBEDS])
     except refusals() as error:
-        raise InvalidRequest(f"vLLM refuses it: {error}", param=EMBEDS) from error
+        raise InvalidRequest(f"vLLM refuses the request: {error}", param=EMBEDS) from error
     if len(rows) != num_tokens:
         raise InvalidRequest(f"prompt_embeds has {len(rows)} rows for {num_tokens} tokens", param=EMBEDS)
     return rows
 
 
 def embedded_input(request: Request, index: int, rows: Any, salt: str | None) -> Any:
-    """vLLM's input. Tokens that were said already go as tokens."""
+    """vLLM's input. Tokens of a resumed request follow as tokens."""
     from vllm.inputs.engine import embeds_input
 
-    num_rows, said = len(rows), request.resumed(index)
-    if not said:
+    num_rows, prior = len(rows), request.prior_tokens_of(index)
+    if not prior:
         return embeds_input(rows, cache_salt=salt)
-    whole = rows.new_zeros(num_rows + len(said), rows.shape[1])
+    whole = rows.new_zeros(num_rows + len(prior), rows.shape[1])
     whole[:num_rows] = rows
     return embeds_input(
         whole,
         cache_salt=salt,
-        prompt_token_ids=[*request.token_ids, *said],
-        is_token_ids=[False] * num_rows + [True] * len(said),
+        prompt_token_ids=[*request.token_ids, *prior],
+        is_token_ids=[False] * num_rows + [True] * len(prior),
     )

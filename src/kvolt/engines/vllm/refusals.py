@@ -1,10 +1,10 @@
-"""What vLLM raises where it is asked for something that it will not do: its own errors, or a plain ValueError."""
+"""Exceptions by which vLLM refuses a request or a setting."""
 
 from __future__ import annotations
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """To be caught. vLLM's own are no ValueErrors."""
+    """Exception types to catch; vLLM's own do not derive from ValueError."""
     from vllm.exceptions import VLLMClientError
 
     return (VLLMClientError, ValueError, TypeError)

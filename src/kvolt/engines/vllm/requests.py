@@ -1,6 +1,6 @@
-"""A request in vLLM's words: one of its requests for each choice, with sampling parameters of its own.
+"""Converts requests to vLLM's: one per choice, each with its own sampling parameters.
 
-Owns which of our fields it can follow. What it cannot is refused here, before it has anything of the request.
+Fields that vLLM cannot follow are refused before anything is submitted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.resuming import (
     OUTPUT_PENALTIES,
-    asks_prompt_logprobs,
     check_resumable,
-    given_tokens,
-    is_under_way,
+    input_tokens,
+    is_resumed,
+    needs_prompt_logprobs,
 )
 from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.kv_formats.translator import SALT_TAG
@@ -24,16 +24,34 @@ from kvolt.engines.vllm.extras import RESUMED, extra_args
 from kvolt.engines.vllm.prompt_embeds import embedded_input
 from kvolt.engines.vllm.refusals import refusals
 
+SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "seed",
+        "num_choices",
+        "logprobs",
+        "prompt_logprobs",
+    ]
+)
+
 
 def check_supported(request: Request) -> None:
-    """Unsupported for what vLLM would not answer as the contract says."""
+    """Unsupported if vLLM would not answer as the contract requires."""
     if request.media:
-        raise Unsupported("media come to vLLM workers through an encode worker only", feature="media")
-    if is_under_way(request):
+        raise Unsupported("vLLM workers get media through an encode worker only", feature="media")
+    if is_resumed(request):
         check_resumable(
             request,
             "vLLM",
-            "vLLM counts what it goes on after as the prompt, to which these penalties do not apply",
+            "vLLM counts resumed tokens as part of the prompt, to which these penalties do not apply",
             OUTPUT_PENALTIES,
         )
 
@@ -41,32 +59,34 @@ def check_supported(request: Request) -> None:
 def sampling_params(
     choice: Choice, *, kv_transfer: dict[str, Any] | None = None, only_prompt: bool = False
 ) -> Any:
-    """vLLM's SamplingParams of a choice. `only_prompt`: for others to go on with, of which one token comes."""
+    """vLLM's SamplingParams of a choice. `only_prompt`: remote prefill, which generates one token."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     request = choice.request
-    given, stop = request.sampling, request.stop
+    sampling, stop = request.sampling, request.stop
     num_before = choice.num_tokens
     extra = extra_args(request)
     if kv_transfer is not None:
         extra["kv_transfer_params"] = kv_transfer
-    if num_before and given.seed is not None:
+    if num_before and sampling.seed is not None:
         extra[RESUMED] = num_before
     try:
         return SamplingParams(
             **common_sampling(request),
-            top_k=given.top_k or 0,
+            top_k=sampling.top_k or 0,
             # As vLLM itself does for the choices of one request.
-            seed=None if given.seed is None else given.seed + choice.index,
+            seed=None if sampling.seed is None else sampling.seed + choice.index,
             max_tokens=1 if only_prompt else stop.max_tokens - num_before,
             min_tokens=0 if only_prompt else max(stop.min_tokens - num_before, 0),
             stop_token_ids=list(stop.stop_token_ids),
-            logprobs=None if only_prompt else given.logprobs,
-            prompt_logprobs=given.prompt_logprobs
-            if asks_prompt_logprobs(choice) and not only_prompt
+            logprobs=None if only_prompt else sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs
+            if needs_prompt_logprobs(choice) and not only_prompt
             else None,
-            logit_bias=dict(given.logit_bias) or None,
-            allowed_token_ids=None if given.allowed_token_ids is None else list(given.allowed_token_ids),
+            logit_bias=dict(sampling.logit_bias) or None,
+            allowed_token_ids=None
+            if sampling.allowed_token_ids is None
+            else list(sampling.allowed_token_ids),
             structured_outputs=_structured(request.grammar),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -74,7 +94,7 @@ def sampling_params(
             extra_args=extra or None,
         )
     except refusals() as error:
-        raise InvalidRequest(f"vLLM refuses it: {error}", param="sampling") from error
+        raise InvalidRequest(f"vLLM refuses the request: {error}", param="sampling") from error
 
 
 def _structured(grammar: Grammar | None) -> Any:
@@ -98,10 +118,10 @@ def _structured(grammar: Grammar | None) -> Any:
 
 
 def prompt_input(request: Request, index: int, rows: Any = None) -> Any:
-    """`rows`: of a prompt that came as vectors (`read_rows`)."""
+    """Prompt of a choice for vLLM. `rows`: of prompt embeddings (`read_rows`)."""
     from vllm.inputs.engine import tokens_input
 
     salt = None if request.salt is None else f"{SALT_TAG}{request.salt}"
     if rows is not None:
         return embedded_input(request, index, rows, salt)
-    return tokens_input(given_tokens(request, index), cache_salt=salt)
+    return tokens_input(input_tokens(request, index), cache_salt=salt)

@@ -1,6 +1,5 @@
-"""What is used of vLLM, by name: checked at the start, so that another version fails with the name and not later.
-
-Also what is told before it is imported, by whoever imports it."""
+"""vLLM symbols that the adapter uses, checked at start so that an incompatible version fails early; and its log
+level."""
 
 from __future__ import annotations
 
@@ -50,11 +49,11 @@ REQUIREMENT = Requirement(
         "vllm.config.kv_events:KVEventsConfig",
         "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
     ),
-    remedy="pip install 'kvolt[vllm]', or vLLM as its own documentation says for your hardware",
+    remedy="pip install 'kvolt[vllm]', or install vLLM for your hardware as in its documentation",
 )
 
 
-def tell_log_level() -> None:
-    """Ours, unless a user has said another: vLLM reads it when it is imported."""
+def set_log_level() -> None:
+    """Use kvolt's log level unless the user has set another. vLLM reads it when it is imported."""
     level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
     set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")

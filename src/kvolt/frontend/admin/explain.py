@@ -1,7 +1,7 @@
-"""Where would this request go, and why? Answered for operators, on the request plane and the admin port.
+"""Explains how a request would be routed, for operators; on the request plane and the admin port.
 
-The question is the body of a chat or a completion; it is read, put into tokens and hashed as if it had come to the
-public port, and then explained instead of sent. Nothing is counted, booked or admitted.
+The body is a chat or completion request. It is parsed, tokenized and hashed like a request to the public port, but
+explained instead of sent: nothing is counted, reserved or admitted.
 """
 
 from __future__ import annotations
@@ -14,32 +14,27 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.frontend.models import Model, Models
-from kvolt.frontend.openai_api.generation import chat_options, completion_options, prompts_of
-from kvolt.frontend.openai_api.headers import hints
-from kvolt.frontend.openai_api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_chat,
-    parse_completion,
-)
-from kvolt.frontend.openai_api.templating import template_input
-from kvolt.frontend.roles import with_roles
+from kvolt.frontend.openai_api.generation import chat_options, completion_options, list_prompts
+from kvolt.frontend.openai_api.headers import parse_hints
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
+from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from kvolt.frontend.openai_api.templating import build_template_input
+from kvolt.frontend.roles import with_allowed_by_role
 from kvolt.frontend.worker_request import build_request
 from kvolt.router.explanation import Explanation, explain_route
 from kvolt.router.service.client import RemoteRouter
-from kvolt.runtime.endpoint.server import OWN_ENDPOINTS, EndpointServer, decoder
+from kvolt.runtime.endpoint.server import OWN_ENDPOINTS, EndpointServer, msgpack_decoder
 
 FRONTEND_EXPLAIN_ENDPOINT = f"{OWN_ENDPOINTS}frontend.explain"
-"""On the request plane of every frontend; no work that a drain would wait for."""
+"""Endpoint on the request plane of every frontend; a drain does not wait for it."""
 
 
 class ExplainRoute(msgspec.Struct, frozen=True):
-    """Answered by one Explanation."""
+    """Request for an Explanation."""
 
     body: bytes
-    """JSON as for /v1/chat/completions if it has `messages`, else as for /v1/completions. Without `model`: the only
-    one."""
+    """JSON as for /v1/chat/completions if it has `messages`, else as for /v1/completions. `model` may be omitted if
+    there is only one."""
 
 
 class _Kind(msgspec.Struct):
@@ -48,25 +43,30 @@ class _Kind(msgspec.Struct):
 
 
 class RouteExplainer:
-    """See the module."""
+    """Handler of ExplainRoute."""
 
     def __init__(self, models: Models, process: str) -> None:
         self._models = models
         self._process = process
 
-    def add_to(self, server: EndpointServer) -> None:
-        server.add(
-            FRONTEND_EXPLAIN_ENDPOINT, InstanceId(""), server.generator(self._serve, decoder(ExplainRoute))
+    def register_endpoint(self, server: EndpointServer) -> None:
+        server.register(
+            FRONTEND_EXPLAIN_ENDPOINT,
+            InstanceId(""),
+            server.wrap_generator(self._serve, msgpack_decoder(ExplainRoute)),
         )
 
-    async def _serve(self, question: ExplainRoute) -> AsyncIterator[Explanation]:
-        yield await self.explain(question.body)
+    async def _serve(self, request_body: ExplainRoute) -> AsyncIterator[Explanation]:
+        yield await self.explain(request_body.body)
 
     async def explain(self, body: bytes) -> Explanation:
-        """NotFound for a model that is not served; InvalidRequest for a body that could not be; Unsupported where the
-        router weighs nothing."""
+        """Explain the routing of a request.
+
+        Raises NotFound for an unknown model, InvalidRequest for an invalid body, Unsupported if the router has no
+        costs.
+        """
         model, request = await self._request(body)
-        router = model.road.router
+        router = model.journey_context.router
         if isinstance(router, RemoteRouter):
             return await router.explain(request)
         return explain_route(router, request, self._process)
@@ -75,33 +75,44 @@ class RouteExplainer:
         try:
             kind = msgspec.json.decode(body, type=_Kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is no JSON object: {error}", param="body") from error
+            raise InvalidRequest(f"the body is not a JSON object: {error}", param="body") from error
         if kind.model is None:
-            body = _with_model(body, self._models.only().name)
+            body = _with_model(body, self._models.single_model().name)
         parsed = parse_completion(body) if kind.messages is msgspec.UNSET else parse_chat(body)
-        asked: GenerationRequest = parsed.request
-        model = self._models.find(asked.model)
-        if isinstance(asked, ChatRequest):
-            options, param = chat_options(asked, model.defaults), "messages"
-            text = await model.processor.render(template_input(asked, options.tools, parsed.is_large))
-            prompts = await model.processor.encode([text], param, bool(asked.add_special_tokens))
+        generation_request: GenerationRequest = parsed.request
+        model = self._models.find(generation_request.model)
+        if isinstance(generation_request, ChatRequest):
+            options, param = chat_options(generation_request, model.defaults), "messages"
+            text = await model.processor.render(
+                build_template_input(generation_request, options.tools, parsed.is_large)
+            )
+            prompts = await model.processor.encode([text], param, bool(generation_request.add_special_tokens))
         else:
-            options, param = completion_options(asked, model.defaults), "prompt"
-            prompts = await _completion_prompts(model, asked)
+            options, param = completion_options(generation_request, model.defaults), "prompt"
+            prompts = await _completion_prompts(model, generation_request)
         if len(prompts) != 1:
-            raise InvalidRequest("only one prompt can be explained at a time", param=param)
-        said = with_roles(model, hints({}, asked.nvext, asked.cache_salt, asked.priority))
+            raise InvalidRequest("the request must have exactly one prompt", param=param)
+        hints = with_allowed_by_role(
+            model,
+            parse_hints(
+                {}, generation_request.nvext, generation_request.cache_salt, generation_request.priority
+            ),
+        )
         request_id = RequestId("explain")
-        return model, build_request(request_id, model.card, prompts[0], options, said, param, lora=model.lora)
+        return model, build_request(
+            request_id, model.card, prompts[0], options, hints, param, lora=model.lora
+        )
 
 
-async def _completion_prompts(model: Model, asked: CompletionRequest) -> list[tuple[int, ...]]:
-    if asked.prompt_embeds is not None:
-        raise InvalidRequest("where a prompt of vectors goes is not explained", param="prompt_embeds")
-    prompts = prompts_of(asked)
+async def _completion_prompts(model: Model, generation_request: CompletionRequest) -> list[tuple[int, ...]]:
+    if generation_request.prompt_embeds is not None:
+        raise InvalidRequest("routing of prompt embeddings cannot be explained", param="prompt_embeds")
+    prompts = list_prompts(generation_request)
     if isinstance(prompts[0], str):
         texts = [str(prompt) for prompt in prompts]
-        return await model.processor.encode(texts, "prompt", asked.add_special_tokens is not False)
+        return await model.processor.encode(
+            texts, "prompt", generation_request.add_special_tokens is not False
+        )
     return [tuple(map(int, prompt)) for prompt in prompts]
 
 

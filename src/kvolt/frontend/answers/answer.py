@@ -1,4 +1,4 @@
-"""What both kinds of answer share: what was asked, one state per choice, usage, what is told at the end."""
+"""Common base of streaming and whole answers: the request's AnswerSpec, choice states, usage and response extras."""
 
 from __future__ import annotations
 
@@ -11,180 +11,184 @@ from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError
-from kvolt.frontend.answers.choice import Choice, Placed, placed_prompt
+from kvolt.frontend.answers.choice import Choice, PlacedToken, place_prompt_tokens
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
-from kvolt.frontend.openai_api.serializer import Wording, prompt_logprobs
+from kvolt.frontend.openai_api.serializer import ResponseSerializer, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.journey.journey import Journey
-from kvolt.journey.migration import Heard
+from kvolt.journey.migration import ChoiceTokens
 from kvolt.router.port import Decision
 
 log = logging.getLogger(__name__)
 
 TOKEN = "q"
-"""How tokens are kept: eight bytes each, for as long as their answer takes; also what a worker says that is none."""
+"""Array type of token ids: 8 bytes, which also holds an invalid id sent by a worker."""
 
 
-class Observer(Protocol):
-    """Told of the moments that metrics are made of."""
+class TokenObserver(Protocol):
+    """Receives token timings for metrics."""
 
-    def first_token(self) -> None: ...
+    def on_first_token(self) -> None: ...
 
-    def gap(self, seconds: float, num_tokens: int) -> None:
-        """That long since the token before, for so many tokens."""
+    def on_token_gap(self, seconds: float, num_tokens: int) -> None:
+        """Report `num_tokens` tokens, each `seconds` after the previous token."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
-    """One HTTP request, as far as its answer needs to know it."""
+class AnswerSpec:
+    """Parameters of one HTTP request that determine its answer."""
 
     request_id: str
     created: int
     model: str
-    wording: Wording
+    serializer: ResponseSerializer
     vocabulary: Vocabulary
     prompts: Sequence[tuple[int, ...]]
     num_choices: int = 1
-    """For each prompt."""
+    """Choices per prompt."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
     new_parser: Callable[[], TextParser | None] = lambda: None
     named_call: bool = False
-    """The caller has named the function to call: ending with it is no choice of the model's."""
+    """`tool_choice` names a function; the finish reason is then `stop` rather than `tool_calls`."""
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
-    """Told with each choice, as vLLM does; in a stream there are none."""
+    """Return prompt log probabilities with each choice, as vLLM does. Not available in streams."""
     echo: Sequence[str] = ()
-    """Texts of the prompts, where they are part of the answer."""
+    """Prompt texts to prepend to the answers; empty: no echo."""
     include_usage: bool = False
     continuous_usage: bool = False
     extra_fields: frozenset[str] = frozenset()
     annotations: Sequence[tuple[str, Any]] = ()
     timing: Callable[[], dict[str, float]] = dict
-    """Where the time went so far, in milliseconds."""
-    late_headers: Callable[[], Mapping[str, str]] = dict
-    """Headers that are only known when the first token is there."""
-    observer: Observer
+    """Returns timings so far, in milliseconds."""
+    timing_headers: Callable[[], Mapping[str, str]] = dict
+    """Returns response headers with timings, known once the first token arrives."""
+    observer: TokenObserver
     now: Callable[[], float]
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """A choice and what has been told of it."""
+    """State of one choice of the response."""
 
     index: int
     choice: Choice
-    told_role: bool = False
+    role_sent: bool = False
     num_echoed: int = 0
-    """Characters of the prompt that were told before it."""
-    pending_logprobs: list[Placed] = field(default_factory=list)
+    """Characters of the echoed prompt."""
+    pending_logprobs: list[PlacedToken] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=lambda: array(TOKEN))
-    """All that have come, for who goes on with it when its worker was lost, and for callers who want to see them."""
+    """All output tokens, needed for migration and for `completion_token_ids`."""
 
 
 class Answer(ABC):
-    """Base of an answer as a stream and of one in a piece. One receiver per prompt."""
+    """Base of StreamingAnswer and WholeAnswer. Has one receiver per prompt."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, spec: AnswerSpec) -> None:
+        self.spec = spec
         self.cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        """Of the first prompt."""
+        """Log probabilities of the first prompt."""
         self.deadline: DeadlineExceeded | None = None
-        """The deadline that cut the answer short."""
+        """Deadline that truncated the answer, if any."""
         self._journeys: list[Journey] = []
 
     @property
     @abstractmethod
     def states(self) -> list[ChoiceState]:
-        """Of all prompts, in the order of their indices."""
+        """Choice states of all prompts, by index."""
 
     def add_journey(self, journey: Journey) -> None:
         self._journeys.append(journey)
 
     def cancel(self) -> None:
-        """All that still runs for it, up to the engines."""
+        """Cancel all running journeys, and so their engine requests."""
         for journey in self._journeys:
             journey.cancel()
 
     def close(self) -> None:
-        """Cancel, and let go of all that holds on to the answer in turn: it is freed at once, not some time later."""
+        """Cancel and break reference cycles, so that the answer is freed immediately."""
         self.cancel()
         self._journeys.clear()
 
-    def break_off(self, fault: Exception) -> None:
-        """Something of ours failed on this answer: it ends, and nothing else."""
-        log.error("an answer could not be worded", exc_info=fault)
+    def fail_internal(self, fault: Exception) -> None:
+        """End this answer after an internal error, without affecting others."""
+        log.error("internal error while building an answer", exc_info=fault)
         self.fail(KvoltError("internal error"))
 
     @abstractmethod
     def fail(self, error: KvoltError) -> None:
-        """End it with an error, unless it has ended."""
+        """End the answer with an error, unless it has ended."""
 
-    def keeps_text(self, error: KvoltError | None) -> bool:
-        """Whether an answer that ends with this error is cut short instead: at a deadline, if it has any text."""
+    def truncate_at_deadline(self, error: KvoltError | None) -> bool:
+        """Truncate instead of failing if the error is a deadline and the answer has output; return whether it did."""
         if not isinstance(error, DeadlineExceeded) or not any(state.token_ids for state in self.states):
             return False
         if self.deadline is None:
             self.deadline = error
             num_tokens = sum(len(state.token_ids) for state in self.states)
             log.info(
-                "answer %s ended by a deadline: tokens=%d %s", self.plan.request_id, num_tokens, error.message
+                "answer truncated at deadline: request=%s tokens=%d error=%s",
+                self.spec.request_id,
+                num_tokens,
+                error.message,
             )
         return True
 
-    def choices_of(self, prompt: int) -> list[ChoiceState]:
-        plan = self.plan
+    def new_choice_states(self, prompt: int) -> list[ChoiceState]:
+        spec = self.spec
         states = []
-        for number in range(plan.num_choices):
+        for number in range(spec.num_choices):
             choice = Choice(
-                plan.vocabulary.detokenizer(plan.skip_special_tokens),
-                StopMatcher(plan.stop, plan.include_stop) if plan.stop else None,
-                plan.new_parser(),
-                plan.include_stop,
-                plan.min_tokens,
+                spec.vocabulary.detokenizer(spec.skip_special_tokens),
+                StopMatcher(spec.stop, spec.include_stop) if spec.stop else None,
+                spec.new_parser(),
+                spec.include_stop,
+                spec.min_tokens,
             )
-            states.append(ChoiceState(prompt * plan.num_choices + number, choice))
+            states.append(ChoiceState(prompt * spec.num_choices + number, choice))
         return states
 
-    def placed_prompt(self, prompt: int, logprobs: Sequence[TokenLogprobs | None]) -> list[Placed]:
-        """The tokens of a prompt that is part of the answer, with what the worker said of them."""
-        plan = self.plan
-        detokenizer = plan.vocabulary.detokenizer(plan.skip_special_tokens)
-        return placed_prompt(detokenizer, plan.prompts[prompt], logprobs)
+    def prompt_token_texts(self, prompt: int, logprobs: Sequence[TokenLogprobs | None]) -> list[PlacedToken]:
+        """Tokens of an echoed prompt with their log probabilities."""
+        spec = self.spec
+        detokenizer = spec.vocabulary.detokenizer(spec.skip_special_tokens)
+        return place_prompt_tokens(detokenizer, spec.prompts[prompt], logprobs)
 
     def observe(self, last_at: float, num_tokens: int, first: bool) -> float:
-        """Tokens came: tell the metrics, and when that was."""
-        now = self.plan.now()
+        """Report arrived tokens to the observer; return the current time."""
+        now = self.spec.now()
         if first:
-            self.plan.observer.first_token()
+            self.spec.observer.on_first_token()
         elif num_tokens:
-            self.plan.observer.gap((now - last_at) / num_tokens, num_tokens)
+            self.spec.observer.on_token_gap((now - last_at) / num_tokens, num_tokens)
         return now
 
-    def note(self, delta: Delta) -> None:
-        """What a delta says of the request rather than of its text."""
+    def record_delta(self, delta: Delta) -> None:
+        """Record request-level fields of a delta: prompt log probabilities and cached tokens."""
         if delta.prompt_logprobs is not None and not self.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
-        if delta.cached_tokens and not delta.index:  # all choices share the prompt, and each may say so
+        if delta.cached_tokens and not delta.index:  # choices share the prompt: count only the first
             self.cached_tokens += delta.cached_tokens
-        # Further choices find what the first one has computed: nothing that was there before.
+        # Further choices hit the blocks that the first one computed, which are not cached tokens of the request.
         if delta.usage is not None and not delta.index and not self.cached_tokens:
             self.cached_tokens = delta.usage.cached_tokens
 
-    def finish_told(self, choice: Choice) -> str | None:
-        """How a choice ended, in the client's words."""
-        cut = isinstance(choice.stop_reason, str)  # by a stop string, perhaps in the middle of its arguments
-        if choice.finish is FinishReason.STOP and choice.num_tool_calls and not (self.plan.named_call or cut):
+    def finish_reason(self, choice: Choice) -> str | None:
+        """OpenAI finish reason of a choice; None while it runs."""
+        at_stop_string = isinstance(choice.stop_reason, str)  # possibly amid the arguments of a call
+        has_calls = choice.finish is FinishReason.STOP and choice.num_tool_calls
+        if has_calls and not (self.spec.named_call or at_stop_string):
             return FinishReason.TOOL_CALLS.value
         return None if choice.finish is None else choice.finish.value
 
     def usage(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-        prompt_tokens = sum(map(len, self.plan.prompts))
+        prompt_tokens = sum(map(len, self.spec.prompts))
         completion_tokens = sum(state.choice.num_tokens for state in choices)
         reasoning_tokens = sum(state.choice.num_reasoning_tokens for state in choices)
         return {
@@ -196,37 +200,37 @@ class Answer(ABC):
         }
 
     def extras(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-        """The `nvext` object of the last event or of the body: what was asked for, and why an answer was cut short."""
-        wanted = self.plan.extra_fields
-        told: dict[str, Any] = {}
+        """The `nvext` object of the body or last event: the requested extra fields, and `ended_by` if truncated."""
+        requested_fields = self.spec.extra_fields
+        extras: dict[str, Any] = {}
         if self.deadline is not None:
-            told["ended_by"] = {"reason": "deadline", "stage": self.deadline.fields.get("stage")}
-        if "worker_id" in wanted:
-            told["worker_id"] = self._workers()
-        if "timing" in wanted:
-            told["timing"] = self.plan.timing() | self._stages()
-        if "completion_token_ids" in wanted:
-            told["completion_token_ids"] = [token for state in choices for token in state.token_ids]
-        if "prompt_logprobs" in wanted and self.prompt_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(self.plan.vocabulary, self.prompt_logprobs)
-        if "stop_reason" in wanted:
-            told["stop_reason"] = choices[0].choice.stop_reason
-        return {"nvext": told} if told else {}
+            extras["ended_by"] = {"reason": "deadline", "stage": self.deadline.fields.get("stage")}
+        if "worker_id" in requested_fields:
+            extras["worker_id"] = self._workers()
+        if "timing" in requested_fields:
+            extras["timing"] = self.spec.timing() | self._stages()
+        if "completion_token_ids" in requested_fields:
+            extras["completion_token_ids"] = [token for state in choices for token in state.token_ids]
+        if "prompt_logprobs" in requested_fields and self.prompt_logprobs:
+            extras["prompt_logprobs"] = prompt_logprobs(self.spec.vocabulary, self.prompt_logprobs)
+        if "stop_reason" in requested_fields:
+            extras["stop_reason"] = choices[0].choice.stop_reason
+        return {"nvext": extras} if extras else {}
 
     def _workers(self) -> dict[str, Any]:
-        made = [journey for journey in self._journeys if journey.decision is not None]
-        if not made or made[0].decision is None:
+        routed = [journey for journey in self._journeys if journey.decision is not None]
+        if not routed or routed[0].decision is None:
             return {}
-        prefilled = made[0].prefilled
-        prefill = {} if prefilled is None else prefill_told(prefilled)
-        return prefill | workers_told(made[0].decision)
+        prefilled = routed[0].prefill_decision
+        prefill = {} if prefilled is None else prefill_worker_fields(prefilled)
+        return prefill | decode_worker_fields(routed[0].decision)
 
     def _stages(self) -> dict[str, Any]:
-        """By the names of `nvext.timing`, and ours for what it has none for."""
+        """Stage times as fields of `nvext.timing`; `kv_*` are extensions of kvolt."""
         stages = self._journeys[0].stages if self._journeys else None
         if stages is None:
             return {}
-        told = {
+        fields = {
             "prefill_wait_time_ms": stages.queue_ms,
             "prefill_time_ms": stages.prefill_ms,
             "kv_transfer_ms": stages.transfer_ms,
@@ -235,11 +239,11 @@ class Answer(ABC):
             "kv_onboard_ms": stages.onboard_ms,
             "kv_onboard_blocks": stages.onboard_blocks,
         }
-        return {name: value for name, value in told.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-def cut_short(states: Sequence[ChoiceState]) -> list[tuple[ChoiceState, Delta]]:
-    """The choices that still run, each with a delta that ends it as its limit would."""
+def truncation_deltas(states: Sequence[ChoiceState]) -> list[tuple[ChoiceState, Delta]]:
+    """Running choices, each with a delta that ends it with finish reason `length`."""
     return [
         (state, Delta((), index=number, finish=FinishReason.LENGTH))
         for number, state in enumerate(states)
@@ -247,29 +251,29 @@ def cut_short(states: Sequence[ChoiceState]) -> list[tuple[ChoiceState, Delta]]:
     ]
 
 
-def heard_of(states: Sequence[ChoiceState]) -> Heard:
-    """As a journey asks for it. A stop string may have ended a choice of which its worker knows nothing."""
+def tokens_by_choice(states: Sequence[ChoiceState]) -> ChoiceTokens:
+    """Output tokens per choice for a migration; None for a finished choice (also by a stop string)."""
     return [None if state.choice.finish is not None else state.token_ids for state in states]
 
 
-def prefill_told(decision: Decision) -> dict[str, Any]:
-    """Who computes the prompt where that is another, likewise."""
-    told: dict[str, Any] = {"prefill_worker_id": decision.instance.id}
+def prefill_worker_fields(decision: Decision) -> dict[str, Any]:
+    """Fields of `nvext.worker_id` for the prefill worker."""
+    fields: dict[str, Any] = {"prefill_worker_id": decision.instance.id}
     if decision.dp_rank is not None:
-        told["prefill_dp_rank"] = decision.dp_rank
-    return told
+        fields["prefill_dp_rank"] = decision.dp_rank
+    return fields
 
 
-def workers_told(decision: Decision) -> dict[str, Any]:
-    """Who computes an answer, by the names of `nvext.worker_id`."""
-    told: dict[str, Any] = {"decode_worker_id": decision.instance.id}
+def decode_worker_fields(decision: Decision) -> dict[str, Any]:
+    """Fields of `nvext.worker_id` for the decode worker."""
+    fields: dict[str, Any] = {"decode_worker_id": decision.instance.id}
     if decision.dp_rank is not None:
-        told["decode_dp_rank"] = decision.dp_rank
-    return told
+        fields["decode_dp_rank"] = decision.dp_rank
+    return fields
 
 
-def unfinished(states: Sequence[ChoiceState]) -> KvoltError | None:
-    """An answer of which the worker has not said how it ends has not ended well."""
+def missing_finish_error(states: Sequence[ChoiceState]) -> KvoltError | None:
+    """Error if a choice ended without a finish reason from its worker."""
     if all(state.choice.finish not in (None, FinishReason.CANCELLED) for state in states):
         return None
-    return EngineFailed("the worker ended an answer without a reason", engine="?")
+    return EngineFailed("the worker ended the stream without a finish reason", engine="?")

@@ -1,7 +1,7 @@
-"""One choice of an answer: token ids in, what a client is told of them out. Pure.
+"""One choice of an answer: converts token ids to client output. Pure.
 
-The way of a token: detokenizer (half a character waits for its other half), stop strings (what could
-become one waits), then the parsers of reasoning and tool calls. Log probabilities wait with their text.
+Pipeline: detokenizer (buffers incomplete characters), stop strings (buffers a possible match), then reasoning and tool
+call parsers. Log probabilities are released with their text.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from kvolt.frontend.detokenizer.detokenizer import Detokenizer
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, TextParser, ToolStart
 
 
-class Placed(NamedTuple):
-    """A token, where its text begins in the text of its choice or prompt, and how likely it was, if known."""
+class PlacedToken(NamedTuple):
+    """A token with the offset of its text in the choice or prompt, and its log probabilities if known."""
 
     start: int
     token_id: int
     logprobs: TokenLogprobs | None
 
 
-class Told(NamedTuple):
-    """What came of one token, or of the end."""
+class ChoiceOutput(NamedTuple):
+    """Output produced by one token or by the end of the choice."""
 
     pieces: Sequence[Piece] = ()
-    logprobs: Sequence[Placed] = ()
+    logprobs: Sequence[PlacedToken] = ()
 
 
-NOTHING = Told()
+NO_OUTPUT = ChoiceOutput()
 
 
 class Choice:
-    """See the module. `finish` is set once the choice is over, by the worker or by a stop string."""
+    """Output state of one choice. `finish` is set by the worker or by a stop string."""
 
     __slots__ = (
         "_detokenizer",
@@ -66,12 +66,12 @@ class Choice:
         self._parser = parser
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        """Before so many, a stop string is text like any other."""
+        """Stop strings are ignored until this many tokens."""
         self._fed = 0
-        """Characters that have left the detokenizer."""
+        """Characters output by the detokenizer."""
         self._sent = 0
-        """Of these, those that can be no part of a stop string."""
-        self._waiting: deque[Placed] = deque()
+        """Characters passed on after stop string matching."""
+        self._waiting: deque[PlacedToken] = deque()
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
@@ -80,55 +80,55 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Its text depends on nothing but the detokenizer."""
+        """Whether the text depends only on the detokenizer."""
         return self._stops is None and self._parser is None
 
     @property
     def is_clean(self) -> bool:
-        """The next plain token's text is what the vocabulary says, and can be told at once."""
+        """Whether the next plain token's vocabulary text can be sent unchanged at once."""
         return (
             self._stops is None and self._parser is None and self.finish is None and self._detokenizer.clean
         )
 
     def hides_last(self, delta: Delta) -> bool:
-        """Whether a delta's last token is the one that ended the choice: counted, not shown."""
+        """Whether the last token of a delta is a stop token: counted, but not part of the text."""
         return delta.finish is FinishReason.STOP and not self._include_stop
 
-    def feed(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Told:
-        """One token. Nothing comes of it after the end."""
+    def feed(self, token_id: int, logprobs: TokenLogprobs | None = None) -> ChoiceOutput:
+        """Process one token. Ignored after the end."""
         if self.finish is not None:
-            return NOTHING
+            return NO_OUTPUT
         self.num_tokens += 1
         if logprobs is not None:
-            self._waiting.append(Placed(self._fed, token_id, logprobs))
+            self._waiting.append(PlacedToken(self._fed, token_id, logprobs))
         text = self._detokenizer.feed(token_id)
-        return self._take(text) if text or self._waiting else NOTHING
+        return self._process_text(text) if text or self._waiting else NO_OUTPUT
 
-    def feed_delta(self, delta: Delta) -> list[Told]:
-        """All of a delta: one answer per token, and one for the end if it says so."""
+    def feed_delta(self, delta: Delta) -> list[ChoiceOutput]:
+        """Process a delta: one output per token, and one more if it ends the choice."""
         tokens = delta.token_ids
         logprobs = delta.logprobs or ()
         ended_by_token = self.hides_last(delta)
-        told: list[Told] = []
+        outputs: list[ChoiceOutput] = []
         for position, token_id in enumerate(tokens):
             if self.finish is not None:
                 break
             if ended_by_token and position == len(tokens) - 1:
                 self.num_tokens += 1
                 break
-            told.append(self.feed(token_id, logprobs[position] if position < len(logprobs) else None))
+            outputs.append(self.feed(token_id, logprobs[position] if position < len(logprobs) else None))
         if delta.finish is not None and self.finish is None:
-            told.append(self._end(delta.finish, delta.stop_reason))
-        return told
+            outputs.append(self._end(delta.finish, delta.stop_reason))
+        return outputs
 
-    def feed_whole(self, text: str, num_tokens: int, delta: Delta) -> Told:
-        """All tokens at once, for a choice that is plain: `text` is theirs, `delta` says how it ended."""
+    def feed_whole(self, text: str, num_tokens: int, delta: Delta) -> ChoiceOutput:
+        """Process all tokens of a plain choice at once: their text and the last delta."""
         assert self.is_plain
         self.num_tokens += num_tokens
         self.finish, self.stop_reason = delta.finish, delta.stop_reason
-        return Told((Content(text),)) if text else NOTHING
+        return ChoiceOutput((Content(text),)) if text else NO_OUTPUT
 
-    def _take(self, text: str, last: bool = False) -> Told:
+    def _process_text(self, text: str, last: bool = False) -> ChoiceOutput:
         self._fed += len(text)
         stops = self._stops if self.num_tokens > self._min_tokens else None
         if stops is not None:
@@ -141,15 +141,15 @@ class Choice:
             self.finish = FinishReason.STOP
             self.stop_reason = stops.matched
             pieces = [*pieces, *self._parse_end()]
-        return Told(pieces, self._released() if self._waiting else ())
+        return ChoiceOutput(pieces, self._release_logprobs() if self._waiting else ())
 
-    def _end(self, finish: FinishReason, stop_reason: int | str | None) -> Told:
-        told = self._take(self._detokenizer.finish(), last=True)
+    def _end(self, finish: FinishReason, stop_reason: int | str | None) -> ChoiceOutput:
+        outputs = self._process_text(self._detokenizer.finish(), last=True)
         if self.finish is not None:
-            return told  # what the detokenizer held back completed a stop string
+            return outputs  # text buffered by the detokenizer completed a stop string
         self.finish = finish
         self.stop_reason = stop_reason
-        return Told([*told.pieces, *self._parse_end()], told.logprobs)
+        return ChoiceOutput([*outputs.pieces, *self._parse_end()], outputs.logprobs)
 
     def _parse(self, text: str) -> Sequence[Piece]:
         if self._parser is None:
@@ -157,7 +157,7 @@ class Choice:
         parser = self._parser
         pieces = self._count(parser.feed(text))
         if parser.passes_all:
-            self._parser = None  # it has nothing more to say
+            self._parser = None  # the remaining text is plain content
         return pieces
 
     def _parse_end(self) -> Sequence[Piece]:
@@ -168,26 +168,26 @@ class Choice:
             if isinstance(piece, ToolStart):
                 self.num_tool_calls += 1
             elif isinstance(piece, Reasoning):
-                self.num_reasoning_tokens = self.num_tokens  # it comes first, so all so far were of it
+                self.num_reasoning_tokens = self.num_tokens  # reasoning comes first
         return pieces
 
-    def _released(self) -> list[Placed]:
-        """Those whose text is out, at least its beginning. What a stop string took away is never told."""
+    def _release_logprobs(self) -> list[PlacedToken]:
+        """Log probabilities whose text has been output, at least partly. Those of a removed stop string are dropped."""
         stops = self._stops
-        held = stops is not None and (stops.num_held > 0 or stops.matched is not None)
-        out: list[Placed] = []
-        while self._waiting and (self._waiting[0].start < self._sent or not held):
+        is_held = stops is not None and (stops.num_held > 0 or stops.matched is not None)
+        out: list[PlacedToken] = []
+        while self._waiting and (self._waiting[0].start < self._sent or not is_held):
             out.append(self._waiting.popleft())
         return out
 
 
-def placed_prompt(
+def place_prompt_tokens(
     detokenizer: Detokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-) -> list[Placed]:
-    """The tokens of an echoed prompt. Nothing comes before the first, so it has no probability."""
-    placed: list[Placed] = []
+) -> list[PlacedToken]:
+    """Tokens of an echoed prompt with their offsets. The first has no log probability."""
+    placed: list[PlacedToken] = []
     start = 0
     for token_id, known in zip(token_ids, logprobs, strict=False):
-        placed.append(Placed(start, token_id, known))
+        placed.append(PlacedToken(start, token_id, known))
         start += len(detokenizer.feed(token_id))
     return placed

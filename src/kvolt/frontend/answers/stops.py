@@ -1,10 +1,9 @@
-"""Stop strings in a text that comes in pieces: nothing of one leaks, nothing else waits.
+"""Incremental stop string matching: holds back exactly the text that may become part of a stop string.
 
-An Aho-Corasick automaton. Its state is the longest end of the text that begins a stop string: exactly
-what must be held back. Each character costs amortized constant time, whatever the stop strings are.
+An Aho-Corasick automaton, whose state is the longest suffix of the text that is a prefix of a stop string. Amortized
+constant time per character, for any number of stop strings.
 
-The occurrence that starts first wins, wherever the text was cut. Of those that start together the shortest
-wins: it is a stop as soon as it is there, and to wait for a longer one would only change its name.
+The match that starts first wins, however the text is split; of matches with the same start, the shortest.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from functools import lru_cache
 
 _ROOT = 0
 
-_MOST_CACHED_CHARACTERS = 4096
+_MAX_CACHED_CHARS = 4096
 
 
 class _Automaton:
-    """States are the prefixes of the stop strings, the empty one first.
+    """States are the prefixes of the stop strings; state 0 is the empty prefix.
 
-    A prefix's first continuation is the next number; only others need a dict. So a state costs some forty
-    bytes, and 32 long stop strings are no burden for each stream that has them.
+    The first continuation of a prefix is the next state number; only further ones need a dict. A state takes about
+    40 bytes, so that many long stop strings per stream stay cheap.
     """
 
     __slots__ = ("_branches", "_fallback", "depth", "first", "longest_end", "stop", "straight")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.first: dict[str, int] = {}
-        """The states of one character."""
+        """States of one character."""
         self.straight = [""]
-        """The character that leads to the next number, if one does."""
+        """Character that leads to the next state number; "" for none."""
         self._branches: dict[int, dict[str, int]] = {_ROOT: self.first}
         self.depth = array("l", (0,))
-        """Characters of the prefix."""
+        """Length of the prefix."""
         self.stop = [""]
-        """A stop string that begins with the prefix."""
+        """A stop string that starts with the prefix."""
         self.longest_end = [0]
-        """Characters of the longest stop string that ends here; 0 for none."""
+        """Length of the longest stop string that ends here; 0 for none."""
         for stop in stops:
             self._add(stop)
         self._fallback = array("l", bytes(self.depth.itemsize * len(self.depth)))
-        """The longest other state that is an end of this one."""
+        """State of the longest proper suffix."""
         self._link()
 
     def step(self, state: int, character: str) -> int:
@@ -89,7 +88,7 @@ class _Automaton:
         return children
 
     def _link(self) -> None:
-        """Nearest to the root first, so that a fallback is complete before it is used."""
+        """Compute fallbacks breadth-first, so that each is complete before it is used."""
         waiting = deque(self.first.values())
         while waiting:
             state = waiting.popleft()
@@ -101,44 +100,43 @@ class _Automaton:
 
 
 _cached_automaton = lru_cache(maxsize=64)(_Automaton)
-"""The requests of one application have the same stop strings."""
+"""Cached, since requests of one application share their stop strings."""
 
 
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    small = sum(map(len, stops)) <= _MOST_CACHED_CHARACTERS
+    small = sum(map(len, stops)) <= _MAX_CACHED_CHARS
     return _cached_automaton(stops) if small else _Automaton(stops)
 
 
 class StopMatcher:
-    """Gives out the text before the first stop string as soon as it is certain to be before it.
+    """Passes text on as soon as it is certain to precede the first stop string.
 
-    With `include` the stop string is given out too; then only text after a possible match waits.
-    An empty string stops nothing.
+    With `include` the stop string itself is passed on too. Empty stop strings are ignored.
     """
 
-    __slots__ = ("_automaton", "_best", "_firsts", "_include", "_num_given", "_state", "_stops", "matched")
+    __slots__ = ("_automaton", "_best", "_firsts", "_include", "_num_emitted", "_state", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(filter(None, stops))
         self._include = include
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._automaton: _Automaton | None = None
-        """Made when a first character of a stop string is met: many answers never meet one."""
+        """Built when the first character of a stop string occurs, which many answers never have."""
         self._state = _ROOT
-        """Its prefix is the open text: the end of what was fed that may become part of a stop string."""
-        self._num_given = 0
-        """How much of the open text is given out; only with `include`."""
+        """Its prefix is the open text: the suffix of the input that may become part of a stop string."""
+        self._num_emitted = 0
+        """Characters of the open text already passed on; only with `include`."""
         self._best: tuple[int, int] | None = None
-        """Start and end, in the open text, of a stop string that one with an earlier start may replace."""
+        """Start and end, in the open text, of a match that one with an earlier start may still replace."""
         self.matched: str | None = None
 
     @property
     def num_held(self) -> int:
-        """Characters held back: fewer than the longest stop string has."""
-        return 0 if self._automaton is None else self._automaton.depth[self._state] - self._num_given
+        """Characters held back, fewer than the longest stop string has."""
+        return 0 if self._automaton is None else self._automaton.depth[self._state] - self._num_emitted
 
     def feed(self, text: str) -> str:
-        """Text that is safe to send now; "" once a stop string has matched."""
+        """Return the text that is safe to send; "" after a match."""
         if self.matched is not None:
             return ""
         if self._state == _ROOT and self._firsts.isdisjoint(text):
@@ -146,14 +144,14 @@ class StopMatcher:
         return self._scan(text)
 
     def finish(self) -> str:
-        """The text ends here: what was held back of it, up to a stop string if one is in it."""
+        """Return the held text at the end of the input, up to a stop string in it."""
         if self._automaton is None or self.matched is not None:
             return ""
         stop, num_open = self._automaton.stop[self._state], self._automaton.depth[self._state]
         if self._best is not None:
             return self._match(stop, num_open, "", self._best)
-        self._state, num_given, self._num_given = _ROOT, self._num_given, 0
-        return stop[num_given:num_open]
+        self._state, num_emitted, self._num_emitted = _ROOT, self._num_emitted, 0
+        return stop[num_emitted:num_open]
 
     def _scan(self, text: str) -> str:
         automaton = self._automaton
@@ -167,7 +165,7 @@ class StopMatcher:
             at += 1
             if state == _ROOT:
                 state = first.get(character, _ROOT)
-                if state == _ROOT:  # nothing is open, so there is no best either
+                if state == _ROOT:  # no open text, so no pending match
                     continue
             elif straight[state] == character:
                 state += 1
@@ -181,22 +179,22 @@ class StopMatcher:
         num_safe = num_closed
         if self._include:
             num_safe = at if best is None else best[1]
-        safe = _cut(stop, num_open, text, self._num_given, num_safe)
+        safe = _cut(stop, num_open, text, self._num_emitted, num_safe)
         self._state = state
-        self._num_given = num_safe - num_closed
+        self._num_emitted = num_safe - num_closed
         self._best = None if best is None else (best[0] - num_closed, best[1] - num_closed)
         return safe
 
     def _match(self, stop: str, num_open: int, text: str, best: tuple[int, int]) -> str:
         start, end = best
         self.matched = _cut(stop, num_open, text, start, end)
-        safe = _cut(stop, num_open, text, self._num_given, end if self._include else start)
-        self._state, self._num_given, self._best = _ROOT, 0, None
+        safe = _cut(stop, num_open, text, self._num_emitted, end if self._include else start)
+        self._state, self._num_emitted, self._best = _ROOT, 0, None
         return safe
 
 
 def _cut(stop: str, num_open: int, text: str, start: int, end: int) -> str:
-    """From the open text and what came after it; not joined first, since the open text may be long."""
+    """Slice of the open text followed by `text`, without concatenating them (the open text may be long)."""
     if start >= num_open:
         return text[start - num_open : end - num_open]
     return stop[start : min(end, num_open)] + text[: max(0, end - num_open)]

@@ -1,1 +1,1 @@
-"""Token ids to text, incrementally."""
+"""Incremental detokenization."""

@@ -1,8 +1,8 @@
-"""Byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek): every token is some bytes, the text is all of them as UTF-8.
+"""Byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek): every token is a byte string, and the text is their UTF-8
+decoding.
 
-Bytes that are no UTF-8 become U+FFFD. Rust's lossy decoding and Python's "replace" both put one for each
-maximal part of a character (Unicode 3.9, table 3-8), so that what Python says of a stream of bytes is
-what the library says of them together.
+Invalid UTF-8 becomes U+FFFD. Rust's lossy decoding and Python's "replace" both emit one per maximal subpart of a
+character (Unicode 3.9, table 3-8), so decoding incrementally in Python equals the library's batch decoding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvolt.frontend.detokenizer.tokens import Tokens, TokenTable, json_escaped
 
 
 def _symbol_bytes() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """GPT-2's printable symbols for the 256 bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {chr(byte): byte for byte in printable}
     for shift, byte in enumerate(sorted(set(range(256)) - set(printable))):
@@ -25,7 +25,7 @@ _SYMBOL_BYTES = _symbol_bytes()
 
 
 def token_bytes(token: str) -> bytes:
-    """A token with a character that stands for no byte (some added ones) is its own UTF-8."""
+    """Bytes of a token. A token with a character that is not a byte symbol (some added tokens) is its own UTF-8."""
     try:
         return bytes(map(_SYMBOL_BYTES.__getitem__, token))
     except KeyError:
@@ -45,7 +45,7 @@ def _complete_json(token: str) -> bytes | None:
 
 
 class ByteLevelDecoding:
-    """The tables that all detokenizers of a byte-level vocabulary share."""
+    """Tables shared by all detokenizers of a byte-level vocabulary."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -66,13 +66,13 @@ class ByteLevelDecoding:
 class _Tables:
     def __init__(self, tokens: Tokens, skip_special: bool) -> None:
         self.texts = TokenTable[str | None](tokens, _complete_text, "", skip_special)
-        """None for a token that begins or ends inside a character."""
+        """None for a token that starts or ends within a character."""
         self.data = TokenTable[bytes](tokens, token_bytes, b"", skip_special)
-        """Filled only with what is met on the slow way."""
+        """Filled by tokens that need the slow path."""
 
 
 class ByteLevelDetokenizer:
-    """Holds back at most three bytes: a character's beginning."""
+    """Buffers at most three bytes: an incomplete character."""
 
     __slots__ = ("_data", "_held", "_skips", "_texts", "clean")
 

@@ -1,8 +1,7 @@
-"""From token ids to text, as they come: one Vocabulary for a model, one Detokenizer for a choice.
+"""Incremental conversion of token ids to text: a Vocabulary per model, a Detokenizer per choice.
 
-This runs once for each token of each stream. What a token says is worked out once and then looked up,
-and most tokens are whole characters by themselves: those need no detokenizer at all, see `plain_json`.
-Pure: no clock, no I/O.
+Runs once per token of each stream. The text of a token is computed once and then looked up. Most tokens are complete
+characters, which need no Detokenizer: see `plain_json`. Pure.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from kvolt.frontend.detokenizer.window import WindowDecoding
 
 
 class Detokenizer(Protocol):
-    """One choice's text. All that `feed` gave and then `finish` is what batch decoding says."""
+    """Text of one choice. The joined results of `feed` and `finish` equal batch decoding."""
 
     clean: bool
-    """Nothing is held back and the next token, where `plain_json` knows it, says just that. It may then
-    go past `feed`, which need not be told. Never so when special tokens are shown: `plain_json` skips them."""
+    """Nothing is buffered, and the text of the next token is as in `plain_json`, so that `feed` may be skipped. Never
+    set when special tokens are shown, because `plain_json` omits them."""
 
     def feed(self, token_id: int) -> str:
-        """Text that is certain now; "" while a character is incomplete or for an id that names no token."""
+        """Add a token; returns the text that is certain: "" within a character or for an unknown id."""
         ...
 
     def finish(self) -> str:
-        """What was held back, as batch decoding says it: U+FFFD for bytes that became no character."""
+        """Return the buffered text as in batch decoding: U+FFFD for incomplete characters."""
         ...
 
 
 class _Decoding(Protocol):
-    """A kind of decoder, with the tables for one vocabulary."""
+    """A decoder type with the tables of one vocabulary."""
 
     @property
     def plain_json(self) -> Mapping[int, bytes | None]: ...
@@ -52,23 +51,23 @@ _INLINE_TOKENS = 4096
 
 
 class Vocabulary:
-    """A model's tokens, built once from its tokenizer.json."""
+    """Tokens of a model, built once from its tokenizer.json."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         self.tokenizer = Tokenizer.from_buffer(tokenizer_json)
-        """To share: a second copy would cost tens of megabytes."""
+        """Shared, since a second copy would take tens of megabytes."""
         self.size = _vocabulary_size(self.tokenizer)
-        """One more than the highest id; some vocabularies have holes below it."""
+        """Highest id plus one; some vocabularies have holes."""
         tokens = Tokens(self.tokenizer)
         self.special_ids = tokens.special_ids
         self._decoding = _choose_decoding(self.tokenizer, tokens)
         self.plain_json = self._decoding.plain_json
-        """By token id: the JSON-escaped text of a token that is whole by itself, b"" for special tokens
-        and ids that name no token, None when only a Detokenizer can say. Fills as tokens are asked for:
-        subscript it, nothing else. Holds for a Detokenizer that is `clean`."""
+        """By token id: JSON-escaped text of a token that is complete by itself, b"" for special tokens and unknown
+        ids, None if a Detokenizer is needed. Filled on lookup: use only subscripts. Valid while the Detokenizer is
+        `clean`."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """All at once; ids that name no token are skipped."""
+        """Decode a sequence; unknown ids are skipped."""
         try:
             return self._decode(token_ids, skip_special_tokens)
         except OverflowError:
@@ -83,15 +82,15 @@ class Vocabulary:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes, also of a special one; b"" for an id that names no token."""
+        """Bytes of a token, including special ones; b"" for an unknown id."""
         return self._decoding.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The token's own text as a log probability names it; U+FFFD for part of a character."""
+        """Text of a token for log probabilities; U+FFFD for part of a character."""
         return self._decoding.token_text(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """Of a token as the tokenizer spells it: an added one is spelled as it is written."""
+        """Id of a token as spelled by the tokenizer; added tokens are spelled as written."""
         return self.tokenizer.token_to_id(token)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
@@ -99,7 +98,7 @@ class Vocabulary:
 
 
 def _vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Asks for each id, since a dict of the whole vocabulary would leave tens of megabytes behind."""
+    """Tests each id, because a dict of the whole vocabulary would leave tens of megabytes allocated."""
     num_tokens = tokenizer.get_vocab_size()
     if None in map(tokenizer.id_to_token, range(num_tokens)):
         return max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -109,7 +108,7 @@ def _vocabulary_size(tokenizer: Tokenizer) -> int:
 def _choose_decoding(tokenizer: Tokenizer, tokens: Tokens) -> _Decoding:
     if tokenizer.decoder is None:  # tokens joined by spaces
         return WindowDecoding(tokenizer, tokens)
-    # The library's own spelling of it: files in the wild have older ones.
+    # Normalized by the library: older files have other spellings.
     steps = _flat(msgspec.json.decode(tokenizer.decoder.__getstate__()))
     names = [step["type"] for step in steps]
     if names[:1] == ["ByteLevel"] and set(names[1:]) <= {"Fuse"}:
@@ -119,7 +118,7 @@ def _choose_decoding(tokenizer: Tokenizer, tokens: Tokens) -> _Decoding:
 
 
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """Decoders in the order in which they work."""
+    """Decoders in order of application."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for inner in decoder["decoders"] for step in _flat(inner)]

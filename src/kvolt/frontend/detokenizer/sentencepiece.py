@@ -1,10 +1,10 @@
-"""Sentencepiece-style vocabularies (Llama 2, Mistral, Gemma, T5): tokens are text with a mark for spaces.
+"""SentencePiece-style vocabularies (Llama 2, Mistral, Gemma, T5): tokens are text with a marker for spaces.
 
-What the neighbours of a token change:
-- the space that stands before the first word is not part of the answer;
-- characters outside the vocabulary come as a run of byte tokens. The library reads a run as a whole:
-  valid UTF-8 or one U+FFFD for each byte. So nothing of a valid run is certain before it ends, and
-  everything of an invalid one is as soon as it is invalid.
+Context-dependent cases:
+- the space before the first word is not part of the text;
+- characters outside the vocabulary are runs of byte tokens. The library decodes a run as a whole: valid UTF-8, or one
+  U+FFFD per byte. So no text of a valid run is certain before its end, and all text of an invalid one is certain as
+  soon as it is invalid.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from kvolt.frontend.detokenizer.tokens import Tokens, TokenTable, json_escaped
 
 _BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
-"""With a sign too: Rust's number parser takes it."""
+"""A sign is allowed: Rust's number parser accepts it."""
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """One string for another in every token; in the first one possibly for something else."""
+    """String replacement in every token, possibly different in the first one."""
 
     pattern: str
     content: str
@@ -30,7 +30,7 @@ class Replacement(msgspec.Struct, frozen=True):
 
 
 class SentencePieceRules(msgspec.Struct, frozen=True):
-    """A decoder: replacements in each token, then byte tokens, then a strip at the start of the text."""
+    """Decoder: replacements in each token, then byte tokens, then a strip at the start of the text."""
 
     replacements: tuple[Replacement, ...] = ()
     byte_fallback: bool = False
@@ -38,19 +38,19 @@ class SentencePieceRules(msgspec.Struct, frozen=True):
     num_strip: int = 0
 
     def piece(self, token: str, first: bool = False) -> str | int:
-        """A token's text, or its byte."""
+        """Text of a token, or its byte."""
         for replacement in self.replacements:
             content = replacement.first_content if first else replacement.content
             token = token.replace(replacement.pattern, content)
-        found = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
-        return int(found[1], 16) if found else token
+        byte_match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        return int(byte_match[1], 16) if byte_match else token
 
 
 def read_rules(steps: list[dict[str, Any]]) -> SentencePieceRules | None:
-    """The rules that a chain of decoders follows; None when they are of another kind.
+    """Rules of a chain of decoders; None if it is not of this kind.
 
-    Replacements and Metaspace in any number, then ByteFallback, Fuse, and after a Fuse one Strip of the
-    start: in this order, each if at all. Fuse alone changes nothing.
+    Supported: any number of Replace and Metaspace, then optionally ByteFallback, Fuse, and one Strip of the start
+    after Fuse, in this order. Fuse alone has no effect.
     """
     rest = list(steps)
     replacements = []
@@ -80,7 +80,7 @@ def _read_replacement(step: dict[str, Any]) -> Replacement | None:
 
 
 class SentencePieceDecoding:
-    """The tables that all detokenizers of such a vocabulary share."""
+    """Tables shared by all detokenizers of a vocabulary."""
 
     def __init__(self, tokens: Tokens, rules: SentencePieceRules) -> None:
         self._tokens = tokens
@@ -110,7 +110,7 @@ class SentencePieceDecoding:
 
 
 class SentencePieceDetokenizer:
-    """Holds back a run of byte tokens until it ends or cannot become text."""
+    """Buffers a run of byte tokens until it ends or is invalid."""
 
     __slots__ = (
         "_first",
@@ -134,13 +134,13 @@ class SentencePieceDetokenizer:
         self._tokens = tokens
         self._rules = rules
         self._pieces = pieces
-        """None for tokens that the decoder never sees: they do not end a run either."""
+        """None for tokens that the decoder does not get; they do not end a run either."""
         self._skips = skip_special_tokens
         self._first = True
         self._num_strip = rules.num_strip
         self._run: _ByteRun | None = None
         self._settled = False
-        """Past the start and outside a run of bytes."""
+        """After the start of the text and outside a run of bytes."""
         self.clean = False
 
     def feed(self, token_id: int) -> str:
@@ -156,16 +156,16 @@ class SentencePieceDetokenizer:
         if isinstance(piece, int):
             if run is None:
                 run = self._run = _ByteRun()
-            return self._stripped(run.add(piece))
+            return self._strip_start(run.add(piece))
         self._run = None
-        return self._stripped(piece if run is None else run.end() + piece)
+        return self._strip_start(piece if run is None else run.end() + piece)
 
     def finish(self) -> str:
         run, self._run = self._run, None
-        return self._stripped("" if run is None else run.end())
+        return self._strip_start("" if run is None else run.end())
 
-    def _stripped(self, text: str) -> str:
-        """Without what the start of the answer loses; also notes whether the start is behind us."""
+    def _strip_start(self, text: str) -> str:
+        """Strip the start of the text; updates whether the start is complete."""
         while self._num_strip and text:
             if text[0] == self._rules.strip:
                 text = text[1:]
@@ -178,7 +178,7 @@ class SentencePieceDetokenizer:
 
 
 class _ByteRun:
-    """Byte tokens in a row; each byte costs the same however long the row is."""
+    """A run of byte tokens; the cost per byte does not depend on its length."""
 
     __slots__ = ("_broken", "_num_bytes", "_tail", "_texts")
 
@@ -189,7 +189,7 @@ class _ByteRun:
         self._broken = False
 
     def add(self, byte: int) -> str:
-        """What is certain now: nothing, unless the run is no UTF-8."""
+        """Add a byte; returns the text that is certain: "" unless the run is invalid UTF-8."""
         if self._broken:
             return "\ufffd"
         self._num_bytes += 1

@@ -1,8 +1,7 @@
-"""Tokens by id as batch decoding looks them up, and tables over them that fill as tokens are met.
+"""Tokens by id as used in batch decoding, and lazily filled tables over them.
 
-A vocabulary has up to a quarter of a million tokens and an answer uses a few thousand of them, so
-nothing is worked out before it is asked for. Each table is bounded by the vocabulary: an id that names no
-token is answered and not kept.
+A vocabulary has up to a quarter of a million tokens, of which an answer uses a few thousand, so values are computed
+on lookup. Tables are bounded by the vocabulary: unknown ids are not stored.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _encode_json = msgspec.json.encode
 
 
 def json_escaped(text: str) -> bytes:
-    """What stands between the quotes of a JSON string."""
+    """Contents of a JSON string, without the quotes."""
     return _encode_json(text)[1:-1]
 
 
 class Tokens:
-    """The token strings of a tokenizer. They are not text yet: that is the decoder's work."""
+    """Token strings of a tokenizer, before decoding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._id_to_token = tokenizer.id_to_token
@@ -33,18 +32,18 @@ class Tokens:
         self._special = frozenset(token.content for token in added.values() if token.special)
 
     def get(self, token_id: int) -> str | None:
-        """None for an id that names no token, whatever its size or sign."""
+        """Token string; None for an unknown id, whatever its size or sign."""
         try:
             return self._id_to_token(token_id)
         except OverflowError:
             return None
 
     def is_special(self, token: str) -> bool:
-        """By its string, as the library does it, not by its id."""
+        """Whether a token is special; by its string, as in the library, not by its id."""
         return token in self._special
 
-    def seen(self, token_id: int, skip_special: bool) -> str | None:
-        """The token as it reaches the decoder; None when it is dropped before."""
+    def decoder_input(self, token_id: int, skip_special: bool) -> str | None:
+        """Token string that the decoder gets; None if it is dropped."""
         token = self.get(token_id)
         if token is None or (skip_special and token in self._special):
             return None
@@ -52,16 +51,16 @@ class Tokens:
 
 
 class TokenTable(dict[int, V]):
-    """Subscript with a token id; `absent` stands for tokens that the decoder never sees.
+    """Values by token id; `absent` for tokens that the decoder does not get.
 
-    A dict and not a list: one C lookup when the token was met before, and no cost for those never met.
+    A dict instead of a list: one C lookup for known tokens, and no cost for others.
     """
 
-    __slots__ = ("_absent", "_skip_special", "_tokens", "_work_out")
+    __slots__ = ("_absent", "_compute", "_skip_special", "_tokens")
 
-    def __init__(self, tokens: Tokens, work_out: Callable[[str], V], absent: V, skip_special: bool) -> None:
+    def __init__(self, tokens: Tokens, compute: Callable[[str], V], absent: V, skip_special: bool) -> None:
         self._tokens = tokens
-        self._work_out = work_out
+        self._compute = compute
         self._absent = absent
         self._skip_special = skip_special
 
@@ -70,5 +69,5 @@ class TokenTable(dict[int, V]):
         if token is None:
             return self._absent
         dropped = self._skip_special and self._tokens.is_special(token)
-        value = self[token_id] = self._absent if dropped else self._work_out(token)
+        value = self[token_id] = self._absent if dropped else self._compute(token)
         return value

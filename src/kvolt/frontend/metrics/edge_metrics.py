@@ -1,7 +1,7 @@
-"""What the edge measures, under the names that Dynamo's dashboards read, and our own for stages.
+"""Prometheus metrics of the frontend's requests.
 
-A token must not cost a call into a metrics library: histograms here are lists of counts, added to in
-place and turned into Prometheus families when somebody asks.
+A token must not cost a call into a metrics library: histograms are lists of counts, updated in place and turned into
+Prometheus families at each scrape.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from kvolt.runtime.histogram import SECONDS, Histogram
 
 Labels = tuple[str, ...]
+
+_PREFIX = "kvolt_frontend"
 
 _SHORT = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -50,8 +52,7 @@ class ModelSeries:
 class FrontendMetrics:
     """All series of one frontend process. A collector for a Prometheus registry."""
 
-    def __init__(self, prefix: str = "dynamo_frontend") -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._models: dict[str, ModelSeries] = {}
         self.requests: Counter[Labels] = Counter()
         """By model, endpoint, request type, status, error type."""
@@ -81,44 +82,46 @@ class FrontendMetrics:
         self._more.append(collect)
 
     def collect(self) -> Iterator[Metric]:
-        prefix = self._prefix
         labels = ("model", "endpoint", "request_type")
         yield _counter(
-            f"{prefix}_requests", "Requests that have ended", (*labels, "status", "error_type"), self.requests
+            f"{_PREFIX}_requests",
+            "Requests that have ended",
+            (*labels, "status", "error_type"),
+            self.requests,
         )
-        yield _counter(f"{prefix}_requests_started", "Requests that have begun", labels, self.started)
+        yield _counter(f"{_PREFIX}_requests_started", "Requests that have started", labels, self.started)
         yield _counter(
-            f"{prefix}_model_cancellation", "Requests that the client left", labels, self.cancelled
+            f"{_PREFIX}_model_cancellation", "Requests cancelled by the client", labels, self.cancelled
         )
         yield _counter(
-            f"{prefix}_model_rejection", "Requests refused for load", ("model", "endpoint"), self.rejected
+            f"{_PREFIX}_model_rejection",
+            "Requests refused because of load",
+            ("model", "endpoint"),
+            self.rejected,
         )
         gone = GaugeMetricFamily(
-            f"{prefix}_disconnected_clients", "Clients that hung up before their answer was complete"
+            f"{_PREFIX}_disconnected_clients",
+            "Connections closed by the client before the response was complete",
         )
         gone.add_metric((), self.disconnected)
         yield gone
-        for name, help_text in (
-            ("active_requests", "Requests being answered"),
-            ("inflight_requests", "The same, by its older name"),
-        ):
-            active = GaugeMetricFamily(f"{prefix}_{name}", help_text, labels=("model",))
-            for model, series in self._models.items():
-                active.add_metric((model,), series.active)
-            yield active
+        active = GaugeMetricFamily(f"{_PREFIX}_active_requests", "Requests in progress", labels=("model",))
+        for model, series in self._models.items():
+            active.add_metric((model,), series.active)
+        yield active
         for name, help_text, pick in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"{prefix}_{name}", help_text, labels=("model",))
+            family = HistogramMetricFamily(f"{_PREFIX}_{name}", help_text, labels=("model",))
             for model, series in self._models.items():
                 histogram = pick(series)
                 family.add_metric((model,), histogram.buckets(), histogram.total)
             yield family
-        tokens = CounterMetricFamily(f"{prefix}_output_tokens", "Tokens sent to clients", labels=("model",))
+        tokens = CounterMetricFamily(f"{_PREFIX}_output_tokens", "Tokens sent to clients", labels=("model",))
         for model, series in self._models.items():
             tokens.add_metric((model,), series.output_tokens_total)
         yield tokens
         stages = HistogramMetricFamily(
-            f"{prefix}_stage_duration_seconds",
-            "Where the time of a request goes at the edge",
+            f"{_PREFIX}_stage_duration_seconds",
+            "Time of the frontend's stages of a request",
             labels=("stage",),
         )
         for stage, histogram in self.stages.items():
@@ -131,20 +134,20 @@ class FrontendMetrics:
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelSeries], Histogram]], ...] = (
     (
         "request_duration_seconds",
-        "From the request to the end of its answer",
+        "Time from the request to the end of its response",
         lambda series: series.request_duration,
     ),
     (
         "time_to_first_token_seconds",
-        "From the request to its first token",
+        "Time from the request to its first token",
         lambda series: series.time_to_first_token,
     ),
-    ("inter_token_latency_seconds", "Between two tokens of a choice", lambda series: series.gap),
-    ("input_sequence_tokens", "Length of prompts", lambda series: series.input_tokens),
-    ("output_sequence_tokens", "Length of answers", lambda series: series.output_tokens),
+    ("inter_token_latency_seconds", "Time between two tokens of a choice", lambda series: series.gap),
+    ("input_sequence_tokens", "Prompt tokens per request", lambda series: series.input_tokens),
+    ("output_sequence_tokens", "Output tokens per request", lambda series: series.output_tokens),
     (
         "cached_tokens",
-        "Tokens of a prompt that a worker had computed before",
+        "Cached prompt tokens per request",
         lambda series: series.cached_tokens,
     ),
 )

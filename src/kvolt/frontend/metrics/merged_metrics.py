@@ -7,13 +7,16 @@ who is asked, and how, is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
 import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from kvolt.runtime.config.settings import AliasScheme
+from kvolt.runtime.metric_aliases import WithAliases
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -31,20 +34,17 @@ class Rule(Enum):
 
 
 GAUGES = {
-    # With the frontend's prefix:
-    "*_disconnected_clients": Rule.SUM,
-    "*_active_requests": Rule.SUM,
-    "*_inflight_requests": Rule.SUM,
-    "*_tokenizer_cache_bytes": Rule.SUM,
-    "*_model_context_length": Rule.MAX,
-    "*_model_kv_cache_block_size": Rule.MAX,
-    "*_model_total_kv_blocks": Rule.MAX,
-    "*_model_max_num_seqs": Rule.MAX,
-    "*_model_max_num_batched_tokens": Rule.MAX,
-    "*_model_workers": Rule.MAX,
-    "*_model_migration_limit": Rule.MAX,
-    "*_router_queue_pending_requests": Rule.SUM,
-    # Of every process:
+    "kvolt_frontend_disconnected_clients": Rule.SUM,
+    "kvolt_frontend_active_requests": Rule.SUM,
+    "kvolt_frontend_tokenizer_cache_bytes": Rule.SUM,
+    "kvolt_frontend_model_context_length": Rule.MAX,
+    "kvolt_frontend_model_kv_cache_block_size": Rule.MAX,
+    "kvolt_frontend_model_total_kv_blocks": Rule.MAX,
+    "kvolt_frontend_model_max_num_seqs": Rule.MAX,
+    "kvolt_frontend_model_max_num_batched_tokens": Rule.MAX,
+    "kvolt_frontend_model_workers": Rule.MAX,
+    "kvolt_frontend_model_migration_limit": Rule.MAX,
+    "kvolt_router_queue_requests": Rule.SUM,
     "kvolt_connections": Rule.SUM,
     "kvolt_streams_active": Rule.SUM,
     "kvolt_send_buffer_bytes": Rule.SUM,
@@ -99,26 +99,24 @@ def snapshot(registry: Collector, process: str) -> Exposition:
     )
 
 
-def rule_of(name: str, kind: str, prefix: str) -> Rule:
+def rule_of(name: str, kind: str) -> Rule:
     if name.startswith(_OWN):
         return Rule.EACH
     if kind in ("counter", "histogram"):
         return Rule.SUM
     if kind != "gauge":
         return Rule.EACH
-    if name.startswith(f"{prefix}_"):
-        name = f"*{name.removeprefix(prefix)}"
     return GAUGES.get(name, Rule.EACH)
 
 
-def merge(expositions: Iterable[Exposition], prefix: str) -> list[Metric]:
+def merge(expositions: Iterable[Exposition]) -> list[Metric]:
     """One set of all. The order in which the processes are given changes nothing."""
     merged: dict[str, _Merged] = {}
     for exposition in sorted(expositions, key=lambda one: one.process):
         for family in exposition.families:
             into = merged.get(family.name)
             if into is None:
-                rule = rule_of(family.name, family.kind, prefix)
+                rule = rule_of(family.name, family.kind)
                 into = merged[family.name] = _Merged(family, rule)
             into.add(family, exposition.process)
     return [family.metric() for family in merged.values()]
@@ -159,14 +157,6 @@ class _Merged:
         return metric
 
 
-class _Collected(Collector):
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._metrics)
-
-
-def render(metrics: Sequence[Metric]) -> bytes:
-    """As text for Prometheus."""
-    return generate_latest(_Collected(metrics))
+def render(metrics: Sequence[Metric], aliases: AliasScheme) -> bytes:
+    """Prometheus text."""
+    return generate_latest(WithAliases(metrics, aliases))

@@ -84,13 +84,13 @@ class RequestRecord:
         if self._series is not None:
             self._series.input_tokens.observe(num_tokens)
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         if self._first_at is None and self._series is not None:
             self._first_at = self._now()
             self._metrics.stages["first_delta"].observe(self._first_at - self._marked_at)
             self._series.time_to_first_token.observe(self._first_at - self._started_at)
 
-    def gap(self, seconds: float, num_tokens: int) -> None:
+    def on_token_gap(self, seconds: float, num_tokens: int) -> None:
         if self._series is not None:
             self._series.gap.observe(seconds, num_tokens)
 

@@ -1,1 +1,1 @@
-"""OpenAI's formats at the edge: requests and their checks, generation options, errors, answers."""
+"""OpenAI's formats: requests, validation, generation options, errors, responses."""

@@ -1,30 +1,28 @@
-"""Rules between the fields of a request, and against the model's vocabulary.
+"""Validation of rules between the fields of a request, and of token ids against the model's vocabulary.
 
-What one field may be on its own is said by its type in `requests`.
+The types in `requests` validate single fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.frontend.openai_api.messages import check_messages
-from kvolt.frontend.openai_api.nesting import check_nesting
+from kvolt.frontend.openai_api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from kvolt.frontend.openai_api.structure import check_nesting
 from kvolt.frontend.openai_api.tools import check_tools
 
-if TYPE_CHECKING:
-    from kvolt.frontend.openai_api.requests import (
-        ChatRequest,
-        CompletionRequest,
-        DetokenizeRequest,
-        GenerationRequest,
-        TemplateRequest,
-        TokenizeRequest,
-    )
-
 MAX_CHOICES = 128
-"""Prompts times `n`."""
+"""Limit of prompts times `n`."""
 
 _TEMPLATE_OWN = frozenset(
     (
@@ -40,31 +38,31 @@ _TEMPLATE_OWN = frozenset(
         "tools",
     )
 )
-"""Names that a chat template is given by us."""
+"""Template variables set by the server."""
 
 
 def check_chat(request: ChatRequest) -> None:
     _check_generation(request)
     check_messages(request.messages)
     _check_template(request)
-    asked = request.max_tokens, request.max_completion_tokens
-    if None not in asked and asked[0] != asked[1]:
+    limits = request.max_tokens, request.max_completion_tokens
+    if None not in limits and limits[0] != limits[1]:
         raise InvalidRequest(
-            f"max_tokens is {asked[0]} and max_completion_tokens is {asked[1]}; give only the latter",
+            f"max_tokens is {limits[0]} and max_completion_tokens is {limits[1]}; send only the latter",
             param="max_tokens",
         )
     _check_min_tokens(request.min_tokens, request.max_completion_tokens, "max_completion_tokens")
     if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs", param="top_logprobs")
     if request.functions is not None or request.function_call is not None:
         param = "functions" if request.functions is not None else "function_call"
         raise Unsupported(
             f"{param} is not supported: use tools and tool_choice", feature="functions", param=param
         )
     if request.modalities and request.modalities != ["text"]:
-        raise Unsupported("modalities: only 'text' can be answered", feature="modalities", param="modalities")
-    for name, wanted in (("audio", request.audio), ("web_search_options", request.web_search_options)):
-        if wanted is not None:
+        raise Unsupported("modalities: only 'text' is supported", feature="modalities", param="modalities")
+    for name, field in (("audio", request.audio), ("web_search_options", request.web_search_options)):
+        if field is not None:
             raise Unsupported(f"{name} is not supported", feature=name, param=name)
 
 
@@ -74,8 +72,8 @@ def check_completion(request: CompletionRequest) -> None:
     num_prompts = _check_prompt(request)
     if num_prompts * num_choices > MAX_CHOICES:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} choices; at most "
-            f"{MAX_CHOICES} can be asked for at once",
+            f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} choices; the limit is "
+            f"{MAX_CHOICES}",
             param=("prompt" if request.prompt_embeds is None else "prompt_embeds")
             if num_prompts > 1
             else "n",
@@ -88,7 +86,7 @@ def check_completion(request: CompletionRequest) -> None:
 
 def check_tokenize(request: TokenizeRequest) -> None:
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("give either prompt or messages", param="prompt")
+        raise InvalidRequest("send either prompt or messages", param="prompt")
     if request.messages is not None:
         check_messages(request.messages)
     _check_template(request)
@@ -96,19 +94,19 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 def _check_generation(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        raise InvalidRequest("stream_options requires stream", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     _check_min_tokens(request.min_tokens, request.max_tokens, "max_tokens")
 
 
-def _check_min_tokens(least: int | None, most: int | None, name: str) -> None:
-    if least is not None and most is not None and least > most:
-        raise InvalidRequest(f"min_tokens is {least}, over {name} of {most}", param="min_tokens")
+def _check_min_tokens(minimum: int | None, maximum: int | None, name: str) -> None:
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise InvalidRequest(f"min_tokens is {minimum}, above {name} of {maximum}", param="min_tokens")
 
 
 def _check_prompt(request: CompletionRequest) -> int:
-    """The number of prompts."""
+    """Validate the prompt; return the number of prompts."""
     prompt, embeds = request.prompt, request.prompt_embeds
     if embeds is not None:
         _check_embeds(request)
@@ -124,24 +122,24 @@ def _check_prompt(request: CompletionRequest) -> int:
 
 
 def _check_embeds(request: CompletionRequest) -> None:
-    """Of a client that must send a prompt it is an empty text."""
+    """Validate `prompt_embeds`. Clients that must send a prompt send an empty string with it."""
     if request.prompt not in (None, "", [""]):
-        raise InvalidRequest("give either prompt or prompt_embeds", param="prompt")
+        raise InvalidRequest("send either prompt or prompt_embeds", param="prompt")
     if request.nvext is not None and request.nvext.token_data is not None:
-        raise InvalidRequest("give either nvext.token_data or prompt_embeds", param="nvext.token_data")
+        raise InvalidRequest("send either nvext.token_data or prompt_embeds", param="nvext.token_data")
     for name in ("echo", "prompt_logprobs"):
         if getattr(request, name) not in (None, False):
-            raise InvalidRequest(f"a prompt of vectors has no tokens: {name} cannot be told", param=name)
+            raise InvalidRequest(f"prompt embeddings have no token ids: {name} is not available", param=name)
 
 
 def _check_best_of(best_of: int, num_choices: int, stream: bool) -> None:
     if best_of > 1 and stream:
         raise InvalidRequest("best_of cannot be streamed", param="best_of")
     if best_of < num_choices:
-        raise InvalidRequest(f"best_of is {best_of}, less than n = {num_choices}", param="best_of")
+        raise InvalidRequest(f"best_of is {best_of}, below n = {num_choices}", param="best_of")
     if best_of != num_choices:
         raise Unsupported(
-            f"best_of is {best_of}; only the same as n = {num_choices} is supported",
+            f"best_of is {best_of}; only best_of = n = {num_choices} is supported",
             feature="best_of",
             param="best_of",
         )
@@ -152,31 +150,31 @@ def _check_template(request: TemplateRequest) -> None:
         check_tools(request.tools)
     if request.add_generation_prompt and request.continue_final_message:
         raise InvalidRequest(
-            "add_generation_prompt and continue_final_message exclude each other",
+            "add_generation_prompt and continue_final_message are mutually exclusive",
             param="continue_final_message",
         )
     if request.chat_template is not None:
         raise Unsupported(
-            "chat_template is not supported: the model's own is used",
+            "chat_template is not supported: the model's own template is used",
             feature="chat_template",
             param="chat_template",
         )
     if request.documents is not None:
         check_nesting(request.documents, "documents")
-    given, other = request.chat_template_kwargs, request.chat_template_args
-    if given is not None:
-        _check_template_kwargs(given, "chat_template_kwargs")
+    kwargs_field, other = request.chat_template_kwargs, request.chat_template_args
+    if kwargs_field is not None:
+        _check_template_kwargs(kwargs_field, "chat_template_kwargs")
     if other is not None:
         _check_template_kwargs(other, "chat_template_args")
-        if given is not None and given != other:
+        if kwargs_field is not None and kwargs_field != other:
             raise InvalidRequest(
-                "chat_template_kwargs and chat_template_args are two names of one field and differ here",
+                "chat_template_kwargs and chat_template_args are aliases, but have different values",
                 param="chat_template_args",
             )
     thinking = request.thinking
     if thinking is not None and not isinstance(thinking, bool) and thinking.budget_tokens is not None:
         raise Unsupported(
-            "thinking.budget_tokens is not supported: no engine here can end its reasoning at a given length",
+            "thinking.budget_tokens is not supported: no engine can limit the reasoning length",
             feature="thinking.budget_tokens",
             param="thinking.budget_tokens",
         )
@@ -186,16 +184,16 @@ def _check_template_kwargs(kwargs: dict[str, Any], param: str) -> None:
     check_nesting(kwargs, param)
     for name in kwargs:
         if name in _TEMPLATE_OWN:
-            raise InvalidRequest(f"{param} must not hold {name!r}", param=f"{param}.{name}")
+            raise InvalidRequest(f"{param} must not contain {name!r}", param=f"{param}.{name}")
 
 
 def check_vocabulary(request: GenerationRequest | DetokenizeRequest, vocabulary_size: int) -> None:
-    """InvalidRequest for a token id that the model does not have, wherever a request names one."""
+    """Raise InvalidRequest if the request contains a token id outside the model's vocabulary."""
     for param, token_ids in _token_ids(request):
         highest = max(token_ids, default=0)
         if highest >= vocabulary_size:
             raise InvalidRequest(
-                f"{param} has the token id {highest}; this model's vocabulary ends at {vocabulary_size - 1}",
+                f"{param} contains token id {highest}; the model's vocabulary ends at {vocabulary_size - 1}",
                 param=param,
             )
 

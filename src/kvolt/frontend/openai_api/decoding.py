@@ -1,7 +1,7 @@
-"""From bytes to a typed request, and the names of the top-level fields that nobody knows.
+"""Decodes request bodies into typed requests, and finds unknown top-level fields.
 
-A top-level field given twice is refused: a gateway and we might read different ones. Deeper inside, the
-last one counts, as with every reader of JSON.
+A duplicate top-level field is rejected, since a gateway might read another value. In nested objects the last value
+wins, as in most JSON parsers.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.frontend.openai_api.malformed import not_utf8, refusal
+from kvolt.frontend.openai_api.malformed import decoding_error, not_utf8
 from kvolt.frontend.openai_api.structure import check_structure, not_utf8_at
 
 _MAX_FIELDS = 1024
 _MAX_UNKNOWN = 32
 _MAX_NAME_CHARS = 64
 SMALL_BODY_BYTES = 64 * 1024
-"""A larger body takes milliseconds to parse and check: not on an event loop."""
+"""Larger bodies take milliseconds to decode and validate, so they are processed off the event loop."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Parsed(msgspec.Struct, Generic[T], frozen=True):
-    """A request that passed every check that needs no model."""
+    """A request that passed all checks that do not need the model."""
 
     request: T
     unknown: tuple[str, ...] = ()
-    """Top-level fields that are not known: printable, cut to length, 32 at most; fit for a header."""
+    """Unknown top-level fields: printable, truncated, at most 32; safe in a header."""
     is_large: bool = False
-    """Over SMALL_BODY_BYTES. What takes time in proportion to the request stays off the event loop."""
+    """The body exceeds SMALL_BODY_BYTES: work proportional to the request stays off the event loop."""
 
 
 class _Field:
-    """One top-level name. Without an equality of its own, so that a name given twice is seen twice."""
+    """One top-level field name. Compared by identity, so that duplicates are counted."""
 
     __slots__ = ("name",)
 
     def __init__(self, kind: type, name: Any) -> None:
-        """As msgspec calls its hook for a type that it does not know."""
+        """Called by msgspec for types that it does not know."""
         self.name: str = name
 
 
@@ -49,14 +49,14 @@ _fields_decoder = msgspec.json.Decoder(_Fields, dec_hook=_Field)
 
 
 class RequestDecoder(Generic[T]):
-    """Decodes one kind of request."""
+    """Decoder of one request type."""
 
     def __init__(self, kind: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(kind)
         self._known = frozenset(kind.__struct_encode_fields__)
 
     def decode(self, body: bytes) -> Parsed[T]:
-        """Unknown fields are skipped by the first pass; the second reads only the top-level names."""
+        """Decode a body. The first pass skips unknown fields; a second pass reads only top-level names."""
         check_structure(body)
         if (position := not_utf8_at(body)) is not None:
             raise not_utf8(body, position)
@@ -64,7 +64,7 @@ class RequestDecoder(Generic[T]):
             request = self._decoder.decode(body)
             names = _field_names(body)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise refusal(body, error) from error
+            raise decoding_error(body, error) from error
         known = self._known
         distinct = known.intersection(names)
         is_large = len(body) > SMALL_BODY_BYTES
@@ -76,10 +76,10 @@ class RequestDecoder(Generic[T]):
         seen: set[str] = set()
         for name in names:
             if name in seen:
-                shown = _shown(name)
-                raise InvalidRequest(f"the field {shown} is given more than once", param=shown)
+                name_text = _printable(name)
+                raise InvalidRequest(f"duplicate field {name_text}", param=name_text)
             seen.add(name)
-        return tuple(_shown(name) for name in names if name not in self._known)[:_MAX_UNKNOWN]
+        return tuple(_printable(name) for name in names if name not in self._known)[:_MAX_UNKNOWN]
 
 
 def _field_names(body: bytes) -> list[str]:
@@ -89,7 +89,7 @@ def _field_names(body: bytes) -> list[str]:
 
 
 def _bounded_field_names(body: bytes) -> list[str]:
-    """Millions of tiny fields are refused before they fill the memory."""
+    """Top-level names of a large body; rejects one with millions of tiny fields before it fills the memory."""
     names: list[str] = []
 
     def count(kind: type, name: Any) -> _Field:
@@ -102,5 +102,5 @@ def _bounded_field_names(body: bytes) -> list[str]:
     return names
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     return ascii(name)[1:-1][:_MAX_NAME_CHARS]

@@ -1,11 +1,10 @@
-"""Errors as OpenAI's clients read them: status, body, headers, the event in a stream, the metrics label.
+"""Maps errors to OpenAI's format: status, body, headers, the error event of a stream, the metrics label.
 
-Owns the mapping from the error tree to HTTP. A client is told what it can act on: what it did wrong, in
-full, and of our own troubles only what kind they are. Addresses, type names and engine messages stay in
-the log, where the request id finds them.
+A client gets details only of errors that it can act on. Other errors are reduced to their kind: addresses, type names
+and engine messages are only logged, under the request id.
 
-The `type`s are the three that OpenAI's API uses: `invalid_request_error`, `rate_limit_error`,
-`server_error`; `code` says more. OpenAI has no 502: a worker that was lost is a 503, to be tried again.
+`type` is one of the three values of OpenAI's API: `invalid_request_error`, `rate_limit_error`, `server_error`; `code`
+is more specific. OpenAI does not use 502: a lost worker is a retryable 503.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from kvolt.core.errors import (
 from kvolt.runtime.http.server import Response, json_error
 
 CANCELLED_STATUS = 499
-"""Counted, never sent: the client left before its answer was complete."""
+"""Status for metrics only: the client disconnected before its response was complete."""
 
 
 _MAX_RETRY_AFTER_S = 3600
@@ -44,7 +43,7 @@ _HEADER_OF = {"gpu_work": "x-kvolt-gpu-work"}
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is not declared as JSON. Fields: content_type."""
+    """The content type is not JSON. Fields: content_type."""
 
     code = "unsupported_media_type"
 
@@ -78,42 +77,42 @@ _LABEL_OF = {
     504: "response_timeout",
 }
 
-_TELLABLE = (Overloaded, Unavailable, DeadlineExceeded)
-"""Not the caller's fault, but their words are for the caller: a queue, a model, a number of seconds."""
+_SAFE_MESSAGES = (Overloaded, Unavailable, DeadlineExceeded)
+"""Server-side errors whose messages are meant for clients: a queue, a model, a retry delay."""
 
-_PLAIN_WORDS: dict[type[KvoltError], tuple[str, str]] = {
+_REPLACEMENTS: dict[type[KvoltError], tuple[str, str]] = {
     NetworkFault: ("a worker could not be reached; try again", "worker_unreachable"),
     ProtocolError: ("internal error", "internal"),
-    EngineDied: ("the engine ended before the answer was complete; try again", "engine_died"),
-    EngineFailed: ("the engine failed on this request", "engine_failed"),
+    EngineDied: ("the engine died before the response was complete; try again", "engine_died"),
+    EngineFailed: ("the engine failed to process the request", "engine_failed"),
     Cancelled: ("the request was cancelled before it was complete; try again", "cancelled"),
     ConfigError: ("internal error", "internal"),
     KvoltError: ("internal error", "internal"),
 }
-"""(message, code) in place of words that were meant for an operator."""
+"""(message, code) that replace messages meant for operators."""
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that metrics count; 499 when the client, or the process, gave up."""
+    """HTTP status for metrics; 499 if the client disconnected or the process cancelled the request."""
     if isinstance(error, KvoltError):
         return next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
     return 500 if isinstance(error, Exception) else CANCELLED_STATUS  # CancelledError, GeneratorExit
 
 
 def error_type_label(error: BaseException) -> str:
-    """The value of the `error_type` label, from Dynamo's vocabulary."""
+    """Value of the `error_type` label, from Dynamo's vocabulary."""
     return _LABEL_OF[status_of(error)]
 
 
 def openai_error(error: BaseException) -> Response:
-    """The response for `error`; anything that is not ours is an anonymous 500."""
+    """Response for an error; unexpected exceptions become an anonymous 500."""
     if not isinstance(error, KvoltError):
         error = KvoltError("internal error")
     status = status_of(error)
     if status == CANCELLED_STATUS:
-        status = 503  # someone is here to be answered, so it was not the client that left
+        status = 503  # the client is still connected, so it did not cancel
     info = to_info(error)
-    message, code = _words(error, info)
+    message, code = _message_and_code(error, info)
     param = info.fields.get("param")
     details = _details(error, status)
     headers = _headers(error, status) | {_HEADER_OF[name]: value for name, value in details.items()}
@@ -121,18 +120,18 @@ def openai_error(error: BaseException) -> Response:
 
 
 def error_event(error: BaseException) -> bytes:
-    """The same error as the last event of a stream whose status is already out."""
+    """Error as the last event of a stream whose headers are already sent."""
     return b"data: " + openai_error(error).body + b"\n\n"
 
 
-def _words(error: KvoltError, info: ErrorInfo) -> tuple[str, str]:
-    if error.fault is not Fault.CALLER and not isinstance(error, _TELLABLE):
-        return next(_PLAIN_WORDS[kind] for kind in type(error).__mro__ if kind in _PLAIN_WORDS)
+def _message_and_code(error: KvoltError, info: ErrorInfo) -> tuple[str, str]:
+    if error.fault is not Fault.CALLER and not isinstance(error, _SAFE_MESSAGES):
+        return next(_REPLACEMENTS[kind] for kind in type(error).__mro__ if kind in _REPLACEMENTS)
     return info.message, _code(error, info)
 
 
 def _code(error: KvoltError, info: ErrorInfo) -> str:
-    """A code that OpenAI's clients know, where there is one; a validator may set its own by a field."""
+    """OpenAI's error code if there is one; the error's `code` field overrides it."""
     own = info.fields.get("code")
     if isinstance(own, str) and own:
         return own
@@ -144,20 +143,20 @@ def _code(error: KvoltError, info: ErrorInfo) -> str:
 
 
 def _details(error: KvoltError, status: int) -> dict[str, str]:
-    """Whether trying again would be the second time that it is computed."""
-    spent = error.fields.get("gpu_work")
-    return {"gpu_work": spent} if isinstance(spent, str) and (status == 429 or status >= 500) else {}
+    """`gpu_work`: whether a retry would repeat GPU work."""
+    gpu_work = error.fields.get("gpu_work")
+    return {"gpu_work": gpu_work} if isinstance(gpu_work, str) and (status == 429 or status >= 500) else {}
 
 
 def _headers(error: KvoltError, status: int) -> dict[str, str]:
     if status in (429, 503):
         return {"retry-after": str(_wait_s(error.fields.get("retry_after_s")))}
     if status >= 500 and not error.retryable:
-        return {"x-should-retry": "false"}  # else the SDKs repeat every 5xx, twice, in vain
+        return {"x-should-retry": "false"}  # otherwise OpenAI's SDKs retry every 5xx twice
     return {}
 
 
-def _wait_s(asked: FieldValue) -> int:
-    if isinstance(asked, int | float) and 1 <= asked < math.inf:
-        return math.ceil(min(asked, _MAX_RETRY_AFTER_S))
+def _wait_s(retry_after_s: FieldValue) -> int:
+    if isinstance(retry_after_s, int | float) and 1 <= retry_after_s < math.inf:
+        return math.ceil(min(retry_after_s, _MAX_RETRY_AFTER_S))
     return 1

@@ -1,4 +1,4 @@
-"""What a request asks of the engine and of the text that comes back, with the model's defaults filled in."""
+"""Generation options of a request, with the model's defaults applied."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _DEFAULTS = Sampling()
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's, in our own words."""
+    """Options of one request, independent of API formats."""
 
     sampling: Sampling
     max_tokens: int | None = None
-    """None: as many as the context has room for, or what the server sets."""
+    """None: the rest of the context, or the server's default."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -39,20 +39,20 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str = "none"
     """"none", "auto", "required" or the name of the function that must be called."""
     tools: tuple[Tool, ...] = ()
-    """Those that the model is told of and may call; none with `tool_choice` "none"."""
+    """Tools passed to the template; empty with `tool_choice` "none"."""
     parallel_tool_calls: bool = True
 
 
 def sampling_defaults(values: Mapping[str, Any]) -> Sampling:
-    """A model card's `defaults`, once per model. ConfigError for what is no Sampling."""
+    """Convert a model card's `defaults`, once per model; raises ConfigError if they are invalid."""
     try:
         return msgspec.convert(dict(values), Sampling)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the model's sampling defaults cannot be used: {error}", key="defaults") from error
+        raise ConfigError(f"invalid sampling defaults of the model: {error}", key="defaults") from error
 
 
 def chat_options(request: ChatRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
-    """InvalidRequest or Unsupported for grammars and tool choices that cannot be met."""
+    """Options of a chat. Raises InvalidRequest or Unsupported for an invalid grammar or tool choice."""
     parallel = request.parallel_tool_calls is not False
     toolset = resolve_tools(request.tools, request.tool_choice)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -70,7 +70,7 @@ def chat_options(request: ChatRequest, defaults: Sampling = _DEFAULTS) -> Genera
 def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs is None and request.echo:
-        prompt_logprobs = request.logprobs  # an echoed prompt has them like the rest of the text
+        prompt_logprobs = request.logprobs  # an echoed prompt has them too
     return _options(
         request,
         sampling=_sampling(request, defaults, request.logprobs, prompt_logprobs),
@@ -79,10 +79,10 @@ def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULT
     )
 
 
-def in_clients_words(
+def with_client_param(
     error: InvalidRequest, request: GenerationRequest, options: GenerationOptions
 ) -> InvalidRequest:
-    """A worker's refusal, with `param` as the client calls what a worker calls otherwise."""
+    """Translate a worker's error: replace `param` by the client's field name."""
     param = error.fields.get("param")
     if param == "token_ids":
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -91,8 +91,8 @@ def in_clients_words(
     return type(error)(error.message, **{**error.fields, "param": param})
 
 
-def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """Each prompt of the request, whatever form it came in."""
+def list_prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """List of prompts, whatever their form in the request."""
     prompt: Any = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
@@ -131,19 +131,19 @@ def _options(
 def _sampling(
     request: GenerationRequest, defaults: Sampling, logprobs: int | None, prompt_logprobs: int | None
 ) -> Sampling:
-    temperature = _or(request.temperature, defaults.temperature)
+    temperature = _value_or(request.temperature, defaults.temperature)
     if request.nvext is not None and request.nvext.greed_sampling:
         temperature = 0.0
     top_k = defaults.top_k if request.top_k is None else request.top_k
     allowed = request.allowed_token_ids
     return Sampling(
         temperature=temperature,
-        top_p=_or(request.top_p, defaults.top_p),
+        top_p=_value_or(request.top_p, defaults.top_p),
         top_k=top_k if top_k is not None and top_k > 0 else None,
-        min_p=_or(request.min_p, defaults.min_p),
-        presence_penalty=_or(request.presence_penalty, defaults.presence_penalty),
-        frequency_penalty=_or(request.frequency_penalty, defaults.frequency_penalty),
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        min_p=_value_or(request.min_p, defaults.min_p),
+        presence_penalty=_value_or(request.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_value_or(request.frequency_penalty, defaults.frequency_penalty),
+        repetition_penalty=_value_or(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=defaults.logit_bias if request.logit_bias is None else request.logit_bias,
         allowed_token_ids=defaults.allowed_token_ids if allowed is None else tuple(allowed),
         seed=defaults.seed if request.seed is None else request.seed,
@@ -153,26 +153,26 @@ def _sampling(
     )
 
 
-def _or(value: float | None, default: float) -> float:
+def _value_or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
 def _chat_grammar(request: ChatRequest, toolset: Toolset, parallel: bool) -> Grammar | None:
-    """A demanded call is the whole answer, so a response_format beside it has nothing to say."""
+    """Grammar of a chat. A required tool call is the whole output, so `response_format` is ignored then."""
     grammar = request_grammar(request)
     calls = tool_grammar(toolset, parallel)
     if grammar is None or calls is None:
         if grammar is not None and toolset.tools and not is_guided(request):
             raise Unsupported(
-                "response_format together with tools that the model may or may not call is not supported: set "
-                "tool_choice to 'none', 'required' or a function, or leave one of them out",
+                "response_format is not supported with optional tools: set tool_choice to 'none', 'required' or a "
+                "function, or remove one of them",
                 feature="response_format_with_tools",
                 param="response_format",
             )
         return grammar or calls
     if is_guided(request):
         raise InvalidRequest(
-            "tool_choice demands a call, but another constraint on the output is given too",
+            "tool_choice requires a tool call and cannot be combined with another constraint on the output",
             param="tool_choice",
         )
     return calls

@@ -1,8 +1,8 @@
-"""What the output must look like: response_format, structured_outputs and guided_* become one Grammar.
+"""Output constraints: converts response_format, structured_outputs and guided_* into one Grammar.
 
-All is validated here, so that an engine's grammar compiler meets nothing that a client has made up.
-A Grammar's text, by kind: a JSON schema; nothing (json_object); a regular expression; a JSON array of
-strings (choice); a grammar; a JSON object (structural tag).
+Everything is validated here, so that an engine's grammar compiler gets no invalid input from clients. The text of a
+Grammar by kind: a JSON schema; empty (json_object); a regular expression; a JSON array of strings (choice); a
+grammar; a JSON object (structural tag).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind
-from kvolt.frontend.openai_api.nesting import check_nesting
 from kvolt.frontend.openai_api.schemas import MAX_SCHEMA_BYTES, MAX_SUBSCHEMAS, check_schema, schema_text
+from kvolt.frontend.openai_api.structure import check_nesting
 
 MAX_REGEX_CHARS = 4096
 MAX_GRAMMAR_CHARS = 128 * 1024
@@ -46,7 +46,7 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
     description: str | None = None
     schema: dict[str, Any]
     strict: bool | None = None
-    """Taken; the output is held to the schema either way."""
+    """Accepted; the schema is always enforced."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
@@ -54,7 +54,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class TagStructure(msgspec.Struct, frozen=True, kw_only=True):
-    """Between `begin` and `end` the output follows the schema."""
+    """Output between `begin` and `end` must match the schema."""
 
     begin: _Text
     schema: dict[str, Any]
@@ -64,7 +64,7 @@ class TagStructure(msgspec.Struct, frozen=True, kw_only=True):
 class StructuralTagFormat(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="structural_tag", omit_defaults=True
 ):
-    """Either `structures` with `triggers`, or the newer `format`."""
+    """Either `structures` with `triggers`, or `format`."""
 
     structures: Annotated[list[TagStructure], Meta(min_length=1)] | None = None
     triggers: Annotated[list[_Text], Meta(min_length=1)] | None = None
@@ -77,7 +77,7 @@ Choices = Annotated[list[_Text], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's newer spelling of guided_*."""
+    """vLLM's successor of guided_*."""
 
     json: str | dict[str, Any] | None = None
     regex: _Text | None = None
@@ -89,7 +89,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GuidedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a request that constrain its output."""
+    """Request fields that constrain the output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -99,46 +99,46 @@ class GuidedFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: _Text | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    """Taken and not used: the engine knows its own."""
+    """Accepted and ignored: the engine has its own backend."""
 
 
 def request_grammar(request: GuidedFields) -> Grammar | None:
-    """The one constraint that a request names, if any; two at once are refused."""
-    asked = _asked(request)
+    """Return the output constraint of a request, or None; raises InvalidRequest if there are several."""
+    constraints = _constraints(request)
     if request.guided_whitespace_pattern is not None:
         raise Unsupported(
-            "guided_whitespace_pattern is not supported: leave it out",
+            "guided_whitespace_pattern is not supported",
             feature="guided_whitespace_pattern",
             param="guided_whitespace_pattern",
         )
-    if not asked:
+    if not constraints:
         return None
-    if len(asked) > 1:
-        names = " and ".join(param for param, _, _ in asked)
-        raise InvalidRequest(f"{names} are given together; only one can hold", param=asked[1][0])
-    param, kind, value = asked[0]
+    if len(constraints) > 1:
+        names = " and ".join(param for param, _, _ in constraints)
+        raise InvalidRequest(f"{names} are mutually exclusive", param=constraints[1][0])
+    param, kind, value = constraints[0]
     return Grammar(kind, _text(param, kind, value))
 
 
 def is_guided(request: GuidedFields) -> bool:
     """Whether a vLLM-style field constrains the output, rather than `response_format`."""
-    return any(param != "response_format" for param, _, _ in _asked(request))
+    return any(param != "response_format" for param, _, _ in _constraints(request))
 
 
 def grammar_param(request: GuidedFields) -> str | None:
-    """The field that constrains the output."""
-    return next((param for param, _, _ in _asked(request)), None)
+    """Name of the field that constrains the output."""
+    return next((param for param, _, _ in _constraints(request)), None)
 
 
-_Asked = tuple[str, GrammarKind, Any]
+_Constraint = tuple[str, GrammarKind, Any]
 
 
-def _asked(request: GuidedFields) -> list[_Asked]:
-    asked: list[_Asked] = []
+def _constraints(request: GuidedFields) -> list[_Constraint]:
+    constraints: list[_Constraint] = []
     if request.response_format is not None:
-        asked.extend(_from_response_format(request.response_format))
+        constraints.extend(_from_response_format(request.response_format))
     if request.structured_outputs is not None:
-        asked.extend(_from_structured_outputs(request.structured_outputs))
+        constraints.extend(_from_structured_outputs(request.structured_outputs))
     for param, kind, value in (
         ("guided_json", GrammarKind.JSON_SCHEMA, request.guided_json),
         ("guided_regex", GrammarKind.REGEX, request.guided_regex),
@@ -146,47 +146,47 @@ def _asked(request: GuidedFields) -> list[_Asked]:
         ("guided_grammar", GrammarKind.EBNF, request.guided_grammar),
     ):
         if value is not None:
-            asked.append((param, kind, value))
-    return asked
+            constraints.append((param, kind, value))
+    return constraints
 
 
-def _from_response_format(wanted: ResponseFormat) -> Sequence[_Asked]:
-    match wanted:
+def _from_response_format(field: ResponseFormat) -> Sequence[_Constraint]:
+    match field:
         case TextFormat():
             return ()
         case JsonObjectFormat():
             return (("response_format", GrammarKind.JSON_OBJECT, None),)
         case JsonSchemaFormat():
-            return (("response_format", GrammarKind.JSON_SCHEMA, wanted.json_schema),)
+            return (("response_format", GrammarKind.JSON_SCHEMA, field.json_schema),)
         case StructuralTagFormat():
-            return (("response_format", GrammarKind.STRUCTURAL_TAG, wanted),)
+            return (("response_format", GrammarKind.STRUCTURAL_TAG, field),)
 
 
-def _from_structured_outputs(wanted: StructuredOutputs) -> Sequence[_Asked]:
-    if wanted.whitespace_pattern is not None:
+def _from_structured_outputs(field: StructuredOutputs) -> Sequence[_Constraint]:
+    if field.whitespace_pattern is not None:
         raise Unsupported(
-            "structured_outputs.whitespace_pattern is not supported: leave it out",
+            "structured_outputs.whitespace_pattern is not supported",
             feature="guided_whitespace_pattern",
             param="structured_outputs.whitespace_pattern",
         )
-    asked = [
+    constraints = [
         (f"structured_outputs.{name}", kind, value)
         for name, kind, value in (
-            ("json", GrammarKind.JSON_SCHEMA, wanted.json),
-            ("regex", GrammarKind.REGEX, wanted.regex),
-            ("choice", GrammarKind.CHOICE, wanted.choice),
-            ("grammar", GrammarKind.EBNF, wanted.grammar),
-            ("json_object", GrammarKind.JSON_OBJECT, wanted.json_object or None),
-            ("structural_tag", GrammarKind.STRUCTURAL_TAG, wanted.structural_tag),
+            ("json", GrammarKind.JSON_SCHEMA, field.json),
+            ("regex", GrammarKind.REGEX, field.regex),
+            ("choice", GrammarKind.CHOICE, field.choice),
+            ("grammar", GrammarKind.EBNF, field.grammar),
+            ("json_object", GrammarKind.JSON_OBJECT, field.json_object or None),
+            ("structural_tag", GrammarKind.STRUCTURAL_TAG, field.structural_tag),
         )
         if value is not None
     ]
-    if not asked:
+    if not constraints:
         raise InvalidRequest(
-            "structured_outputs must have one of json, regex, choice, grammar, json_object, structural_tag",
+            "structured_outputs requires one of json, regex, choice, grammar, json_object, structural_tag",
             param="structured_outputs",
         )
-    return asked
+    return constraints
 
 
 def _text(param: str, kind: GrammarKind, value: Any) -> str:
@@ -209,7 +209,7 @@ def _text(param: str, kind: GrammarKind, value: Any) -> str:
 
 
 def _object(value: str | dict[str, Any], param: str) -> dict[str, Any]:
-    """A JSON object that may also be given as its text."""
+    """Return a JSON object, which may be given as text."""
     if isinstance(value, str):
         _check_length(value, param)
         try:
@@ -223,9 +223,11 @@ def _object(value: str | dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _check_length(text: str, param: str) -> None:
-    """Before it is decoded, which takes much more memory than its text."""
+    """Check the length before decoding, which takes much more memory than the text."""
     if len(text) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"{param} has {len(text)} characters, over {MAX_SCHEMA_BYTES}", param=param)
+        raise InvalidRequest(
+            f"{param} has {len(text)} characters; the limit is {MAX_SCHEMA_BYTES}", param=param
+        )
 
 
 def _brief(error: Exception) -> str:
@@ -234,14 +236,18 @@ def _brief(error: Exception) -> str:
 
 def _regex(pattern: str, param: str) -> str:
     if len(pattern) > MAX_REGEX_CHARS:
-        raise InvalidRequest(f"{param} has {len(pattern)} characters, over {MAX_REGEX_CHARS}", param=param)
+        raise InvalidRequest(
+            f"{param} has {len(pattern)} characters; the limit is {MAX_REGEX_CHARS}", param=param
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Compiling finds hardly more, and takes milliseconds for each wide class like [^a]: seconds in all.
+            # Only parsed: compiling finds few more errors and takes milliseconds per wide class such as [^a].
             parse_regex(pattern)
     except (re.error, RecursionError, OverflowError, ValueError) as error:
-        raise InvalidRequest(f"{param} is not a regular expression: {_brief(error)}", param=param) from error
+        raise InvalidRequest(
+            f"{param} is not a valid regular expression: {_brief(error)}", param=param
+        ) from error
     return pattern
 
 
@@ -249,7 +255,9 @@ def _ebnf(text: str, param: str) -> str:
     if not text.strip():
         raise InvalidRequest(f"{param} is empty", param=param)
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{param} has {len(text)} characters, over {MAX_GRAMMAR_CHARS}", param=param)
+        raise InvalidRequest(
+            f"{param} has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param=param
+        )
     return text
 
 
@@ -262,9 +270,11 @@ def _structural_tag(value: str | StructuralTagFormat, param: str) -> str:
         try:
             value = _tag_decoder.decode(value)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"{param} is not a structural tag: {_brief(error)}", param=param) from error
+            raise InvalidRequest(
+                f"{param} is not a valid structural tag: {_brief(error)}", param=param
+            ) from error
     if (value.format is None) == (value.structures is None):
-        raise InvalidRequest(f"{param} must have either format or structures with triggers", param=param)
+        raise InvalidRequest(f"{param} requires either format or structures with triggers", param=param)
     if value.format is not None:
         check_nesting(value.format, f"{param}.format")
         if not isinstance(value.format.get("type"), str):
@@ -272,7 +282,7 @@ def _structural_tag(value: str | StructuralTagFormat, param: str) -> str:
     _check_structures(value, param)
     text = _encode(value)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"{param} has {len(text)} bytes, over {MAX_SCHEMA_BYTES}", param=param)
+        raise InvalidRequest(f"{param} has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES}", param=param)
     return text.decode()
 
 
@@ -283,7 +293,7 @@ def _check_structures(value: StructuralTagFormat, param: str) -> None:
         where = f"{param}.structures[{index}]"
         num_schemas += check_schema(structure.schema, f"{where}.schema")
         if num_schemas > MAX_SUBSCHEMAS:
-            raise InvalidRequest(f"{param} has more than {MAX_SUBSCHEMAS} schemas in all", param=param)
+            raise InvalidRequest(f"{param} has more than {MAX_SUBSCHEMAS} schemas in total", param=param)
         if not structure.begin.startswith(triggers):
             raise InvalidRequest(
                 f"{where}.begin is {structure.begin[:80]!r}; it must start with one of the triggers",

@@ -1,14 +1,14 @@
-"""Request headers, together with `nvext`, as values: who asks, how urgent it is, how long it may take.
+"""Request headers combined with `nvext`: tenant, session, priority, deadline, routing hints.
 
-Owns the names of the headers and their meaning. Each header has a name of ours, `x-kvolt-NAME`, and where
-Dynamo has it too, `x-dynamo-NAME`; of several, the first in its list below is read.
+Each header has the name `x-kvolt-NAME`, and `x-dynamo-NAME` if Dynamo has it too; the first one present in its list
+below is used.
 
-A header beats the body. Headers are what a gateway sets for clients that it does not trust with their own
-priority or tenant, and a client must not undo that from inside; Dynamo's order is the same. A tenant and a
-salt of the body do not compete: both go into the salt, so a client can part its tenant's cache further but
-never reach another tenant's.
+A header overrides the body. Headers are set by a gateway for clients that may not choose their own priority or
+tenant, and a client must not be able to override them in the body. Dynamo has the same precedence. Tenant and the
+body's salt are combined into one salt: a client can partition its tenant's cache further, but never reach another
+tenant's.
 
-`x-dynamo-meta-*`, parent sessions and the end of a session are information that nothing here reads yet.
+`x-dynamo-meta-*`, parent sessions and the end of a session are not used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SESSION: tuple[tuple[str, str | None], ...] = (
     ("thread-id", None),  # Codex
     ("x-session-id", None),  # OpenCode, Ray, AIBrix
 )
-"""A conversation's header and, where an agent has sub-agents, the one that names the sub-agent's own."""
+"""Header of a conversation, and the header of the sub-agent's own id for agents with sub-agents."""
 
 WORKER = ("x-kvolt-worker-instance-id", "x-dynamo-worker-instance-id", "x-worker-instance-id")
 PREFILL_WORKER = ("x-kvolt-prefill-instance-id", "x-dynamo-prefill-instance-id", "x-prefill-instance-id")
@@ -57,14 +57,14 @@ ALLOWED = ("x-kvolt-allowed-instance-ids",)
 REQUIRED_TAINTS = ("x-kvolt-required-taints",)
 QUERY_ONLY = ("x-kvolt-query-only",)
 
-DEMANDS: dict[str, tuple[str, ...]] = {
+UNSUPPORTED_HEADERS: dict[str, tuple[str, ...]] = {
     "nvext.prefill_dp_rank": ("x-kvolt-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank"),
     "nvext.agent_hints.strict_priority": (
         "x-kvolt-request-strict-priority",
         "x-dynamo-request-strict-priority",
     ),
 }
-"""Headers that say the same, a whole number, as a field of `nvext` for which there is no mechanism yet."""
+"""Headers with the same meaning as an unsupported field of `nvext`; whole numbers."""
 
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -80,12 +80,12 @@ _JSON = re.compile(
 
 
 class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
-    """What headers and `nvext` say of one request."""
+    """Values of one request's headers and `nvext`."""
 
     request_id: str | None = None
-    """The client's own; None when it sent none, or one that is not 1 to 128 visible ASCII characters."""
+    """Id sent by the client; None if it is missing or not 1 to 128 visible ASCII characters."""
     traceparent: str | None = None
-    """As sent; `logs.bind` judges it."""
+    """As sent; validated by `logs.bind`."""
     routing: RoutingHints = RoutingHints()
     salt: str | None = None
     annotations: tuple[str, ...] = ()
@@ -93,19 +93,19 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     token_data: tuple[int, ...] | None = None
     use_raw_prompt: bool = False
     deadline_s: float | None = None
-    """Time for the whole answer, counted from now."""
+    """Time limit of the whole response from now."""
     timing: bool = False
-    """Whether response headers shall say where the time went."""
+    """Whether to return timing headers."""
 
 
 NO_HINTS = RequestHints()
-"""What most requests say; shared, since it is immutable."""
+"""Hints of most requests; shared because it is immutable."""
 
 
 def _names() -> Iterable[str]:
     own = (REQUEST_ID, TENANT, PRIORITY, TIMEOUT_MS, TIMING, TRACEPARENT)
     routing = (WORKER, PREFILL_WORKER, DP_RANK, ALLOWED, REQUIRED_TAINTS, QUERY_ONLY)
-    for group in (*own, *routing, *DEMANDS.values()):
+    for group in (*own, *routing, *UNSUPPORTED_HEADERS.values()):
         yield from group
     for root, child in SESSION:
         yield root
@@ -114,20 +114,21 @@ def _names() -> Iterable[str]:
 
 
 NAMES = frozenset(_names())
-"""Every header that is read here."""
+"""All headers that are read here."""
 
 
-def hints(
+def parse_hints(
     headers: Mapping[str, str], nvext: NvExt | None, body_salt: str | None, priority: int | None
 ) -> RequestHints:
-    """`body_salt` and `priority` are the body's root-level fields. InvalidRequest names a bad header."""
+    """Combine headers and body; `body_salt` and `priority` are root-level fields. Raises InvalidRequest for a bad
+    header."""
     if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
         return NO_HINTS
     if nvext is None:
         nvext = _NO_NVEXT
     else:
         check_nvext(nvext)
-    _refuse_demands(headers)
+    _refuse_unsupported(headers)
     tenant = _name(headers, TENANT)
     request_id = _first(headers, REQUEST_ID)[1]
     return RequestHints(
@@ -145,7 +146,7 @@ def hints(
 
 
 def check_json(headers: Mapping[str, str]) -> None:
-    """UnsupportedMediaType for a body that says it is something else than JSON; silence is taken as JSON."""
+    """Raise UnsupportedMediaType unless the body is declared as JSON; a missing content type counts as JSON."""
     content_type = headers.get("content-type", "application/json")
     if content_type != "application/json" and not _JSON.fullmatch(content_type.strip()):
         raise UnsupportedMediaType(
@@ -185,34 +186,36 @@ def _routing(
         preferred_taints=constraints.preferred_taints or {},
         expected_output_tokens=agent.osl if agent is not None else None,
         weights=_weights(override),
-        temperature=_either(override.temperature, override.router_temperature),
-        query_only=_flag(headers, QUERY_ONLY) or _asks_only(nvext),
+        temperature=_first_set(override.temperature, override.router_temperature),
+        query_only=_flag(headers, QUERY_ONLY) or _is_query_only(nvext),
     )
     return _NO_ROUTING if hints == _NO_ROUTING else hints
 
 
 def _pins(headers: Mapping[str, str], nvext: NvExt) -> dict[Role, InstanceId]:
-    """Who answers and who computes the prompt for it are pinned each by itself."""
-    answers = _either(_name(headers, WORKER), _either(nvext.backend_instance_id, nvext.decode_worker_id))
-    prefill = _either(_name(headers, PREFILL_WORKER), nvext.prefill_worker_id)
+    """Pinned workers by role."""
+    answers = _first_set(
+        _name(headers, WORKER), _first_set(nvext.backend_instance_id, nvext.decode_worker_id)
+    )
+    prefill = _first_set(_name(headers, PREFILL_WORKER), nvext.prefill_worker_id)
     named = {Role.AGGREGATED: answers, Role.DECODE: answers, Role.PREFILL: prefill}
     return {role: InstanceId(str(each)) for role, each in named.items() if each is not None}
 
 
 def _priority(headers: Mapping[str, str], nvext: NvExt, of_body: int | None) -> int:
     agent = nvext.agent_hints
-    wanted = _integer(headers, PRIORITY, -(2**31), 2**31 - 1)
-    if wanted is None and agent is not None:
-        wanted = agent.priority
-    if wanted is None:
-        wanted = of_body
-    if wanted is None and agent is not None and agent.latency_sensitivity is not None:
-        wanted = int(agent.latency_sensitivity)
-    return wanted or 0
+    priority_value = _integer(headers, PRIORITY, -(2**31), 2**31 - 1)
+    if priority_value is None and agent is not None:
+        priority_value = agent.priority
+    if priority_value is None:
+        priority_value = of_body
+    if priority_value is None and agent is not None and agent.latency_sensitivity is not None:
+        priority_value = int(agent.latency_sensitivity)
+    return priority_value or 0
 
 
 def _dp_rank(headers: Mapping[str, str], nvext: NvExt) -> int | None:
-    rank = _either(_integer(headers, DP_RANK, 0, UNSET_RANK), nvext.dp_rank)
+    rank = _first_set(_integer(headers, DP_RANK, 0, UNSET_RANK), nvext.dp_rank)
     return None if rank == UNSET_RANK else rank
 
 
@@ -224,31 +227,31 @@ def _allowed(headers: Mapping[str, str], override: RouterOverrides) -> tuple[Ins
 
 
 def _weights(override: RouterOverrides) -> dict[str, float]:
-    told = {
-        "overlap": _either(override.overlap_weight, override.overlap_score_weight),
+    weights_by_name = {
+        "overlap": _first_set(override.overlap_weight, override.overlap_score_weight),
         "room": override.room_weight,
         "affinity": override.affinity_weight,
     }
-    return {name: weight for name, weight in told.items() if weight is not None}
+    return {name: weight for name, weight in weights_by_name.items() if weight is not None}
 
 
-def _asks_only(nvext: NvExt) -> bool:
+def _is_query_only(nvext: NvExt) -> bool:
     return any(name.partition(":")[0] == "query_instance_id" for name in nvext.annotations or ())
 
 
-def _either(first: T | None, second: T | None) -> T | None:
+def _first_set(first: T | None, second: T | None) -> T | None:
     return second if first is None else first
 
 
-def _refuse_demands(headers: Mapping[str, str]) -> None:
-    for field, names in DEMANDS.items():
+def _refuse_unsupported(headers: Mapping[str, str]) -> None:
+    for field, names in UNSUPPORTED_HEADERS.items():
         name, text = _first(headers, names)
         if text is not None:
             refuse_not_yet(field, _to_integer(name, text, 0, 2**32 - 1), param=name)
 
 
 def _salt(tenant: str | None, salt: str | None) -> str | None:
-    # A line break can stand in neither, so that no salt of a body is ever equal to one of a tenant.
+    # Neither may contain a line break, so a salt from a body never equals a tenant's.
     return salt or None if tenant is None else f"{tenant}\n{salt or ''}"
 
 
@@ -256,7 +259,7 @@ def _body_salt(nvext_salt: str | None, root_salt: str | None) -> str | None:
     salt, param = (nvext_salt, "nvext.cache_salt") if nvext_salt else (root_salt, "cache_salt")
     if salt and (len(salt) > MAX_SALT_CHARS or not _SALT.fullmatch(salt)):
         raise InvalidRequest(
-            f"{param} must be at most {MAX_SALT_CHARS} characters, none of them a control character",
+            f"{param} must be at most {MAX_SALT_CHARS} characters without control characters",
             param=param,
         )
     return salt
@@ -280,7 +283,7 @@ def _flag(headers: Mapping[str, str], names: tuple[str, ...]) -> bool:
     if text is None:
         return False
     if text not in FLAGS:
-        raise _bad(name, text, " or ".join(FLAGS))
+        raise _header_error(name, text, " or ".join(FLAGS))
     return FLAGS[text]
 
 
@@ -302,19 +305,19 @@ def _integer(headers: Mapping[str, str], names: tuple[str, ...], low: int, high:
 
 
 def _list_of(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Names with commas between; None where the header is not there."""
+    """Comma-separated names; None without the header."""
     name, text = _first(headers, names)
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > MAX_LISTED or not all(map(_NAME.fullmatch, parts)):
-        raise _bad(name, text, f"1 to {MAX_LISTED} names with commas between, without spaces in them")
+        raise _header_error(name, text, f"1 to {MAX_LISTED} comma-separated names without spaces")
     return tuple(dict.fromkeys(parts))
 
 
 def _to_name(name: str, text: str) -> str:
     if not _NAME.fullmatch(text):
-        raise _bad(name, text, f"1 to {MAX_NAME_CHARS} visible ASCII characters, without spaces, once")
+        raise _header_error(name, text, f"1 to {MAX_NAME_CHARS} visible ASCII characters without spaces")
     return text
 
 
@@ -324,9 +327,9 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 def _to_integer(name: str, text: str, low: int, high: int) -> int:
     value = int(text) if _INTEGER.fullmatch(text) else None
     if value is None or not low <= value <= high:
-        raise _bad(name, text, f"a whole number from {low} to {high}")
+        raise _header_error(name, text, f"a whole number from {low} to {high}")
     return value
 
 
-def _bad(name: str, text: str, right: str) -> InvalidRequest:
-    return InvalidRequest(f"the header {name} is {text[:100]!r}; it must be {right}", param=name)
+def _header_error(name: str, text: str, expected: str) -> InvalidRequest:
+    return InvalidRequest(f"the header {name} is {text[:100]!r}; it must be {expected}", param=name)

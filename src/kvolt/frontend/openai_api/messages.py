@@ -1,4 +1,4 @@
-"""The messages of a chat as clients send them, and as a chat template takes them."""
+"""Chat messages as sent by clients, and their conversion for chat templates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, Unsupported
-from kvolt.frontend.openai_api.nesting import nests_deeper
-from kvolt.frontend.openai_api.structure import check_texts
+from kvolt.frontend.openai_api.structure import check_texts, nests_deeper
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -22,7 +21,7 @@ class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
-    """Media parts are recognised, not read: nothing here can look at them yet."""
+    """Media parts are recognized but not supported."""
 
 
 class InputAudioPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_audio"):
@@ -48,11 +47,11 @@ Content = str | Annotated[list[Part], Meta(max_length=4096)]
 class CalledFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     arguments: str = ""
-    """JSON text, or whatever a model once wrote in its place."""
+    """JSON text; invalid text that a model produced earlier is accepted."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an assistant made earlier in the chat."""
+    """A tool call of an earlier assistant message."""
 
     id: str | None = None
     type: str = "function"
@@ -79,10 +78,10 @@ class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=1024)] | None = None
     function_call: CalledFunction | None = None
-    """The old form of a single tool call."""
+    """Legacy form of a single tool call."""
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of `reasoning_content`."""
+    """Alias of `reasoning_content`."""
     refusal: str | None = None
 
 
@@ -92,7 +91,7 @@ class ToolMessage(_Message, frozen=True, kw_only=True, tag="tool"):
 
 
 class FunctionMessage(_Message, frozen=True, kw_only=True, tag="function"):
-    """The old form of a tool message."""
+    """Legacy form of a tool message."""
 
     content: Content | None
     name: Annotated[str, Meta(min_length=1)]
@@ -110,12 +109,12 @@ def check_messages(messages: Sequence[Message]) -> None:
         if isinstance(content, list):
             _check_parts(content, f"messages[{index}].content")
         elif content is None and isinstance(message, AssistantMessage):
-            _check_silent(message, f"messages[{index}].content")
+            _check_has_content(message, f"messages[{index}].content")
         if isinstance(message, AssistantMessage):
             arguments += [call.function.arguments for call in message.tool_calls or ()]
             if message.function_call is not None:
                 arguments.append(message.function_call.arguments)
-    check_texts(arguments, "the arguments of tool calls have", "messages")
+    check_texts(arguments, "tool call arguments have", "messages")
 
 
 def _check_parts(parts: list[Part], param: str) -> None:
@@ -123,22 +122,22 @@ def _check_parts(parts: list[Part], param: str) -> None:
         if not isinstance(part, TextPart | RefusalPart):
             kind = part.__struct_config__.tag
             raise Unsupported(
-                f"{param}[{index}] is a part of type {kind}; only text is supported yet",
+                f"{param}[{index}] is a part of type {kind}; only text is supported",
                 feature="media",
                 param=f"{param}[{index}]",
             )
 
 
-def _check_silent(message: AssistantMessage, param: str) -> None:
-    said = (message.tool_calls, message.function_call, message.refusal, message.reasoning_content)
-    if not any(said) and message.reasoning is None:
-        raise InvalidRequest(f"{param} is required in an assistant message without tool_calls", param=param)
+def _check_has_content(message: AssistantMessage, param: str) -> None:
+    other_contents = (message.tool_calls, message.function_call, message.refusal, message.reasoning_content)
+    if not any(other_contents) and message.reasoning is None:
+        raise InvalidRequest(f"{param} is required in an assistant message without tool calls", param=param)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As dicts for a chat template, which knows by itself what it makes of the developer's role.
+    """Messages as dicts for a chat template, which handles the developer role itself.
 
-    Old-style function calls become tool calls: most templates drop what they do not know without a word.
+    Legacy function calls become tool calls: most templates silently drop unknown fields.
     """
     return [_template_message(message) for message in messages]
 
@@ -163,7 +162,7 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 def _template_content(content: list[Part] | None) -> str | list[dict[str, str]]:
     if content is None:
-        return ""  # templates print null as the word None
+        return ""  # templates print null as "None"
     parts = []
     for part in content:
         text = part.text if isinstance(part, TextPart) else getattr(part, "refusal", "")
@@ -193,9 +192,9 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates print arguments as JSON, so a string would come out quoted twice.
+    """Parse the arguments, because templates print them as JSON and would quote a string twice.
 
-    What is not a JSON object stays as it is: a chat must not end because a model once wrote bad JSON.
+    Text that is not a JSON object is kept: a chat must not fail because a model once produced invalid JSON.
     """
     if not text:
         return {}

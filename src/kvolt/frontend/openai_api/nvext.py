@@ -1,11 +1,10 @@
-"""`nvext`: the request extension that Dynamo's clients send, and which parts of it work here.
+"""`nvext`: the request extension of Dynamo, and which parts of it are supported.
 
-Owns the fields, their bounds and their vocabularies. What they mean for one request, together with
-headers, is `headers`' business.
+Defines the fields, their limits and vocabularies; `headers` combines them with headers.
 
-Three things can be wrong with a name: it is unknown (400, with the known ones), it is known but kvolt has
-no mechanism for it yet (501, see `NOT_YET`), or its value is out of bounds (400). A demand that cannot be
-met is refused; what a caller merely knows (a preference, an expected length, a timestamp) never is.
+An unknown name is a 400 that lists the known ones; a known name that kvolt does not support is a 501 (see `NOT_YET`);
+a value out of range is a 400. Requirements that cannot be met are rejected; hints (a preference, an expected length,
+a timestamp) never are.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from msgspec import Meta
 from kvolt.core.errors import InvalidRequest, Unsupported
 
 ANNOTATIONS = ("request_id", "formatted_prompt", "token_ids", "query_instance_id")
-"""What a stream can tell beside its chunks, each as an event of that name."""
+"""Events that a stream can contain besides its chunks, by name."""
 
 EXTRA_FIELDS = (
     "worker_id",
@@ -30,31 +29,31 @@ EXTRA_FIELDS = (
     "routed_experts",
     "engine_data",
 )
-"""What the `nvext` object of a response can hold."""
+"""Fields that the `nvext` object of a response can contain."""
 
-_NO_TARGETS = "no router here aims at latency targets per request"
+_NO_TARGETS = "no router supports latency targets per request"
 
 NOT_YET: dict[str, str] = {
-    "nvext.prefill_dp_rank": "a data-parallel rank can be named of the worker that answers",
+    "nvext.prefill_dp_rank": "a data-parallel rank can only be specified for the decode worker",
     "nvext.router.ttft_target": _NO_TARGETS,
     "nvext.router.itl_target": _NO_TARGETS,
-    "nvext.agent_hints.strict_priority": "queue tiers need the router's queue",
-    "nvext.agent_hints.speculative_prefill": "prefilling the next turn ahead needs the router",
-    "nvext.max_thinking_tokens": "no engine here can end its reasoning at a given length",
-    "nvext.metadata_upload": "nothing here uploads what an engine recorded",
-    "nvext.extra_fields.routed_experts": "no engine here reports its expert choices",
-    "nvext.extra_fields.engine_data": "no engine here sends data of its own",
+    "nvext.agent_hints.strict_priority": "the router has no strict queue tiers",
+    "nvext.agent_hints.speculative_prefill": "the router does not prefill ahead",
+    "nvext.max_thinking_tokens": "no engine can limit the reasoning length",
+    "nvext.metadata_upload": "engine metadata is not uploaded",
+    "nvext.extra_fields.routed_experts": "no engine reports its expert selection",
+    "nvext.extra_fields.engine_data": "no engine reports data of its own",
 }
-"""Known, but answered with 501: the field as a client would write it, and why."""
+"""Fields answered with 501: the field as written by a client, and the reason."""
 
 UNSET_RANK = 2**32 - 1
-"""Dynamo's endpoint picker sends this rank when it means none."""
+"""Dynamo's endpoint picker sends this rank for none."""
 
 _NEUTRAL: dict[str, int] = {
     "nvext.agent_hints.strict_priority": 0,
     "nvext.prefill_dp_rank": UNSET_RANK,
 }
-"""Values that ask for nothing."""
+"""Values that have no effect."""
 
 _U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -65,7 +64,7 @@ _TaintWeight = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 SALT_PATTERN = r"^[^\u0000-\u001f]*$"
-"""No control characters: the line break is what parts a tenant from a salt (see `headers`)."""
+"""No control characters: a line break separates tenant and salt (see `headers`)."""
 MAX_SALT_CHARS = 1024
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS, pattern=SALT_PATTERN)]
 
@@ -74,20 +73,20 @@ _ExtraField = Annotated[str, Meta(max_length=64, extra_json_schema={"enum": list
 
 
 class AgentHints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an agent knows of its request."""
+    """Hints of an agent about its request."""
 
     priority: _I32 | None = None
-    """Higher is sooner."""
+    """A higher priority is served earlier."""
     strict_priority: _U32 | None = None
     osl: _U32 | None = None
     """Expected output length in tokens."""
     speculative_prefill: bool | None = None
     latency_sensitivity: Annotated[float, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """The old name of `priority`, used when that one is absent."""
+    """Legacy name of `priority`, used if that is absent."""
 
 
 class RoutingConstraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which workers may, or should rather, take the request."""
+    """Required and preferred taints of the worker."""
 
     required_taints: Annotated[tuple[_Taint, ...], Meta(max_length=32)] | None = None
     preferred_taints: Annotated[dict[_Taint, _TaintWeight], Meta(max_length=32)] | None = None
@@ -95,38 +94,38 @@ class RoutingConstraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class RouterOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the router shall decide about this request. Names with `target`, `router_` or `score` are Dynamo's."""
+    """Router settings for this request. Names with `target`, `router_` or `score` are Dynamo's."""
 
     ttft_target: _TargetMs | None = None
-    """In milliseconds, and so is the next."""
+    """Milliseconds, like `itl_target`."""
     itl_target: _TargetMs | None = None
     temperature: _Weight | None = None
-    """0 takes the least costly worker, more others too."""
+    """0 selects the worker with the lowest cost; higher values randomize the selection."""
     router_temperature: _Weight | None = None
-    """The same."""
+    """Alias of `temperature`."""
     overlap_weight: _Weight | None = None
-    """Of the policy `classic`: what a block to compute counts beside a block in use."""
+    """Policy `classic`: weight of a block to prefill relative to a block in use."""
     overlap_score_weight: _Weight | None = None
-    """The same."""
+    """Alias of `overlap_weight`."""
     room_weight: _Weight | None = None
-    """Of the policy `latency`: what a second counts of waiting for room in a worker's cache."""
+    """Policy `latency`: weight of a second spent waiting for free KV blocks."""
     affinity_weight: _Weight | None = None
-    """Seconds (`latency`) or blocks (`classic`) by which the worker that served the session last is favoured."""
+    """Bonus for the worker that last served the session, in seconds (`latency`) or blocks (`classic`)."""
     allowed_worker_ids: Annotated[tuple[_InstanceId, ...], Meta(min_length=1, max_length=1024)] | None = None
-    """No other worker may take it."""
+    """Only these workers may serve the request."""
 
 
 class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Dynamo's request extension."""
 
     greed_sampling: bool | None = None
-    """Take the most likely token each time, whatever else the request says."""
+    """Greedy sampling, whatever else the request specifies."""
     use_raw_prompt: bool | None = None
-    """Leave the chat template out."""
+    """Do not apply the chat template."""
     annotations: Annotated[tuple[_Annotation, ...], Meta(max_length=16)] | None = None
     extra_fields: Annotated[tuple[_ExtraField, ...], Meta(max_length=16)] | None = None
     token_data: Annotated[tuple[_U32, ...], Meta(min_length=1)] | None = None
-    """The prompt as token ids; takes the place of the text."""
+    """Prompt as token ids; replaces the text."""
     cache_salt: Salt | None = None
     agent_hints: AgentHints | None = None
     request_timestamp_ms: Annotated[float, Meta(ge=0)] | None = None
@@ -134,47 +133,47 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     router: RouterOverrides | None = None
     max_thinking_tokens: _U32 | None = None
     backend_instance_id: _InstanceId | None = None
-    """The only worker that may take it."""
+    """The only worker that may serve the request."""
     prefill_worker_id: _InstanceId | None = None
-    """The only worker that may compute its prompt for the one that answers."""
+    """The only prefill worker that may compute the prompt."""
     decode_worker_id: _InstanceId | None = None
-    """The same as `backend_instance_id`, which goes before it."""
+    """Alias of `backend_instance_id`, which takes precedence."""
     dp_rank: _U32 | None = None
-    """The only data-parallel rank that may take it."""
+    """The only data-parallel rank that may serve the request."""
     prefill_dp_rank: _U32 | None = None
     metadata_upload: dict[str, Any] | None = None
 
 
 def check_nvext(nvext: NvExt) -> None:
-    """InvalidRequest for a name outside its vocabulary, Unsupported for one of `NOT_YET`."""
+    """Raise InvalidRequest for an unknown name, Unsupported for one of `NOT_YET`."""
     if nvext.annotations:
         _check_names(nvext.annotations, ANNOTATIONS, "nvext.annotations")
     if nvext.extra_fields:
         _check_names(nvext.extra_fields, EXTRA_FIELDS, "nvext.extra_fields")
-    for field, value in _asked(nvext, "nvext"):
+    for field, value in _fields_with_effect(nvext, "nvext"):
         refuse_not_yet(field, value, param=field)
 
 
 def refuse_not_yet(field: str, value: object, param: str) -> None:
-    """Unsupported when `field` stands in `NOT_YET` and `value` asks for something."""
+    """Raise Unsupported if `field` is in `NOT_YET` and `value` has an effect."""
     if field in NOT_YET and value != _NEUTRAL.get(field):
-        raise Unsupported(f"{param} is not supported yet: {NOT_YET[field]}", feature=field, param=param)
+        raise Unsupported(f"{param} is not supported: {NOT_YET[field]}", feature=field, param=param)
 
 
 def _check_names(names: tuple[str, ...], known: tuple[str, ...], param: str) -> None:
     for name in names:
         if name.partition(":")[0] not in known:
             served = ", ".join(item for item in known if f"{param}.{item}" not in NOT_YET)
-            raise InvalidRequest(f"{param} does not know {name!r}; it knows {served}", param=param)
+            raise InvalidRequest(f"{param}: unknown value {name!r}; known: {served}", param=param)
 
 
-def _asked(struct: msgspec.Struct, prefix: str) -> Iterator[tuple[str, object]]:
-    """Every field that asks for something, by its full name; of a list of names, each name."""
+def _fields_with_effect(struct: msgspec.Struct, prefix: str) -> Iterator[tuple[str, object]]:
+    """All fields with an effect, by full name; of a list of names, each name."""
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
         field = f"{prefix}.{name}"
         if isinstance(value, msgspec.Struct):
-            yield from _asked(value, field)
+            yield from _fields_with_effect(value, field)
         elif name in ("annotations", "extra_fields"):
             yield from ((f"{field}.{item.partition(':')[0]}", item) for item in value or ())
         elif value is not None and value is not False and value != ():

@@ -1,8 +1,8 @@
-"""A prompt as vectors, as vLLM's clients send it: base64 of a tensor as `torch.save` writes it, with a row for a token.
+"""Prompt embeddings as sent by vLLM's clients: base64 of a tensor written by `torch.save`, one row per token.
 
-A frontend has no torch and passes the text on. What it must know is how many tokens the prompt counts for, so the
-tensor's shape is read here: out of the pickle that lies in the file, of which no instruction is carried out. Anything
-but one plain tensor is refused, and so is a file that unpacks to more than it is: whoever loads it later is spared.
+The frontend has no torch and passes the text on. It needs the number of prompt tokens, so it reads the shape from the
+pickle in the file without executing any of its instructions. Anything but one plain tensor is rejected, and so is a
+file that would unpack to more than its size, which protects the worker that loads it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from kvolt.core.errors import InvalidRequest
 
 PARAM = "prompt_embeds"
-_MOST_MEMBERS = 64
-_MOST_PICKLE_BYTES = 4096
-"""That of one tensor has some hundred."""
+_MAX_MEMBERS = 64
+_MAX_PICKLE_BYTES = 4096
+"""The pickle of a single tensor has some hundred bytes."""
 _MEMBER = b"PK\x01\x02"
-"""How an entry begins in a zip file's directory."""
+"""Signature of an entry in a zip file's directory."""
 _TENSOR = "torch._utils _rebuild_tensor_v2"
 _VALUE_BYTES = {
     "torch FloatStorage": 4,
@@ -31,10 +31,10 @@ _VALUE_BYTES = {
     "torch BFloat16Storage": 2,
     "torch DoubleStorage": 8,
 }
-"""By what a pickle calls the memory of a tensor."""
+"""Bytes per value by the pickle name of a tensor's storage."""
 _HOOKS = "collections OrderedDict"
 _MARK = object()
-_NO_ZIP = (
+_INVALID_FILE = (
     zipfile.BadZipFile,
     struct.error,
     NotImplementedError,
@@ -45,24 +45,24 @@ _NO_ZIP = (
     LookupError,
     ValueError,
 )
-"""What the standard library raises where a file is none, or is broken."""
+"""Exceptions of the standard library for an invalid or corrupt file."""
 _VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class PromptEmbeds(NamedTuple):
-    """One prompt's."""
+    """Embeddings of one prompt."""
 
     text: str
-    """As it came."""
+    """The base64 text as received."""
     num_rows: int
-    """What the file says: a worker sees whether that is true."""
+    """Number of rows according to the file; the worker verifies it."""
     digest: str
-    """Equal for equal vectors: two such prompts have nothing else to be told apart by."""
+    """Equal for equal embeddings, which have no token ids to distinguish them."""
 
 
 class _Tensor(NamedTuple):
-    """As a pickle says how to make one."""
+    """A tensor's constructor arguments in the pickle."""
 
     storage: Any
     start: Any
@@ -70,28 +70,28 @@ class _Tensor(NamedTuple):
 
 
 def read_embeds(text: str) -> PromptEmbeds:
-    """InvalidRequest for what is no such tensor. As long as its text is: of long ones beside the loop."""
+    """Decode and validate embeddings; raises InvalidRequest. Takes time proportional to the text."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise _refusal(f"it is no base64 ({error})") from error
+        raise _refusal(f"invalid base64 ({error})") from error
     shape = _shape(_pickle(data), len(data))
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != 2:
-        raise _refusal(f"it has the shape {shape}; wanted are rows of one length, one for each token")
+        raise _refusal(f"the shape is {shape}; expected two dimensions, one row per token")
     return PromptEmbeds(text, shape[0], hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
-def _refusal(why: str) -> InvalidRequest:
+def _refusal(reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"prompt_embeds must be base64 of one dense tensor as torch.save writes it: {why}", param=PARAM
+        f"prompt_embeds must be base64 of one dense tensor written by torch.save: {reason}", param=PARAM
     )
 
 
 def _pickle(data: bytes) -> bytes:
-    """What says how the tensor is made, out of torch's zip file."""
-    if data.count(_MEMBER) > _MOST_MEMBERS:
+    """Extract the pickle that describes the tensor from torch's zip file."""
+    if data.count(_MEMBER) > _MAX_MEMBERS:
         raise _refusal("the file has too many members")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -100,17 +100,17 @@ def _pickle(data: bytes) -> bytes:
                 raise _refusal("the file is compressed")
             if sum(each.file_size for each in members) > len(data):
                 raise _refusal("the file's members are larger than the file")
-            found = [each for each in members if each.filename.endswith("/data.pkl")]
-            if len(found) != 1 or found[0].file_size > _MOST_PICKLE_BYTES:
-                raise _refusal("it holds no tensor, or more than one")
-            return file.read(found[0])
-    except _NO_ZIP as error:
-        raise _refusal(f"it is no such file ({error})") from error
+            pickles = [each for each in members if each.filename.endswith("/data.pkl")]
+            if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
+                raise _refusal("the file must contain exactly one tensor")
+            return file.read(pickles[0])
+    except _INVALID_FILE as error:
+        raise _refusal(f"invalid file ({error})") from error
 
 
 def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
-    """Of a tensor whose values are all there, in a file of so many bytes: rows that are one row many times over in it
-    would be many in a worker. The pickle is followed by hand, with names in the place of what they name."""
+    """Shape of the tensor, whose values must all be in the file of `num_bytes` bytes: a row repeated by strides would
+    expand in the worker. The pickle is interpreted here, with names in place of the objects that they name."""
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
     try:
@@ -127,11 +127,11 @@ def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
             elif name in ("BINGET", "LONG_BINGET"):
                 stack.append(memo[argument])
             else:
-                _follow(stack, name, argument)
-        [made] = stack
-        if not isinstance(made, _Tensor):
-            raise ValueError("something else")
-        return _checked(made, num_bytes)
+                _execute(stack, name, argument)
+        [tensor] = stack
+        if not isinstance(tensor, _Tensor):
+            raise ValueError("not a tensor")
+        return _checked(tensor, num_bytes)
     except InvalidRequest:
         raise
     except (
@@ -140,26 +140,26 @@ def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
         LookupError,
         OverflowError,
         Warning,
-    ) as error:  # of an escape, where these are errors
-        raise _refusal("its pickle makes no tensor") from error
+    ) as error:  # Warning: invalid escapes, where warnings are errors
+        raise _refusal("the pickle does not contain a tensor") from error
 
 
 def _checked(tensor: _Tensor, num_bytes: int) -> tuple[int, ...]:
-    """Its shape. TypeError or ValueError where it is none."""
+    """Validate the tensor and return its shape; raises TypeError or ValueError if it is malformed."""
     (_, kind, _, _, num_values), start, shape = tensor
     if not all(type(each) is int for each in (start, num_values, *shape)):
-        raise ValueError("no numbers")
+        raise ValueError("not integers")
     if kind not in _VALUE_BYTES:
-        raise _refusal(f"it holds no floats ({str(kind)[:80]})")
+        raise _refusal(f"the values are not floats ({str(kind)[:80]})")
     if not shape or min(shape) < 1:
-        raise _refusal("it is empty")
+        raise _refusal("the tensor is empty")
     num_needed = start + math.prod(shape)
     if start < 0 or not num_needed <= num_values <= num_bytes // _VALUE_BYTES[kind]:
-        raise _refusal("it has less in it than its shape says: save what .contiguous() gives")
+        raise _refusal("the file has fewer values than the shape: save the result of .contiguous()")
     return tuple(shape)
 
 
-def _follow(stack: list[Any], name: str, argument: Any) -> None:
+def _execute(stack: list[Any], name: str, argument: Any) -> None:
     if name in _VALUES:
         stack.append(argument)
     elif name in ("NEWTRUE", "NEWFALSE"):
@@ -173,22 +173,22 @@ def _follow(stack: list[Any], name: str, argument: Any) -> None:
         start = len(stack) - _TUPLES[name] if name in _TUPLES else _last_mark(stack)
         items = tuple(each for each in stack[start:] if each is not _MARK)
         if any(type(each) is tuple and any(type(inner) is tuple for inner in each) for each in items):
-            raise _refusal("its pickle makes no tensor")  # nor anything else, which may be without end
+            raise _refusal("the pickle does not contain a tensor")  # nested tuples could grow without limit
         stack[start:] = [items]
     elif name == "BINPERSID":
-        pass  # what names a tensor's memory stands for it
+        pass  # the storage's name stands for the storage
     elif name == "REDUCE":
-        given, maker = stack.pop(), stack.pop()
+        arguments, maker = stack.pop(), stack.pop()
         if maker == _TENSOR:
-            stack.append(_Tensor(*given[:3]))
-        elif maker == _HOOKS and given == ():
+            stack.append(_Tensor(*arguments[:3]))
+        elif maker == _HOOKS and arguments == ():
             stack.append("hooks")
         else:
             raise _refusal(
-                f"its pickle asks for {maker[:80] if isinstance(maker, str) else 'something else'!r}"
+                f"the pickle calls {maker[:80] if isinstance(maker, str) else 'an unknown object'!r}"
             )
     else:
-        raise _refusal(f"its pickle has {name}")
+        raise _refusal(f"the pickle contains {name}")
 
 
 def _last_mark(stack: list[Any]) -> int:

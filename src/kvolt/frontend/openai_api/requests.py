@@ -1,8 +1,7 @@
-"""The requests of the OpenAI endpoints and of /tokenize and /detokenize: their fields and what each may be.
+"""Requests of the OpenAI endpoints and of /tokenize and /detokenize: fields and their ranges.
 
-Ranges stand in the types, where the decoder checks them and the OpenAPI page shows them; rules between
-fields are in `checks`. A field of value null is a field left out. Unknown fields are not an error here:
-`Parsed.unknown` names them, and the caller decides.
+Ranges are part of the types, where the decoder checks them and the OpenAPI page shows them; `checks` has rules
+between fields. A null field counts as omitted. Unknown fields are no error here: `Parsed.unknown` lists them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvolt.frontend.openai_api import checks
-from kvolt.frontend.openai_api.decoding import Parsed, RequestDecoder
 from kvolt.frontend.openai_api.grammar import GuidedFields
 from kvolt.frontend.openai_api.messages import Message
 from kvolt.frontend.openai_api.nvext import NvExt, Salt
@@ -29,7 +26,7 @@ MAX_MODALITIES = 16
 MAX_OUTPUT_TOKENS = 2**20
 MAX_PROMPT_EMBEDS = 64
 MAX_EMBEDS_CHARS = 2**25
-"""Of one prompt. `max_body_bytes` is below that unless it is set."""
+"""Limit per prompt; `max_body_bytes` is usually lower."""
 
 _Count = Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -47,19 +44,19 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = (
     str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], Meta(min_length=1)]
 )
-"""A text, texts, token ids, or several lists of token ids; `checks` refuses a mixture."""
+"""A text, texts, token ids, or lists of token ids; `checks` rejects a mixture."""
 
 
 class Opaque(msgspec.Struct, frozen=True):
-    """An object that nobody looks into, so that it costs nothing to decode."""
+    """An object that is not decoded."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Usage so far in every event."""
+    """Include the usage so far in every event."""
     include_obfuscation: bool | None = None
-    """Taken and not used: nothing here pads events."""
+    """Accepted and ignored: events are not padded."""
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,17 +69,17 @@ _Xarg = str | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float
 
 
 class NamedProcessor(msgspec.Struct, frozen=True, kw_only=True):
-    """A logits processor of the engine, with what it is made with."""
+    """A logits processor of the engine, with its arguments."""
 
     name: _Name
     args: Annotated[dict[str, _Scalar | list[_Scalar]], Meta(max_length=64)] = {}
 
 
 class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
-    """What both endpoints that generate text share."""
+    """Fields common to chat and completions."""
 
     model: _Name
-    """A model, or a LoRA adapter of one."""
+    """Name of a model or LoRA adapter."""
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -91,7 +88,7 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 mean all."""
+    """0 and -1 mean all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
@@ -101,9 +98,9 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     ) = None
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     logits_processors: Annotated[list[_Name | NamedProcessor], Meta(max_length=16)] | None = None
-    """Custom ones that the engine has as plug-ins, by name."""
+    """Logits processor plugins of the engine, by name."""
     vllm_xargs: Annotated[dict[_Name, _Xarg | list[_Xarg]], Meta(max_length=64)] | None = None
-    """For vLLM workers, as extra arguments of its sampling parameters; others take none."""
+    """Extra sampling arguments for vLLM workers; other engines do not accept any."""
 
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=1024)] | None = None
@@ -116,14 +113,14 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     prompt_logprobs: _TopLogprobs | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Name the tokens of `logprobs` "token_id:N", so that tokens of equal text are distinguishable."""
+    """Return the tokens of `logprobs` as "token_id:N", so that tokens with equal text can be distinguished."""
 
     cache_salt: Annotated[Salt, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     nvext: NvExt | None = None
 
     user: str | None = None
-    """From here on: known, and not used, since they say nothing about the answer."""
+    """This and the following fields are accepted and ignored: they do not affect the response."""
     store: bool | None = None
     metadata: Annotated[dict[str, str | float | bool | None], Meta(max_length=MAX_METADATA)] | None = None
     service_tier: str | None = None
@@ -144,20 +141,20 @@ class ChatRequest(_GenerationFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None
-    """Left out: true unless continue_final_message is."""
+    """Default: true unless continue_final_message is set."""
     continue_final_message: bool | None = None
     documents: _Documents | None = None
     chat_template: str | None = None
-    """Refused: a template is code, and the model's own is used."""
+    """Rejected: templates are code, so only the model's own is used."""
     chat_template_kwargs: _TemplateKwargs | None = None
     chat_template_args: _TemplateKwargs | None = None
-    """Another name of `chat_template_kwargs`."""
+    """Alias of `chat_template_kwargs`."""
     reasoning_effort: _Effort | None = None
     thinking: bool | Thinking | None = None
 
     modalities: Annotated[list[str], Meta(max_length=MAX_MODALITIES)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Taken and not used, like `prediction`: hints that no model here understands."""
+    """Accepted and ignored, like `prediction`: hints that no model here uses."""
     prediction: Opaque | None = None
     audio: Opaque | None = None
     web_search_options: Opaque | None = None
@@ -172,8 +169,8 @@ class CompletionRequest(_GenerationFields, frozen=True, kw_only=True):
     prompt_embeds: (
         _Embeds | Annotated[list[_Embeds], Meta(min_length=1, max_length=MAX_PROMPT_EMBEDS)] | None
     ) = None
-    """In the place of a prompt, base64 of what torch.save writes of a tensor with a row for each token; several, with
-    their answers in order. For vLLM workers that were started with `enable_prompt_embeds`."""
+    """Prompt embeddings instead of a prompt: base64 of a tensor written by torch.save, one row per token. Several
+    prompts get their answers in order. Requires vLLM workers started with `enable_prompt_embeds`."""
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
@@ -181,13 +178,13 @@ class CompletionRequest(_GenerationFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /tokenize: of a prompt, or of messages as a chat would see them."""
+    """POST /tokenize: tokens of a prompt, or of messages rendered by the chat template."""
 
     model: _Name | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool | None = None
-    """Left out: true for a prompt; false for messages, whose template adds them."""
+    """Default: true for a prompt; false for messages, whose template adds special tokens."""
     return_token_strs: bool | None = None
 
     tools: _Tools | None = None
@@ -210,31 +207,3 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 GenerationRequest = ChatRequest | CompletionRequest
 TemplateRequest = ChatRequest | TokenizeRequest
-
-_chat = RequestDecoder(ChatRequest)
-_completion = RequestDecoder(CompletionRequest)
-_tokenize = RequestDecoder(TokenizeRequest)
-_detokenize = RequestDecoder(DetokenizeRequest)
-
-
-def parse_chat(body: bytes) -> Parsed[ChatRequest]:
-    """InvalidRequest or Unsupported, with the field as `param`, for what cannot be served."""
-    parsed = _chat.decode(body)
-    checks.check_chat(parsed.request)
-    return parsed
-
-
-def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
-    parsed = _completion.decode(body)
-    checks.check_completion(parsed.request)
-    return parsed
-
-
-def parse_tokenize(body: bytes) -> Parsed[TokenizeRequest]:
-    parsed = _tokenize.decode(body)
-    checks.check_tokenize(parsed.request)
-    return parsed
-
-
-def parse_detokenize(body: bytes) -> Parsed[DetokenizeRequest]:
-    return _detokenize.decode(body)

@@ -1,9 +1,8 @@
-"""Answers as OpenAI's clients read them. Schemas only: `/openapi.json` is written from these structs, and an
-answer in one piece can be encoded from them. Events of a stream stand here for the schema's sake; on the
-wire they are joined from ready-made pieces.
+"""Responses in OpenAI's format. Used for schemas: `/openapi.json` is generated from these structs, and some whole
+responses are encoded from them. Stream events are defined for the schema only; on the wire they are composed of
+prepared bytes.
 
-A field that is not there (`UNSET`) and one that is `null` are different things to a client; OpenAI's own
-answers decide which it is.
+Clients distinguish an absent field (`UNSET`) from `null`; the choice follows OpenAI's responses.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of a chat's answer, and the most likely ones at its place."""
+    """A token of a chat response, and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -69,7 +68,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likely tokens at a place of the prompt; its id is the key."""
+    """A likely token at a position of the prompt; the key is its id."""
 
     logprob: float
     decoded_token: str
@@ -79,7 +78,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerIds(msgspec.Struct, frozen=True, kw_only=True):
-    """Who computed the answer."""
+    """Workers that computed the response."""
 
     prefill_worker_id: str | UnsetType = UNSET
     prefill_dp_rank: _Count | UnsetType = UNSET
@@ -88,7 +87,7 @@ class WorkerIds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time went; what is not known is absent."""
+    """Duration of each stage; unknown values are absent."""
 
     request_received_ms: float | UnsetType = UNSET
     prefill_wait_time_ms: float | UnsetType = UNSET
@@ -101,25 +100,25 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of a worker that a query was answered with."""
+    """Prediction for the worker that a query-only request was routed to."""
 
     overlap_blocks: _Count = 0
-    """Of the prompt, from its first block on, that it holds."""
+    """Leading blocks of the prompt that the worker has cached."""
     predicted_ttft_ms: float | UnsetType = UNSET
 
 
 class EndedBy(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an answer is shorter than its request allowed; its `finish_reason` is `length`."""
+    """Why the response was truncated; its `finish_reason` is `length`."""
 
     reason: Literal["deadline"]
     stage: str | None
-    """The wait that was too long: `total` for the whole answer, `between` for one token."""
+    """The time limit that expired: `total` for the whole response, `between` for one token."""
 
 
 class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What `nvext.extra_fields` asked for; of a query also the prompt as tokens and what is expected.
+    """Fields requested with `nvext.extra_fields`; for a query-only request also prompt tokens and prediction.
 
-    `ended_by` comes unasked.
+    `ended_by` is always included when a response was truncated.
     """
 
     ended_by: EndedBy | UnsetType = UNSET
@@ -138,7 +137,7 @@ class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ChatCompletionFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object as text."""
 
 
 class ChatCompletionToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
@@ -147,7 +146,7 @@ class ChatCompletionToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_fiel
 
 
 class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
-    """The assistant's answer."""
+    """The assistant's message."""
 
     content: str | None
     refusal: None = None
@@ -165,7 +164,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
-    """A whole answer to a chat."""
+    """A complete chat response."""
 
     id: str
     created: _Count
@@ -182,7 +181,7 @@ class ChatCompletionFunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a tool call: the first has id, type and name, the next ones more of the arguments."""
+    """Part of a tool call: the first has id, type and name, the following ones parts of the arguments."""
 
     index: _Count
     id: str | UnsetType = UNSET
@@ -208,7 +207,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 class ChatCompletionChunk(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"
 ):
-    """One event of a streamed chat. The last one may have no choices but the usage."""
+    """An event of a streamed chat. The last one may have usage but no choices."""
 
     id: str
     created: _Count
@@ -233,7 +232,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
-    """A whole completion, or one event of a streamed one."""
+    """A complete completion, or an event of a streamed one."""
 
     id: str
     created: _Count
@@ -248,21 +247,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A model, or a LoRA adapter of one, that a request would reach now."""
+    """A model or LoRA adapter that can serve requests now."""
 
     id: str
     created: _Count
     owned_by: str = "kvolt"
     root: str | UnsetType = UNSET
-    """The model that computes: of an adapter its base."""
+    """The base model of an adapter; a model's own name."""
     parent: str | UnsetType | None = UNSET
-    """Of an adapter, the model that it changes; `null` for a model."""
+    """The base model of an adapter; `null` for a model."""
     context_window: _Count | UnsetType = UNSET
     max_output_tokens: _Count | UnsetType = UNSET
     max_model_len: _Count | UnsetType = UNSET
     """`context_window` under vLLM's name."""
     workers: dict[str, _Count] | UnsetType = UNSET
-    """Workers that can be reached now, by role."""
+    """Reachable workers by role."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
@@ -270,16 +269,16 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 
 
 class NamespaceReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers of one namespace, by role."""
+    """Workers of one namespace by role."""
 
     ready: bool
     workers: dict[str, _Count] = {}
     missing: list[str] = []
-    """Roles without which nothing can be served."""
+    """Missing roles that are required for serving."""
 
 
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a request for this model would be routed now, and what is missing if not."""
+    """Whether requests for this model can be routed now, and what is missing otherwise."""
 
     model: str
     ready: bool
@@ -304,16 +303,16 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready means routable: `no_models` until a request could be served now."""
+    """Ready means routable: `no_models` until a request can be served."""
 
     status: Literal["ready", "no_models", "draining"]
     models: list[str] = []
     workers: dict[str, _Count] = {}
-    """Workers that answer and can be reached now, by model."""
+    """Reachable workers that generate output, by model."""
     roles: dict[str, dict[str, _Count]] = {}
-    """Workers that can be reached now, by model and role."""
+    """Reachable workers by model and role."""
     missing: dict[str, list[str]] = {}
-    """Of models that cannot be served now, the roles that they lack."""
+    """Missing roles of models that cannot be served now."""
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,17 +323,17 @@ _Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class BusyThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From what load on a worker of this model counts as busy; `null` for never.
+    """Load above which a worker of this model counts as busy; `null`: never.
 
-    In a request, a threshold that is absent or `null` stays as it is: a body with nothing but the model asks.
+    In a request, a threshold that is absent or `null` is unchanged: a body with only `model` returns the thresholds.
     """
 
     model: Annotated[str, Meta(min_length=1)]
     active_decode_blocks_threshold: _Fraction | None = None
-    """Share of a worker's KV blocks in use."""
+    """Fraction of a worker's KV blocks in use."""
     active_prefill_tokens_threshold: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     active_prefill_tokens_threshold_frac: Annotated[float, Meta(ge=0)] | None = None
-    """In batches: 1.0 is `max_batch_tokens` of the worker."""
+    """In batches: 1.0 is the worker's `max_batch_tokens`."""
 
 
 class BusyThresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -350,10 +349,10 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None
     code: str | None
     gpu_work: Literal["none", "unknown", "some"] | None = None
-    """Whether trying again would be the second time that it is computed; where that is known."""
+    """Whether a retry would repeat GPU work, if known."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Every answer that is not a success; in a stream, the last event."""
+    """Body of every error response; in a stream, the last event."""
 
     error: ErrorDetail

@@ -1,7 +1,7 @@
-"""Whether a JSON schema can become a grammar: well-formed where it matters, closed in itself, bounded.
+"""Checks that a JSON schema can be converted to a grammar: relevant keywords valid, self-contained, bounded.
 
-A small check of our own rather than a whole validator. It finds what an engine's grammar compiler would
-choke on: unknown types, references to elsewhere, references that never get anywhere.
+Not a full validator. Finds what an engine's grammar compiler cannot handle: unknown types, external references,
+circular references.
 """
 
 from __future__ import annotations
@@ -15,47 +15,51 @@ from urllib.parse import unquote
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.frontend.openai_api.nesting import nests_deeper
+from kvolt.frontend.openai_api.structure import MAX_DEPTH, nests_deeper
 
-MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 10_000
 MAX_SCHEMA_BYTES = 512 * 1024
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 _IN_PLACE = ("allOf", "anyOf", "else", "if", "not", "oneOf", "then")
-"""Keywords whose schemas describe the same value again, and so take nothing from the text."""
+"""Keywords whose schemas apply to the same value, so they consume no text."""
 
 _MAX_INT = 2**63 - 1
 _INDEX = re.compile(r"[0-9]{1,6}")
 _encode = msgspec.json.Encoder().encode
 
+_NAMED = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+"""Keywords whose keys are property names, not keywords."""
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))
+"""Keywords that contain values, in which `$ref` has no meaning."""
+
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
-    """A schema, checked before, as compact JSON."""
+    """Encode a checked schema as compact JSON."""
     text = _encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"{param} has {len(text)} bytes, over {MAX_SCHEMA_BYTES}", param=param)
+        raise InvalidRequest(f"{param} has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES}", param=param)
     return text.decode()
 
 
 def check_schema(schema: dict[str, Any], param: str) -> int:
-    """The number of schemas in it, counting itself. InvalidRequest for what no grammar can be made of."""
+    """Check a schema; returns the number of schemas in it, including itself. Raises InvalidRequest."""
     check = _SchemaCheck(schema)
     try:
         check.run()
-    except _Unusable as error:
-        where = param + "".join(reversed(error.place))
-        raise InvalidRequest(f"{where} is no usable JSON schema: {error.reason}", param=where) from None
+    except _Unsupported as error:
+        where = param + "".join(reversed(error.path))
+        raise InvalidRequest(f"{where} is not a supported JSON schema: {error.reason}", param=where) from None
     return len(check.schemas)
 
 
-class _Unusable(Exception):
-    """Gathers its place on the way up: no path is spelled out while all is well."""
+class _Unsupported(Exception):
+    """Collects its path while it propagates, so that a valid schema does not pay for paths."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        self.place: list[str] = []
+        self.path: list[str] = []
 
 
 class _SchemaCheck:
@@ -83,41 +87,41 @@ class _SchemaCheck:
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
-            raise _Unusable("a schema is an object or a boolean")
+            raise _Unsupported("a schema must be an object or a boolean")
         if depth > MAX_DEPTH:
-            raise _Unusable(f"it nests deeper than {MAX_DEPTH} levels")
+            raise _Unsupported(f"nested deeper than {MAX_DEPTH} levels")
         self.schemas.append(schema)
         if len(self.schemas) > MAX_SUBSCHEMAS:
-            raise _Unusable(f"it has more than {MAX_SUBSCHEMAS} parts")
+            raise _Unsupported(f"more than {MAX_SUBSCHEMAS} subschemas")
         for key, value in schema.items():
             rule = _RULES.get(key)
             try:
                 if rule is not None:
                     rule(self, value, depth)
                 elif isinstance(value, dict | list) and nests_deeper(value, MAX_DEPTH):
-                    raise _Unusable(f"it nests deeper than {MAX_DEPTH} levels")
-            except _Unusable as error:
-                error.place.append(f".{key[:64]}")
+                    raise _Unsupported(f"nested deeper than {MAX_DEPTH} levels")
+            except _Unsupported as error:
+                error.path.append(f".{key[:64]}")
                 raise
 
     def check_named(self, value: Any, depth: int) -> None:
         if not isinstance(value, dict):
-            raise _Unusable("an object of schemas is needed")
-        for name, below in value.items():
+            raise _Unsupported("must be an object of schemas")
+        for name, children in value.items():
             try:
-                self.check(below, depth + 1)
-            except _Unusable as error:
-                error.place.append(f".{name[:64]}")
+                self.check(children, depth + 1)
+            except _Unsupported as error:
+                error.path.append(f".{name[:64]}")
                 raise
 
     def check_list(self, value: Any, depth: int) -> None:
         if not isinstance(value, list) or not value:
-            raise _Unusable("a list with at least one schema is needed")
-        for index, below in enumerate(value):
+            raise _Unsupported("must be a list with at least one schema")
+        for index, children in enumerate(value):
             try:
-                self.check(below, depth + 1)
-            except _Unusable as error:
-                error.place.append(f"[{index}]")
+                self.check(children, depth + 1)
+            except _Unsupported as error:
+                error.path.append(f"[{index}]")
                 raise
 
     def check_one(self, value: Any, depth: int) -> None:
@@ -133,32 +137,32 @@ class _SchemaCheck:
     def check_type(self, value: Any, depth: int) -> None:
         names = value if isinstance(value, list) else (value,)
         if not names:
-            raise _Unusable("the list of types is empty")
+            raise _Unsupported("the list of types is empty")
         for name in names:
             if name not in TYPES:
-                raise _Unusable(f"{_short(name)} is not one of {', '.join(TYPES)}")
+                raise _Unsupported(f"{_short(name)} is not one of {', '.join(TYPES)}")
 
     def check_enum(self, value: Any, depth: int) -> None:
         if not isinstance(value, list) or not value:
-            raise _Unusable("a list with at least one value is needed")
+            raise _Unsupported("must be a list with at least one value")
         if nests_deeper(value, MAX_DEPTH):
-            raise _Unusable(f"it nests deeper than {MAX_DEPTH} levels")
+            raise _Unsupported(f"nested deeper than {MAX_DEPTH} levels")
 
     def check_required(self, value: Any, depth: int) -> None:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise _Unusable("a list of property names is needed")
+            raise _Unsupported("must be a list of property names")
 
     def check_count(self, value: Any, depth: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
-            raise _Unusable("a whole number of at least 0 and at most 63 bits is needed")
+            raise _Unsupported("must be an integer from 0 to 2**63 - 1")
 
     def check_number(self, value: Any, depth: int) -> None:
         if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > _MAX_INT):
-            raise _Unusable("a number is needed, a whole one of at most 63 bits")
+            raise _Unsupported("must be a number; integers must fit in 63 bits")
 
     def check_text(self, value: Any, depth: int) -> None:
         if not isinstance(value, str):
-            raise _Unusable("a string is needed")
+            raise _Unsupported("must be a string")
 
     def check_reference(self, value: Any, depth: int) -> None:
         self.check_text(value, depth)
@@ -168,7 +172,7 @@ class _SchemaCheck:
     def resolve(self, reference: str) -> Any:
         pointer = reference.partition("#")[2]
         if not reference.startswith("#") or (pointer and not pointer.startswith("/")):
-            raise _Unusable(f"{_short(reference)} is not of the form #/$defs/NAME")
+            raise _Unsupported(f"{_short(reference)} must have the form #/$defs/NAME")
         target: Any = self.root
         for step in _steps(pointer):
             if isinstance(target, dict) and step in target:
@@ -176,11 +180,11 @@ class _SchemaCheck:
             elif isinstance(target, list) and _INDEX.fullmatch(step) and int(step) < len(target):
                 target = target[int(step)]
             else:
-                raise _Unusable(f"{_short(reference)} leads nowhere")
+                raise _Unsupported(f"{_short(reference)} does not exist")
         return target
 
     def check_progress(self) -> None:
-        """Going only through schemas of the same value one must not come back: nothing would be described."""
+        """Reject cycles of schemas that apply to the same value and so never consume text."""
         same_value: dict[int, list[int]] = {}
         for schema in self.schemas:
             followers = [schema[key] for key in _IN_PLACE if key in schema]
@@ -192,7 +196,7 @@ class _SchemaCheck:
         try:
             TopologicalSorter(same_value).prepare()
         except CycleError:
-            raise _Unusable("a $ref leads back to itself without describing anything") from None
+            raise _Unsupported("circular $ref that describes nothing") from None
 
 
 _Rule = Callable[[_SchemaCheck, Any, int], None]
@@ -227,3 +231,28 @@ def _steps(pointer: str) -> Iterator[str]:
 
 def _short(value: Any) -> str:
     return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def has_refs(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(has_refs, schema))
+    if isinstance(schema, dict):
+        return isinstance(schema.get("$ref"), str) or any(map(has_refs, schema.values()))
+    return False
+
+
+def relocate_refs(schema: Any, to: str) -> Any:
+    """Copy of a schema whose local references are valid when it is placed at the pointer `to` of another schema."""
+    if isinstance(schema, list):
+        return [relocate_refs(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _relocate_value(key, value, to) for key, value in schema.items()}
+
+
+def _relocate_value(key: str, value: Any, to: str) -> Any:
+    if key == "$ref" and isinstance(value, str):
+        return f"{to}{value[1:]}"
+    if key in _NAMED and isinstance(value, dict):
+        return {name: relocate_refs(subschema, to) for name, subschema in value.items()}
+    return value if key in _DATA else relocate_refs(value, to)

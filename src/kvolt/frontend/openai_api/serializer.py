@@ -1,7 +1,7 @@
-"""How chat and completions word their answers: JSON of choices, events of a stream, whole bodies.
+"""Serializers of chat and completion responses: JSON of choices, stream events, whole bodies.
 
-What is the same in every event of a stream is encoded once: a plain token's event is its escaped text
-between two fixed byte strings.
+The constant parts of a stream's events are encoded once: the event of a plain token is its escaped text between two
+fixed byte strings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvolt.core.delta import TokenLogprobs
-from kvolt.frontend.answers.choice import Placed
+from kvolt.frontend.answers.choice import PlacedToken
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 
@@ -23,33 +23,33 @@ encode = msgspec.json.Encoder().encode
 
 class CallIds(Protocol):
     def __call__(self) -> str:
-        """A new id for a tool call."""
+        """Generate the id of a tool call."""
         ...
 
 
-class Wording(Protocol):
-    """One endpoint's."""
+class ResponseSerializer(Protocol):
+    """Response format of one endpoint."""
 
     id_prefix: str
     whole: str
     chunk: str
 
     def plain(self, index: int) -> tuple[bytes, bytes]:
-        """A choice whose new text stands between the two, escaped, and that has nothing else to tell."""
+        """Bytes before and after the escaped text of a choice that has nothing but text."""
         ...
 
     def text_choice(
         self, index: int, text: str, finish: str | None, logprobs: Any, first: bool
     ) -> dict[str, Any]:
-        """An event's choice with text, or the one that says how it ended."""
+        """An event's choice with text, or with the finish reason."""
         ...
 
     def piece_choice(self, index: int, piece: Piece, first: bool) -> dict[str, Any]: ...
 
     def whole_choice(self, choice: WholeChoice) -> dict[str, Any]: ...
 
-    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
-        """`offset`: characters before the text that the tokens are placed in."""
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[PlacedToken], offset: int) -> Any:
+        """`offset`: characters before the text that contains the tokens."""
         ...
 
 
@@ -60,7 +60,7 @@ class ToolCall(msgspec.Struct):
 
 
 class WholeChoice(msgspec.Struct, kw_only=True):
-    """All of a choice, for an answer in one piece."""
+    """Complete output of a choice."""
 
     index: int
     text: str = ""
@@ -72,7 +72,7 @@ class WholeChoice(msgspec.Struct, kw_only=True):
 
 
 class Envelope:
-    """What stands around the choices in everything that is said about one request."""
+    """Fields around the choices in every event and body of one request."""
 
     __slots__ = ("_end", "_fields", "_null_usage", "start")
 
@@ -82,20 +82,20 @@ class Envelope:
         self._null_usage = b',"usage":null' if with_usage else b""
         self._end = b"]" + self._null_usage + b"}\n\n"
 
-    def plain(self, wording: Wording, index: int) -> tuple[bytes, bytes]:
-        """Before and after the escaped text of a plain token."""
-        before, after = wording.plain(index)
+    def plain(self, serializer: ResponseSerializer, index: int) -> tuple[bytes, bytes]:
+        """Bytes before and after the escaped text of a plain token."""
+        before, after = serializer.plain(index)
         return self.start + before, after + self._end
 
     def event(self, choice: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
-        """An event about one choice; `more` are further fields of the event."""
+        """An event with one choice; `more` are additional fields of the event."""
         if more is None:
             return self.start + encode(choice) + self._end
         null_usage = b"" if "usage" in more else self._null_usage
         return b"%b%b]%b,%b\n\n" % (self.start, encode(choice), null_usage, encode(more)[1:])
 
     def last_event(self, more: Mapping[str, Any]) -> bytes:
-        """An event about no choice: usage and what else is told at the end."""
+        """An event without choices: usage and other final fields."""
         return b"%b],%b\n\n" % (self.start, encode(more)[1:])
 
     def body(
@@ -104,7 +104,7 @@ class Envelope:
         return encode({**self._fields, "choices": choices, "usage": usage, **more})
 
 
-class ChatWording:
+class ChatSerializer:
     id_prefix = "chatcmpl-"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
@@ -161,7 +161,7 @@ class ChatWording:
             **choice.extra,
         }
 
-    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[PlacedToken], offset: int) -> Any:
         known = [token.logprobs for token in tokens if token.logprobs is not None]
         return {"content": [self._logprob(vocabulary, token) for token in known], "refusal": None}
 
@@ -178,20 +178,21 @@ class ChatWording:
 
 
 def prompt_logprobs(vocabulary: Vocabulary, tokens: Sequence[TokenLogprobs | None]) -> list[Any]:
-    """The likely tokens at each place of a prompt, in vLLM's words; none at the first, which follows nothing."""
+    """Likely tokens at each position of a prompt, in vLLM's format; None for the first position."""
     return [
-        token and _likely(vocabulary, {**dict(token.top), token.token_id: token.logprob}) for token in tokens
+        token and _likely_tokens(vocabulary, {**dict(token.top), token.token_id: token.logprob})
+        for token in tokens
     ]
 
 
-def _likely(vocabulary: Vocabulary, logprobs: Mapping[int, float]) -> dict[str, Any]:
+def _likely_tokens(vocabulary: Vocabulary, logprobs: Mapping[int, float]) -> dict[str, Any]:
     return {
         str(token_id): {"logprob": max(logprob, -9999.0), "decoded_token": vocabulary.token_text(token_id)}
         for token_id, logprob in logprobs.items()
     }
 
 
-class CompletionWording:
+class CompletionSerializer:
     id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
@@ -220,7 +221,7 @@ class CompletionWording:
             **choice.extra,
         }
 
-    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[PlacedToken], offset: int) -> Any:
         known = [token.logprobs for token in tokens]
         return {
             "tokens": [self._name_token(vocabulary, token.token_id) for token in tokens],
@@ -236,7 +237,7 @@ class CompletionWording:
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:
-    """A token's text; half of a character by its bytes, as OpenAI does, since two of them would look alike."""
+    """Text of a token; incomplete characters as bytes, like OpenAI's API, because their texts would be equal."""
     text = vocabulary.token_text(token_id)
     if "\ufffd" not in text:
         return text
@@ -244,5 +245,5 @@ def _name(vocabulary: Vocabulary, token_id: int) -> str:
 
 
 def _name_as_id(vocabulary: Vocabulary, token_id: int) -> str:
-    """A token's name with `return_tokens_as_token_ids`, as vLLM writes it."""
+    """Token with `return_tokens_as_token_ids`, in vLLM's format."""
     return f"token_id:{token_id}"

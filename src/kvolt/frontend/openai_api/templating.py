@@ -1,4 +1,4 @@
-"""What a chat template is given for one request."""
+"""Input of the chat template for one request."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class TemplateInput(NamedTuple):
     add_generation_prompt: bool
     continue_final_message: bool
     kwargs: dict[str, Any]
-    """Whatever else the template may know by name."""
+    """Additional template variables."""
     is_large: bool = False
-    """From a large body: rendering it takes milliseconds and stays off the event loop."""
+    """From a large body: rendering takes milliseconds and stays off the event loop."""
 
 
-def template_input(
+def build_template_input(
     request: TemplateRequest, tools: Sequence[Tool] | None = None, is_large: bool = False
 ) -> TemplateInput:
-    """`tools`: those the model may see (`GenerationOptions.tools`); None for all of the request's."""
-    shown = request.tools or () if tools is None else tools
+    """`tools`: tools for the template (`GenerationOptions.tools`); None: all tools of the request."""
+    visible_tools = request.tools or () if tools is None else tools
     continues = bool(request.continue_final_message)
-    begins = request.add_generation_prompt
+    add_generation_prompt = request.add_generation_prompt
     return TemplateInput(
         messages=template_messages(request.messages or ()),
-        tools=template_tools(shown) if shown else None,
-        add_generation_prompt=not continues if begins is None else begins,
+        tools=template_tools(visible_tools) if visible_tools else None,
+        add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continues,
         kwargs=template_kwargs(request),
         is_large=is_large,
@@ -39,24 +39,26 @@ def template_input(
 
 
 def template_kwargs(request: TemplateRequest) -> dict[str, Any]:
-    """The caller's own words last: they beat what we derive from OpenAI's fields."""
+    """Template variables; the caller's own override those derived from OpenAI's fields."""
     kwargs: dict[str, Any] = {}
     effort = request.reasoning_effort
     if effort is not None:
         kwargs["reasoning_effort"] = effort
         if effort == "none":
-            kwargs.update(_switch(False))
+            kwargs.update(_thinking_switch(False))
     thinking = request.thinking
     if thinking is not None:
-        kwargs.update(_switch(thinking if isinstance(thinking, bool) else thinking.type != "disabled"))
+        kwargs.update(
+            _thinking_switch(thinking if isinstance(thinking, bool) else thinking.type != "disabled")
+        )
     if request.documents is not None:
         kwargs["documents"] = request.documents
-    given = request.chat_template_kwargs or request.chat_template_args
-    if given:
-        kwargs.update(given)
+    caller_kwargs = request.chat_template_kwargs or request.chat_template_args
+    if caller_kwargs:
+        kwargs.update(caller_kwargs)
     return kwargs
 
 
-def _switch(on: bool) -> dict[str, bool]:
-    """Thinking, by the names that templates have for it: Qwen's and GLM's, DeepSeek's and Granite's."""
+def _thinking_switch(on: bool) -> dict[str, bool]:
+    """Variables that switch thinking: of Qwen and GLM templates, and of DeepSeek and Granite templates."""
     return {"enable_thinking": on, "thinking": on}

@@ -1,4 +1,4 @@
-"""Tools: what a client offers, which of them may be called, and what a template is told of them."""
+"""Tools of a chat request: validation, tool choice, template input and grammar."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind
-from kvolt.frontend.openai_api.schema_refs import has_refs, moved
-from kvolt.frontend.openai_api.schemas import check_schema, schema_text
+from kvolt.frontend.openai_api.schemas import check_schema, has_refs, relocate_refs, schema_text
 
 MAX_TOOLS = 1536
 MAX_SUBSCHEMAS = 50_000
-"""In all tools of a request."""
+"""Limit over all tools of a request."""
 _MAX_REMEMBERED = 1024
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _RESERVED = ("none", "auto", "required")
-"""Words of `tool_choice`: a function of that name could not be told from them."""
+"""Values of `tool_choice`, which cannot be function names."""
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema; none means no parameters."""
+    """A JSON schema; None: no parameters."""
     strict: bool | None = None
-    """Taken, but arguments are only held to the schema when `tool_choice` demands a call."""
+    """Accepted, but arguments are only constrained to the schema if `tool_choice` requires a call."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +64,7 @@ class AllowedTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoiceObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A function by its name, or a part of the tools."""
+    """A function by name, or a subset of the tools."""
 
     type: str = "function"
     function: ChosenName | None = None
@@ -76,7 +75,7 @@ ToolChoice = str | ToolChoiceObject
 
 
 class Toolset(msgspec.Struct, frozen=True):
-    """Which tools the model sees, and whether it may, must or must not call them."""
+    """Tools visible to the model, and whether it may, must or must not call them."""
 
     choice: str = "none"
     """"none", "auto", "required" or the name of the function to call."""
@@ -87,14 +86,14 @@ NO_TOOLS = Toolset()
 
 _encode = msgspec.json.Encoder().encode
 _remembered: dict[bytes, None] = {}
-"""Digests of tools that passed. An agent sends the same ones with every turn."""
+"""Digests of validated tools: an agent sends the same tools with every turn."""
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
     try:
         digest = hashlib.blake2b(_encode(tools), digest_size=16).digest()
     except RecursionError:
-        _check_tools(tools)  # which says where
+        _check_tools(tools)  # its errors name the tool
         return
     if digest not in _remembered:
         _check_tools(tools)
@@ -114,20 +113,20 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         _check_name(tool.function.name, f"{param}.function.name")
         if tool.function.name in names:
             raise InvalidRequest(
-                f"{param}: there are two functions named {tool.function.name!r}",
+                f"{param}: duplicate function name {tool.function.name!r}",
                 param=f"{param}.function.name",
             )
         names.add(tool.function.name)
         if tool.function.parameters is not None:
             num_schemas += _check_parameters(tool.function.parameters, f"{param}.function.parameters")
         if num_schemas > MAX_SUBSCHEMAS:
-            raise InvalidRequest(f"tools have more than {MAX_SUBSCHEMAS} schemas in all", param="tools")
+            raise InvalidRequest(f"tools have more than {MAX_SUBSCHEMAS} schemas in total", param="tools")
 
 
 def _check_kind(kind: str, param: str) -> None:
     if kind == "custom":
         raise Unsupported(
-            "custom tools are not supported; describe a function", feature="custom_tools", param=param
+            "custom tools are not supported; use a function", feature="custom_tools", param=param
         )
     if kind != "function":
         raise InvalidRequest(f"{param} is {kind[:64]!r}; it must be 'function'", param=param)
@@ -139,28 +138,25 @@ def _check_name(name: str, param: str) -> None:
             f"{param} is {name[:140]!r}; it must be 1 to 128 of the characters a-z A-Z 0-9 _ -", param=param
         )
     if name in _RESERVED:
-        raise InvalidRequest(f"{param} is {name!r}, which is a word of tool_choice", param=param)
+        raise InvalidRequest(f"{param} is {name!r}, which is reserved for tool_choice", param=param)
 
 
 def _check_parameters(schema: dict[str, Any], param: str) -> int:
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(
-            f"{param}.type must be 'object': a call's arguments are named", param=f"{param}.type"
-        )
+        raise InvalidRequest(f"{param}.type must be 'object'", param=f"{param}.type")
     return check_schema(schema, param)
 
 
 def resolve_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> Toolset:
-    """What `tools` (checked) and `tool_choice` come to."""
+    """Resolve validated tools and `tool_choice`."""
     if isinstance(choice, str) and choice not in _RESERVED:
         raise InvalidRequest(
-            f"tool_choice is {choice[:64]!r}; it must be 'none', 'auto', 'required' or an object that names a "
-            "function",
+            f"tool_choice is {choice[:64]!r}; it must be 'none', 'auto', 'required' or an object with a function",
             param="tool_choice",
         )
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
-            raise InvalidRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
+            raise InvalidRequest("tool_choice requires tools", param="tool_choice")
         return NO_TOOLS
     if choice == "none":
         return NO_TOOLS
@@ -173,7 +169,7 @@ def _resolve_object(tools: dict[str, Tool], choice: ToolChoiceObject) -> Toolset
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise InvalidRequest(
-                "tool_choice.allowed_tools is required with this type", param="tool_choice.allowed_tools"
+                "tool_choice of this type requires allowed_tools", param="tool_choice.allowed_tools"
             )
         chosen = [
             _named(tools, entry.type, entry.function, f"tool_choice.allowed_tools.tools[{index}]")
@@ -191,14 +187,14 @@ def _named(tools: dict[str, Tool], kind: str, function: ChosenName | None, param
         raise InvalidRequest(f"{param}.function is required", param=f"{param}.function")
     if function.name not in tools:
         raise InvalidRequest(
-            f"{param} names the function {function.name[:140]!r}, which is not among the tools",
+            f"{param}: unknown function {function.name[:140]!r}",
             param=f"{param}.function.name",
         )
     return tools[function.name]
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """As a chat template takes them: always in the same order, so that equal tools make equal prompts."""
+    """Tools for a chat template, with keys in a fixed order, so that equal tools give equal prompts."""
     return [_template_tool(tool) for tool in tools] or None
 
 
@@ -213,9 +209,9 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def tool_grammar(toolset: Toolset, parallel: bool = True) -> Grammar | None:
-    """What the output must be when a call is demanded; None when it is the model's choice.
+    """Grammar of the output if a tool call is required; None otherwise.
 
-    For a named function its arguments alone; else an array of {"name": ..., "parameters": ...}.
+    For a named function its arguments; else an array of {"name": ..., "parameters": ...}.
     """
     if toolset.choice in ("none", "auto"):
         return None
@@ -237,12 +233,12 @@ def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_schema(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
-    """A schema with references of its own stands under `$defs`, where they still lead to it."""
+    """Schema of a call. A schema with references is placed under `$defs`, where they are rewritten."""
     parameters = _as_object(tool.schema)
     if has_refs(parameters):
-        place = f"#/$defs/{tool.name}"
-        definitions[tool.name] = moved(parameters, place)
-        parameters = {"$ref": place}
+        reference = f"#/$defs/{tool.name}"
+        definitions[tool.name] = relocate_refs(parameters, reference)
+        parameters = {"$ref": reference}
     return {
         "type": "object",
         "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},

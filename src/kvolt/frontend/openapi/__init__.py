@@ -1,1 +1,1 @@
-"""The OpenAPI document and the `/docs` page."""
+"""OpenAPI document and `/docs` page."""

@@ -1,7 +1,7 @@
-"""The `/docs` page: the OpenAPI document as one HTML file that needs nothing from elsewhere.
+"""The `/docs` page: the OpenAPI document as one self-contained HTML file.
 
-Rendered on the server from the document alone, readable without JavaScript; the script adds "try it" and
-the choice of light or dark. A content security policy keeps the page to itself.
+Rendered on the server and readable without JavaScript; the script adds "try it" and the choice of light or dark. A
+content security policy blocks external resources.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def docs_page(document: Json) -> bytes:
 <main id="top">
 <h1>{escape(info["title"])} <small>{escape(info["version"])}</small></h1>
 {_prose(info.get("description", ""))}
-<p>The same as <a href="/openapi.json">openapi.json</a>.</p>
+<p>Also available as <a href="/openapi.json">openapi.json</a>.</p>
 {sections}
 </main>
 <script>{script}</script>
@@ -72,7 +72,7 @@ def _digest(text: str) -> str:
 
 
 def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
-    """Path, method and operation, in the order of the tags."""
+    """Path, method and operation, in tag order."""
     for tag in document["tags"]:
         for path, methods in document["paths"].items():
             for method, operation in methods.items():
@@ -115,7 +115,7 @@ def _section(document: Json, path: str, method: str, operation: Json) -> str:
 
 def _parameters(parameters: list[Json]) -> str:
     rows = [
-        f"<tr><td><code>{escape(item['name'])}</code>{_must(item.get('required', False))}</td>"
+        f"<tr><td><code>{escape(item['name'])}</code>{_required_mark(item.get('required', False))}</td>"
         f'<td><span class="type">{escape(item["in"])}, {_kind(item["schema"])}</span>'
         f"{_prose(item.get('description', ''))}</td></tr>"
         for item in parameters
@@ -125,12 +125,12 @@ def _parameters(parameters: list[Json]) -> str:
 
 def _answers(document: Json, answers: Json) -> str:
     rows: list[str] = []
-    for status, given in answers.items():
-        answer = given
-        if "$ref" in given:
-            answer = document["components"]["responses"][given["$ref"].rpartition("/")[2]]
+    for status, entry in answers.items():
+        answer = entry
+        if "$ref" in entry:
+            answer = document["components"]["responses"][entry["$ref"].rpartition("/")[2]]
         details = "".join(_media(document, *item) for item in answer["content"].items())
-        if "$ref" in given:  # an error: they all have the same shape, shown by its example
+        if "$ref" in entry:  # all errors have the same schema: show the example only
             details = _example(answer["content"]["application/json"])
         rows.append(
             f'<tr><td><span class="status s{status[0]}">{escape(status)}</span></td>'
@@ -140,8 +140,8 @@ def _answers(document: Json, answers: Json) -> str:
 
 
 def _media(document: Json, media_type: str, media: Json) -> str:
-    what = f'<p class="type">{escape(media_type)}</p>'
-    return what + _example(media) + _schema_details(document, media["schema"])
+    heading = f'<p class="type">{escape(media_type)}</p>'
+    return heading + _example(media) + _schema_details(document, media["schema"])
 
 
 def _example(media: Json) -> str:
@@ -179,7 +179,7 @@ def _try_it(path: str, method: str, operation: Json, body: Json | None) -> str:
 
 
 def _schema_details(document: Json, schema: Json, depth: int = 0) -> str:
-    """Tables of the objects that a schema speaks of, folded."""
+    """Folded tables of the objects in a schema."""
     parts: list[str] = []
     for name, target in _objects(document, schema):
         inner = _properties(document, target, depth) if depth < _MAX_DEPTH else ""
@@ -205,14 +205,14 @@ def _objects(document: Json, schema: Json) -> Iterator[tuple[str, Json]]:
     for key in ("items", "additionalProperties", "contentSchema"):
         if isinstance(schema.get(key), dict):
             yield from _objects(document, schema[key])
-    for inner in schema.get("properties", {}).values():  # of an object without a name of its own
+    for inner in schema.get("properties", {}).values():  # of an object without a name
         yield from _objects(document, inner)
 
 
 def _properties(document: Json, schema: Json, depth: int) -> str:
     required = schema.get("required", ())
     rows = [
-        f"<tr><td><code>{escape(name)}</code>{_must(name in required)}</td>"
+        f"<tr><td><code>{escape(name)}</code>{_required_mark(name in required)}</td>"
         f'<td><span class="type">{_kind(item)}</span>{_prose(item.get("description", ""))}'
         f"{_schema_details(document, item, depth + 1)}</td></tr>"
         for name, item in sorted(schema["properties"].items(), key=lambda field: field[0] not in required)
@@ -220,12 +220,12 @@ def _properties(document: Json, schema: Json, depth: int) -> str:
     return f"{_prose(schema.get('description', ''))}<table><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _must(required: bool) -> str:
+def _required_mark(required: bool) -> str:
     return ' <span class="must">required</span>' if required else ""
 
 
 def _kind(schema: Json) -> str:
-    """A type in a few words: `integer, 1 to 128`, `list of string`, `number or null`."""
+    """Short description of a type: `integer, 1 to 128`, `list of string`, `number or null`."""
     if "$ref" in schema:
         return escape(schema["$ref"].removeprefix(_SCHEMAS))
     if "enum" in schema:
@@ -250,7 +250,7 @@ def _range(schema: Json, low: str, high: str, unit: str) -> str:
     return f"at most {schema[high]}{unit}" if high in schema else ""
 
 
-# words
+# text
 
 
 def _pretty(value: Any) -> str:
@@ -261,7 +261,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def _prose(text: str) -> str:
-    """Paragraphs, lists with dashes, and code between backticks; all else is escaped."""
+    """Render paragraphs, dash lists and backtick code as HTML; all other text is escaped."""
     parts: list[str] = []
     for block in re.split(r"\n\s*\n", text.strip()) if text.strip() else ():
         lines = block.splitlines()

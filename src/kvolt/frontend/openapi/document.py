@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, built from `openapi_operations` and the structs that requests and answers are."""
+"""The OpenAPI 3.1 document, built from `operations` and the structs of requests and responses."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from kvolt.runtime.http.server import json_error
 
 _RESPONSES = "#/components/responses/"
 _DESCRIPTION = """\
-OpenAI's chat and completions, with the extensions that vLLM and Dynamo have made usual.
+OpenAI's chat and completions, with common extensions of vLLM and Dynamo.
 
-Unknown fields are ignored, and named in the `x-kvolt-warning` response header, unless the server is strict.
-Every header of ours, `x-kvolt-NAME`, is also read as `x-dynamo-NAME` where Dynamo has it. A header beats the
-body."""
+Unknown fields are ignored and listed in the `x-kvolt-warning` response header, unless the server is strict. Every
+header `x-kvolt-NAME` is also accepted as `x-dynamo-NAME` if Dynamo has it. A header overrides the body."""
 
 _TAGS = {
-    "Inference": "Text from a model.",
+    "Inference": "Text generation.",
     "Tokens": "A model's tokenizer.",
-    "Models": "What is served.",
-    "Server": "The server itself.",
+    "Models": "Served models.",
+    "Server": "State of the server.",
 }
 
 _RESPONSE_HEADERS: Json = {
-    "RequestId": {"description": "The id of this request.", "schema": {"type": "string"}},
+    "RequestId": {"description": "Id of this request.", "schema": {"type": "string"}},
     "RetryAfter": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}},
-    "Allow": {"description": "Methods that the path takes.", "schema": {"type": "string"}},
+    "Allow": {"description": "Methods supported by the path.", "schema": {"type": "string"}},
     "ShouldRetry": {
-        "description": "`false` when trying again cannot help; OpenAI's SDKs obey it.",
+        "description": "`false` if a retry cannot help; respected by OpenAI's SDKs.",
         "schema": {"type": "string", "enum": ["false"]},
     },
 }
 
 
 def openapi(version: str = __version__) -> Json:
-    """The document, new with each call."""
+    """Build the document."""
     schema_of, schemas = schemas_of(_types())
     paths: Json = {}
     for operation in OPERATIONS:
@@ -100,7 +99,7 @@ def _answer(answer: Answer, schema_of: dict[Any, Json]) -> Json:
 
 
 def _event(schema: Json) -> Json:
-    """OpenAPI 3.1 has no word for the events of a stream; tools take the schema to describe each of them."""
+    """Stream events have no representation in OpenAPI 3.1; tools apply the schema to each event."""
     chunk: Json = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -1,4 +1,4 @@
-"""Requests and answers as the documentation shows them. A test holds each against its schema."""
+"""Example requests and responses of the documentation; a test validates them against their schemas."""
 
 from __future__ import annotations
 

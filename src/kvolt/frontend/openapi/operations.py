@@ -1,6 +1,6 @@
-"""The public HTTP interface as data: each operation with what it takes, all that it can answer, and examples.
+"""The public HTTP interface as data: operations with parameters, responses and examples.
 
-`openapi` turns this into a document. Schemas are not written here: they are the structs themselves.
+`document` converts it to OpenAPI. Schemas are generated from the structs.
 """
 
 from __future__ import annotations
@@ -13,41 +13,49 @@ from kvolt.frontend.openai_api import headers, requests, responses
 from kvolt.frontend.openapi import examples
 
 EVERYWHERE = (400, 405, 408, 413, 431, 500, 503, 505)
-"""Statuses that any path can answer with, since they come before any handler."""
+"""Statuses that any path can return before a handler is called."""
 _TAKES_JSON = (415,)
 _INFERENCE = (*_TAKES_JSON, 404, 429, 501, 504)
 _TOKENS = (*_TAKES_JSON, 404, 429, 501, 504)
 
 ERRORS: dict[int, tuple[str, str, str]] = {
-    400: ("BadRequest", "The request is wrong; `param` names the field or header.", "invalid_request"),
-    404: ("NotFound", "There is no such model, or nothing at this path.", "model_not_found"),
-    405: ("MethodNotAllowed", "Another method is needed; `allow` lists them.", "method_not_allowed"),
-    408: ("RequestTimeout", "The request did not arrive in time.", "request_timeout"),
-    413: ("PayloadTooLarge", "The body is over the limit.", "payload_too_large"),
-    415: ("UnsupportedMediaType", "The body is not declared as JSON.", "unsupported_media_type"),
-    429: ("TooManyRequests", "A queue is full; `retry-after` says when to try again.", "overloaded"),
-    431: ("HeadersTooLarge", "The headers are over the limit.", "headers_too_large"),
-    500: ("InternalError", "Our failure; the log has it under the request id.", "internal"),
-    501: ("NotImplemented", "Valid, but without a mechanism yet; the message names it.", "unsupported"),
-    503: ("Unavailable", "No worker can take it now; `retry-after` says when to try again.", "unavailable"),
-    504: ("Timeout", "The answer was not complete within the request's time.", "timeout"),
-    505: ("HttpVersion", "Only HTTP/1.1 and HTTP/1.0 are spoken here.", "http_version"),
+    400: ("BadRequest", "Invalid request; `param` names the field or header.", "invalid_request"),
+    404: ("NotFound", "Unknown model or path.", "model_not_found"),
+    405: (
+        "MethodNotAllowed",
+        "Method not supported; `allow` lists the supported ones.",
+        "method_not_allowed",
+    ),
+    408: ("RequestTimeout", "The request was not received in time.", "request_timeout"),
+    413: ("PayloadTooLarge", "The body exceeds the limit.", "payload_too_large"),
+    415: ("UnsupportedMediaType", "The content type is not JSON.", "unsupported_media_type"),
+    429: ("TooManyRequests", "A queue is full; `retry-after` has the delay before a retry.", "overloaded"),
+    431: ("HeadersTooLarge", "The headers exceed the limit.", "headers_too_large"),
+    500: ("InternalError", "Internal error; logged under the request id.", "internal"),
+    501: ("NotImplemented", "Valid, but not supported; the message names the feature.", "unsupported"),
+    503: (
+        "Unavailable",
+        "No worker is available; `retry-after` has the delay before a retry.",
+        "unavailable",
+    ),
+    504: ("Timeout", "The response was not complete within the time limit.", "timeout"),
+    505: ("HttpVersion", "Only HTTP/1.1 and HTTP/1.0 are supported.", "http_version"),
 }
-"""Name, description and an example of a code, by status."""
+"""Name, description and example code by status."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A success, or another status whose body is not an error."""
+    """A success, or an error status whose body is not an error object."""
 
     description: str
     schemas: tuple[Any, ...] = ()
-    """The body is one of these; none for text."""
+    """Types of the body; empty for text."""
     media_type: str = "application/json"
     event: Any = None
-    """The struct of one event, for an operation that can stream."""
+    """Struct of one event, for operations that can stream."""
     example: Any = None
     traced: bool = False
-    """Whether `x-request-id` is always there."""
+    """Whether `x-request-id` is always present."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,35 +81,35 @@ def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, An
 
 _REQUEST_ID = _header(
     "x-request-id",
-    "Comes back with the answer and stands in the logs. When absent, or not 1 to 128 visible ASCII characters, "
-    "a new one is made.",
+    "Returned with the response and logged. If it is missing or not 1 to 128 visible ASCII characters, a new id is "
+    "generated.",
     {"type": "string"},
 )
 _HEADERS = (
     _REQUEST_ID,
-    _header("x-tenant-id", "Whose request it is. Tenants share no cached prompt.", _VISIBLE),
-    _header("x-kvolt-session-id", "The conversation; also `x-dynamo-session-id`, `x-session-id`.", _VISIBLE),
+    _header("x-tenant-id", "Tenant of the request. Tenants do not share cached prompts.", _VISIBLE),
+    _header("x-kvolt-session-id", "Conversation; also `x-dynamo-session-id`, `x-session-id`.", _VISIBLE),
     _header(
         "x-kvolt-request-priority",
-        "Higher is sooner, up to `router.max_priority`; also `x-dynamo-request-priority`. Beats the body.",
+        "Higher is served earlier, up to `router.max_priority`; also `x-dynamo-request-priority`. Overrides the body.",
         {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
     ),
     _header(
         "x-kvolt-timing",
-        "`1` for response headers that say where the time went.",
+        "`1` returns timing in response headers.",
         {"type": "string", "enum": list(headers.FLAGS)},
     ),
 )
-# The timeout is told in words: a client generated from the schema that tries small values only sees 504.
+# The timeout is described in text only: a client generated from a schema would try small values and only see 504.
 _HEADER_NOTE = (
-    f"`{headers.TIMEOUT_MS[0]}` (or `{headers.TIMEOUT_MS[1]}`), a whole number of milliseconds, bounds the time for "
-    "the whole answer. `traceparent` is taken over into logs and traces."
+    f"`{headers.TIMEOUT_MS[0]}` (or `{headers.TIMEOUT_MS[1]}`) limits the time for the whole response, in whole "
+    "milliseconds. `traceparent` is propagated to logs and traces."
 )
 _MODEL = {
     "name": "model",
     "in": "path",
     "required": True,
-    "description": "The name of a model or an adapter.",
+    "description": "Name of a model or adapter.",
     "schema": {"type": "string", "minLength": 1},
     "example": "my-model",
 }
@@ -112,15 +120,15 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/chat/completions",
         tag="Inference",
         name="create_chat_completion",
-        summary="Answer a chat",
-        description="With `stream` the answer comes as server-sent events, the last one `data: [DONE]`. An error "
-        f"after the first event is an event with `error`. {_HEADER_NOTE}",
+        summary="Create a chat completion",
+        description="With `stream` the response is a sequence of server-sent events that ends with `data: [DONE]`. An "
+        f"error after the first event is an event with `error`. {_HEADER_NOTE}",
         request=requests.ChatRequest,
         examples=examples.CHATS,
         parameters=_HEADERS,
         answers={
             200: Answer(
-                description="The answer, whole or streamed.",
+                description="The response, whole or streamed.",
                 schemas=(responses.ChatCompletion,),
                 event=responses.ChatCompletionChunk,
                 example=examples.CHAT_ANSWER,
@@ -134,9 +142,9 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/completions",
         tag="Inference",
         name="create_completion",
-        summary="Continue a text",
-        description="The prompt is a text, token ids, or a list of either. With `stream` the answer comes as "
-        f"server-sent events, the last one `data: [DONE]`. {_HEADER_NOTE}",
+        summary="Create a completion",
+        description="The prompt is a text, token ids, or a list of either. With `stream` the response is a sequence of "
+        f"server-sent events that ends with `data: [DONE]`. {_HEADER_NOTE}",
         request=requests.CompletionRequest,
         examples=examples.COMPLETIONS,
         parameters=_HEADERS,
@@ -156,7 +164,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/tokenize",
         tag="Tokens",
         name="tokenize",
-        summary="Token ids of a text or a chat",
+        summary="Tokenize a text or a chat",
         request=requests.TokenizeRequest,
         examples={"text": {"model": "my-model", "prompt": "Hello"}},
         answers={
@@ -173,7 +181,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/detokenize",
         tag="Tokens",
         name="detokenize",
-        summary="Text of token ids",
+        summary="Convert token ids to text",
         request=requests.DetokenizeRequest,
         examples={"tokens": {"model": "my-model", "tokens": [9906]}},
         answers={
@@ -188,12 +196,12 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/models",
         tag="Models",
         name="list_models",
-        summary="Models that can be asked now",
-        description="Models come first, then LoRA adapters, whose `parent` names the model that they change. A request "
-        "chooses either by its `id`.",
+        summary="List available models",
+        description="Models first, then LoRA adapters, whose `parent` is their base model. Requests select either by "
+        "its `id`.",
         answers={
             200: Answer(
-                description="Every model and adapter that a request would reach now.",
+                description="All models and adapters that can serve requests now.",
                 schemas=(responses.ModelList,),
                 example={"object": "list", "data": [examples.MODEL_ANSWER, examples.ADAPTER_ANSWER]},
             )
@@ -204,7 +212,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/models/{model}",
         tag="Models",
         name="get_model",
-        summary="One model, or one adapter",
+        summary="Show a model or adapter",
         parameters=(_MODEL,),
         answers={
             200: Answer(description="The model.", schemas=(responses.Model,), example=examples.MODEL_ANSWER)
@@ -216,16 +224,16 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/models/{model}/ready",
         tag="Models",
         name="get_model_ready",
-        summary="Whether a model can be asked now, and what is missing",
+        summary="Show whether a model is ready, and what is missing",
         parameters=(_MODEL,),
         answers={
             200: Answer(
-                description="It can.",
+                description="The model is ready.",
                 schemas=(responses.ModelReady,),
                 example=examples.MODEL_READY,
             ),
             503: Answer(
-                description="Workers are missing, or the server is.",
+                description="Workers are missing, or the server is draining.",
                 schemas=(responses.ModelReady, responses.ErrorBody),
             ),
         },
@@ -239,11 +247,11 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Models and workers",
         answers={
             200: Answer(
-                description="A request could be served now.",
+                description="At least one model is ready.",
                 schemas=(responses.Health,),
                 example={"status": "ready", "models": ["my-model"], "workers": {"my-model": 2}},
             ),
-            503: Answer(description="No request could.", schemas=(responses.Health, responses.ErrorBody)),
+            503: Answer(description="No model is ready.", schemas=(responses.Health, responses.ErrorBody)),
         },
     ),
     Operation(
@@ -251,18 +259,18 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/live",
         tag="Server",
         name="get_live",
-        summary="Whether the process runs",
-        answers={200: Answer(description="It does.", schemas=(responses.Live,), example={"status": "live"})},
+        summary="Liveness of the process",
+        answers={200: Answer(description="Live.", schemas=(responses.Live,), example={"status": "live"})},
     ),
     Operation(
         method="get",
         path="/ready",
         tag="Server",
         name="get_ready",
-        summary="Whether a request could be served now",
+        summary="Readiness of the server",
         answers={
-            200: Answer(description="It could.", schemas=(responses.Health,)),
-            503: Answer(description="It could not.", schemas=(responses.Health, responses.ErrorBody)),
+            200: Answer(description="Ready.", schemas=(responses.Health,)),
+            503: Answer(description="Not ready.", schemas=(responses.Health, responses.ErrorBody)),
         },
     ),
     Operation(
@@ -270,15 +278,15 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/metrics",
         tag="Server",
         name="get_metrics",
-        summary="Metrics for Prometheus",
-        answers={200: Answer(description="The text that Prometheus scrapes.", media_type="text/plain")},
+        summary="Prometheus metrics",
+        answers={200: Answer(description="Prometheus text format.", media_type="text/plain")},
     ),
     Operation(
         method="get",
         path="/busy_threshold",
         tag="Server",
         name="list_busy_thresholds",
-        summary="From what load on workers count as busy",
+        summary="List busy thresholds",
         answers={
             200: Answer(
                 description="One entry per model.",
@@ -293,12 +301,14 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/busy_threshold",
         tag="Server",
         name="set_busy_threshold",
-        summary="Set, or ask for, a model's thresholds",
+        summary="Set or show the busy thresholds of a model",
         request=responses.BusyThreshold,
         examples={"set": examples.THRESHOLD, "ask": {"model": "my-model"}},
         answers={
             200: Answer(
-                description="As they are now.", schemas=(responses.BusyThreshold,), example=examples.THRESHOLD
+                description="Current thresholds.",
+                schemas=(responses.BusyThreshold,),
+                example=examples.THRESHOLD,
             )
         },
         errors=(*_TAKES_JSON, 404, 501),
@@ -308,7 +318,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/openapi.json",
         tag="Server",
         name="get_openapi",
-        summary="This document",
+        summary="OpenAPI document",
         answers={200: Answer(description="OpenAPI 3.1.", schemas=(dict[str, Any],))},
     ),
     Operation(
@@ -316,9 +326,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/docs",
         tag="Server",
         name="get_docs",
-        summary="This document as a page",
-        answers={
-            200: Answer(description="A page that needs nothing from elsewhere.", media_type="text/html")
-        },
+        summary="Documentation page",
+        answers={200: Answer(description="Self-contained HTML page.", media_type="text/html")},
     ),
 )

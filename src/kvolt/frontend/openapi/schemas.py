@@ -1,7 +1,7 @@
-"""Schemas of the OpenAPI document: the structs of requests and answers, as far as they work, with their docstrings.
+"""Schemas of the OpenAPI document: the supported fields of the request and response structs, with their docstrings.
 
-What is documented works: a field that is known but always answered with 501 is left out of its schema and
-listed in words, so a client generated from the document does not run into it.
+A known field that is always answered with 501 is omitted from its schema and listed in the description, so that
+generated clients do not use it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ NOT_SERVED: dict[str, tuple[str, ...]] = {
     "Thinking": ("budget_tokens",),
     "TokenizeRequest": ("chat_template",),
 }
-"""Fields beside those of `nvext.NOT_YET` that are answered with 501, by struct."""
+"""Additional fields (besides `nvext.NOT_YET`) that are answered with 501, by struct."""
 
 NOT_SERVED_PARTS = ("ImagePart", "InputAudioPart", "AudioPart", "VideoPart", "FilePart")
-"""Parts of a message that are answered with 501."""
+"""Message parts that are answered with 501."""
 
 
 def schemas_of(types: Iterable[Any]) -> tuple[dict[Any, Json], dict[str, Json]]:
-    """The schema of each type, and the components that they refer to."""
+    """Schema of each type, and the components that they refer to."""
     types = list(dict.fromkeys(types))
-    found, components = msgspec.json.schema_components(types, ref_template=SCHEMAS + "{name}")
+    type_schemas, components = msgspec.json.schema_components(types, ref_template=SCHEMAS + "{name}")
     for struct in _structs(types):
         if struct.__name__ in components:
             _describe(components[struct.__name__], struct)
@@ -54,10 +54,10 @@ def schemas_of(types: Iterable[Any]) -> tuple[dict[Any, Json], dict[str, Json]]:
     _leave_out_fields(components)
     _leave_out_nvext(components)
     _leave_out_parts(components)
-    return dict(zip(types, found, strict=True)), components
+    return dict(zip(types, type_schemas, strict=True)), components
 
 
-# what is left out
+# omitted fields
 
 
 def _leave_out_fields(components: dict[str, Json]) -> None:
@@ -88,7 +88,7 @@ def _leave_out_nvext(components: dict[str, Json]) -> None:
 
 
 def _target(schema: Json, components: dict[str, Json]) -> Json:
-    """What an optional field holds, past `anyOf`, a reference and a list."""
+    """Schema of an optional field's value, resolving `anyOf`, a reference and a list."""
     schema = schema.get("anyOf", [schema])[0]
     if "$ref" in schema:
         return components[schema["$ref"].removeprefix(SCHEMAS)]
@@ -96,15 +96,15 @@ def _target(schema: Json, components: dict[str, Json]) -> Json:
 
 
 def _leave_out_parts(components: dict[str, Json]) -> None:
-    gone = {f"{SCHEMAS}{name}" for name in NOT_SERVED_PARTS}
+    omitted = {f"{SCHEMAS}{name}" for name in NOT_SERVED_PARTS}
     for name in NOT_SERVED_PARTS:
         del components[name]
     for node in _nodes(components):
         if "anyOf" in node:
-            node["anyOf"] = [option for option in node["anyOf"] if option.get("$ref") not in gone]
+            node["anyOf"] = [option for option in node["anyOf"] if option.get("$ref") not in omitted]
         if "discriminator" in node:
             kinds = node["discriminator"]["mapping"]
-            node["discriminator"]["mapping"] = {tag: ref for tag, ref in kinds.items() if ref not in gone}
+            node["discriminator"]["mapping"] = {tag: ref for tag, ref in kinds.items() if ref not in omitted}
 
 
 def _nodes(value: Any) -> Iterator[Json]:
@@ -117,7 +117,7 @@ def _nodes(value: Any) -> Iterator[Json]:
             yield from _nodes(inner)
 
 
-# words
+# descriptions
 
 
 def _add_text(schema: Json, text: str) -> None:
@@ -125,7 +125,7 @@ def _add_text(schema: Json, text: str) -> None:
 
 
 def _describe(schema: Json, struct: type[msgspec.Struct]) -> None:
-    """Put the docstrings of a struct and of its fields into its schema."""
+    """Add the docstrings of a struct and its fields to its schema."""
     if "description" in schema:
         schema["description"] = inspect.cleandoc(schema["description"])
     names = dict(zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True))
@@ -135,7 +135,7 @@ def _describe(schema: Json, struct: type[msgspec.Struct]) -> None:
 
 
 def _field_texts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, str]]:
-    """Fields with the string that stands below them; nothing where the source is not at hand."""
+    """Fields with their docstrings; empty if the source is not available."""
     for kind in struct.__mro__:
         body = _class_bodies(kind.__module__).get(kind.__name__, [])
         for field, below in pairwise(body):
@@ -149,7 +149,7 @@ def _field_texts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, str]]:
 
 @cache
 def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Only of our own modules: that is where the structs are."""
+    """Class bodies of a module; only for kvolt's own modules, which contain the structs."""
     if not module.startswith("kvolt."):
         return {}
     try:
@@ -160,7 +160,7 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
-    """Every struct that is reachable from `types`, each once."""
+    """Every struct reachable from `types`, once."""
     seen: set[type] = set()
     waiting = list(msgspec.inspect.multi_type_info(types))
     while waiting:

@@ -1,1 +1,1 @@
-"""From a model's text to content, reasoning and tool calls, as it comes."""
+"""Incremental parsers of model output: content, reasoning and tool calls."""

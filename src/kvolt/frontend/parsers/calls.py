@@ -1,11 +1,11 @@
-"""A message with tool calls in it, in any syntax that puts a JSON object into the text.
+"""Parser for messages with tool calls, in any syntax that embeds a JSON object in the text.
 
-    GAP  the start, or after a call: white space and separators wait here for what they belong to
+    GAP  the start, or after a call: white space and separators are buffered until it is known what they belong to
     TEXT content, searched for the opening marker
-    CALL one call's object, see `arguments`
+    CALL the object of one call, see `arguments`
 
-What turns out to be no call is content with its markers and all, and the text after it is TEXT. White
-space and separators between the start, calls and the end are dropped; beside text they are content.
+Text that turns out not to be a call is content, including its markers, and continues in TEXT. White space and
+separators between the start, calls and the end are dropped; next to text they are content.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvolt.frontend.parsers.arguments import MAX_HELD, CallReader, Status
-from kvolt.frontend.parsers.markers import begun_marker, first_marker, may_become
+from kvolt.frontend.parsers.markers import first_marker, may_become, partial_marker_length
 from kvolt.frontend.parsers.port import Content, Piece, joined
 
 MAX_GAP = 64
-"""Characters that wait in a gap; a longer one is content."""
+"""Limit of the characters buffered in a gap; a longer gap is content."""
 
 _WINDOW = 4096
-"""Characters given to a reader at a time: a long text full of calls is not copied again for each."""
+"""Characters passed to a reader at a time, so that long text with many calls is not copied again for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     opening: str = ""
-    """Begins a call anywhere in the text; empty: nothing does."""
+    """Starts a call anywhere in the text; empty: none."""
     closing: str = ""
     """Ends a call."""
     separators: str = " \t\r\n"
-    """What may stand in a gap."""
+    """Characters allowed in a gap."""
     bare: bool = False
-    """In a gap, an object begins a call without a marker."""
+    """In a gap, an object starts a call without a marker."""
     needs_arguments: bool = False
     """An object is a call only if it has arguments."""
 
@@ -59,18 +59,18 @@ class CallParser:
     )
 
     passes_all = False
-    """A call may begin anywhere."""
+    """A call may start anywhere."""
 
     def __init__(self, syntax: CallSyntax, max_held: int = MAX_HELD) -> None:
         self._syntax = syntax
         self._max_held = max_held
         self._at = _At.GAP
         self._head = ""
-        """The gap so far, and in a call also its opening marker: content if there is no call."""
+        """Buffered gap, and in a call also its opening marker: content if it is not a call."""
         self._unread = ""
-        """Less than a marker or an escape."""
+        """Unread text, shorter than a marker or an escape."""
         self._closing_due = False
-        """A call ended before its closing marker, which is swallowed when it comes."""
+        """A call ended before its closing marker, which is dropped when it arrives."""
         self._num_calls = 0
         self._reader = self._new_reader()
 
@@ -106,16 +106,16 @@ class CallParser:
         return joined(pieces)
 
     def _is_closed_gap(self, unread: str) -> bool:
-        """The output ended between calls, or within the last one's closing marker."""
+        """Whether the output ended between calls, or within the last call's closing marker."""
         is_nothing = not unread or (self._closing_due and self._syntax.closing.startswith(unread))
         return self._at is _At.GAP and self._num_calls > 0 and is_nothing
 
     def _gap(self, text: str, position: int, pieces: list[Piece]) -> int:
         syntax = self._syntax
-        begin = position
+        start = position
         while position < len(text) and text[position] in syntax.separators:
             position += 1
-        self._head += text[begin:position]
+        self._head += text[start:position]
         if len(self._head) > MAX_GAP:
             self._to_text(pieces)
         elif position == len(text):
@@ -135,12 +135,12 @@ class CallParser:
 
     def _text(self, text: str, position: int, pieces: list[Piece]) -> int:
         markers = self._markers()
-        found = first_marker(text, position, markers)
-        if found is None:
-            end = len(text) - begun_marker(text, position, markers)
+        marker_match = first_marker(text, position, markers)
+        if marker_match is None:
+            end = len(text) - partial_marker_length(text, position, markers)
             pieces.append(Content(text[position:end]))
             return end
-        end, marker = found
+        end, marker = marker_match
         pieces.append(Content(text[position:end]))
         if marker == self._syntax.opening:
             return self._to_call(end)
@@ -166,7 +166,7 @@ class CallParser:
         self._at = _At.TEXT
 
     def _to_call(self, position: int) -> int:
-        """At an opening marker: a call begins after it."""
+        """Handle an opening marker: a call starts after it."""
         self._head += self._syntax.opening
         self._closing_due = False
         self._reader = self._new_reader()
@@ -186,3 +186,38 @@ class CallParser:
             needs_arguments=self._syntax.needs_arguments,
             max_held=self._max_held,
         )
+
+
+_HERMES = CallSyntax(opening="<tool_call>", closing="</tool_call>")
+_LLAMA3_JSON = CallSyntax(opening="<|python_tag|>", separators=" \t\r\n;", bare=True, needs_arguments=True)
+
+
+class HermesParser(CallParser):
+    """Tool calls in the format of Hermes and Qwen 2.5 / 3.
+
+        <tool_call>
+        {"name": "get_weather", "arguments": {"city": "Paris"}}
+        </tool_call>
+
+    Any number of calls, with text before, between and after. A missing closing marker or brace is tolerated.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, max_held: int = MAX_HELD) -> None:
+        super().__init__(_HERMES, max_held)
+
+
+class Llama3JsonParser(CallParser):
+    """Tool calls in the format of Llama 3: the message consists of objects separated by `;` or white space.
+
+        {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": ...}
+
+    A `<|python_tag|>` may precede an object, and is required for a call after text. A message may also be JSON content:
+    an object is a call only if it has a name and an object as parameters (or `arguments`).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, max_held: int = MAX_HELD) -> None:
+        super().__init__(_LLAMA3_JSON, max_held)

@@ -1,4 +1,4 @@
-"""Reasoning first, then tool calls in what is left."""
+"""Combines a reasoning parser and a tool call parser."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from kvolt.frontend.parsers.port import Content, Piece, TextParser, ToolArgument
 
 
 class ParserChain:
-    """A TextParser of two; either may be missing.
+    """Reasoning parser, then tool call parser; either may be missing.
 
-    Calls beyond max_calls are swallowed: without parallel calls a client is promised at most one.
+    Calls beyond `max_calls` are dropped: clients that disable parallel calls expect at most one.
     """
 
     __slots__ = ("_max_calls", "_reasoning", "_tools")
@@ -52,7 +52,7 @@ class ParserChain:
         return result
 
     def _allowed(self, pieces: list[Piece]) -> list[Piece]:
-        """What is left when further calls are dropped."""
+        """Pieces without further calls."""
         limit = self._max_calls
         allowed: list[Piece] = []
         for piece in pieces:

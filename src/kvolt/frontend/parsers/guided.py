@@ -1,6 +1,6 @@
-"""Calls under a grammar (`tool_choice` required or a function's name): bare JSON, no markers.
+"""Parsers of tool calls under a grammar (`tool_choice` is required or a function name): JSON without markers.
 
-What breaks the grammar comes out as everywhere: as arguments in a started call, else as content.
+Output that violates the grammar is handled as usual: arguments in a started call, otherwise content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ARRAY = CallSyntax(separators=" \t\r\n[,]", bare=True)
 
 
 class RequiredToolParser(CallParser):
-    """The output is an array: `[{"name": ..., "parameters": {...}}, ...]`."""
+    """Parser of an array: `[{"name": ..., "parameters": {...}}, ...]`."""
 
     __slots__ = ()
 
@@ -22,7 +22,7 @@ class RequiredToolParser(CallParser):
 
 
 class NamedToolParser:
-    """The whole output is the arguments of one function; a TextParser."""
+    """TextParser whose whole input is the arguments of one function."""
 
     __slots__ = ("_name", "_started")
 

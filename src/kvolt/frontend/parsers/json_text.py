@@ -1,7 +1,7 @@
-"""JSON text read as it comes: where a value ends, and what a string says.
+"""Incremental readers of JSON text: the end of a value, and the contents of a string.
 
-Both are lenient: a model's JSON may be wrong inside, and is then passed on as it was written. Positions
-depend on the text alone, not on how it was cut: what cannot be decided yet is left unread.
+Both are lenient: a model's JSON may be invalid inside, and is passed on as written. Results do not depend on how the
+text is split: characters that cannot be interpreted yet are left unread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from kvolt.frontend.parsers.markers import may_become
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-"""What a sound string may hold as it is."""
+"""Characters of a valid string that need no unescaping."""
 
 _PLAIN_OR_CONTROL = re.compile(r'[^"\\<]*')
 _OUTSIDE_STRINGS = re.compile(r'[^"{}\[\]<]*')
@@ -22,11 +22,10 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 
 
 class Extent:
-    """Follows one object or array to its end, by brackets and strings only.
+    """Finds the end of one object or array, by brackets and strings only.
 
-    A closing marker ends it too, but not inside a string: there it is the string's text. Only a string
-    with a raw control character, which is no JSON, does not hide the marker: most likely it was never
-    closed.
+    A closing marker ends it too, unless it is inside a string. A string with a raw control character (invalid JSON,
+    most likely never closed) does not hide the marker.
     """
 
     __slots__ = ("_closing", "_depth", "_plain", "ended")
@@ -35,11 +34,11 @@ class Extent:
         self._closing = closing
         self._depth = 0
         self._plain = _OUTSIDE_STRINGS
-        """What needs no look now: it says whether we are in a string, and in what kind."""
+        """Pattern of characters to skip; it encodes whether the position is in a string, and of which kind."""
         self.ended = False
 
     def scan(self, text: str, position: int) -> int:
-        """The position up to which the text belongs to the value for certain; `ended` says if that is all."""
+        """Return the position up to which the text certainly belongs to the value; `ended` is set at its end."""
         while position < len(text):
             position = end_of(self._plain, text, position)
             if position == len(text):
@@ -73,7 +72,7 @@ class Extent:
 
 
 class StringText:
-    """Reads the inside of a JSON string, after its opening quote, and undoes its escapes."""
+    """Reads and unescapes the inside of a JSON string, after its opening quote."""
 
     __slots__ = ("_closing", "_plain", "ended", "text")
 
@@ -81,9 +80,9 @@ class StringText:
         self._closing = closing
         self._plain = PLAIN
         self.ended = False
-        """The position returned last is that of the closing quote or of a closing marker."""
+        """The last returned position is that of the closing quote or a closing marker."""
         self.text = ""
-        """What the last scan read."""
+        """Text of the last scan."""
 
     def scan(self, text: str, position: int) -> int:
         parts = []
@@ -110,20 +109,20 @@ class StringText:
 
 
 def end_of(run: re.Pattern[str], text: str, position: int) -> int:
-    """Where a run of characters ends; the pattern matches the empty run too."""
+    """End of a run of characters; the pattern also matches an empty run."""
     match = run.match(text, position)
     return match.end() if match else position
 
 
 def not_closing(text: str, position: int, closing: str) -> int:
-    """How many characters at a `<` are surely not the closing marker's: one or none."""
+    """Number of characters at a `<` that certainly do not belong to the closing marker: 0 or 1."""
     if closing and (text.startswith(closing, position) or may_become(text, position, closing)):
         return 0
     return 1
 
 
 def unescaped(text: str, position: int, plain: re.Pattern[str]) -> tuple[str, int]:
-    """A string's text up to what is not plain, or to an escape that is not here whole, and where that is."""
+    """Unescape a string up to a non-plain character or an incomplete escape; returns text and position."""
     parts = []
     while True:
         end = end_of(plain, text, position)
@@ -140,9 +139,9 @@ def unescaped(text: str, position: int, plain: re.Pattern[str]) -> tuple[str, in
 
 
 def _escape(text: str, position: int) -> tuple[str, int] | None:
-    """What the escape here stands for and where it ends; None when it may go on.
+    """Decode the escape at a position; returns its text and end, or None if it may be incomplete.
 
-    What is no escape stays as written. Half a surrogate pair becomes U+FFFD: it has no UTF-8.
+    Invalid escapes are kept as written. An unpaired surrogate becomes U+FFFD, since UTF-8 cannot encode it.
     """
     kind = text[position + 1 : position + 2]
     if not kind:
@@ -165,6 +164,6 @@ def _escape(text: str, position: int) -> tuple[str, int] | None:
     return chr(0x10000 + ((code - 0xD800) << 10) + int(low[2:], 16) - 0xDC00), position + 12
 
 
-def _may_match(pattern: re.Pattern[str], begun: str, sample: str) -> bool:
-    """The text is, or may become, what the pattern means: completed from a sample it matches."""
-    return pattern.fullmatch(begun + sample[len(begun) :]) is not None
+def _may_match(pattern: re.Pattern[str], prefix: str, sample: str) -> bool:
+    """Whether the text matches or may still match the pattern: completed from a sample, it matches."""
+    return pattern.fullmatch(prefix + sample[len(prefix) :]) is not None

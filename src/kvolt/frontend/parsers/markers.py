@@ -1,4 +1,4 @@
-"""Finding markers in text that may end in the middle of one."""
+"""Search for markers in text that may end in the middle of one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 
 def first_marker(text: str, start: int, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest of the markers stands, and which it is. They do not overlap."""
-    found = None
+    """Position and value of the earliest marker. Markers do not overlap."""
+    earliest = None
     end = len(text)
     for marker in markers:
         at = text.find(marker, start, end)
         if at >= 0:
-            found, end = (at, marker), at
-    return found
+            earliest, end = (at, marker), at
+    return earliest
 
 
-def begun_marker(text: str, start: int, markers: Sequence[str]) -> int:
-    """How many characters at the end of text, from start on, may be the beginning of a marker."""
+def partial_marker_length(text: str, start: int, markers: Sequence[str]) -> int:
+    """Length of the text's end, after `start`, that may be the beginning of a marker."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text) - start), longest, -1):
@@ -28,5 +28,5 @@ def begun_marker(text: str, start: int, markers: Sequence[str]) -> int:
 
 
 def may_become(text: str, start: int, marker: str) -> bool:
-    """The text from start on is the beginning of the marker, and more of it may come."""
+    """Whether the text from `start` is the beginning of the marker."""
     return len(text) - start < len(marker) and marker.startswith(text[start:])

@@ -1,7 +1,7 @@
-"""What every parser of model output takes and gives.
+"""Interface of parsers of model output.
 
-A parser is a pure incremental machine: however its input is cut, the joined output is the same. It
-never raises on what a model says, and holds back no more than a bounded amount of text.
+A parser is a pure incremental state machine: the joined output does not depend on how its input is split. It never
+raises on model output, and buffers a bounded amount of text.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """Text for the reader."""
+    """Visible text."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """Text that the model wrote for itself."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class ToolStart(msgspec.Struct, frozen=True, gc=False):
-    """A call begins; its name is known whole."""
+    """Start of a tool call, with its complete name."""
 
     index: int
     name: str
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """The next part of a call's arguments, as JSON text."""
+    """Next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -42,24 +42,24 @@ Piece = Content | Reasoning | ToolStart | ToolArguments
 
 
 class TextParser(Protocol):
-    """Takes the text of one choice, in any parts."""
+    """Parser of the text of one choice."""
 
     @property
     def passes_all(self) -> bool:
-        """Nothing is held back, and from now on all text comes out as content, as it is."""
+        """Whether nothing is buffered and all further text is content."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Parse text; returns the pieces that are certain."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, now that no more text comes. Nothing may be fed afterwards."""
+        """Return the buffered pieces at the end of the output. Call nothing afterwards."""
         ...
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Merge adjacent pieces of one kind and drop empty ones: fewer events for the client."""
+    """Merge adjacent pieces of one kind and drop empty ones, to reduce the number of events."""
     if len(pieces) == 1 and (isinstance(pieces[0], ToolStart) or pieces[0].text):
         return pieces
     result: list[Piece] = []

@@ -1,27 +1,26 @@
-"""Reasoning between `<think>` and `</think>`, at the start of a message.
+"""Reasoning between `<think>` and `</think>` at the start of a message.
 
-- The output begins inside when the prompt ended with the opening tag (`starts_inside`); an opening tag
-  that the model writes all the same is swallowed. Otherwise only a leading `<think>` opens.
-- Reasoning that has ended does not open again: these models think once, at the start, and an answer
-  that speaks of `<think>` must come out as it was written.
-- Reasoning that is never closed stays reasoning, whatever it contains.
-- Newlines that touch a tag belong to it and are dropped, as the chat templates of these models do when
-  they take the message back; other white space stays. vLLM keeps these newlines and Dynamo drops them
-  only in unary answers; here streamed and unary text are equal.
+- The output starts inside if the prompt ended with the opening tag (`starts_inside`); an opening tag repeated by the
+  model is dropped. Otherwise only a leading `<think>` opens.
+- Reasoning does not open again after its end: these models think once, and a later `<think>` is content.
+- Reasoning that is never closed is reasoning to the end.
+- Newlines next to a tag belong to it and are dropped, as these models' chat templates do with previous messages;
+  other white space is kept. vLLM keeps these newlines and Dynamo drops them only in unary responses; here streamed
+  and unary text are equal.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
-from kvolt.frontend.parsers.markers import begun_marker, may_become
+from kvolt.frontend.parsers.markers import may_become, partial_marker_length
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning
 
 OPENING = "<think>"
 CLOSING = "</think>"
 
 MAX_SPACE = 16
-"""White space held back before a tag; a longer run is text."""
+"""Limit of the white space buffered before a tag; a longer run is content."""
 
 
 class _At(Enum):
@@ -33,7 +32,7 @@ class _At(Enum):
 
 
 class ThinkParser:
-    """Parses what Qwen3 and DeepSeek-R1 write; a TextParser."""
+    """TextParser for Qwen3 and DeepSeek-R1."""
 
     __slots__ = ("_at", "_held", "_starts_inside")
 
@@ -83,29 +82,29 @@ class ThinkParser:
         return [Reasoning(held) if inside else Content(held)]
 
     def _open(self, text: str) -> str:
-        """Look for a leading tag; what follows it, or all when there is none, or nothing yet."""
-        begin = len(text) - len(text.lstrip())
-        if begin <= MAX_SPACE:
-            if text.startswith(OPENING, begin):
+        """Handle a leading tag; returns the text after it, all text if there is none, or "" if undecided."""
+        start = len(text) - len(text.lstrip())
+        if start <= MAX_SPACE:
+            if text.startswith(OPENING, start):
                 self._at = _At.INSIDE_START
-                return text[begin + len(OPENING) :]
-            if may_become(text, begin, OPENING):
+                return text[start + len(OPENING) :]
+            if may_become(text, start, OPENING):
                 self._held = text
                 return ""
         self._at = _At.INSIDE_START if self._starts_inside else _At.OUTSIDE
         return text
 
     def _reason(self, text: str) -> tuple[str, str]:
-        """The reasoning that is certain, and the text after its end."""
+        """Return the reasoning that is certain, and the text after its end."""
         end = text.find(CLOSING)
         if end >= 0:
             self._at = _At.OUTSIDE_START
             return text[: _before_newlines(text, end)], text[end + len(CLOSING) :]
-        certain = _before_newlines(text, len(text) - begun_marker(text, 0, (CLOSING,)))
+        certain = _before_newlines(text, len(text) - partial_marker_length(text, 0, (CLOSING,)))
         self._held = text[certain:]
         return text[:certain], ""
 
 
 def _before_newlines(text: str, end: int) -> int:
-    begin = max(0, end - MAX_SPACE)
-    return begin + len(text[begin:end].rstrip("\n"))
+    start = max(0, end - MAX_SPACE)
+    return start + len(text[start:end].rstrip("\n"))

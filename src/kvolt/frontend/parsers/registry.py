@@ -1,6 +1,6 @@
-"""Parsers by the names that users of Dynamo and vLLM know, and which one a chat template asks for.
+"""Parsers by the names used in Dynamo and vLLM, and detection of parsers from chat templates.
 
-A new parser is a row in one of the two tables. Names may be written with dashes or underscores.
+A new parser is a row in one of the two tables. Names may contain dashes or underscores.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvolt.core.errors import ConfigError
-from kvolt.frontend.parsers.hermes import HermesParser
-from kvolt.frontend.parsers.llama3_json import Llama3JsonParser
+from kvolt.frontend.parsers.calls import HermesParser, Llama3JsonParser
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.reasoning import CLOSING, OPENING, ThinkParser
 
@@ -20,7 +19,7 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """How a chat template shows the format that its model was taught."""
+    """Markers in a chat template that identify the model's output format."""
 
     any_of: tuple[str, ...]
     all_of: tuple[str, ...] = ()
@@ -43,11 +42,11 @@ class _ToolRow:
 @dataclass(frozen=True, slots=True)
 class _ReasoningRow:
     starts_inside: bool
-    """When the prompt does not say."""
+    """Default if the prompt does not determine it."""
     marks: _Marks
 
 
-# Both in the order of detection. `<tool_call>` also wraps the XML of Qwen3-Coder and GLM, which is not hermes.
+# In order of detection. `<tool_call>` also wraps the XML of Qwen3-Coder and GLM, which is not hermes.
 _HERMES = _ToolRow(HermesParser, _Marks(("<tool_call>",), none_of=("<function=", "<arg_key>")))
 _TOOLS = {
     "hermes": _HERMES,
@@ -65,7 +64,7 @@ def tool_parser(name: str) -> TextParser:
 
 
 def reasoning_parser(name: str, *, starts_inside: bool | None = None) -> TextParser:
-    """starts_inside is what `prompt_opens_reasoning` says of the prompt; None leaves it to the model's habit."""
+    """`starts_inside` is the result of `prompt_opens_reasoning`; None: the model's default."""
     row = _row("reasoning", _REASONING, name)
     return ThinkParser(starts_inside=row.starts_inside if starts_inside is None else starts_inside)
 
@@ -79,9 +78,9 @@ def detect_reasoning_parser(chat_template: str) -> str | None:
 
 
 def prompt_opens_reasoning(prompt: str) -> bool | None:
-    """Whether a rendered prompt ends inside reasoning or just after it; None when it does not say.
+    """Whether a rendered prompt ends inside reasoning or just after it; None if undetermined.
 
-    Asked of the prompt and not of the template's source: which it is may depend on the request's arguments.
+    Uses the prompt, not the template's source, because the result may depend on the request's arguments.
     """
     end = prompt[-64:].rstrip()
     if end.endswith(OPENING):
@@ -93,8 +92,8 @@ def _row(kind: str, rows: Mapping[str, _Row], name: str) -> _Row:
     row = rows.get(name.strip().lower().replace("-", "_"))
     if row is None:
         raise ConfigError(
-            f"unknown {kind} parser {name!r}; known are {', '.join(sorted(rows))}",
+            f"unknown {kind} parser {name!r}; known: {', '.join(sorted(rows))}",
             key=f"{kind}_parser",
-            remedy="name one of them, or leave it out to have it chosen from the chat template",
+            remedy="use one of them, or omit it to detect the parser from the chat template",
         )
     return row

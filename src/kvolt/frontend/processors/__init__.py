@@ -1,1 +1,1 @@
-"""Who renders prompts and reads answers, by name: kvolt's own from a model's card, or somebody else's code."""
+"""Pre- and postprocessors by name: kvolt's own, based on the model card, vLLM's, and plugins."""

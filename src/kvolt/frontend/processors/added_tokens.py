@@ -1,7 +1,7 @@
-"""Text cut at the tokens that a tokenizer was given by name, such as `<think>` or `<tool_call>`: their ids again.
+"""Splits text at added tokens such as `<think>` or `<tool_call>`, to recover their ids.
 
-A tokenizer takes these out of a text before all else, so wherever one is written in an answer it was that token (or
-the model spelled it in pieces, which its author would call the same). Pure, and the same however the text comes.
+A tokenizer matches added tokens before all else, so an occurrence in the output was that token (or was spelled by the
+model in pieces, which has the same meaning). Pure; the result does not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvolt.frontend.tokenization.token_cache import longest_of
 
 
 class Cut(NamedTuple):
-    """A stretch of text: an added token, or what lies between two of them."""
+    """A section of text: an added token, or the text between two of them."""
 
     text: str
     token_id: int | None
 
 
 class AddedTokens:
-    """Of one vocabulary; every answer has its own `cutter`."""
+    """Added tokens of one vocabulary; each response has its own `cutter`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
         self.ids = {token.content: token_id for token_id, token in added.items() if token.content}
         self.pattern = re.compile(longest_of(self.ids)) if self.ids else None
         self.heads = {text[:end] for text in self.ids for end in range(1, len(text))}
-        """What may become one of them, or a longer one."""
+        """Prefixes of added tokens."""
         self.longest_head = max(map(len, self.heads), default=0)
 
     def cutter(self) -> AddedTokenCutter:
@@ -37,7 +37,7 @@ class AddedTokens:
 
 
 class AddedTokenCutter:
-    """Holds back what may be the beginning of an added token: never more than the longest of them."""
+    """Buffers a possible beginning of an added token: at most the length of the longest one."""
 
     __slots__ = ("_added", "_held")
 
@@ -54,22 +54,26 @@ class AddedTokenCutter:
     def _cuts(self, text: str, may_grow: bool) -> list[Cut]:
         pattern = self._added.pattern
         cuts: list[Cut] = []
-        done = 0
-        held = self._first_head(text, 0) if may_grow else len(text)
-        while pattern is not None and (found := pattern.search(text, done)) and found.start() < held:
-            if found.start() > done:
-                cuts.append(Cut(text[done : found.start()], None))
-            cuts.append(Cut(found[0], self._added.ids[found[0]]))
-            done = found.end()
-            if done > held:  # this token has taken the place of what seemed to begin inside it
-                held = self._first_head(text, done)
-        if held > done:
-            cuts.append(Cut(text[done:held], None))
-        self._held = text[held:]
+        position = 0
+        certain_end = self._first_head(text, 0) if may_grow else len(text)
+        while (
+            pattern is not None
+            and (token_match := pattern.search(text, position))
+            and token_match.start() < certain_end
+        ):
+            if token_match.start() > position:
+                cuts.append(Cut(text[position : token_match.start()], None))
+            cuts.append(Cut(token_match[0], self._added.ids[token_match[0]]))
+            position = token_match.end()
+            if position > certain_end:  # this token covers the possible beginning inside it
+                certain_end = self._first_head(text, position)
+        if certain_end > position:
+            cuts.append(Cut(text[position:certain_end], None))
+        self._held = text[certain_end:]
         return cuts
 
     def _first_head(self, text: str, start: int) -> int:
-        """Where the end of a text begins that may become a token; its length if there is no such place."""
+        """Start of the text's end that may become a token; the text's length if there is none."""
         heads = self._added.heads
         first = max(len(text) - self._added.longest_head, start)
         return next((at for at in range(first, len(text)) if text[at:] in heads), len(text))

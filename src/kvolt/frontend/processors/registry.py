@@ -1,4 +1,4 @@
-"""Processors by name: ours, and those that a package offers under the entry point group `kvolt.processors`."""
+"""Processors by name: built-in ones, and plugins in the entry point group `kvolt.processors`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEFAULT = "card"
 
 
 class ProcessorKind(msgspec.Struct, frozen=True):
-    """How to make a model's processor."""
+    """Factory of a model's processor."""
 
     build: NewProcessor
     check: Callable[[ParserNames], None] = lambda names: None
-    """ConfigError for what could not work with any model, such as a parser that nobody knows: asked before the
-    frontend listens, and not at the first request."""
+    """Raises ConfigError for parsers that no model could use, such as unknown names. Called before the frontend
+    listens."""
 
 
 def _card() -> ProcessorKind:
@@ -43,14 +43,14 @@ def processor_names() -> list[str]:
 
 
 def find_processor(name: str) -> ProcessorKind:
-    """The kind of that name; ConfigError lists the known ones."""
+    """Find a processor by name; raises ConfigError with the known names."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
     for point in entry_points(group=GROUP, name=name):
-        found = _loaded(name, point.load)
-        if not isinstance(found, ProcessorKind):
+        processor_kind = _loaded(name, point.load)
+        if not isinstance(processor_kind, ProcessorKind):
             raise ConfigError(f"processor {name!r}: {point.value} is not a ProcessorKind", key="processor")
-        return found
+        return processor_kind
     raise ConfigError(
         f"unknown processor {name!r}",
         key="processor",
@@ -63,5 +63,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
         return load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"processor {name!r} cannot be loaded: {error}", key="processor", remedy="install what it needs"
+            f"processor {name!r} cannot be loaded: {error}",
+            key="processor",
+            remedy="install its dependencies",
         ) from error

@@ -1,4 +1,4 @@
-"""A chat in vLLM's words, and its prompt by vLLM's rendering: what vLLM's `HfRenderer` does for a text model."""
+"""Conversion of a chat to vLLM's request, and its rendering by vLLM, as vLLM's `HfRenderer` does for text models."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ _TEXT_MODEL = SimpleNamespace(
     tokenizer_revision=None,
     trust_remote_code=False,
 )
-"""In the place of vLLM's ModelConfig, which is made from a model's folder: what rendering asks of it."""
+"""Replaces vLLM's ModelConfig, which requires a model directory: the attributes used by rendering."""
 
 
 _FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""How code fails that was given what it did not expect; pydantic's are ValueErrors."""
+"""Exceptions of code that gets unexpected input; pydantic's are ValueErrors."""
 
 
 @contextmanager
 def vllm_refusals() -> Iterator[None]:
-    """What vLLM's code refuses is the client's: as in vLLM, where it is answered with 400."""
+    """Convert errors of vLLM's code to InvalidRequest, as vLLM answers them with 400."""
     from vllm.exceptions import VLLMClientError
 
     try:
         yield
     except (VLLMClientError, *_FAILURES) as error:
         reason = str(error)[:500] or type(error).__name__
-        raise InvalidRequest(f"vLLM refuses the messages: {reason}", param="messages") from error
+        raise InvalidRequest(f"vLLM rejected the messages: {reason}", param="messages") from error
 
 
-def chat_request(given: TemplateInput, may_call: bool = True) -> Any:
-    """As vLLM would have read it from a client. `may_call`: whether the model may use its tools."""
+def chat_request(template_input: TemplateInput, may_call: bool = True) -> Any:
+    """Build vLLM's request. `may_call`: whether the model may use its tools."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    effort = given.kwargs.get("reasoning_effort")
+    effort = template_input.kwargs.get("reasoning_effort")
     fields: dict[str, Any] = {
-        "messages": [_message(message) for message in given.messages],
-        "add_generation_prompt": given.add_generation_prompt,
-        "continue_final_message": given.continue_final_message,
-        "chat_template_kwargs": given.kwargs,
+        "messages": [_message(message) for message in template_input.messages],
+        "add_generation_prompt": template_input.add_generation_prompt,
+        "continue_final_message": template_input.continue_final_message,
+        "chat_template_kwargs": template_input.kwargs,
     }
-    if given.tools:
-        fields |= {"tools": given.tools, "tool_choice": "auto" if may_call else "none"}
+    if template_input.tools:
+        fields |= {"tools": template_input.tools, "tool_choice": "auto" if may_call else "none"}
     if effort in _efforts(
         ChatCompletionRequest
-    ):  # from it vLLM derives enable_thinking; others are the template's
+    ):  # vLLM derives enable_thinking from these; other values are only passed to the template
         fields["reasoning_effort"] = effort
     return ChatCompletionRequest.model_validate(fields)
 
 
-def render_chat(given: TemplateInput, template: str, tokenizer: Any) -> str:
-    """InvalidRequest when vLLM or the template refuses the messages."""
+def render_chat(template_input: TemplateInput, template: str, tokenizer: Any) -> str:
+    """Render the prompt; raises InvalidRequest if vLLM or the template rejects the messages."""
     from vllm.renderers.chat_utils import has_non_text_content, parse_chat_messages
     from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
-    if has_non_text_content(given.messages):  # which vLLM would fetch, from wherever a client says
-        raise InvalidRequest("this model takes text alone", param="messages")
+    if has_non_text_content(template_input.messages):  # vLLM would fetch media from any URL
+        raise InvalidRequest("this model supports text only", param="messages")
     with vllm_refusals():
-        request = chat_request(given)
+        request = chat_request(template_input)
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         params = request.build_chat_params(template, "auto").with_defaults(
             {"tools": tools, "tokenize": False}
@@ -88,7 +88,7 @@ def render_chat(given: TemplateInput, template: str, tokenizer: Any) -> str:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """As a client writes it: our templates are given calls with their arguments as objects, and "" for no content."""
+    """Message in the client's format: the template input has call arguments as objects, and "" for no content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -104,7 +104,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    # vLLM refuses a call without an id, which our clients may leave out.
+    # vLLM requires an id for a call, which clients may omit.
     return {"id": "", **call, "function": {**function, "arguments": arguments}}
 
 

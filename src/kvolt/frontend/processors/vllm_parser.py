@@ -1,12 +1,11 @@
-"""vLLM's parsers of an answer as one of ours.
+"""Adapts vLLM's output parsers to TextParser.
 
-vLLM reads an answer by its text and its token ids, our port by text alone. Only the ids of added tokens (`<think>`,
-`<tool_call>`, special ones) are looked for by parsers, and those are found in the text again, so each comes to the
-parser with the id that it had. The text between them comes with the ids that encoding it by itself gives: as many as
-the model wrote or a few more or less, and good for nothing but to be there. A marker that the model spelled out of
-ordinary tokens counts as the token of that name; in vLLM it would not.
+vLLM's parsers use text and token ids, TextParser only text. Parsers look only for the ids of added tokens (`<think>`,
+`<tool_call>`, special tokens), which are recovered from the text. Text between them gets the ids of encoding it
+alone: approximately as many as the model produced, and otherwise meaningless. A marker that the model spelled with
+ordinary tokens counts as that token; in vLLM it would not.
 
-An answer that is asked for in one piece is what vLLM would have streamed, joined.
+A whole response equals the joined streamed response of vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Encode = Callable[[str], list[int]]
 
 
 class VllmParser:
-    """A TextParser over one of vLLM's `Parser`, which has its state for one choice of an answer."""
+    """TextParser over a vLLM `Parser`, with the state of one choice."""
 
     __slots__ = ("_calls", "_cutter", "_encode", "_failed", "_parser", "_prompt", "_request")
 
@@ -34,16 +33,16 @@ class VllmParser:
         self._parser = parser
         self._request = request
         self._prompt: list[int] | None = list(prompt)
-        """Told once: from it vLLM sees whether the answer begins inside reasoning."""
+        """Passed once: vLLM determines from it whether the output starts inside reasoning."""
         self._cutter = cutter
         self._encode = encode
         self._calls: dict[int, int] = {}
-        """Ours by vLLM's numbers, which need not begin with 0."""
+        """Our call index by vLLM's, which need not start at 0."""
         self._failed = False
 
     @property
     def passes_all(self) -> bool:
-        """Which of vLLM's parsers would from now on is not known."""
+        """Always False: unknown for vLLM's parsers."""
         return False
 
     def feed(self, text: str) -> list[Piece]:
@@ -61,13 +60,13 @@ class VllmParser:
     def _parse(self, cut: Cut, is_last: bool = False) -> list[Piece]:
         if not self._failed:
             try:
-                return self._told(cut, is_last)
-            except Exception:  # whatever a parser does with what a model says: the answer goes on without it
-                log.exception("vLLM's parser failed; the rest of the answer is told as it is")
+                return self._parse_with_vllm(cut, is_last)
+            except Exception:  # the response continues without the parser
+                log.exception("vLLM parser failed; the rest of the response is not parsed")
                 self._failed = True
         return [Content(cut.text)]
 
-    def _told(self, cut: Cut, is_last: bool) -> list[Piece]:
+    def _parse_with_vllm(self, cut: Cut, is_last: bool) -> list[Piece]:
         ids = [cut.token_id] if cut.token_id is not None else self._encode(cut.text) if cut.text else []
         prompt, self._prompt = self._prompt, None
         delta = self._parser.parse_delta(cut.text, ids, self._request, prompt, finished=is_last)
@@ -83,7 +82,7 @@ class VllmParser:
         return pieces
 
     def _call(self, call: Any) -> list[Piece]:
-        """The name comes whole and once; parsers may repeat it, or send arguments that are still empty."""
+        """Pieces of a call. The name is sent complete and once; parsers may repeat it, or send empty arguments."""
         function = call.function
         if function is None:
             return []

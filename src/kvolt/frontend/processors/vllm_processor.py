@@ -1,11 +1,11 @@
-"""`--processor vllm`: prompts rendered and answers read by vLLM's own code, as `vllm serve` would.
+"""`--processor vllm`: renders prompts and parses output with vLLM's code, as `vllm serve` would.
 
-From a model's card, as ever: its `tokenizer.json` becomes the tokenizer that vLLM's code wants, its template is given
-to it as `--chat-template` would. Text becomes tokens as with our own processor, which gives the same ids as vLLM's.
+Based on the model card: its `tokenizer.json` is converted to the tokenizer for vLLM's code, and its template is
+passed as with `--chat-template`. Tokenization is kvolt's own, which gives the same ids as vLLM's.
 
-What is not here: models for which vLLM has a renderer in the place of a template (Mistral's own tokenizer, gpt-oss,
-DeepSeek 3.2 and 4, Kimi K3), media, and the structural tags that vLLM would hold the engine to for strict tools. Our
-own processor bounds what a template may do; vLLM's does not.
+Not supported: models for which vLLM has a special renderer (Mistral's tokenizer, gpt-oss, DeepSeek 3.2 and 4, Kimi
+K3), media, and the structural tags that vLLM adds for strict tools. Unlike kvolt's processor, vLLM's does not limit
+the resources of a template.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvolt.frontend.processors.vllm_parser import VllmParser
 from kvolt.frontend.processors.vllm_symbols import known_names
 from kvolt.frontend.tokenization.preprocess import (
     NO_PARSER,
-    AskedChat,
     CardProcessor,
     ParserNames,
+    ParserSpec,
     ProcessorSpec,
-    Reading,
+    RenderedChat,
     new_large_texts,
 )
 from kvolt.frontend.tokenization.token_cache import EncoderStats
@@ -43,52 +43,50 @@ log = logging.getLogger(__name__)
 
 
 class VllmProcessor:
-    """A Processor; needs vLLM (`check_vllm` has seen to that)."""
+    """Processor that uses vLLM; `check_vllm` must have passed."""
 
     def __init__(self, card: ModelCard, spec: ProcessorSpec) -> None:
-        bare = replace(card, chat_template="", tool_parser=None, reasoning_parser=None)
-        nothing = ParserNames(NO_PARSER, NO_PARSER)
-        self._tokens = CardProcessor(bare, replace(spec, parsers=nothing))
+        card_without_parsers = replace(card, chat_template="", tool_parser=None, reasoning_parser=None)
+        no_parsers = ParserNames(NO_PARSER, NO_PARSER)
+        self._tokens = CardProcessor(card_without_parsers, replace(spec, parsers=no_parsers))
         self.vocabulary: Vocabulary = self._tokens.vocabulary
         self._template = card.chat_template
         self._large = spec.large_texts or new_large_texts(spec.blocking)
-        self.takes_tools = "tools" in card.chat_template
+        self.supports_tools = "tools" in card.chat_template
         self._tokenizer = _hugging_face(self.vocabulary, card)
         self._added = AddedTokens(self.vocabulary.tokenizer)
         named = spec.parsers
         self.parsers = known_names(
             ParserNames(named.tools or card.tool_parser, named.reasoning or card.reasoning_parser)
         )
-        self._parser_class = _composed(self.parsers, self._tokenizer, card.name)
-        _tell_unnamed(card, named)
+        self._parser_class = _find_parser_class(self.parsers, self._tokenizer, card.name)
+        _log_unselected(card, named)
 
     @property
     def stats(self) -> EncoderStats:
         return self._tokens.stats
 
-    async def render(self, given: TemplateInput) -> str:
+    async def render(self, template_input: TemplateInput) -> str:
         if not self._template.strip():
-            raise InvalidRequest(
-                "this model has no chat template: it takes completions only", param="messages"
-            )
-        if given.is_large:
-            render = partial(render_chat, given, self._template, self._tokenizer)
+            raise InvalidRequest("this model has no chat template: use completions instead", param="messages")
+        if template_input.is_large:
+            render = partial(render_chat, template_input, self._template, self._tokenizer)
             return await self._large.run(render)
-        return render_chat(given, self._template, self._tokenizer)
+        return render_chat(template_input, self._template, self._tokenizer)
 
     async def encode(
         self, texts: Sequence[str], param: str, with_special: bool = False
     ) -> list[tuple[int, ...]]:
         return await self._tokens.encode(texts, param, with_special)
 
-    def reading(self, chat: AskedChat) -> Reading:
-        """Also where the model has no tools: some of vLLM's parsers then drop calls that it makes all the same."""
+    def parser_spec(self, chat: RenderedChat) -> ParserSpec:
+        """Also needed without tools: some of vLLM's parsers then drop calls that the model makes anyway."""
         parser_class = self._parser_class
         if parser_class is None:
-            return Reading(lambda: None)
+            return ParserSpec(lambda: None)
         with vllm_refusals():
-            # No messages: only their number of calls would be looked at, for ids that are ours to give.
-            request = chat_request(chat.given._replace(messages=[]), chat.may_call)
+            # Without messages: vLLM would use only their number of calls, for ids that are generated here.
+            request = chat_request(chat.template_input._replace(messages=[]), chat.may_call)
             kwargs = request.build_chat_params(self._template, "auto").chat_template_kwargs
             if chat.may_call or parser_class.reasoning_parser_cls or parser_class.always_adjust_request:
                 first = parser_class(self._tokenizer, request.tools, chat_template_kwargs=kwargs)
@@ -100,15 +98,15 @@ class VllmProcessor:
             parser = VllmParser(own, request, prompt, self._added.cutter(), encode)
             return parser if max_calls is None else ParserChain(None, parser, max_calls=max_calls)
 
-        return Reading(new_parser, shows_special=not request.skip_special_tokens)
+        return ParserSpec(new_parser, keep_special_tokens=not request.skip_special_tokens)
 
     def _ids(self, text: str) -> list[int]:
         return self.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _composed(names: ParserNames, tokenizer: Any, model: str) -> Any:
-    """The class that reads both, or None where nobody is named. ConfigError for a tokenizer that lacks what a parser
-    looks for."""
+def _find_parser_class(names: ParserNames, tokenizer: Any, model: str) -> Any:
+    """vLLM parser class for these names, or None without names. Raises ConfigError if the tokenizer lacks a required
+    token."""
     from vllm.parser.parser_manager import ParserManager
 
     try:
@@ -121,15 +119,15 @@ def _composed(names: ParserNames, tokenizer: Any, model: str) -> Any:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"vLLM's parsers do not go with {model!r}: {error}",
+            f"vLLM's parsers do not support {model!r}: {error}",
             key="reasoning_parser" if names.reasoning is not None else "tool_parser",
-            remedy="name the parser that this model was trained for, or none",
+            remedy="use the parser that this model was trained for, or none",
         ) from error
 
 
 def _hugging_face(vocabulary: Vocabulary, card: ModelCard) -> Any:
-    """The tokenizer as vLLM's code wants it, which is a copy of ours. Templates know the tokens that begin and end a
-    sequence by name; a card has no others."""
+    """A Hugging Face tokenizer for vLLM's code, which is a copy of ours. Templates use the BOS and EOS tokens by
+    name; a card has no others."""
     from transformers import PreTrainedTokenizerFast
     from vllm.tokenizers.hf import get_cached_tokenizer
 
@@ -145,9 +143,9 @@ def _hugging_face(vocabulary: Vocabulary, card: ModelCard) -> Any:
     return get_cached_tokenizer(made)
 
 
-def _tell_unnamed(card: ModelCard, named: ParserNames) -> None:
-    """vLLM has nobody choose a parser by the template, and so neither has this: what our own would have chosen."""
-    for flag, given, found in (
+def _log_unselected(card: ModelCard, named: ParserNames) -> None:
+    """Log which parsers kvolt would have detected: with vLLM, parsers must be selected explicitly."""
+    for flag, selected, detected in (
         ("--tool-parser", named.tools or card.tool_parser, detect_tool_parser(card.chat_template)),
         (
             "--reasoning-parser",
@@ -155,7 +153,10 @@ def _tell_unnamed(card: ModelCard, named: ParserNames) -> None:
             detect_reasoning_parser(card.chat_template),
         ),
     ):
-        if given is None and found is not None:
+        if selected is None and detected is not None:
             log.warning(
-                "%s: vLLM's processor chooses no parser by the template; try %s %s", card.name, flag, found
+                "parser not selected: model=%s; --processor vllm detects none, try %s %s",
+                card.name,
+                flag,
+                detected,
             )

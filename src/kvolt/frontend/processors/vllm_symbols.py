@@ -1,4 +1,4 @@
-"""What is used of vLLM's pre- and postprocessing, by name, and whether it is there: told at the start."""
+"""The names used from vLLM's pre- and postprocessing, and a check at start that they exist."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ REQUIREMENT = replace(
         "vllm.tokenizers.hf:get_cached_tokenizer",
         "vllm.tool_parsers:ToolParserManager.list_registered",
     ),
-    remedy="pip install 'kvolt[vllm]' where the frontend runs, or go without --processor vllm",
+    remedy="pip install 'kvolt[vllm]' in the frontend's environment, or omit --processor vllm",
 )
 
 
 def check_vllm(names: ParserNames) -> None:
-    """ConfigError where vLLM is missing, is another one than this was made for, or lacks a parser of that name."""
-    symbols.tell_log_level()
+    """Raise ConfigError if vLLM is missing, has an unsupported version, or lacks a parser."""
+    symbols.set_log_level()
     check_requirement(REQUIREMENT)
     known_names(names)
 
 
 def known_names(names: ParserNames) -> ParserNames:
-    """As vLLM spells them; None for none. ConfigError lists the parsers that vLLM has."""
+    """Parser names as spelled by vLLM; None: no parser. Raises ConfigError with the names that vLLM has."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -68,9 +68,9 @@ def _known(kind: str, name: str | None, manager: Any) -> str | None:
         if _plain(each) == _plain(name):
             return each
     raise ConfigError(
-        f"vLLM has no {kind} parser {name!r}; it has {', '.join(registered)}",
+        f"vLLM has no {kind} parser {name!r}; known: {', '.join(registered)}",
         key=f"{kind}_parser",
-        remedy=f"name one of them, or {NO_PARSER}",
+        remedy=f"use one of them, or {NO_PARSER}",
     )
 
 

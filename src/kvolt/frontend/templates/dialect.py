@@ -1,14 +1,13 @@
 """Hugging Face's dialect of Jinja, in two environments that accept the same templates.
 
-`wide` has all of the dialect. It bounds the steps of loops and plain repetition, for clear errors, but an expression
-can still take any amount of memory or time (`'a'.center(10**9)`): it runs in a process that can be lost
-(`template_process`).
+`wide` has the full dialect. It limits loop steps and plain repetition, for clear errors, but an expression can still
+use any amount of memory or time (`'a'.center(10**9)`), so it runs in a separate process (`process`).
 
-`narrow` runs on the event loop. It takes plain templates only (`is_plain`): no operation of theirs makes more than a
-multiple of its operands, and containers are the request's own values or flat lists of them. What is made and every
-step is charged to an allowance; a rendering that needs more ends with `Beyond`.
+`narrow` runs on the event loop. It accepts plain templates only (`is_plain`): their operations produce at most a
+multiple of their operands, and containers are the request's values or flat lists of them. Output and steps are
+charged to an allowance; a rendering that exceeds it raises `Beyond`.
 
-Neither evaluates constant expressions when it compiles.
+Neither evaluates constant expressions at compile time.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from jinja2.utils import Namespace
 
 from kvolt.core.errors import ConfigError
 from kvolt.frontend.templates.plain import METHODS, PLAIN_FILTERS, is_plain
-from kvolt.frontend.templates.wants import Wants, read_wants
+from kvolt.frontend.templates.traits import TemplateTraits, read_traits
 
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""A template fails in any way that expressions can; RuntimeError holds too deep a recursion."""
+"""Exceptions of template expressions; RuntimeError includes too deep recursion."""
 
 MAX_STEPS = 500_000
-"""Steps of all loops of one rendering: some templates go over all messages for each message."""
+"""Limit of loop steps of a rendering: some templates iterate over all messages for each message."""
 
 MAX_REPEATED = 16 * 1024 * 1024
 
 INLINE_UNITS = 2 * 1024 * 1024
-"""Allowance of a rendering on the loop: characters made, and `_STEP_UNITS` for each step of a loop."""
+"""Allowance of a rendering on the event loop: characters produced, and `_STEP_UNITS` per loop step."""
 
 _STEP_UNITS = 64
 _CHECK_UNITS = 1024
@@ -51,21 +50,21 @@ _CHARGED = "_charged"
 
 
 class Beyond(Exception):
-    """A rendering needs more than it may have on the event loop."""
+    """The rendering exceeds its allowance on the event loop."""
 
 
 class RenderContext(Context):
-    """Variables of one rendering, and what it may still use."""
+    """Variables of one rendering, and its remaining allowance."""
 
     units_left = MAX_STEPS * _STEP_UNITS
     check_at = 0
-    """The clock is read, and an end looked for, when fewer units are left."""
+    """The clock and the allowance are checked when fewer units are left."""
     inline = False
     now: Callable[[], float] | None = None
     deadline = 0.0
 
     def limit(self, now: Callable[[], float] | None, max_s: float) -> None:
-        """Make it a rendering on the event loop."""
+        """Apply the limits of the event loop to this rendering."""
         self.inline, self.units_left, self.now = True, INLINE_UNITS, now
         if now is not None:
             self.deadline = now() + max_s
@@ -123,14 +122,14 @@ class _Code(CodeGenerator):
 
 
 class QuietNamespace(Namespace):
-    """Printed by its name alone: its attributes may hold the same text many times."""
+    """Printed by its name only: attributes may contain the same text many times."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model said, for training; here it is only its body."""
+    """`{% generation %}` marks model output for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -151,8 +150,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "namespace": QuietNamespace}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox's own, quicker for what templates do at every turn: `message.role`, `loop.last`,
-        `ns.index`, `content.strip`. None of these can reach Python or change what it is taken from."""
+        """Like the sandbox's, but faster for common attributes of templates: `message.role`, `loop.last`, `ns.index`,
+        `content.strip`. None of these can reach Python or modify its object."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -178,7 +177,7 @@ class _Narrow(_Sandbox):
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
-        """The outputs of a macro or of a block that is assigned."""
+        """Join the outputs of a macro or an assigned block."""
         parts = list(texts)
         if sum(map(len, parts)) > INLINE_UNITS:
             raise Beyond("a block of text is long")
@@ -205,12 +204,12 @@ class _Narrow(_Sandbox):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         if type(obj) is BuiltinMethodType:
             _charge_method(context, obj, args)  # type: ignore[arg-type]
-            kwargs.pop("_loop_vars", None)  # which the compiler adds for functions that want the context
+            kwargs.pop("_loop_vars", None)  # added by the compiler for functions with context
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
         if type(obj) is not Macro and getattr(obj, "__name__", "") not in _FUNCTION_NAMES:
             raise Beyond("a function")
-        for text in args:  # a macro that calls itself keeps them
+        for text in args:  # a recursive macro keeps them
             if type(text) is str:
                 context.charge(len(text))  # type: ignore[attr-defined]
         result = context.call(obj, *args, **kwargs)
@@ -219,7 +218,7 @@ class _Narrow(_Sandbox):
         return result
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As the sandbox's own, without methods: `x['center']` is a name that `is_plain` has not seen."""
+        """Like the sandbox's, but without methods: `is_plain` has not checked the name in `x['center']`."""
         try:
             return obj[argument]
         except (TypeError, LookupError):
@@ -233,7 +232,7 @@ def _charge_method(context: RenderContext, method: Any, arguments: tuple[Any, ..
     if name not in METHODS:
         raise Beyond(f"the method {name}")
     if type(owner) is not str:
-        return  # a view of a dict, or a value in it
+        return  # a view of a dict, or one of its values
     units = len(owner)
     if name == "join":
         (texts,) = arguments
@@ -246,7 +245,7 @@ def _charge_method(context: RenderContext, method: Any, arguments: tuple[Any, ..
 
 
 def _measured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that charges what it is given, and a text that it makes."""
+    """Wrap a filter to charge its input and its text output."""
 
     @pass_context
     def measured(context: RenderContext, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +316,7 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, without HTML escapes."""
+    """Like Jinja's `tojson`, but without HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -328,20 +327,20 @@ _NARROW = _Narrow()
 
 
 class CompiledTemplate:
-    """One source: what it wants, and its code for either environment."""
+    """A template source: its input requirements, and its code for both environments."""
 
     def __init__(self, source: str) -> None:
         tree = _WIDE.parse(source)
-        self.wants: Wants = read_wants(source, tree)
-        self.wide: Template = _WIDE.from_string(_counted(tree, _WIDE))
+        self.traits: TemplateTraits = read_traits(source, tree)
+        self.wide: Template = _WIDE.from_string(_with_charges(tree, _WIDE))
         self.narrow: Template | None = None
         plain = _NARROW.parse(source)
         if is_plain(plain):
-            self.narrow = _NARROW.from_string(_counted(plain, _NARROW))
+            self.narrow = _NARROW.from_string(_with_charges(plain, _NARROW))
 
 
-def _counted(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
-    """Put a tick into every body that can run again, and charge what a block of text is made of."""
+def _with_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
+    """Add a step counter to every body that can repeat, and charge the contents of text blocks."""
 
     def tick(line: int) -> nodes.Filter:
         return nodes.Filter(nodes.Const(True), _TICK, [], [], None, None, lineno=line)
@@ -364,12 +363,12 @@ def _counted(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> CompiledTemplate:
-    """ConfigError for a source that is no template."""
+    """Compile a template; raises ConfigError if it is invalid."""
     try:
         return CompiledTemplate(source)
     except (*FAILURES, SyntaxError, MemoryError) as error:
         raise ConfigError(
             f"the chat template does not compile: {str(error)[:500] or type(error).__name__}",
             key="chat_template",
-            remedy="give the model's own template, or one in Hugging Face's dialect",
+            remedy="use the model's own template, or one in Hugging Face's dialect",
         ) from error

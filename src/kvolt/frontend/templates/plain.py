@@ -1,9 +1,8 @@
-"""Which chat templates are plain: each operation makes at most a multiple of its operands.
+"""Detection of plain templates: each operation produces at most a multiple of its operands.
 
-An allow-list of statements, expressions, filters and methods. A template with anything else is not wrong; it is
-rendered elsewhere. Excluded on purpose: widths and counts that make text (`center`, `*`, `format`, `indent`), lists
-and dicts built by the template, which could hold one text many times, and values that could be called under another
-name than the one that is checked here.
+An allow-list of statements, expressions, filters and methods. Other templates are valid, but rendered in a separate
+process. Excluded are: widths and counts that produce text (`center`, `*`, `format`, `indent`), lists and dicts built
+by the template, which could contain one text many times, and values that could be called under an unchecked name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from jinja2 import nodes
 
 MAX_NODES = 4096
-"""Of a plain template: what runs between two steps of its loops is bounded by its own size."""
+"""Limit of the nodes of a plain template; bounds the work between two loop steps."""
 
 METHODS = frozenset(
     [
@@ -56,7 +55,7 @@ METHODS = frozenset(
         "values",
     ]
 )
-"""Of strings and dicts. `join` and `replace` are measured before they run."""
+"""Methods of strings and dicts. The cost of `join` and `replace` is measured before they run."""
 
 PLAIN_FILTERS = frozenset(
     [
@@ -193,7 +192,7 @@ def _is_plain_call(node: nodes.Call, callable_names: set[str]) -> bool:
     if node.kwargs and not (isinstance(node.node, nodes.Name) and node.node.name == "namespace"):
         return False
     if isinstance(node.node, nodes.Getattr):
-        return True  # by its name
+        return True  # checked by its name
     if not isinstance(node.node, nodes.Name) or node.node.name not in callable_names:
         return False
     if node.node.name == "strftime_now":

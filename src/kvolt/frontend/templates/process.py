@@ -1,11 +1,10 @@
-"""Rendering in a process of its own, which may be lost.
+"""Rendering of chat templates in a separate process.
 
-The process has a bound on its memory (RLIMIT_AS) and, for each rendering, on its CPU time (RLIMIT_CPU). A template
-that needs more fails there: its request is refused, and the next one gets a fresh process. One rendering runs at a
-time, so no other request is lost with it. A process that was killed from outside is replaced, and the rendering
-repeated once.
+The process has a limit of its memory (RLIMIT_AS) and, per rendering, of its CPU time (RLIMIT_CPU). A template that
+exceeds them fails: its request is rejected, and the next one gets a new process. Renderings run one at a time, so no
+other request is affected. A process that was killed from outside is replaced, and the rendering repeated once.
 
-A call of RenderProcess blocks; Renderer makes it in a thread.
+Calls of RenderProcess block; Renderer runs them in a thread.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ log = logging.getLogger(__name__)
 MEMORY_BYTES = 1024**3
 CPU_S = 5
 WALL_S = 50.0
-"""Of one rendering, when the machine is too busy for the process to use its CPU time."""
+"""Time limit of one rendering, for a machine too busy to reach the CPU limit."""
 
 _CLOSE_S = 1.0
-"""Longest wait of `close`, on the event loop, for a rendering whose process it has killed."""
+"""Time limit of `close`, on the event loop, for a rendering whose process it has killed."""
 
 _MSGPACK, _JSON = b"m", b"j"
 _LENGTH_BYTES = 8
 _MAX_REPLY_BYTES = 128 * 1024 * 1024
 _NO_MEMORY_STATUS = 77
-"""Exit status of a process that had no memory to receive a job or to send its reply."""
+"""Exit status of a process without memory to receive a job or to send its reply."""
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One rendering: the template as its frontend has it, and its input."""
+    """One rendering: template and input."""
 
     source: str
     bos_token: str
     eos_token: str
     now: float | None
-    """Wall time for `strftime_now`; None: the template has none."""
+    """Wall time for `strftime_now`; None: the template does not have it."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
@@ -59,8 +58,8 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, given: TemplateInput, **template: Any) -> RenderJob:
-        fields = given._asdict()
+    def from_input(cls, template_input: TemplateInput, **template: Any) -> RenderJob:
+        fields = template_input._asdict()
         fields.pop("is_large")
         return cls(**template, **fields)
 
@@ -72,7 +71,7 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderProcess:
-    """Owns the process: started when it is first needed, replaced when it is lost. Any thread may call it."""
+    """Manages the process: started on demand, replaced when lost. Thread-safe."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
         self._memory_bytes = memory_bytes
@@ -83,28 +82,26 @@ class RenderProcess:
         self._is_closed = False
 
     def render(self, job: RenderJob) -> str:
-        """InvalidRequest when the template refuses its input, or needs more memory or time than it may have."""
+        """Render; raises InvalidRequest if the template rejects its input or exceeds its memory or time."""
         message = _encoded(job)
         with self._lock:
             reply = self._exchange(message) or self._exchange(message)
         if reply is None:
-            raise Unavailable(
-                "the process that renders chat templates was lost twice", reason="render_process"
-            )
+            raise Unavailable("the process that renders chat templates died twice", reason="render_process")
         rendered = msgspec.msgpack.decode(reply, type=Rendered)
         if rendered.refusal is not None:
             raise InvalidRequest(rendered.refusal, param=rendered.param)
         return rendered.text
 
     def close(self) -> None:
-        """Kill the process. A rendering in another thread ends with it at once, as Unavailable."""
+        """Kill the process. A rendering in another thread ends immediately with Unavailable."""
         self._is_closed = True
         process = self._process
         if process is not None:
             process.kill()
         if self._lock.acquire(timeout=_CLOSE_S):
             try:
-                self._lose()
+                self._on_process_lost()
             finally:
                 self._lock.release()
 
@@ -113,7 +110,7 @@ class RenderProcess:
         return None if self._process is None else self._process.pid
 
     def _exchange(self, message: bytes) -> bytes | None:
-        """The reply; None when the process was lost for no fault of the template."""
+        """Send a job; returns the reply, or None if the process was lost and the template is not the cause."""
         if self._is_closed:
             raise Unavailable("this process is stopping", reason="stopping")
         try:
@@ -122,16 +119,16 @@ class RenderProcess:
             send_message(connection, message)
             return receive_message(connection, _MAX_REPLY_BYTES)
         except TimeoutError:
-            self._lose()
+            self._on_process_lost()
             raise _refused(f"it took more than {WALL_S:g} s") from None
         except _TooLarge as error:
-            self._lose()
+            self._on_process_lost()
             raise _refused(f"it made {error.num_bytes} bytes, more than {_MAX_REPLY_BYTES}") from None
-        except MemoryError:  # of the frontend, in the middle of a message
-            self._lose()
-            raise Unavailable("no memory for a rendered prompt", reason="memory") from None
+        except MemoryError:  # of the frontend, within a message
+            self._on_process_lost()
+            raise Unavailable("out of memory for a rendered prompt", reason="memory") from None
         except (EOFError, OSError):
-            status = self._lose()
+            status = self._on_process_lost()
         if status == _NO_MEMORY_STATUS:
             raise _refused("it took too much memory")
         if status == -signal.SIGXCPU:
@@ -141,30 +138,32 @@ class RenderProcess:
         return None
 
     def _start(self) -> socket.socket:
-        self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "kvolt.frontend.templates.process", str(theirs.fileno())]
+        self._socket, child_socket = socket.socketpair()
+        command = [sys.executable, "-m", "kvolt.frontend.templates.process", str(child_socket.fileno())]
         command += [str(self._memory_bytes), str(self._cpu_s)]
-        with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
-        if self._is_closed:  # `close` did not see this process
+        with child_socket:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=(child_socket.fileno(),)
+            )
+        if self._is_closed:  # `close` ran before this process existed
             self._process.kill()
         return self._socket
 
-    def _lose(self) -> int | None:
+    def _on_process_lost(self) -> int | None:
         if self._socket is not None:
             self._socket.close()
         process, self._process, self._socket = self._process, None, None
         if process is None:
             return None
         try:
-            return process.wait(0.5)  # its own end, if that is why it was lost
+            return process.wait(0.5)  # its own exit, if that was the cause
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
 
 
 class Renderer:
-    """Renderings of one frontend, in order of arrival."""
+    """Renderings of a frontend, in order of arrival."""
 
     def __init__(self, blocking: Blocking) -> None:
         self._process = RenderProcess()
@@ -178,7 +177,7 @@ class Renderer:
 
 
 def _encoded(job: RenderJob) -> bytes:
-    """By msgpack, which copies texts as they are. JSON, ten times slower, for integers beyond 64 bits."""
+    """Encode as msgpack, which copies strings unchanged; as JSON, ten times slower, for integers beyond 64 bits."""
     try:
         return _MSGPACK + msgspec.msgpack.encode(job)
     except OverflowError:
@@ -200,7 +199,7 @@ class _TooLarge(Exception):
 
 
 def receive_message(connection: socket.socket, max_bytes: int) -> bytes:
-    """EOFError when the other side closed."""
+    """Receive a message; raises EOFError if the other side closed."""
     num_bytes = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
     if num_bytes > max_bytes:
         raise _TooLarge(num_bytes)
@@ -218,7 +217,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
     return data
 
 
-# --- in the process
+# --- in the render process
 
 
 def _serve(connection: socket.socket, cpu_s: int) -> None:
@@ -230,14 +229,14 @@ def _serve(connection: socket.socket, cpu_s: int) -> None:
         try:
             message = receive_message(connection, sys.maxsize)
         except (EOFError, OSError):
-            return  # the frontend is gone
+            return  # the frontend has exited
         used = sum(os.times()[:2])
         _set_limit(resource.RLIMIT_CPU, int(used) + cpu_s + 1)
         try:
             reply = msgspec.msgpack.encode(_rendered(decoders[message[:1]](memoryview(message)[1:])))
         except MemoryError:
             reply = _refusal("the chat template was stopped: it took too much memory")
-        except Exception as error:  # such as a lone surrogate in the text, which cannot be encoded
+        except Exception as error:  # such as an unpaired surrogate, which cannot be encoded
             reply = _refusal(f"the chat template failed: {type(error).__name__}: {str(error)[:500]}")
         del message
         send_message(connection, reply)
@@ -266,7 +265,7 @@ def _rendered(job: RenderJob) -> Rendered:
 
 
 def _set_limit(kind: int, limit: int) -> None:
-    """Set a soft limit of this process: at most its hard limit, which only root may raise."""
+    """Set a soft resource limit of this process, at most its hard limit."""
     hard = resource.getrlimit(kind)[1]
     soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     try:
@@ -279,10 +278,12 @@ def main(arguments: list[str]) -> None:
     descriptor, memory_bytes, cpu_s = map(int, arguments)
     _set_limit(resource.RLIMIT_AS, memory_bytes)
     _set_limit(resource.RLIMIT_CORE, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the frontend, which closes the connection
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is handled by the frontend, which closes the connection
     try:
         _serve(socket.socket(fileno=descriptor), cpu_s)
-    except MemoryError:  # between renderings: the connection is in the middle of a message
+    except MemoryError:  # between renderings: within a message
         os._exit(_NO_MEMORY_STATUS)
 
 

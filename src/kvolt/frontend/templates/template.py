@@ -1,11 +1,11 @@
-"""Chat templates in Hugging Face's dialect: a request's messages to the text of a prompt.
+"""Chat templates: renders the messages of a request as the text of a prompt.
 
-A template comes with a model and is run on a client's values. The sandbox keeps it from reaching Python. What it may
-use is bounded: `render_inline` runs plain templates with a small allowance, on the event loop; `render` runs all of
-the dialect and belongs into a process that can be lost (`template_dialect` has both, `template_process` the process).
+A template comes with a model and runs on a client's values. The sandbox prevents access to Python. Resources are
+limited: `render_inline` renders plain templates with a small allowance on the event loop; `render` supports the full
+dialect and must run in a separate process (`dialect` has both environments, `process` the process).
 
-Templates disagree about their input. What each one wants is read from its source, once: content as one
-string or as parts, None for an empty answer with tool calls or "".
+Templates expect different input. `traits` determines it once from the source: content as a string or as parts, None or
+"" for an empty message with tool calls.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ Message = Mapping[str, Any]
 DEFAULT_MAX_CHARS = 16 * 1024 * 1024
 
 _INLINE_S = 0.05
-"""Longest rendering on the event loop."""
+"""Time limit of a rendering on the event loop."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "strftime_now"}
 )
 
-_HERE = "\ue000continue here\ue000 "
-"""Put at the end of the message to be continued. Ends in a space, so that a template that trims shows."""
+_CONTINUE_MARK = "\ue000continue here\ue000 "
+"""Appended to the message to be continued. Ends with a space, so that templates that strip text are recognized."""
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
 class ChatTemplate:
-    """One model's template. Without the clock that `wall` is, `strftime_now` is undefined, and templates
-    that use it fall back to a date of their own; with it, the date is UTC, the same in every frontend.
-    With `monotonic`, a rendering on the loop is bounded in time, too."""
+    """A model's chat template.
+
+    Without `wall`, `strftime_now` is undefined, and templates that use it fall back to a date of their own; with it,
+    the date is UTC, the same in every frontend. `monotonic` limits the time of renderings on the event loop.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._compiled = compiled(source)
-        self._wants = self._compiled.wants
+        self._traits = self._compiled.traits
         self._monotonic = monotonic
         self._max_chars = max_chars
         self._globals: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
@@ -74,12 +76,12 @@ class ChatTemplate:
                 return datetime.fromtimestamp(wall(), UTC).strftime(form)
 
             self._globals[STRFTIME_NOW] = strftime_now
-        self.supports_tools = self._wants.tools
-        """The template does something with tools; if not, they would be dropped without a word."""
+        self.supports_tools = self._traits.tools
+        """Whether the template uses tools; otherwise they would be dropped silently."""
 
     @property
     def is_plain(self) -> bool:
-        """It can be rendered on the event loop."""
+        """Whether it can be rendered on the event loop."""
         return self._compiled.narrow is not None
 
     def render(
@@ -91,45 +93,46 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. With `continue_final_message` it ends where the last message ends, whatever
-        `add_generation_prompt` says. Raises InvalidRequest when the template refuses."""
-        given = TemplateInput(
+        """Render the prompt. With `continue_final_message` it ends where the last message ends, regardless of
+        `add_generation_prompt`. Raises InvalidRequest if the template rejects the messages."""
+        template_input = TemplateInput(
             cast("list[dict[str, Any]]", messages),
             cast("list[dict[str, Any]] | None", tools),
             add_generation_prompt,
             continue_final_message,
             kwargs,
         )
-        return self.render_input(given)
+        return self.render_input(template_input)
 
-    def render_input(self, given: TemplateInput) -> str:
-        """`render` with the client's variables in a dict, whatever their names are."""
-        return self._render(given, self._compiled.wide, inline=False)
+    def render_input(self, template_input: TemplateInput) -> str:
+        """Like `render`, with the client's variables in a dict, whatever their names."""
+        return self._render(template_input, self._compiled.wide, inline=False)
 
-    def render_inline(self, given: TemplateInput) -> str:
-        """The same on the event loop. Beyond when it takes too much, or when the template is not plain."""
+    def render_inline(self, template_input: TemplateInput) -> str:
+        """Like `render_input`, on the event loop. Raises Beyond if it exceeds the allowance or the template is not
+        plain."""
         if self._compiled.narrow is None:
             raise Beyond("the template is not plain")
-        return self._render(given, self._compiled.narrow, inline=True)
+        return self._render(template_input, self._compiled.narrow, inline=True)
 
-    def _render(self, given: TemplateInput, template: Template, inline: bool) -> str:
+    def _render(self, template_input: TemplateInput, template: Template, inline: bool) -> str:
         if not self.source.strip():
-            raise InvalidRequest(
-                "this model has no chat template: it takes completions only", param="messages"
-            )
-        if taken := _RESERVED & given.kwargs.keys():
-            raise InvalidRequest(f"{min(taken)} is not the client's to set", param="chat_template_kwargs")
-        if not given.messages:
+            raise InvalidRequest("this model has no chat template: use completions instead", param="messages")
+        if reserved := _RESERVED & template_input.kwargs.keys():
+            raise InvalidRequest(f"{min(reserved)} is reserved", param="chat_template_kwargs")
+        if not template_input.messages:
             raise InvalidRequest("messages is empty: at least one is needed", param="messages")
-        continues = given.continue_final_message
+        continues = template_input.continue_final_message
         variables = {
-            **given.kwargs,
+            **template_input.kwargs,
             **self._globals,
-            "tools": given.tools or None,
-            "add_generation_prompt": given.add_generation_prompt and not continues,
+            "tools": template_input.tools or None,
+            "add_generation_prompt": template_input.add_generation_prompt and not continues,
         }
         try:
-            prepared = [self._prepare(message, index) for index, message in enumerate(given.messages)]
+            prepared = [
+                self._prepare(message, index) for index, message in enumerate(template_input.messages)
+            ]
             if continues:
                 prepared[-1] = {**prepared[-1], "content": _marked(prepared[-1]["content"])}
             context = cast("RenderContext", template.new_context({**variables, "messages": prepared}))
@@ -139,22 +142,22 @@ class ChatTemplate:
         except FAILURES as error:
             reason = str(error)[:500] or type(error).__name__
             raise InvalidRequest(
-                f"the chat template refused the messages: {reason}", param="messages"
+                f"the chat template rejected the messages: {reason}", param="messages"
             ) from error
         return _cut_at_mark(text) if continues else text
 
     def _generate(self, template: Template, context: RenderContext) -> str:
-        # Template.generate() without its layers: they cost more than the rendering of a short chat.
+        # Template.generate() without its wrappers, which cost more than rendering a short chat.
         stream = template.root_render_func(context)
         pieces: list[str] = []
-        room = self._max_chars
+        num_left = self._max_chars
         while some := list(islice(stream, 256)):
-            room -= sum(map(len, some))
-            if context.inline and room < self._max_chars - INLINE_UNITS:
+            num_left -= sum(map(len, some))
+            if context.inline and num_left < self._max_chars - INLINE_UNITS:
                 raise Beyond("the prompt is long")
-            if room < 0:
+            if num_left < 0:
                 raise InvalidRequest(
-                    f"the prompt is longer than {self._max_chars} characters once in the chat template",
+                    f"the rendered prompt is longer than {self._max_chars} characters",
                     param="messages",
                 )
             pieces += some
@@ -162,11 +165,13 @@ class ChatTemplate:
 
     def _prepare(self, message: Message, index: int) -> Message:
         content = message.get("content")
-        unknown_role = message.get("role") == "developer" and not self._wants.developer
-        unlike = unknown_role or self._wants.only_parts or "tool_calls" in message or None in message.values()
+        unknown_role = message.get("role") == "developer" and not self._traits.developer
+        unlike = (
+            unknown_role or self._traits.only_parts or "tool_calls" in message or None in message.values()
+        )
         if type(content) is str and not unlike:
             return message
-        # A client that sends back what its SDK gave it sends every unused field as None.
+        # A client that returns objects of its SDK sends every unused field as None.
         prepared = {name: value for name, value in message.items() if value is not None}
         if unknown_role:
             prepared["role"] = "system"
@@ -179,26 +184,26 @@ class ChatTemplate:
 
     def _content(self, content: Any, has_calls: bool, index: int) -> Any:
         if isinstance(content, list):
-            if self._wants.parts:
+            if self._traits.parts:
                 return [_text_part(part) for part in content]
             texts = [_text_in(part) for part in content]
             if None in texts:
                 raise InvalidRequest(
-                    f"part {texts.index(None)} of messages[{index}] is no text, and this model takes text alone",
+                    f"part {texts.index(None)} of messages[{index}] is not text; this model supports text only",
                     param="messages",
                 )
             content = "\n".join(cast(list[str], texts))
-        if not content and has_calls and self._wants.none:
+        if not content and has_calls and self._traits.none:
             return None
         if content is None:
             content = ""
-        if self._wants.only_parts and isinstance(content, str):
+        if self._traits.only_parts and isinstance(content, str):
             return [{"type": "text", "text": content}]
         return content
 
 
 def _text_in(part: Any) -> str | None:
-    """The text of a part that is text."""
+    """Text of a text part, else None."""
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
         part = part.get("text", part.get("refusal"))
     return part if isinstance(part, str) else None
@@ -210,7 +215,7 @@ def _text_part(part: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """A tool call's arguments: an object for templates that take it apart, text for those that join it."""
+    """Arguments of a tool call: an object for templates that read it, text for those that concatenate it."""
 
     __slots__ = ("_text",)
 
@@ -229,8 +234,8 @@ class _Arguments(dict[str, Any]):
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """OpenAI's clients send arguments as text, templates expect an object. What is none stays as it is: the
-    model wrote it, and the next turn must not fail over it."""
+    """Tool call with its arguments as an object, as templates expect; OpenAI's clients send text. Text that is not an
+    object is kept: the model produced it, and the next turn must not fail because of it."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -248,17 +253,17 @@ def _with_object_arguments(call: Any) -> Any:
 
 def _marked(content: Any) -> Any:
     if isinstance(content, str):
-        return content + _HERE
+        return content + _CONTINUE_MARK
     if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
-        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _HERE}]
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_MARK}]
     raise InvalidRequest("the final message has no text to continue", param="continue_final_message")
 
 
 def _cut_at_mark(text: str) -> str:
-    at = text.rfind(_HERE.rstrip())
+    at = text.rfind(_CONTINUE_MARK.rstrip())
     if at < 0:
         raise InvalidRequest(
-            "the chat template leaves out the final message's text, so it cannot be continued",
+            "the chat template omits the final message's text, so it cannot be continued",
             param="continue_final_message",
         )
-    return text[:at] if text.startswith(_HERE, at) else text[:at].rstrip()
+    return text[:at] if text.startswith(_CONTINUE_MARK, at) else text[:at].rstrip()

@@ -1,1 +1,1 @@
-"""Text to token ids, with limits on size and time."""
+"""Tokenization with limits on size and time."""

@@ -1,14 +1,15 @@
 """Tokenization of texts of any length, bounded in tokens and in time under the interpreter lock.
 
-A tokenizer call runs without the interpreter lock, but its ids become Python objects, and its encoding is freed, with
-the lock held: about 50 ns per token. A long text is therefore tokenized in slices, and refused as soon as it is certain
-to have more tokens than allowed.
+A tokenizer call releases the interpreter lock, but its ids become Python objects, and its encoding is freed, with the
+lock held: about 50 ns per token. A long text is therefore tokenized in slices, and rejected as soon as it certainly
+has more tokens than allowed.
 
-The ids of the slices, joined, are those of the whole text. A byte-level BPE tokenizer splits text into words by
-regular expressions and merges each word by itself. Where every alternative of these expressions is in `_ALTERNATIVES`,
-no word has a lowercase ASCII letter followed by a space, every such letter is part of a word, and no alternative looks
-behind or, after a letter, ahead: between that letter and the space every tokenization has a boundary. No Unicode
-normal form changes across it. Texts of other tokenizers, and texts without such a place, are tokenized whole.
+The joined ids of the slices equal those of the whole text. A byte-level BPE tokenizer splits text into words by
+regular expressions and merges each word separately. If all alternatives of these expressions are in `_ALTERNATIVES`,
+no word contains a lowercase ASCII letter followed by a space, every such letter is part of a word, and no alternative
+looks behind or, after a letter, ahead: so every tokenization has a boundary between that letter and the space. No
+Unicode normal form changes across it. Texts for other tokenizers, and texts without such a position, are tokenized
+whole.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvolt.frontend.tokenization.word_encoder import is_plain_bpe, normal_forms,
 _SLICE_CHARACTERS = 64 * 1024
 _COUNTED_CHARACTERS = 32 * 1024
 _TOKENS_PER_CUT = 256
-"""Tokens that a cut at any place may add at most."""
+"""Maximum number of additional tokens caused by a cut at any position."""
 _BYTES_PER_TOKEN = 2
-"""A text with more bytes for each token that it may have is likely to be too long: it is counted first."""
+"""A text with more bytes per allowed token is probably too long, and is counted first."""
 
 _BOUNDARY = re.compile("[a-z](?= )")
 
@@ -45,13 +46,13 @@ _WORDS = {
     _CASED[0],
     f"{_CASED[0]}{_CONTRACTION}?",
 }
-"""Each matches at every lowercase ASCII letter, whatever stands around it."""
+"""Each matches at every lowercase ASCII letter, whatever is next to it."""
 _ALTERNATIVES = _WORDS | {
     *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _CONTRACTION),
     _CASED[1],
     f"{_CASED[1]}{_CONTRACTION}?",
     *(r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r" ?\p{N}+"),
-    r"[^\p{N}]+",  # of Digits, which cuts at digits alone: a stage behind it cuts its text again
+    r"[^\p{N}]+",  # of Digits, which cuts only at digits: a later stage cuts its text again
     r" ?[^\s\p{L}\p{N}]+",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
@@ -65,19 +66,19 @@ _ALTERNATIVE = re.compile(r"(?:\\.|\[(?:\\.|[^\]])*\]|\((?:\\.|[^()])*\)|[^|])+"
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than it may have."""
+    """A text has more tokens than allowed."""
 
 
 class BoundedTokenizer:
-    """One tokenizer; calls may come from any thread."""
+    """A tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, document: dict[str, Any] | None) -> None:
-        """`document`: its `tokenizer.json`; None for one that changes texts as a whole, such as by truncation."""
+        """`document`: its `tokenizer.json`; None for a tokenizer that changes whole texts, such as by truncation."""
         self._tokenizer = tokenizer
         self.takes_slices = document is not None and _has_boundaries(document)
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """The ids of each text. TooManyTokens when there are more than `max_tokens` in all."""
+        """Ids of each text. Raises TooManyTokens if they have more than `max_tokens` in total."""
         all_ids: list[list[int]] = []
         for group in _groups(texts):
             if len(group[0]) > _SLICE_CHARACTERS:
@@ -96,11 +97,11 @@ class BoundedTokenizer:
             _check_boundaries(text, max_tokens)
         ids: list[int] = []
         for part in _slices(text) if self.takes_slices else (text,):
-            room = max_tokens - len(ids)
-            if len(part) > _SLICE_CHARACTERS and self._is_long_for(part, room):
-                self._check_count(part, room)
+            num_left = max_tokens - len(ids)
+            if len(part) > _SLICE_CHARACTERS and self._is_long_for(part, num_left):
+                self._check_count(part, num_left)
             [encoding] = self._encode([part])
-            if len(encoding) > room:
+            if len(encoding) > num_left:
                 raise TooManyTokens
             ids += encoding.ids
         return ids
@@ -118,15 +119,15 @@ class BoundedTokenizer:
                 raise TooManyTokens
 
     def _encode(self, texts: Sequence[str]) -> list[Encoding]:
-        # The batch call, also for one text: it alone releases the interpreter lock, and it skips the offsets.
+        # The batch call even for one text: only it releases the interpreter lock, and it skips the offsets.
         try:
             return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
-            raise InvalidRequest("the text holds half of a surrogate pair, which is no character") from error
+            raise InvalidRequest("the text contains an unpaired surrogate") from error
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts in order, `_SLICE_CHARACTERS` of them at a time, or one that is longer by itself."""
+    """Group texts, in order, into `_SLICE_CHARACTERS` at a time; a longer text is a group of its own."""
     group: list[str] = []
     num_characters = 0
     for text in texts:
@@ -140,7 +141,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _slices(text: str) -> Iterator[str]:
-    """Cut at boundaries, each slice `_SLICE_CHARACTERS` long or as much longer as the next boundary is away."""
+    """Cut at boundaries; each slice has `_SLICE_CHARACTERS`, plus the distance to the next boundary."""
     start = 0
     while (end := _next_boundary(text, start + _SLICE_CHARACTERS)) is not None:
         yield text[start:end]
@@ -149,15 +150,15 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def _next_boundary(text: str, start: int) -> int | None:
-    """The first boundary at or after `start`, looked for in parts: one search holds the interpreter lock."""
+    """First boundary at or after `start`. Searches in parts, because one search holds the interpreter lock."""
     for part in range(start, len(text), _SLICE_CHARACTERS):
-        if found := _BOUNDARY.search(text, part, part + _SLICE_CHARACTERS + 1):
-            return found.end()
+        if boundary := _BOUNDARY.search(text, part, part + _SLICE_CHARACTERS + 1):
+            return boundary.end()
     return None
 
 
 def _check_boundaries(text: str, max_tokens: int) -> None:
-    """Each boundary ends a token: counting them takes a small part of the time that tokenizing takes."""
+    """Count boundaries, each of which ends a token: much faster than tokenizing."""
     num_tokens = 0
     for start in range(0, len(text), _SLICE_CHARACTERS):
         num_tokens += len(_BOUNDARY.findall(text, start, start + _SLICE_CHARACTERS))
@@ -166,7 +167,7 @@ def _check_boundaries(text: str, max_tokens: int) -> None:
 
 
 def _has_boundaries(document: dict[str, Any]) -> bool:
-    """Whether every `_BOUNDARY` of a text is a boundary of this tokenizer's words."""
+    """Whether every `_BOUNDARY` in a text is a word boundary of this tokenizer."""
     patterns = word_patterns(document.get("pre_tokenizer"))
     if (
         not is_plain_bpe(document["model"])
@@ -177,7 +178,7 @@ def _has_boundaries(document: dict[str, Any]) -> bool:
     for token in document["added_tokens"]:
         strips = token["lstrip"] or token["rstrip"] or token["single_word"]
         if strips or " " in unicodedata.normalize("NFKD", token["content"]):
-            return False  # it could lie across a boundary
+            return False  # it could match across a boundary
     written = [pattern.replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns]
     alternatives = [set(_ALTERNATIVE.findall(pattern)) for pattern in written]
     return all(each <= _ALTERNATIVES for each in alternatives) and any(each & _WORDS for each in alternatives)

@@ -1,9 +1,9 @@
-"""CPU work of large requests, kept off the event loop.
+"""Runs CPU work of large requests off the event loop.
 
-Parsing, checking and hashing take time in proportion to a request. Small requests stay on the loop, where they cost
-least. Large ones go to a dedicated thread, one at a time: the thread shares the interpreter lock with the loop, which
-gets it back every few milliseconds; with several such threads the loop would wait for each of them. A single call into
-C keeps the lock until it returns, so what one call may have to read is bounded (`openai_api.structure`).
+Parsing, checking and hashing take time proportional to the request. Small requests stay on the loop, where they are
+cheapest. Large ones use a dedicated thread, one at a time: the thread shares the interpreter lock with the loop,
+which gets it back every few milliseconds; with several such threads the loop would wait for each of them. A single C
+call holds the lock until it returns, so the input of one call is limited (`openai_api.structure`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvolt.runtime.clock import Blocking
 T = TypeVar("T")
 
 INLINE_TOKENS = 32 * 1024
-"""Largest number of tokens that are hashed, copied or decoded on the loop."""
+"""Maximum number of tokens hashed, copied or decoded on the loop."""
 
 INLINE_LOGPROBS = 8 * 1024
-"""Largest number of log probabilities that are written on the loop."""
+"""Maximum number of log probabilities written on the loop."""
 
 _MAX_WAITING = 256
 _TIMEOUT_S = 60.0
@@ -29,10 +29,10 @@ _RETRY_AFTER_S = 10.0
 
 
 class OffLoop:
-    """Runs the work of large requests in dedicated threads, in order of arrival.
+    """Runs work of large requests in dedicated threads, in order of arrival.
 
-    The next call starts when a thread has ended the one before, even if its caller has gone. More than one thread is
-    for calls that release the interpreter lock.
+    The next call starts when a thread has finished its call, even if the caller was cancelled. Use more than one
+    thread only for calls that release the interpreter lock.
     """
 
     def __init__(self, blocking: Blocking, name: str = "large-requests", num_threads: int = 1) -> None:
@@ -41,15 +41,16 @@ class OffLoop:
         self._num_waiting = 0
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Overloaded when too many wait, or this one too long. A call abandoned by cancellation runs to its end."""
+        """Run a call. Raises Overloaded if too many calls wait, or after a time-out; a cancelled call runs to its
+        end."""
         if self._num_waiting >= _MAX_WAITING:
-            raise self._overloaded("too many large requests wait")
+            raise self._overloaded("too many large requests are waiting")
         self._num_waiting += 1
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._turn.acquire()
         except TimeoutError:
-            raise self._overloaded(f"a large request waited {_TIMEOUT_S:g} s for its turn") from None
+            raise self._overloaded(f"a large request waited {_TIMEOUT_S:g} s") from None
         finally:
             self._num_waiting -= 1
         try:

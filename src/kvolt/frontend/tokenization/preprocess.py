@@ -1,7 +1,7 @@
-"""From what a client wrote to tokens, and back to what it reads: one model's, behind a port.
+"""Pre- and postprocessing of one model: chat template, tokenizer, output parsers.
 
-The default works from the ModelCard alone, so a frontend needs no files. An engine that brings its own
-pre- and postprocessing puts another `Processor` in its place: `kvolt.frontend.processors` has them by name.
+The default implementation needs only the ModelCard, so a frontend needs no files. Engines with their own processing
+provide another `Processor`; `kvolt.frontend.processors` has them by name.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from kvolt.runtime.clock import Blocking
 log = logging.getLogger(__name__)
 
 _CHARACTERS_PER_TOKEN = 32
-"""A text that is longer for each token of the context is refused unread: tokenizing it would take some
-hundred bytes of memory per character. No language comes near; a page of blanks might."""
+"""A text with more characters per context token is rejected without tokenizing, which would take some hundred bytes
+of memory per character. No language comes near; a page of blanks might."""
 
 _INLINE_CHARACTERS = 16 * 1024
-"""A longer text is tokenized in a thread: the loop carries other people's tokens."""
+"""A longer text is tokenized in a thread, off the event loop."""
 
 _SHARED_CHARACTERS = 256 * 1024
-"""Texts that are longer take seconds: they wait for each other in threads of their own, and hold up nothing else."""
+"""Longer texts take seconds: they are queued for separate threads, and delay nothing else."""
 
 _LARGE_TEXT_THREADS = 2
 
-MOST_CONTEXTS = 4
+MAX_CONTEXTS = 4
 _COUNTED_TOKENS = 256 * 1024
-"""A text that is too long for the context is still tokenized, for the exact number in its refusal, up to this many
-contexts and this many tokens. A longer one is refused as soon as it is certain to be too long."""
+"""A text that exceeds the context is still tokenized, for the exact number in the error, up to this many contexts and
+this many tokens. A longer one is rejected as soon as it is certainly too long."""
 
 _TIMEOUT_S = 60.0
 
@@ -59,86 +59,86 @@ NO_PARSER = "none"
 
 
 class ParserNames(NamedTuple):
-    """Which parsers a model's output goes through; None for none."""
+    """Parsers of a model's output; None: no parser."""
 
     tools: str | None
     reasoning: str | None
 
 
 class ProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a processor is made with, besides its card."""
+    """Constructor arguments of a processor, besides its card."""
 
     blocking: Blocking
-    """Where it does what takes long."""
+    """For work that takes long."""
     cache_bytes: int
     parsers: ParserNames = ParserNames(None, None)
-    """The operator's, which beat the card's."""
+    """The operator's choice; overrides the card's."""
     wall: Callable[[], float] | None = None
-    """For templates that ask what day it is."""
+    """Clock for templates that use the date."""
     monotonic: Callable[[], float] | None = None
-    """Bounds a rendering on the event loop."""
+    """Clock that limits renderings on the event loop."""
     renderer: Renderer | None = None
-    """Renders what does not belong on the event loop; None: one of the processor's own."""
+    """Renders templates that must not run on the event loop; None: the processor creates one."""
     large_texts: OffLoop | None = None
-    """Tokenizes large texts of all models of a frontend; None: one of the processor's own."""
+    """Tokenizes large texts of all models of a frontend; None: the processor creates one."""
 
 
 def new_large_texts(blocking: Blocking) -> OffLoop:
     return OffLoop(blocking, "large-texts", _LARGE_TEXT_THREADS)
 
 
-class AskedChat(NamedTuple):
-    """A chat whose answer is to be read."""
+class RenderedChat(NamedTuple):
+    """A rendered chat, as needed to parse its output."""
 
-    given: TemplateInput
+    template_input: TemplateInput
     prompt: str
-    """As it was rendered; "" where the client brought tokens."""
+    """Rendered prompt; "" if the client sent tokens."""
     token_ids: Sequence[int]
     may_call: bool = False
-    """The model has tools, and whether it uses them is its own choice."""
+    """The model has tools, and may call them or not."""
     max_calls: int | None = None
-    """Calls beyond are not told: without parallel calls a client is promised at most one."""
+    """Further calls are dropped: clients that disable parallel calls expect at most one."""
 
 
-class Reading(NamedTuple):
-    """How the answer to one chat is read."""
+class ParserSpec(NamedTuple):
+    """How to parse the output of a chat."""
 
     new_parser: Callable[[], TextParser | None]
-    """For each choice its own; None where there is nothing to find."""
-    shows_special: bool = False
-    """The parsers look for special tokens, which must be in the text that they are given."""
+    """Create a parser for one choice; None if there is nothing to parse."""
+    keep_special_tokens: bool = False
+    """The parsers need special tokens in their text."""
 
 
 class Processor(Protocol):
-    """The port."""
+    """Pre- and postprocessor port."""
 
     vocabulary: Vocabulary
     parsers: ParserNames
 
     @property
     def stats(self) -> EncoderStats:
-        """Of its tokenization cache."""
+        """Statistics of the tokenization cache."""
         ...
 
-    takes_tools: bool
-    """The model's template has a place for tools."""
+    supports_tools: bool
+    """Whether the model's template uses tools."""
 
-    async def render(self, given: TemplateInput) -> str:
-        """A conversation as the text of a prompt. InvalidRequest when the model's template refuses it."""
+    async def render(self, template_input: TemplateInput) -> str:
+        """Render a conversation as the text of a prompt; raises InvalidRequest if the template rejects it."""
         ...
 
     async def encode(
         self, texts: Sequence[str], param: str, with_special: bool = False
     ) -> list[tuple[int, ...]]:
-        """The tokens of each text. `param` is what the client called them.
+        """Tokens of each text. `param` is the client's field name.
 
-        With special tokens the model's own are put around each, as a bare text needs them; a chat template
-        has written them already.
+        `with_special` adds the model's special tokens around each text, as for a bare text; a chat template contains
+        them.
         """
         ...
 
-    def reading(self, chat: AskedChat) -> Reading:
-        """How to read its answer. InvalidRequest for a chat that the parsers cannot go with."""
+    def parser_spec(self, chat: RenderedChat) -> ParserSpec:
+        """How to parse the output of a chat. Raises InvalidRequest if the parsers do not support it."""
         ...
 
 
@@ -146,14 +146,14 @@ NewProcessor = Callable[[ModelCard, ProcessorSpec], Processor]
 
 
 class CardProcessor:
-    """Works from a card."""
+    """Processor based on the model card."""
 
     def __init__(self, card: ModelCard, spec: ProcessorSpec) -> None:
         override = spec.parsers
         self.vocabulary = Vocabulary(card.tokenizer_json)
         self.parsers = ParserNames(
-            _chosen(override.tools or card.tool_parser, detect_tool_parser, card.chat_template),
-            _chosen(override.reasoning or card.reasoning_parser, detect_reasoning_parser, card.chat_template),
+            _select(override.tools or card.tool_parser, detect_tool_parser, card.chat_template),
+            _select(override.reasoning or card.reasoning_parser, detect_reasoning_parser, card.chat_template),
         )
         check_parsers(self.parsers)
         self._encoder = CachedEncoder(self.vocabulary.tokenizer, spec.cache_bytes)
@@ -163,72 +163,74 @@ class CardProcessor:
         )
         self._wall = spec.wall
         self._renderer = spec.renderer or Renderer(spec.blocking)
-        self.takes_tools = self._template.supports_tools
+        self.supports_tools = self._template.supports_tools
         self._blocking = spec.blocking
         self._large_texts = spec.large_texts or new_large_texts(spec.blocking)
         self._around = _special_around(self.vocabulary)
         self._context_length = card.context_length
-        self._most_characters = _CHARACTERS_PER_TOKEN * card.context_length
+        self._max_characters = _CHARACTERS_PER_TOKEN * card.context_length
 
     @property
     def stats(self) -> EncoderStats:
         return self._encoder.stats
 
     def _marker_texts(self, card: ModelCard) -> tuple[str, str]:
-        """The texts of the tokens that begin and end a sequence, which templates like to name."""
+        """Texts of the BOS and EOS tokens, for templates that use them."""
         ids = (card.bos_token_id, card.eos_token_ids[0] if card.eos_token_ids else None)
         texts = [self.vocabulary.decode([each], False) if each is not None else "" for each in ids]
         return texts[0], texts[1]
 
-    async def render(self, given: TemplateInput) -> str:
-        """Here when it is cheap, else in a process that can be lost."""
+    async def render(self, template_input: TemplateInput) -> str:
+        """Render on the event loop if cheap, else in a separate process."""
         template = self._template
-        if template.is_plain and not given.is_large:
+        if template.is_plain and not template_input.is_large:
             try:
-                return template.render_inline(given)
+                return template.render_inline(template_input)
             except Beyond as reason:
-                log.debug("rendering elsewhere: %s", reason)
+                log.debug("rendering in a separate process: reason=%s", reason)
         bos, eos = self._markers
         now = None if self._wall is None else self._wall()
-        job = RenderJob.of(given, source=template.source, bos_token=bos, eos_token=eos, now=now)
+        job = RenderJob.from_input(
+            template_input, source=template.source, bos_token=bos, eos_token=eos, now=now
+        )
         return await self._renderer.render(job)
 
     async def encode(
         self, texts: Sequence[str], param: str, with_special: bool = False
     ) -> list[tuple[int, ...]]:
         for text in texts:
-            if len(text) > self._most_characters:
+            if len(text) > self._max_characters:
                 raise InvalidRequest(
-                    f"{len(text)} characters are too many for a context of {self._context_length} tokens",
+                    f"{len(text)} characters exceed a context of {self._context_length} tokens",
                     param=param,
                     code="context_length_exceeded",
                 )
         num_characters = sum(map(len, texts))
         if num_characters <= _INLINE_CHARACTERS:
-            found = [self._encoder.encode(text) for text in texts]
+            all_ids = [self._encoder.encode(text) for text in texts]
         elif num_characters <= _SHARED_CHARACTERS:
-            found = await self._blocking.run(lambda: self._encode_all(texts, param), _TIMEOUT_S)
+            all_ids = await self._blocking.run(lambda: self._encode_all(texts, param), _TIMEOUT_S)
         else:
-            found = await self._large_texts.run(lambda: self._encode_all(texts, param))
+            all_ids = await self._large_texts.run(lambda: self._encode_all(texts, param))
         before, after = self._around if with_special else ((), ())
-        return [(*before, *ids, *after) for ids in found] if before or after else found
+        return [(*before, *ids, *after) for ids in all_ids] if before or after else all_ids
 
     def _encode_all(self, texts: Sequence[str], param: str) -> list[tuple[int, ...]]:
-        found = []
+        all_ids = []
         for text in texts:
-            found.append(self._encode_long(text, param))
-            if len(texts) > 1 and len(found[-1]) > self._context_length:  # the others need not be read
+            all_ids.append(self._encode_long(text, param))
+            if len(texts) > 1 and len(all_ids[-1]) > self._context_length:  # skip the other texts
                 raise InvalidRequest(
                     f"this model's maximum context length is {self._context_length} tokens; one of the prompts "
-                    f"has {len(found[-1])}",
+                    f"has {len(all_ids[-1])}",
                     param=param,
                     code="context_length_exceeded",
                 )
-        return found
+        return all_ids
 
     def _encode_long(self, text: str, param: str) -> tuple[int, ...]:
         context = self._context_length
-        max_tokens = max(context, min(MOST_CONTEXTS * context, _COUNTED_TOKENS))
+        max_tokens = max(context, min(MAX_CONTEXTS * context, _COUNTED_TOKENS))
         try:
             return self._encoder.encode(text, by_words=False, max_tokens=max_tokens)
         except TooManyTokens:
@@ -238,15 +240,15 @@ class CardProcessor:
                 code="context_length_exceeded",
             ) from None
 
-    def reading(self, chat: AskedChat) -> Reading:
+    def parser_spec(self, chat: RenderedChat) -> ParserSpec:
         calls = self.parsers.tools if chat.may_call else None
         thoughts = self.parsers.reasoning
         if calls is None and thoughts is None:
-            return Reading(lambda: None)
+            return ParserSpec(lambda: None)
         starts_inside = prompt_opens_reasoning(chat.prompt)
         max_calls = (
             chat.max_calls
-        )  # and not the chat, which may be megabytes: this is kept until the answer ends
+        )  # not the chat, which may be megabytes: the parser factory is kept until the response ends
 
         def new_parser() -> TextParser:
             return ParserChain(
@@ -255,29 +257,29 @@ class CardProcessor:
                 max_calls=max_calls,
             )
 
-        return Reading(new_parser)
+        return ParserSpec(new_parser)
 
 
-def _chosen(name: str | None, detect: Callable[[str], str | None], chat_template: str) -> str | None:
-    """By name, `none` for no parser at all, or as the chat template shows."""
+def _select(name: str | None, detect: Callable[[str], str | None], chat_template: str) -> str | None:
+    """Parser by name, `none` for no parser, or None to detect it from the chat template."""
     if name is None:
         return detect(chat_template)
     return None if name == NO_PARSER else name
 
 
 def _special_around(vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """The tokens that the tokenizer puts before and after a text when it is asked to."""
+    """Tokens that the tokenizer adds before and after a text with special tokens."""
     tokenizer = vocabulary.tokenizer
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a", add_special_tokens=True).ids
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return full[:start], full[start + len(bare) :]
+    plain_ids = tokenizer.encode("a", add_special_tokens=False).ids
+    with_special_ids = tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(with_special_ids) - len(plain_ids) + 1):
+        if with_special_ids[start : start + len(plain_ids)] == plain_ids:
+            return with_special_ids[:start], with_special_ids[start + len(plain_ids) :]
     return [], []
 
 
 def check_parsers(names: ParserNames) -> None:
-    """ConfigError for a name that nobody knows: now, and not at the first request."""
+    """Raise ConfigError for an unknown parser name, at start instead of at the first request."""
     if names.tools not in (None, NO_PARSER):
         tool_parser(names.tools)
     if names.reasoning not in (None, NO_PARSER):

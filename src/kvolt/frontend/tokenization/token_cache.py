@@ -1,14 +1,13 @@
-"""Text to token ids, with every piece between special tokens remembered.
+"""Tokenizer with a cache of the text pieces between special tokens.
 
-A chat comes back with each turn, longer by an answer and a question. Special tokens are taken out of a
-text before anything else is done with it, so what lies between two of them has the same ids in every
-text. The text is cut before each special token, known pieces are looked up by their text, and only the
-others are tokenized, by their words where `word_encoder` can do that.
+A chat returns with each turn, extended by an answer and a question. Special tokens are matched before all other
+processing, so the text between two of them has the same ids in every prompt. The text is cut before each special
+token, known pieces are looked up, and only the others are tokenized, by words if `word_encoder` supports it.
 
-Pieces and not prefixes: an entry for a prefix would hold the whole chat again for each turn, and would be
-worth nothing when a template rewrites an earlier turn (dropped reasoning does that).
+The cache has pieces rather than prefixes: a prefix entry would contain the whole chat again for each turn, and would
+be useless when a template rewrites an earlier turn (as when reasoning is dropped).
 
-Whether the cut is exact for a tokenizer is decided once. Where it is not certain, nothing is cut or kept.
+Whether cutting is exact for a tokenizer is determined once. If it is not certain, nothing is cut or cached.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from kvolt.frontend.tokenization.bounded_tokenizer import BoundedTokenizer
 from kvolt.frontend.tokenization.word_encoder import WordEncoder
 
 _MAX_CUTS = 4096
-"""In a text of more special tokens the rest is one piece: a text of nothing else must not fill the cache."""
+"""Limit of cuts per text; the rest is one piece, so that a text of special tokens does not fill the cache."""
 
 _MAX_SHARE = 8
-"""No text may bring in more than this part of the cache."""
+"""Maximum fraction of the cache that one text may add."""
 
 _ENTRY_BYTES = 200
-"""What the two tables and the entry's own tuple take beside the text and the ids."""
+"""Memory of the tables and the entry's tuple, besides text and ids."""
 
 _PACKED_BYTES = array("I").itemsize
 
@@ -46,9 +45,9 @@ _MAX_CUT_CHARS = 256
 
 @dataclass(slots=True)
 class EncoderStats:
-    """Counters since the start, in pieces and in tokens, and what is held now.
+    """Counters since the start, in pieces and tokens, and the current size.
 
-    The few words between two markers are a piece as well, so pieces flatter: tokens say what was saved.
+    The few words between two markers are a piece too, so the hit rate of pieces is too optimistic; use tokens.
     """
 
     hits: int = 0
@@ -61,41 +60,42 @@ class EncoderStats:
 
 
 class CachedEncoder:
-    """A tokenizer that does not do the same piece of text twice while it remembers it.
+    """A tokenizer with a cache of text pieces. Thread-safe.
 
-    Any thread may call it: a lock is held while pieces are looked up and kept, never while tokenizing,
-    and tokenizing itself goes without the interpreter lock. Two threads that miss the same piece at the
-    same moment both tokenize it.
+    A lock is held for lookups and insertions, never while tokenizing, which also releases the interpreter lock. Two
+    threads that miss the same piece concurrently both tokenize it.
 
-    A piece seen once is kept for the next turn, but can only push out others seen once. At its second use
-    it moves to a part of its own, of up to half the bytes, where the least recently used goes back among
-    the others: prompts that never come again cannot displace the chats and system prompts that do.
+    A piece is cached at its first use, but can only evict pieces that were used once. At its second use it moves to a
+    separate part, of up to half the bytes, whose least recently used pieces move back: prompts that never repeat
+    cannot evict the chats and system prompts that do.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int, by_words: bool = True) -> None:
         self._tokenizer = tokenizer
         self.note = reason_against_cutting(tokenizer)
-        """Why nothing is cut and kept, or None."""
+        """Why nothing is cut or cached, or None."""
         self.exact = self.note is None
-        """Cutting at special tokens gives what the whole text gives; if not, each text is tokenized whole."""
+        """Whether cutting at special tokens is exact; otherwise each text is tokenized whole."""
         self._cut = re.compile(longest_of(_cut_tokens(tokenizer))) if self.exact else None
         document = json.loads(tokenizer.to_str()) if self.exact else None
-        self._words = WordEncoder.of(tokenizer, document) if document is not None and by_words else None
+        self._words = (
+            WordEncoder.from_tokenizer(tokenizer, document) if document is not None and by_words else None
+        )
         self._bounded = BoundedTokenizer(tokenizer, document)
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._once: OrderedDict[str, tuple[array[int], int]] = OrderedDict()
-        """Packed ids and the bytes they are booked with: most are never asked for again."""
+        """Packed ids and accounted bytes of pieces used once, most of which are never used again."""
         self._again: OrderedDict[str, tuple[tuple[int, ...], int]] = OrderedDict()
-        """Ids ready to be joined, three times as fast as packed ones."""
+        """Unpacked ids of pieces used again; joining them is three times as fast."""
         self._again_bytes = 0
         self.stats = EncoderStats()
 
     def encode(self, text: str, by_words: bool = True, max_tokens: int = maxsize) -> tuple[int, ...]:
-        """The ids of `tokenizer.encode(text, add_special_tokens=False)`.
+        """Ids of `tokenizer.encode(text, add_special_tokens=False)`.
 
-        By words is cheaper, but holds the interpreter lock: not for long texts in a thread. TooManyTokens when more
-        than `max_tokens` would have to be made.
+        `by_words` is cheaper but holds the interpreter lock: do not use it for long texts in a thread. Raises
+        TooManyTokens if more than `max_tokens` would be created.
         """
         if self._cut is None:
             return self._encode_whole(text, max_tokens)
@@ -104,17 +104,17 @@ class CachedEncoder:
             starts.insert(0, 0)
         pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
         with self._lock:
-            found = [self._look_up(piece) for piece in pieces]
-            self.stats.cached_tokens += sum(map(len, filter(None, found)))
+            cached = [self._look_up(piece) for piece in pieces]
+            self.stats.cached_tokens += sum(map(len, filter(None, cached)))
             self._evict()
-        if None not in found:
-            return _joined(found)  # type: ignore[arg-type]
-        missing = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
+        if None not in cached:
+            return _joined(cached)  # type: ignore[arg-type]
+        missing = [piece for piece, ids in zip(pieces, cached, strict=True) if ids is None]
         new = self._encode_new(missing, by_words, max_tokens)
-        return _joined(new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True))
+        return _joined(new[piece] if ids is None else ids for piece, ids in zip(pieces, cached, strict=True))
 
     def clear(self) -> None:
-        """Forget all pieces; the counters stay."""
+        """Drop all pieces and keep the counters."""
         with self._lock:
             self._once.clear()
             self._again.clear()
@@ -148,15 +148,15 @@ class CachedEncoder:
     def _tokenize(self, texts: list[str], max_tokens: int) -> list[list[int]]:
         if self._words is None:
             return self._bounded.tokenize(texts, max_tokens)
-        found = [self._look_up_words(text) for text in texts]
-        if None not in found:
-            return found  # type: ignore[return-value]
-        unknown = [text for text, ids in zip(texts, found, strict=True) if ids is None]
-        others = iter(self._bounded.tokenize(unknown, max_tokens))
-        return [next(others) if ids is None else ids for ids in found]
+        cached = [self._look_up_words(text) for text in texts]
+        if None not in cached:
+            return cached  # type: ignore[return-value]
+        missing_texts = [text for text, ids in zip(texts, cached, strict=True) if ids is None]
+        others = iter(self._bounded.tokenize(missing_texts, max_tokens))
+        return [next(others) if ids is None else ids for ids in cached]
 
     def _look_up_words(self, text: str) -> list[int] | None:
-        """A piece by its words, if it is one that can be: a special token, if there is one, then plain text."""
+        """Ids of a piece by words, if supported: optionally a special token, then plain text."""
         assert self._words is not None
         assert self._cut is not None
         special = self._cut.match(text)
@@ -168,7 +168,7 @@ class CachedEncoder:
 
     @cached_property
     def _shared(self) -> list[int]:
-        """One int object per id, so that an id in an entry or a prompt takes eight bytes, not thirty-six."""
+        """One int object per id, so that an id in an entry or a prompt takes 8 bytes instead of 36."""
         added = self._tokenizer.get_added_tokens_decoder()
         return list(range(max(self._tokenizer.get_vocab_size(), *(1 + token_id for token_id in added))))
 
@@ -187,7 +187,7 @@ class CachedEncoder:
         packed, packed_bytes = self._once.pop(piece)
         try:
             ids = tuple(map(self._shared.__getitem__, packed))
-        except IndexError:  # a vocabulary with holes has ids past its size
+        except IndexError:  # a vocabulary with holes has ids beyond its size
             ids = tuple(packed)
         num_bytes = _cost(piece, ids)
         self._again[piece] = ids, num_bytes
@@ -204,7 +204,7 @@ class CachedEncoder:
         allowance = self._max_bytes // _MAX_SHARE
         for piece, ids in new.items():
             if _PACKED_BYTES * len(ids) > allowance:
-                break  # unpacked: millions of ids would hold the interpreter lock for long
+                break  # unpacking millions of ids would hold the interpreter lock
             packed = array("I", ids)
             allowance -= _cost(piece, packed)
             if allowance < 0:
@@ -227,7 +227,7 @@ class CachedEncoder:
 
 
 def _cost(piece: str, ids: array[int] | tuple[int, ...]) -> int:
-    # Right only after tokenizing, which leaves a UTF-8 copy in a text that is not ASCII.
+    # Accurate only after tokenizing, which adds a UTF-8 copy to a non-ASCII text.
     return getsizeof(piece) + getsizeof(ids) + _ENTRY_BYTES
 
 
@@ -239,7 +239,7 @@ def _joined(pieces: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _cut_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Special tokens found before all else, wherever they stand and without what stands before them."""
+    """Special tokens that are matched before all else, everywhere, without stripping preceding text."""
     return [
         token.content
         for token in tokenizer.get_added_tokens_decoder().values()
@@ -248,7 +248,7 @@ def _cut_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def longest_of(tokens: Iterable[str]) -> str:
-    """A pattern for the longest token at a place; a trie, so a text full of "<" costs one step at each."""
+    """Pattern for the longest token at a position; a trie, so that a text full of "<" costs one step at each."""
     by_first: dict[str, list[str]] = {}
     ends_here = False
     for token in tokens:
@@ -276,17 +276,18 @@ _PIECEWISE_PRE_TOKENIZERS = {
     "Whitespace",
     "WhitespaceSplit",
 }
-"""They see one piece at a time. Metaspace asks whether a piece is the text's first: as each of ours but the
-first starts with its special token, the text behind that token is not the first there either."""
+"""Pre-tokenizers that process one piece at a time. Metaspace depends on whether a piece is the first of its text: all
+our pieces but the first start with their special token, and the text after it is not the first there either."""
 
 _IDLE_PROCESSORS = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"}
-"""They leave the ids alone when no special tokens are asked for."""
+"""Post-processors that do not change the ids when no special tokens are requested."""
 
 
 def reason_against_cutting(tokenizer: Tokenizer) -> str | None:
-    """Why `encode(a + b)` might not be `encode(a) + encode(b)` where b starts with a special token.
+    """Why `encode(a + b)` may differ from `encode(a) + encode(b)` where b starts with a special token; None: it
+    cannot.
 
-    A normalizer, whatever it does, gets one piece between special tokens at a time.
+    A normalizer is applied to one piece between special tokens at a time.
     """
     if tokenizer.truncation is not None or tokenizer.padding is not None:
         return "it truncates or pads"
@@ -307,15 +308,15 @@ def _reason_in_tokens(tokenizer: Tokenizer) -> str | None:
     for token in tokenizer.get_added_tokens_decoder().values():
         text = token.content
         if token.normalized or not text:
-            continue  # looked for inside a piece only
+            continue  # matched only within a piece
         if token.rstrip and any(token[0].isspace() for token in cuts):
-            return f"its token {text!r} takes the start of a special token for space beside it"
+            return f"its token {text!r} strips white space, which may include the start of a special token"
         if token.single_word and any(token[0].isalnum() or token[0] == "_" for token in cuts):
-            return f"its token {text!r} takes the start of a special token for a letter beside it"
-        # The leftmost token of a text wins, then the longest: only one that starts earlier can take a special
-        # token's place, or one that starts with it.
+            return f"its token {text!r} is a single word, which depends on the start of a special token"
+        # The leftmost token wins, then the longest: a special token can only be replaced by a token that starts
+        # earlier, or that starts with it.
         if text not in cuts and (cut.search(text) or any(text[n:] in heads for n in range(len(text)))):
-            return f"its token {text!r} can swallow the start of a special token"
+            return f"its token {text!r} can include the start of a special token"
     return None
 
 
@@ -324,14 +325,14 @@ def _reason_in_stages(tokenizer: Tokenizer) -> str | None:
         _state(tokenizer.normalizer)
         pre_tokenizers = list(_parts(_state(tokenizer.pre_tokenizer), "pretokenizers"))
         processors = list(_parts(_state(tokenizer.post_processor), "processors"))
-    except Exception as error:  # the library raises nothing narrower for a stage written in Python
-        return f"a stage of it cannot be read: {error}"
+    except Exception as error:  # the library raises nothing more specific for a stage written in Python
+        return f"a stage cannot be read: {error}"
     for stage in pre_tokenizers:
         if stage["type"] not in _PIECEWISE_PRE_TOKENIZERS:
-            return f"its pre-tokenizer {stage['type']} is not known"
+            return f"its pre-tokenizer {stage['type']} is unknown"
     for stage in processors:
         if stage["type"] not in _IDLE_PROCESSORS:
-            return f"its post-processor {stage['type']} is not known"
+            return f"its post-processor {stage['type']} is unknown"
         if stage["type"] == "TemplateProcessing" and sum("Sequence" in part for part in stage["single"]) != 1:
             return "its post-processor repeats or drops the text"
     return None
@@ -349,7 +350,7 @@ def _parts(stage: dict[str, Any] | None, children: str) -> Iterable[dict[str, An
 
 
 def _reason_by_trial(tokenizer: Tokenizer) -> str | None:
-    """The rules above are read from one version of the library; a newer one is tried, not trusted."""
+    """Test by example: the rules above are for one version of the library, newer ones are tested."""
     for token in _cut_tokens(tokenizer)[:16]:
         for before in ("", "a", "a ", "1\n", "é"):
             for after in ("", "a", " a", "\n\na", token):

@@ -1,12 +1,11 @@
-"""Byte-level BPE of text by looking up words.
+"""Byte-level BPE by looking up words.
 
-Such a tokenizer cuts text into words by a regular expression and merges each word for itself, so a word
-has the same ids wherever it stands. Most words of a prompt have been seen before: finding them in a table
-takes a small part of the time that merging takes.
+Such a tokenizer splits text into words by a regular expression and merges each word separately, so a word has the
+same ids everywhere. Most words of a prompt are known: looking them up takes a small part of the time of merging.
 
-The expression is run by Python's engine here and by another one in the tokenizer. They agree where a
-character's class is beyond doubt: characters of the basic plane that are assigned in our version of
-Unicode, whose classes do not change. A text with any other is left to the tokenizer.
+The expression is evaluated by Python's engine here, and by another one in the tokenizer. They agree where a
+character's class is certain: characters of the basic plane that are assigned in Python's version of Unicode, whose
+classes do not change. Texts with other characters are left to the tokenizer.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 MAX_CHARACTERS = 16 * 1024
-"""Longer texts are for the tokenizer, which works without the interpreter lock."""
+"""Longer texts are left to the tokenizer, which releases the interpreter lock."""
 
 _MAX_WORDS = 8192
-"""Of each of two generations."""
+"""Words per generation."""
 _MAX_WORD_CHARACTERS = 64
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -36,22 +35,22 @@ _CATEGORIES = {
     "N": ("Nd", "Nl", "No"),
     **{each: (each,) for each in ("Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No")},
 }
-"""The properties that patterns use; a pattern with any other is not taken."""
+"""Supported properties of patterns; a pattern with others is not supported."""
 
 _SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-"""White space as Unicode says it, which is less than Python's."""
+"""White space as defined by Unicode, which is less than Python's."""
 
 _FOLDED = "\u017f\u212a"
-"""Not ASCII, but equal to a letter of it where case does not matter."""
+"""Not ASCII, but equal to an ASCII letter when case is ignored."""
 
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Ids by word; what is missing is worked out.
+    """Ids by word; missing words are merged on lookup.
 
-    In two generations: a full one becomes the old one, from which words that are used again come back,
-    and the rest of it goes with the next. Nothing is searched for what to drop.
+    Two generations: a full generation becomes the old one. Words that are used again move to the new generation, the
+    others are dropped with the old one, without a search.
     """
 
     def __init__(self, merge: Callable[[str], tuple[int, ...]]) -> None:
@@ -70,7 +69,7 @@ class _Words(dict[str, tuple[int, ...]]):
 
 
 class WordEncoder:
-    """One tokenizer's. Threads may share it: what two learn at once is the same."""
+    """Word encoder of one tokenizer. Thread-safe: concurrent threads compute the same ids."""
 
     def __init__(
         self,
@@ -83,13 +82,13 @@ class WordEncoder:
         self._first, *self._rest = splitters
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
         self._forms = forms
-        """Normal forms that a text must be in already."""
+        """Normal forms that a text must already have."""
         self._symbols = _byte_symbols()
         self._words = _Words(self._merge)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, document: dict[str, Any]) -> WordEncoder | None:
-        """None when it is not certain that words are all there is to this tokenizer; `document` is its JSON."""
+    def from_tokenizer(cls, tokenizer: Tokenizer, document: dict[str, Any]) -> WordEncoder | None:
+        """Create an encoder; None unless the tokenizer certainly works by words. `document` is its JSON."""
         forms = normal_forms(document.get("normalizer"))
         if not is_plain_bpe(document["model"]) or forms is None:
             return None
@@ -99,12 +98,12 @@ class WordEncoder:
         if any(
             token["lstrip"] or token["rstrip"] or token["single_word"] for token in document["added_tokens"]
         ):
-            return None  # such a token takes of the words beside it
+            return None  # such a token may strip adjacent words
         added = sorted((token["content"] for token in document["added_tokens"]), key=len, reverse=True)
         return cls(tokenizer, splitters, added, forms)
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of a text without special tokens; None when that is the tokenizer's to say."""
+        """Ids of a text without special tokens; None if it must be left to the tokenizer."""
         if len(text) > MAX_CHARACTERS or not (text.isascii() or self._is_certain(text)):
             return None
         if self._added is not None and self._added.search(text) is not None:
@@ -113,7 +112,7 @@ class WordEncoder:
         for splitter in self._rest:
             words = [part for word in words for part in splitter.findall(word)]
         if len("".join(words)) != len(text):
-            return None  # a pattern that leaves something between its matches
+            return None  # the pattern does not cover the whole text
         return list(chain.from_iterable(map(self._words.__getitem__, words)))
 
     def _is_certain(self, text: str) -> bool:
@@ -129,7 +128,7 @@ class WordEncoder:
 
 @cache
 def _plane() -> dict[str, str]:
-    """The characters of each category in the basic plane, as ranges of a character class."""
+    """Characters of each category in the basic plane, as ranges of a character class."""
     ranges: dict[str, list[str]] = {}
     start, previous = 0, unicodedata.category("\0")
     for code in range(1, 0x10001):
@@ -137,12 +136,12 @@ def _plane() -> dict[str, str]:
         if category != previous:
             ranges.setdefault(previous, []).append(f"\\u{start:04x}-\\u{code - 1:04x}")
             start, previous = code, category
-    return {category: "".join(found) for category, found in ranges.items()}
+    return {category: "".join(characters) for category, characters in ranges.items()}
 
 
 @cache
 def _doubtful() -> re.Pattern[str]:
-    """A character whose class the tokenizer may see differently."""
+    """A character whose class may differ in the tokenizer."""
     unsure = "".join(_plane().get(category, "") for category in ("Cn", "Co", "Cs"))
     return re.compile(f"[{unsure}{_FOLDED}\\U00010000-\\U{sys.maxunicode:08x}]")
 
@@ -158,7 +157,7 @@ def is_plain_bpe(model: dict[str, Any]) -> bool:
 
 
 def normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
-    """The forms that a normalizer brings a text into; None when it does anything else."""
+    """Normal forms produced by a normalizer; None if it does anything else."""
     if normalizer is None:
         return []
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
@@ -167,7 +166,7 @@ def normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
 
 
 def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | None:
-    """`word_patterns` for Python's engine; None when one of them cannot be expressed there."""
+    """`word_patterns` compiled for Python's engine; None if one is not supported."""
     compiled = [_compile(pattern) for pattern in word_patterns(pre_tokenizer) or ()]
     return (
         [pattern for pattern in compiled if pattern is not None]
@@ -177,7 +176,7 @@ def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | 
 
 
 def word_patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | None:
-    """The patterns that cut a text into words, in order; None for cuts of another kind."""
+    """Patterns that split a text into words, in order; None for other pre-tokenizers."""
     if pre_tokenizer is None:
         return None
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -202,23 +201,23 @@ _ESCAPE = re.compile(r"\\p\{\w+\}|\\.")
 
 
 def _compile(pattern: str) -> re.Pattern[str] | None:
-    """A pattern as Python's engine takes it; None when it has something that we cannot say there."""
+    """Compile a pattern for Python's engine; None if it is not supported."""
     parts: list[str] = []
     in_class = False
     position = 0
     while position < len(pattern):
-        found = _ESCAPE.match(pattern, position)
-        if found is not None:
-            members = _members(found[0])
+        escape = _ESCAPE.match(pattern, position)
+        if escape is not None:
+            members = _members(escape[0])
             if members is None or (members.startswith("^") and in_class):
                 return None
             parts.append(members if in_class else f"[{members}]")
-            position = found.end()
+            position = escape.end()
             continue
         character = pattern[position]
         if character == "[":
             if in_class:
-                return None  # sets within sets are written differently
+                return None  # nested sets have another syntax
             in_class = True
         elif character == "]":
             in_class = False
@@ -235,7 +234,7 @@ def _compile(pattern: str) -> re.Pattern[str] | None:
 
 
 def _members(escape: str) -> str | None:
-    """What stands for an escape inside a character class; it begins with ^ where the class is to be negated."""
+    """Members of a character class for an escape; starts with ^ if the class is to be negated."""
     if escape.startswith(r"\p{"):
         categories = _CATEGORIES.get(escape[3:-1])
         return None if categories is None else "".join(_plane().get(each, "") for each in categories)
@@ -249,7 +248,7 @@ def _members(escape: str) -> str | None:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable stand-ins of byte-level BPE for the 256 bytes."""
+    """Printable symbols of byte-level BPE for the 256 bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

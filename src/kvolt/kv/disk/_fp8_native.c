@@ -1,9 +1,9 @@
-/* Numbers of 16 and 32 bits as numbers of 8 and back, in C: `eight_bits_python.py` says what each function does.
+/* Encodes 16-bit and 32-bit floats as FP8 and decodes them. `fp8_python.py` documents the functions.
 
-   Loops are over whole groups of values and without branches, so that a compiler makes vectors of them; comparisons are of
-   bits as whole numbers, which order positive floats as the floats are. No result depends on whether the CPU flushes
-   subnormal floats. Offsets are taken into memory of this call and checked there before a byte is read: the GIL is
-   released meanwhile, and whoever else has the array could write to it. */
+   Loops run over whole groups without branches, so that compilers vectorize them. Floats are compared by their bits as
+   integers, which has the same order for positive values. Results do not depend on whether the CPU flushes subnormal
+   floats. Offsets are copied and then checked before a byte is read, since other threads may write to the caller's
+   array while the GIL is released. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -34,8 +34,8 @@ enum {
     FLOAT16 = 1,
     BFLOAT16 = 2,
     NUM_KINDS = 3,
-    LEAST_TOP = 20, /* so that no factor and no product is subnormal */
-    /* Below it others would wait longer for the GIL to change hands than for the work. */
+    LEAST_TOP = 20, /* keeps scales and products normal */
+    /* Minimum bytes for which the GIL is released; below, switching costs more than the work. */
     WORTH_RELEASING = 32 * 1024,
 };
 
@@ -43,7 +43,7 @@ enum {
 #define INFINITE 0x7f800000u
 #define NOT_A_NUMBER 0x7fc00000u
 #define LEAST_POWER 0x3c800000u /* 2^-6 */
-#define ALMOST_TWO 0x17ffffu /* added to what rounds to more than 1.75 of its power of two, it is of the next */
+#define ALMOST_TWO 0x17ffffu /* carries mantissas that round above 1.75 into the next power of two */
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -57,14 +57,14 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
-/* By masks: a compiler that may not compute both ways of a branch would make no vectors. */
+/* Masks instead of branches, so that the loops are vectorized. */
 INLINE uint32_t choose(bool is_first, uint32_t first, uint32_t second) {
     const uint32_t mask = -(uint32_t)is_first;
     return (first & mask) | (second & ~mask);
 }
 
 #ifdef __aarch64__
-typedef __fp16 Half; /* every such CPU turns one into the other */
+typedef __fp16 Half; /* these CPUs convert between half and float */
 
 INLINE uint32_t wide_of_half(Half half) { return bits_of((float)half); }
 
@@ -116,14 +116,14 @@ INLINE void narrow(unsigned char *dst, const uint32_t *wide, int kind) {
     memcpy(dst, kind == FLOAT16 ? (void *)halves : made, sizeof made);
 }
 
-/* `has_others`: what is no finite number may be among them, which costs a quarter of the time to look after. */
+/* `has_others`: the values may include infinities or NaN; handling them costs a quarter of the time. */
 INLINE void encode_values(unsigned char *codes, const uint32_t *wide, uint32_t top, bool has_others) {
     const float factor = float_of((262 - top) << 23);
     for (int i = 0; i < GROUP; i++) {
         const uint32_t magnitude = wide[i] & MAGNITUDE;
         const float scaled = float_of(magnitude) * factor;
-        /* Its power of two, no less than the least that has all digits; rounded by adding what has eighths of that as
-           its last digit, so that the sum counts them. */
+        /* Power of two of the value, at least that of the smallest normal value. Adding a number whose last digit is an
+           eighth of it rounds the sum to eighths. */
         uint32_t power = bits_of(scaled) & INFINITE;
         power = power > LEAST_POWER ? power : LEAST_POWER;
         const uint32_t shift = power + (20u << 23);
@@ -157,12 +157,12 @@ INLINE unsigned char encode_group(unsigned char *codes, const uint32_t *wide) {
     return (unsigned char)top;
 }
 
-/* `has_others`: NaN may be among them, or what is rounded beyond the largest number of its kind. */
+/* `has_others`: the values may include NaN, or exceed the largest number of the target type. */
 INLINE void decode_values(uint32_t *wide, const unsigned char *codes, uint32_t top, uint32_t most, bool has_others) {
     const float factor = float_of((top - 8) << 23);
     for (int i = 0; i < GROUP; i++) {
         const uint32_t magnitude = codes[i] & 0x7f;
-        /* The smallest have no digit before the point: they get one, which is taken away again. */
+        /* Subnormal codes have no leading one: it is added here and subtracted below. */
         const uint32_t is_tiny = -(uint32_t)(magnitude < 8);
         const float more = float_of(((magnitude | (is_tiny & 8)) << 20) + (120u << 23));
         uint32_t bits = bits_of((more - float_of(is_tiny & LEAST_POWER)) * factor);
@@ -187,7 +187,7 @@ INLINE void decode_group(uint32_t *wide, const unsigned char *codes, uint32_t to
         decode_values(wide, codes, top, most, false);
 }
 
-/* -- a piece: values, and what became of them: a byte each, and after all of these one for each group -- */
+/* -- a piece: one byte per value, followed by one byte per group -- */
 
 INLINE size_t width_of(int kind) { return kind == FLOAT32 ? 4 : 2; }
 
@@ -227,7 +227,7 @@ INLINE void decode_piece(unsigned char *dst, const unsigned char *src, size_t co
     }
 }
 
-/* Each kind is a constant in a function of its own: the loops above have no branch then. */
+/* One function per kind with a constant kind, so that the loops above have no branches. */
 #define PIECES(name, form)                                                                                         \
     form static void encode_##name(unsigned char *dst, const unsigned char *src, size_t count, int kind) {         \
         if (kind == FLOAT32) encode_piece(dst, src, count, FLOAT32);                                               \
@@ -252,7 +252,7 @@ typedef struct {
     Piece *encode, *decode;
 } Form;
 
-static Form forms[2]; /* that this CPU has, the slowest first */
+static Form forms[2]; /* supported by this CPU, slowest first */
 static int num_forms;
 static Form used;
 
@@ -266,11 +266,11 @@ static void find_forms(void) {
     used = forms[num_forms - 1];
 }
 
-/* -- what a call was given -- */
+/* -- arguments of a call -- */
 
 typedef struct {
     Py_buffer dst, src;
-    int64_t *to, *from; /* offsets, of this call alone */
+    int64_t *to, *from; /* private copies of the offsets */
     Py_ssize_t num_pieces, num_values;
     int kind;
 } Call;
@@ -282,8 +282,8 @@ static void end_call(Call *call) {
     free(call->from);
 }
 
-static bool take_memory(Py_buffer *view, const char *name, PyObject *given, bool is_written) {
-    if (PyObject_GetBuffer(given, view, PyBUF_FULL_RO) < 0) return false;
+static bool take_memory(Py_buffer *view, const char *name, PyObject *argument, bool is_written) {
+    if (PyObject_GetBuffer(argument, view, PyBUF_FULL_RO) < 0) return false;
     if (!PyBuffer_IsContiguous(view, 'C')) {
         PyErr_Format(PyExc_ValueError, "%s is not contiguous", name);
         return false;
@@ -295,17 +295,17 @@ static bool take_memory(Py_buffer *view, const char *name, PyObject *given, bool
     return true;
 }
 
-/* Offsets into memory of this call, where pieces of so many bytes at all of them lie inside `memory`; -1 else. */
-static Py_ssize_t take_offsets(int64_t **offsets, const char *name, PyObject *given, const Py_buffer *memory,
+/* Copies the offsets and checks that all pieces of this size are inside `memory`; returns -1 otherwise. */
+static Py_ssize_t take_offsets(int64_t **offsets, const char *name, PyObject *argument, const Py_buffer *memory,
                                Py_ssize_t piece_bytes) {
     Py_buffer view = {0};
-    if (!take_memory(&view, name, given, false)) {
+    if (!take_memory(&view, name, argument, false)) {
         PyBuffer_Release(&view);
         return -1;
     }
     const char *format = view.format ? view.format : "B", *kind = format + strspn(format, "@=<");
     if (view.itemsize != WORD || strlen(kind) != 1 || !strchr("lq", *kind)) {
-        PyErr_Format(PyExc_ValueError, "%s must be whole numbers of 64 bits, not of the format %s", name, format);
+        PyErr_Format(PyExc_ValueError, "%s must be 64-bit integers, not format %s", name, format);
         PyBuffer_Release(&view);
         return -1;
     }
@@ -331,7 +331,7 @@ static bool take_call(Call *call, PyObject *args, const char *form, bool is_enco
     PyObject *dst, *to, *src, *from;
     if (!PyArg_ParseTuple(args, form, &dst, &to, &src, &from, &call->num_values, &call->kind)) return false;
     if (call->kind < 0 || call->kind >= NUM_KINDS || call->num_values < 1 || call->num_values > PY_SSIZE_T_MAX / 8) {
-        PyErr_Format(PyExc_ValueError, "%zd values of kind %d are no piece", call->num_values, call->kind);
+        PyErr_Format(PyExc_ValueError, "invalid piece: %zd values of kind %d", call->num_values, call->kind);
         return false;
     }
     if (!take_memory(&call->dst, "dst", dst, true) || !take_memory(&call->src, "src", src, false)) return false;
@@ -348,7 +348,7 @@ static bool take_call(Call *call, PyObject *args, const char *form, bool is_enco
     call->num_pieces = take_offsets(&call->from, "src_offsets", from, &call->src, is_encoding ? wide : packed);
     if (call->num_pieces < 0) return false;
     if (call->num_pieces != num_places) {
-        PyErr_Format(PyExc_ValueError, "%zd pieces cannot go to %zd places", call->num_pieces, num_places);
+        PyErr_Format(PyExc_ValueError, "piece counts differ: %zd and %zd", call->num_pieces, num_places);
         return false;
     }
     return true;
@@ -373,23 +373,23 @@ static PyObject *work(PyObject *args, const char *form, bool is_encoding) {
 
 /* -- the module -- */
 
-static PyObject *eight_bits_encode(PyObject *self, PyObject *args) { return work(args, "OOOOni:encode", true); }
+static PyObject *fp8_encode(PyObject *self, PyObject *args) { return work(args, "OOOOni:encode", true); }
 
-static PyObject *eight_bits_decode(PyObject *self, PyObject *args) { return work(args, "OOOOni:decode", false); }
+static PyObject *fp8_decode(PyObject *self, PyObject *args) { return work(args, "OOOOni:decode", false); }
 
-static PyObject *eight_bits_use_form(PyObject *self, PyObject *name) {
+static PyObject *fp8_use_form(PyObject *self, PyObject *name) {
     for (int i = 0; i < num_forms; i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, forms[i].name) == 0) {
             used = forms[i];
             Py_RETURN_NONE;
         }
-    return PyErr_Format(PyExc_ValueError, "there is no form %R here", name);
+    return PyErr_Format(PyExc_ValueError, "unknown implementation %R", name);
 }
 
 static PyMethodDef methods[] = {
-    {"encode", eight_bits_encode, METH_VARARGS, "See kvolt.kv.disk.fp8_python.encode."},
-    {"decode", eight_bits_decode, METH_VARARGS, "See kvolt.kv.disk.fp8_python.decode."},
-    {"use_form", eight_bits_use_form, METH_O, "Which of FORMS works from now on, for tests; the last does by itself."},
+    {"encode", fp8_encode, METH_VARARGS, "See kvolt.kv.disk.fp8_python.encode."},
+    {"decode", fp8_decode, METH_VARARGS, "See kvolt.kv.disk.fp8_python.decode."},
+    {"use_form", fp8_use_form, METH_O, "Select one of FORMS, for tests; default: the last."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,8 +1,8 @@
-"""DirectReads: blocks of a disk tier straight into an engine's memory, past the host's.
+"""DirectReads: reads blocks of a disk tier directly into an engine's memory, bypassing host memory.
 
-By NIXL, with GPUDirect Storage where the engine's memory is a device's (`transfer.nixl_files`). What arrived is summed
-where it lies and held against the disk's books, as on any other way. Only up: what goes down goes by the host, which
-takes it off the device faster than a disk would.
+Uses NIXL, with GPUDirect Storage for device memory (`transfer.nixl.files`). Blocks are verified in the engine's memory
+against the checksums of the disk tier. Reads only; writes go through host memory, which accepts them faster than a
+disk.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvolt.transfer.nixl.files import NixlFiles
 
 log = logging.getLogger(__name__)
 
-_MOST_FAILURES = 3
-"""In a row; then blocks come by the host for good."""
+_MAX_FAILURES = 3
+"""Consecutive failures after which direct reads are disabled."""
 
 
 class DirectReads:
-    """See the module. `start` it after the tier, and `close` it before."""
+    """See the module. `start` after the tier, `close` before it."""
 
     tier = Tier.DISK
 
@@ -45,23 +45,23 @@ class DirectReads:
     @property
     def is_usable(self) -> bool:
         files = self._files
-        return files is not None and not files.is_stuck and self._num_failures < _MOST_FAILURES
+        return files is not None and not files.is_stuck and self._num_failures < _MAX_FAILURES
 
     async def start(self) -> None:
-        """ConfigError where the system cannot."""
+        """ConfigError if the system does not support it."""
         try:
-            files, _ = await self._thread.run(self._make)
+            files, _ = await self._thread.run(self._open_files)
         except Unsupported as error:
             raise ConfigError(
                 error.message,
                 key="tiers.disk_direct",
-                remedy="leave it out: blocks come by the host then. GPUDirect Storage needs a file system that cuFile "
-                "knows, and /run/udev to be seen in a container (gdscheck -p tells)",
+                remedy="disable it to read through host memory. GPUDirect Storage needs a file system that cuFile "
+                "supports, and /run/udev mounted in a container (check with gdscheck -p)",
             ) from None
         self._files = files
-        log.info("blocks come from the disk by NIXL's %s", files.backend)
+        log.info("direct disk reads enabled: backend=%s", files.backend)
 
-    def _make(self) -> NixlFiles:
+    def _open_files(self) -> NixlFiles:
         files = NixlFiles(self._slabs, is_direct=self._disk.files.is_direct)
         try:
             files.probe(self._disk.folder)
@@ -77,31 +77,29 @@ class DirectReads:
         await self._thread.close()
 
     async def read(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> int:
-        """Blocks into these of the engine's memory; how many came whole, from the first on."""
-        there = list(takewhile(lambda block: self._disk.has(block.key), blocks))
-        if not there:
+        """Read into these engine blocks; return the length of the intact prefix."""
+        present = list(takewhile(lambda block: self._disk.has(block.key), blocks))
+        if not present:
             return 0
-        into = np.asarray(numbers[: len(there)], dtype=np.int64)
+        into = np.asarray(numbers[: len(present)], dtype=np.int64)
         try:
-            sums = await self._disk.read_by(self._thread, there, partial(self._read, into))
+            sums = await self._disk.read_with(self._thread, present, partial(self._read, into))
         except TransferFailed as error:
             self._num_failures += 1
-            self._disk.stats.failures["unread"] += len(there)
-            log.warning(
-                "%s%s", error.message, "" if self.is_usable else ": from now on they come by the host"
-            )
+            self._disk.stats.failures["unread"] += len(present)
+            log.warning("direct read failed: error=%s is_disabled=%s", error.message, not self.is_usable)
             return 0
         self._num_failures = 0
-        return next((index for index, found in enumerate(sums) if found is None), len(sums))
+        return next((index for index, checksum in enumerate(sums) if checksum is None), len(sums))
 
     def _read(
         self, numbers: Numbers, keys: Sequence[BlockKey], expected: Sequence[int], slots: Sequence[Slot]
     ) -> list[int | None]:
         if self._files is None:
             raise TransferFailed("the disk tier is closed", path="disk", reason="closed")
-        places = self._disk.files.places(np.asarray(slots, dtype=np.int64))
-        for path, offsets, which in places:
+        locations = self._disk.files.locations(np.asarray(slots, dtype=np.int64))
+        for path, offsets, indexes in locations:
             for rank, slab in enumerate(self._slabs):
-                self._files.read(path, offsets, rank, numbers[which], skipped=rank * slab.block_bytes)
-        found = block_checksums(self._slabs, numbers, keys).tolist()
-        return [due if each == due else None for each, due in zip(found, expected, strict=True)]
+                self._files.read(path, offsets, rank, numbers[indexes], skipped=rank * slab.block_bytes)
+        actual = block_checksums(self._slabs, numbers, keys).tolist()
+        return [due if each == due else None for each, due in zip(actual, expected, strict=True)]

@@ -1,12 +1,12 @@
-"""DiskFiles: blocks in files of a folder, found again after a restart.
+"""DiskFiles: durable blocks in the files of a folder.
 
-    about.json         the shape and form of blocks, by which another version, model or setting is told apart
+    about.json         shape and format of the blocks, to detect another version, model or setting
     journal            which slot holds which block (`journal`)
-    blocks-0000 ...    slots side by side, in files of about a gigabyte
+    blocks-0000 ...    adjacent slots, in files of about a gigabyte
 
-Bytes first, then the record of them: whatever a crash leaves, a block that is found is whole; and what a disk spoils
-later is found out by its checksum, and is a miss. A folder has one owner at a time, by a lock that dies with it.
-Calls block: they are for a thread of the tier's own. What the bytes mean is not known here: `disk_blocks`.
+Bytes are written before their record, so a block found after a crash is complete; later corruption is detected by its
+checksum. A folder has one owner at a time, enforced by a file lock. Calls block; they run in the tier's thread.
+Encoding is done by `DiskBlocks`.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ import msgspec
 import numpy as np
 
 from kvolt.core.errors import ConfigError, TransferFailed
-from kvolt.kv.disk.fp8 import EightBits
-from kvolt.kv.disk.journal import FORMAT, Journal, Written
-from kvolt.kv.disk.parallel_calls import SideBySide
+from kvolt.kv.disk.fp8 import Fp8
+from kvolt.kv.disk.journal import FORMAT, Journal, SlotRecord
+from kvolt.kv.disk.parallel_calls import ParallelCalls
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import Slot
 from kvolt.transfer.memory.slabs import Numbers
 
 _FILE_BYTES = 1 << 30
 _READ_BYTES = 4 << 20
-"""Of one read, of several at once."""
-_MOST_OWNERS = 64
-"""Of one folder at a time: each has a part of it."""
-_LOCK_LOOKS, _LOCK_PAUSE_S = 3, 0.05
+"""Bytes per read call; several run in parallel."""
+_MAX_OWNERS = 64
+"""Concurrent owners of one folder, each with its own part."""
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 3, 0.05
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class About(msgspec.Struct, frozen=True):
-    """What lies in a folder."""
+    """Description of a folder's contents."""
 
     format: int
     piece_bytes: int
     num_ranks: int
     num_slots: int
     form: str = ""
-    """Of the bytes, where they are not as the engine had them."""
+    """Format of the stored bytes; empty: as in the engine."""
 
     def is_like(self, other: About) -> bool:
-        """Whether blocks of one are what blocks of the other are."""
+        """Whether blocks of both have the same shape and format."""
         return msgspec.structs.replace(self, num_slots=other.num_slots) == other
 
 
 def slots_per_file(shape: BlockShape) -> int:
-    """Whatever the size of the tier, which may be another the next time; the last file may have fewer."""
+    """Slots per file, independent of the tier's capacity, which may change. The last file may have fewer."""
     return max(_FILE_BYTES // shape.slot_bytes, 1)
 
 
@@ -65,44 +65,44 @@ def file_of(folder: Path, number: int) -> Path:
 
 
 class DiskFiles:
-    """The folder of one owner. `close` gives it up. ConfigError where it cannot be used."""
+    """Folder of one owner, released by `close`. ConfigError if it cannot be used."""
 
     def __init__(
         self,
         folder: Path,
         shape: BlockShape,
         num_slots: int,
-        form: EightBits | None = None,
+        form: Fp8 | None = None,
         *,
         is_direct: bool = True,
     ) -> None:
-        """`shape`: of blocks as the engine has them. `form`: in which they lie here, where it is another. `is_direct`:
-        past the kernel's cache, where the file system lets us."""
+        """`shape`: of the engine's blocks. `form`: stored format, if different. `is_direct`: bypass the page cache if
+        supported."""
         self.form = form
         self.shape = shape if form is None else form.packed(shape)
         self.num_slots = num_slots
         self._per_file = slots_per_file(self.shape)
         self._descriptors: dict[int, int] = {}
-        self.threads = SideBySide()
-        """For whatever is done with what they read."""
+        self.threads = ParallelCalls()
+        """Threads for parallel reads and checksums."""
         self._unsynced: set[int] = set()
-        """Files that blocks were put in, whose bytes the disk may not have yet."""
+        """Files with writes that may not be durable yet."""
         try:
-            self.folder, self._lock = _own(folder / self._kind_of_folder())
+            self.folder, self._lock = _lock_part(folder / self._folder_name())
             try:
-                self._check_what_this_is()
-                self._say_what_this_is()
+                self._check_about()
+                self._write_about()
                 self._journal = Journal(self.folder)
             except BaseException:
                 os.close(self._lock)
                 raise
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"blocks cannot be kept in {folder}: {error}",
+                f"cannot store blocks in {folder}: {error}",
                 key="kv_disk_dir",
-                remedy="name a folder that this process may write to, on a disk with room",
+                remedy="choose a writable folder on a disk with free space",
             ) from None
-        self.is_direct = is_direct and _takes_direct(self.folder)
+        self.is_direct = is_direct and _supports_direct(self.folder)
 
     def close(self) -> None:
         self.threads.close()
@@ -112,8 +112,8 @@ class DiskFiles:
         self._descriptors.clear()
         os.close(self._lock)
 
-    def _kind_of_folder(self) -> str:
-        """Blocks of each shape and form have a folder of their own."""
+    def _folder_name(self) -> str:
+        """Folder name for blocks of this shape and format."""
         kind = f"v{FORMAT}-{self.shape.piece_bytes}x{self.shape.num_ranks}"
         return kind if self.form is None else f"{kind}-{self.form.name}"
 
@@ -122,23 +122,25 @@ class DiskFiles:
         form = "" if self.form is None else self.form.name
         return About(FORMAT, self.shape.piece_bytes, self.shape.num_ranks, self.num_slots, form)
 
-    def _check_what_this_is(self) -> None:
-        """ValueError where it is something else: somebody has moved a folder to where another belongs."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # none yet, or a crash has left none
-            there = msgspec.json.decode((self.folder / "about.json").read_bytes(), type=About)
-            if not there.is_like(self._about):
-                raise ValueError(f"{self.folder} holds blocks of another kind ({there}): remove or rename it")
+    def _check_about(self) -> None:
+        """ValueError if the folder holds other blocks, for example because it was moved here."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # missing or incomplete after a crash
+            stored = msgspec.json.decode((self.folder / "about.json").read_bytes(), type=About)
+            if not stored.is_like(self._about):
+                raise ValueError(
+                    f"{self.folder} holds blocks of another kind ({stored}): remove or rename it"
+                )
 
-    def _say_what_this_is(self) -> None:
+    def _write_about(self) -> None:
         new = self.folder / "about.json.new"
         new.write_bytes(msgspec.json.encode(self._about))
         new.replace(self.folder / "about.json")
 
     def resize(self, num_slots: int) -> None:
-        """Slots up to this are written to from now on; those above it can be read still. TransferFailed."""
+        """Change the capacity; slots beyond it can still be read. TransferFailed on I/O errors."""
         before, self.num_slots = self.num_slots, num_slots
         try:
-            self._say_what_this_is()
+            self._write_about()
         except OSError as error:
             self.num_slots = before
             raise TransferFailed(
@@ -146,10 +148,10 @@ class DiskFiles:
             ) from None
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._descriptors.clear()  # each gets its new size when it is opened
+        self._descriptors.clear()  # reopened with the new size
 
     def trim(self, end: int) -> None:
-        """No block lies in a slot from `end` on, and that is known for good: their room is given back."""
+        """Delete files whose slots are all at or beyond `end`; the caller ensures these are durably empty."""
         number = -(-end // self._per_file)
         while (path := file_of(self.folder, number)).exists():
             self._unsynced.discard(number)
@@ -160,48 +162,46 @@ class DiskFiles:
                 path.unlink()
             number += 1
 
-    def recover(self) -> list[Written]:
-        """What is there. Once, and first."""
+    def recover(self) -> list[SlotRecord]:
+        """Return the stored blocks. Call once, first."""
         try:
             return self._recover()
         except OSError as error:
             raise ConfigError(
-                f"what is kept in {self.folder} cannot be read: {error}",
+                f"cannot read {self.folder}: {error}",
                 key="kv_disk_dir",
-                remedy="make room on that disk, or remove the folder: nothing in it is the only copy",
+                remedy="free disk space, or remove the folder: it holds only cached data",
             ) from None
 
-    def _recover(self) -> list[Written]:
-        found = self._journal.recover(self.num_slots)
-        sizes = {number: self._size(number) for number in {each.slot // self._per_file for each in found}}
-        end = self.shape.slot_bytes
-        whole: list[Written] = []
-        cut: list[Written] = []
-        for each in found:
-            number, place = divmod(each.slot, self._per_file)
-            is_there = place * end + self.shape.block_bytes <= sizes[number]
-            (whole if is_there else cut).append(each)
-        self._journal.remove([each.slot for each in cut])  # their slots will hold others
+    def _recover(self) -> list[SlotRecord]:
+        records = self._journal.recover(self.num_slots)
+        sizes = {number: self._size(number) for number in {each.slot // self._per_file for each in records}}
+        whole: list[SlotRecord] = []
+        truncated: list[SlotRecord] = []
+        for each in records:
+            number, index = divmod(each.slot, self._per_file)
+            is_whole = index * self.shape.slot_bytes + self.shape.block_bytes <= sizes[number]
+            (whole if is_whole else truncated).append(each)
+        self._journal.remove([each.slot for each in truncated])  # their slots will be reused
         return whole
 
-    def put(self, slots: Sequence[Slot], memory: SlotMemory, sources: Numbers) -> None:
-        """Bytes into slots that hold nothing, where they are nothing until `keep`. TransferFailed."""
+    def write(self, slots: Sequence[Slot], memory: SlotMemory, sources: Numbers) -> None:
+        """Write bytes to empty slots; effective only after `commit`. TransferFailed on I/O errors."""
         with self._writing():
-            for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
+            for number, in_file, indexes in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
                 self._unsynced.add(number)
-                for part, ours, index in memory.by_part(sources[which]):
-                    for at, count, start in _runs(theirs[index], ours):
+                for part, in_part, positions in memory.by_part(sources[indexes]):
+                    for at, count, start in _runs(in_file[positions], in_part):
                         self._move(os.pwritev, descriptor, part.memory, at, count, start)
 
-    def keep(self, written: Sequence[Written], gone: Iterable[Slot] = ()) -> None:
-        """On return these, whose bytes were put there, are there for good, and so is that `gone` hold nothing any more.
-        TransferFailed where that cannot be."""
+    def commit(self, written: Sequence[SlotRecord], freed: Iterable[Slot] = ()) -> None:
+        """Record written blocks and free the slots `freed`, durably. TransferFailed on I/O errors."""
         with self._writing():
             for number in sorted(self._unsynced):
                 os.fdatasync(self._open(number))
             self._unsynced.clear()
-            self._journal.write(written, gone)
+            self._journal.write(written, freed)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -210,52 +210,50 @@ class DiskFiles:
         except OSError as error:
             reason = "no_room" if error.errno in _NO_ROOM else error.strerror
             raise TransferFailed(
-                f"blocks cannot be written to {self.folder}: {error}", path="disk", reason=reason
+                f"cannot write blocks to {self.folder}: {error}", path="disk", reason=reason
             ) from None
 
     def read(self, slots: Sequence[Slot], memory: SlotMemory, destinations: Numbers) -> None:
-        """Slots of the disk into slots of the memory. TransferFailed where they cannot be read."""
+        """Read disk slots into memory slots. TransferFailed on I/O errors."""
         reads: list[Callable[[], None]] = []
-        most = max(_READ_BYTES // self.shape.slot_bytes, 1)
+        max_slots = max(_READ_BYTES // self.shape.slot_bytes, 1)
         try:
-            for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
+            for number, in_file, indexes in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
-                for part, ours, index in memory.by_part(destinations[which]):
-                    for at, count, start in _runs(theirs[index], ours):
-                        for done in range(0, count, most):
-                            place = (at + done, min(most, count - done), start + done)
-                            reads.append(partial(self._move, os.preadv, descriptor, part.memory, *place))
+                for part, in_part, positions in memory.by_part(destinations[indexes]):
+                    for at, count, start in _runs(in_file[positions], in_part):
+                        for done in range(0, count, max_slots):
+                            run = (at + done, min(max_slots, count - done), start + done)
+                            reads.append(partial(self._move, os.preadv, descriptor, part.memory, *run))
             self.threads.run(reads)
         except OSError as error:
             raise TransferFailed(
-                f"blocks cannot be read from {self.folder}: {error}", path="disk", reason=error.strerror
+                f"cannot read blocks from {self.folder}: {error}", path="disk", reason=error.strerror
             ) from None
 
-    def places(self, slots: Numbers) -> list[tuple[Path, Numbers, Numbers]]:
-        """For who reads slots past us: in which file, at which offsets, and which of `slots` these are."""
+    def locations(self, slots: Numbers) -> list[tuple[Path, Numbers, Numbers]]:
+        """File, byte offsets and indexes in `slots`, for direct reads."""
         return [
-            (file_of(self.folder, number), theirs * self.shape.slot_bytes, which)
-            for number, theirs, which in self._by_file(slots)
+            (file_of(self.folder, number), in_file * self.shape.slot_bytes, indexes)
+            for number, in_file, indexes in self._by_file(slots)
         ]
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """They hold nothing any more, and may be written to after this. TransferFailed where that cannot be kept."""
+        """Free slots durably, so that they can be reused. TransferFailed on I/O errors."""
         try:
             self._journal.remove(slots)
         except OSError as error:
             raise TransferFailed(
-                f"the journal of {self.folder} cannot be written: {error}", path="disk", reason=error.strerror
+                f"cannot write the journal of {self.folder}: {error}", path="disk", reason=error.strerror
             ) from None
-
-    # ---
 
     def _by_file(self, slots: Numbers) -> list[tuple[int, Numbers, Numbers]]:
         files = slots // self._per_file
-        found = []
+        parts = []
         for number in np.unique(files).tolist():
-            which = np.flatnonzero(files == number)
-            found.append((number, slots[which] - number * self._per_file, which))
-        return found
+            indexes = np.flatnonzero(files == number)
+            parts.append((number, slots[indexes] - number * self._per_file, indexes))
+        return parts
 
     def _size(self, number: int) -> int:
         try:
@@ -268,8 +266,8 @@ class DiskFiles:
         if descriptor is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
             descriptor = os.open(file_of(self.folder, number), flags, 0o600)
-            left = self.num_slots - number * self._per_file
-            num_bytes = min(self._per_file, left) * self.shape.slot_bytes
+            num_left = self.num_slots - number * self._per_file
+            num_bytes = min(self._per_file, num_left) * self.shape.slot_bytes
             if os.fstat(descriptor).st_size < num_bytes:
                 try:
                     _allocate(descriptor, num_bytes)
@@ -288,33 +286,33 @@ class DiskFiles:
         count: int,
         start: int,
     ) -> None:
-        """So many slots one after the other, from slot `at` of the file and slot `start` of the memory on."""
+        """Transfer `count` adjacent slots, from slot `at` of the file and slot `start` of the memory on."""
         size, num_moved = self.shape.slot_bytes, 0
         while num_moved < count * size:
-            # Let go also where it fails: who holds the error would hold the memory with it.
+            # Release the view on errors too, since the traceback would keep it alive.
             with memory[start * size + num_moved : (start + count) * size] as view:
                 moved = call(descriptor, [view], at * size + num_moved)
             if not moved:
-                raise OSError(errno.EIO, "the file is shorter than it was")
+                raise OSError(errno.EIO, "the file was truncated")
             num_moved += moved
 
 
-def _own(folder: Path) -> tuple[Path, int]:
-    """The first part of a folder that nobody has, and the lock by which it is ours. OSError where there is none."""
-    for number in range(_MOST_OWNERS):
+def _lock_part(folder: Path) -> tuple[Path, int]:
+    """Lock the first free part of a folder; return it and the lock. OSError if all are in use."""
+    for number in range(_MAX_OWNERS):
         part = folder / f"{number:02}"
         part.mkdir(parents=True, exist_ok=True)
         lock = os.open(part / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            for _ in range(_LOCK_LOOKS):
+            for _ in range(_LOCK_ATTEMPTS):
                 if _locked(lock):
                     return part, lock
-                time.sleep(_LOCK_PAUSE_S)  # it may be somebody who only looks
+                time.sleep(_LOCK_PAUSE_S)  # another process may be probing the lock
         except BaseException:
             os.close(lock)
             raise
         os.close(lock)
-    raise OSError(errno.EBUSY, f"{_MOST_OWNERS} others have it")
+    raise OSError(errno.EBUSY, f"all {_MAX_OWNERS} parts are in use")
 
 
 def _locked(descriptor: int) -> bool:
@@ -325,8 +323,8 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _takes_direct(folder: Path) -> bool:
-    """Whether this file system reads and writes past the kernel's cache: some refuse at the first write only."""
+def _supports_direct(folder: Path) -> bool:
+    """Whether the file system supports O_DIRECT; some reject only the first write."""
     path = folder / "direct-probe"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
@@ -334,7 +332,7 @@ def _takes_direct(folder: Path) -> bool:
         return False
     page = SlotMemory(BlockShape(1), 1)
     try:
-        page.reach(1)
+        page.grow_to(1)
         [(part, _, _)] = page.by_part(np.zeros(1, dtype=np.int64))
         return os.pwritev(descriptor, [part.memory], 0) > 0 and os.preadv(descriptor, [part.memory], 0) > 0
     except OSError:
@@ -347,7 +345,7 @@ def _takes_direct(folder: Path) -> bool:
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Room for all of a file at once, where the file system can; else it is as large, and room is found as it fills."""
+    """Allocate the disk space of a file, or only set its size if the file system cannot."""
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
@@ -356,13 +354,14 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
         os.ftruncate(descriptor, num_bytes)
 
 
-def _runs(theirs: Numbers, ours: Numbers) -> list[tuple[int, int, int]]:
-    """Slots that follow each other on both sides: from where there, how many, from where here."""
-    order = np.argsort(theirs, kind="stable")
-    theirs, ours = theirs[order], ours[order]
-    breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(ours) != 1)) + 1
+def _runs(in_file: Numbers, in_memory: Numbers) -> list[tuple[int, int, int]]:
+    """Runs of slots adjacent on both sides: first file slot, count, first memory slot."""
+    order = np.argsort(in_file, kind="stable")
+    in_file, in_memory = in_file[order], in_memory[order]
+    breaks = np.flatnonzero((np.diff(in_file) != 1) | (np.diff(in_memory) != 1)) + 1
     firsts = np.concatenate(([0], breaks)).tolist()
-    ends = [*firsts[1:], len(theirs)]
+    ends = [*firsts[1:], len(in_file)]
     return [
-        (int(theirs[first]), end - first, int(ours[first])) for first, end in zip(firsts, ends, strict=True)
+        (int(in_file[first]), end - first, int(in_memory[first]))
+        for first, end in zip(firsts, ends, strict=True)
     ]

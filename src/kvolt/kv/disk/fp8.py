@@ -1,7 +1,7 @@
-"""EightBits: blocks whose values take eight bits each, native where that was built, else the same in numpy.
+"""Fp8: lossy FP8 format of blocks; native module if built, else the numpy equivalent.
 
-What the bits mean: `eight_bits_python`. Lossy: what comes back is near to what went in, and not equal. The size of
-a block in this form depends on nothing but its size before, so that tiers of equal slots can have it.
+The encoding is defined in `fp8_python`. The encoded size depends only on the original size, so tiers with equal slots
+can use it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ else:
 _PREFIX = f"fp8x{GROUP}-"
 
 
-class EightBits(msgspec.Struct, frozen=True):
-    """The form of blocks whose values were of a dtype. `of` and `named` make one."""
+class Fp8(msgspec.Struct, frozen=True):
+    """FP8 format for values of one dtype. Created by `of` and `named`."""
 
     dtype: str
 
     @classmethod
-    def of(cls, shape: BlockShape) -> EightBits:
-        """For blocks like this. ConfigError where they have no values that it knows."""
+    def of(cls, shape: BlockShape) -> Fp8:
+        """Format for blocks of this shape. ConfigError if the dtype is not supported."""
         if shape.dtype not in KINDS or shape.piece_bytes % WIDTHS[KINDS.index(shape.dtype)]:
-            told = f"its values are {shape.dtype}" if shape.dtype else "it does not say of what values"
+            reason = f"its dtype is {shape.dtype}" if shape.dtype else "its dtype is unknown"
             raise ConfigError(
-                f"KV of this engine cannot be kept in eight bits: {told}; known: {', '.join(KINDS)}",
+                f"cannot store the KV of this engine as fp8: {reason}; supported: {', '.join(KINDS)}",
                 key="tiers.disk_compression",
-                remedy='leave out disk_compression = "fp8", or serve with one of these as the KV\'s dtype',
+                remedy='remove disk_compression = "fp8", or serve with a supported KV dtype',
             )
         return cls(shape.dtype)
 
     @classmethod
-    def named(cls, name: str) -> EightBits | None:
-        """Of what `name` gave; None for a form that this version does not know."""
+    def named(cls, name: str) -> Fp8 | None:
+        """Format with this `name`; None if unknown to this version."""
         dtype = name.removeprefix(_PREFIX)
         return cls(dtype) if name.startswith(_PREFIX) and dtype in KINDS else None
 
     @property
     def name(self) -> str:
-        """By which it is told apart from every other form, also of other versions."""
+        """Unique name of the format, across versions."""
         return f"{_PREFIX}{self.dtype}"
 
     @property
@@ -65,28 +65,45 @@ class EightBits(msgspec.Struct, frozen=True):
         return KINDS.index(self.dtype)
 
     def packed(self, shape: BlockShape) -> BlockShape:
-        """Of blocks in this form that had that shape."""
+        """Encoded shape of blocks of `shape`."""
         return BlockShape(packed_bytes(shape.piece_bytes // WIDTHS[self._kind]), shape.num_ranks)
 
     def unpacked(self, shape: BlockShape) -> BlockShape:
-        """The other way."""
+        """Decoded shape of encoded blocks of `shape`."""
         num_values = shape.piece_bytes - -(-shape.piece_bytes // (GROUP + 1))
         return BlockShape(num_values * WIDTHS[self._kind], shape.num_ranks, self.dtype)
 
     def encode(self, memory: SlotMemory, sources: Numbers, packed: SlotMemory, places: Numbers) -> None:
-        """Slots of a memory into slots of one with packed blocks."""
+        """Encode slots of `memory` into slots of `packed`."""
         num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
-        for there, to, which in packed.by_part(places):
-            for here, numbers, index in memory.by_part(sources[which]):
+        for packed_part, packed_slots, indexes in packed.by_part(places):
+            for part, slots, positions in memory.by_part(sources[indexes]):
                 for rank in range(memory.shape.num_ranks):
-                    ours, theirs = memory.pieces(numbers, rank), packed.pieces(to[index], rank)
-                    encode(there.memory, theirs.offsets, here.memory, ours.offsets, num_values, self._kind)
+                    source, target = memory.pieces(slots, rank), packed.pieces(packed_slots[positions], rank)
+                    encode(
+                        packed_part.memory,
+                        target.offsets,
+                        part.memory,
+                        source.offsets,
+                        num_values,
+                        self._kind,
+                    )
 
     def decode(self, packed: SlotMemory, places: Numbers, memory: SlotMemory, slots: Numbers) -> None:
-        """The other way."""
+        """Decode slots of `packed` into slots of `memory`."""
         num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
-        for there, numbers, which in packed.by_part(places):
-            for here, to, index in memory.by_part(slots[which]):
+        for packed_part, packed_slots, indexes in packed.by_part(places):
+            for part, part_slots, positions in memory.by_part(slots[indexes]):
                 for rank in range(memory.shape.num_ranks):
-                    ours, theirs = memory.pieces(to, rank), packed.pieces(numbers[index], rank)
-                    decode(here.memory, ours.offsets, there.memory, theirs.offsets, num_values, self._kind)
+                    source, target = (
+                        packed.pieces(packed_slots[positions], rank),
+                        memory.pieces(part_slots, rank),
+                    )
+                    decode(
+                        part.memory,
+                        target.offsets,
+                        packed_part.memory,
+                        source.offsets,
+                        num_values,
+                        self._kind,
+                    )

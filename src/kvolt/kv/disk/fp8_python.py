@@ -1,17 +1,16 @@
-"""What `_fp8_native.c` does, in numpy: slower, and the same to the last bit. Pure.
+"""FP8 encoding in numpy: the reference for `_fp8_native.c`, bit-identical and slower. Pure.
 
-A piece is a row of values, float32, float16 or bfloat16. In eight bits it is a byte for each of them (e4m3: a sign,
-four bits of exponent, three of mantissa; the largest is 448, and NaN is 0x7f) and after all of these a byte for
-each group of 64: the exponent of a power of two that its values are to be multiplied by. Values are rounded to the
-nearest, ties to even.
+A piece is an array of float32, float16 or bfloat16 values. Encoded, it has one byte per value (e4m3: sign, four
+exponent bits, three mantissa bits; the maximum is 448, NaN is 0x7f), followed by one byte per group of 64 values: the
+exponent of a power-of-two scale. Values are rounded to nearest, ties to even.
 
-- The power of two is the one by which the largest finite value of the group is just within 448. So a value that is
-  1/14,000 of the largest or more is off by 1/16 of itself at most, and a smaller one by 1/230,000 of the largest.
-- A power of two and not any factor: numbers are moved and never mixed, and what was rounded once is not rounded
-  again the next time. The error would not be smaller with another factor, since e4m3 has digits to a value and not
-  to a group.
-- Zeros keep their sign. What is no finite number is NaN afterwards. What would be rounded beyond the largest finite
-  number of its kind is that number. Magnitudes below 2^-125 are zero.
+- The scale maps the largest finite value of the group just below 448. Values of at least 1/14,000 of the largest have a
+  relative error of at most 1/16; smaller ones an absolute error of at most 1/230,000 of the largest.
+- Scales are powers of two, so re-encoding decoded values is exact. Another scale would not reduce the error, since e4m3
+  has its precision per value, not per group.
+- Zeros keep their sign. Infinities and NaN become NaN. Results beyond the largest finite value of the dtype are
+clamped.
+  Magnitudes below 2^-125 become zero.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 KINDS = ("float32", "float16", "bfloat16")
-"""By their numbers."""
+"""Dtypes by index."""
 WIDTHS = (4, 2, 2)
 GROUP = 64
 
@@ -28,11 +27,11 @@ _MAGNITUDE, _INFINITE, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.u
 _LARGEST = tuple(map(np.uint32, (0x7F7FFFFF, 0x477FE000, 0x7F7F0000)))
 _NARROW_NAN = (np.uint32(0x7FC00000), np.uint16(0x7E00), np.uint16(0x7FC0))
 _LEAST_POWER = np.uint32(0x3C800000)
-"""2^-6, the least that has all its digits."""
+"""2^-6, the smallest normal value."""
 _ALMOST_TWO = np.uint32(0x17FFFF)
-"""Added to what rounds to more than 1.75 of its power of two, it is of the next."""
+"""Carries mantissas that round above 1.75 into the next power of two."""
 _LEAST_TOP = 20
-"""So that no factor and no product is subnormal."""
+"""Keeps scales and products normal."""
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -47,7 +46,7 @@ def encode(
     num_values: int,
     kind: int,
 ) -> None:
-    """Pieces of so many values at these offsets, in eight bits to those. ValueError where one lies outside."""
+    """Encode pieces of `num_values` values. ValueError if a piece is out of range."""
     sizes = _check(dst, dst_offsets, src, src_offsets, num_values, kind)
     for to, start in zip(dst_offsets.tolist(), src_offsets.tolist(), strict=True):
         data = np.frombuffer(src, dtype=np.uint8, count=sizes[0], offset=start)
@@ -62,7 +61,7 @@ def decode(
     num_values: int,
     kind: int,
 ) -> None:
-    """The other way."""
+    """Decode pieces of `num_values` values. ValueError if a piece is out of range."""
     sizes = _check(src, src_offsets, dst, dst_offsets, num_values, kind)
     for to, start in zip(dst_offsets.tolist(), src_offsets.tolist(), strict=True):
         data = np.frombuffer(src, dtype=np.uint8, count=sizes[1], offset=start)
@@ -70,7 +69,7 @@ def decode(
 
 
 def packed_bytes(num_values: int) -> int:
-    """Of a piece in eight bits."""
+    """Encoded size of a piece."""
     return num_values + -(-num_values // GROUP)
 
 
@@ -83,9 +82,9 @@ def _check(
     kind: int,
 ) -> tuple[int, int]:
     if count < 1 or not 0 <= kind < len(KINDS):
-        raise ValueError(f"{count} values of kind {kind} are no piece")
+        raise ValueError(f"invalid piece: {count} values of kind {kind}")
     if len(packed_offsets) != len(wide_offsets):
-        raise ValueError(f"{len(wide_offsets)} pieces cannot go to {len(packed_offsets)} places")
+        raise ValueError(f"piece counts differ: {len(wide_offsets)} and {len(packed_offsets)}")
     sizes = count * WIDTHS[kind], packed_bytes(count)
     for memory, offsets, size in ((wide, wide_offsets, sizes[0]), (packed, packed_offsets, sizes[1])):
         if len(offsets) and (offsets.min() < 0 or offsets.max() > memory.nbytes - size):
@@ -101,7 +100,7 @@ def _encoded(wide: Words, count: int) -> Bytes:
     most = np.where(are_finite, magnitudes, 0).max(axis=1, keepdims=True).astype(np.uint32)
     tops = np.maximum((most + _ALMOST_TWO) >> 23, np.uint32(_LEAST_TOP))
     factors = ((np.uint32(262) - tops) << 23).view(np.float32)
-    with np.errstate(invalid="ignore"):  # of NaN, which is looked after
+    with np.errstate(invalid="ignore"):  # NaN, handled below
         scaled = np.where(are_finite, magnitudes, 0).view(np.float32) * factors
     powers = np.maximum(scaled.view(np.uint32) & _INFINITE, _LEAST_POWER)
     shifts = powers + np.uint32(20 << 23)
@@ -111,14 +110,14 @@ def _encoded(wide: Words, count: int) -> Bytes:
 
 
 def _decoded(data: Bytes, count: int) -> npt.NDArray[np.float32]:
-    """With what is too large for some kinds still; NaN where there is none."""
+    """Decoded values as float32, not clamped to the target dtype yet."""
     codes, tops = data[:count].astype(np.uint32), data[count:].astype(np.uint32)
     magnitudes = codes & 0x7F
     are_tiny = magnitudes < 8
     more = ((magnitudes | np.where(are_tiny, 8, 0)) << 20) + np.uint32(120 << 23)
     values = more.astype(np.uint32).view(np.float32) - np.where(are_tiny, np.float32(2**-6), np.float32(0))
     factors = np.repeat(((tops - 8) << 23).astype(np.uint32).view(np.float32), GROUP)[:count]
-    with np.errstate(over="ignore"):  # which is cut off
+    with np.errstate(over="ignore"):  # clamped later
         bits = (values.astype(np.float32) * factors).view(np.uint32)
     signed: Words = (np.where(magnitudes == 0x7F, _NAN, bits) | (codes & 0x80) << 24).astype(np.uint32)
     return signed.view(np.float32)
@@ -128,7 +127,7 @@ def _widen(data: Bytes, kind: int) -> Words:
     if KINDS[kind] == "float32":
         return data.view(np.uint32)
     if KINDS[kind] == "float16":
-        with np.errstate(invalid="ignore"):  # of NaN, which stays one
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
             return data.view(np.float16).astype(np.float32).view(np.uint32)
     return data.view(np.uint16).astype(np.uint32) << np.uint32(16)
 

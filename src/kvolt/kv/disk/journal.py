@@ -1,14 +1,13 @@
-"""The journal of a disk tier: which block lies in which slot, so that it is known after any crash.
+"""Journal of a disk tier: which slot holds which block, crash-safe.
 
-A file of records of equal size, each with a checksum of its own and a number that counts up. A record says that a slot
-holds a block from now on, or none. What is true of a slot is what its record with the highest number says; records that
-are not whole, wherever they are, say nothing. So nothing depends on the order in which a disk writes what it was not
-told to keep, as long as two rules are kept by who calls this (`disk`):
+A file of fixed-size records, each with a checksum and an increasing number. A record states that a slot holds a block
+or is empty; the record with the highest number applies, and invalid records are ignored. The result does not depend on
+the order in which the disk writes unsynced data, as long as the caller (`files`) keeps two rules:
 
-- a slot's bytes are on the disk before the record that it holds them is written;
-- the record that a slot holds nothing is on the disk before its bytes are changed.
+- the bytes of a slot are durable before the record that it holds them is written;
+- the record that a slot is empty is durable before its bytes are changed.
 
-Owns the format, and the file, which is written anew once most of it is past. Synchronous; for one thread.
+The file is rewritten once most records are obsolete. Synchronous; one thread only.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ RECORD = np.dtype(
 _NAME = "journal"
 _SUMMED_BYTES = RECORD.itemsize - 8
 _SEED = 0x6B766F6C742D6A6E
-"""Of the records' own checksums."""
-_LEAST_RECORDS = 4096
-"""Below which a journal is not written anew."""
+"""Checksum seed of records."""
+_MIN_REWRITE_RECORDS = 4096
+"""Smaller journals are not rewritten."""
 
 Records = npt.NDArray[np.void]
 
 
 class JournalFile:
-    """The file itself. OSError from any call; after one that failed it is as before, or the next one is refused."""
+    """The journal file. Any call may raise OSError; then the file is unchanged or the next call fails."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
@@ -66,18 +65,18 @@ class JournalFile:
         self._num_bytes = os.fstat(self._descriptor).st_size
 
     def append(self, data: bytes) -> None:
-        """On the disk on return."""
+        """Append durably."""
         try:
             _write(self._descriptor, data)
             os.fdatasync(self._descriptor)
         except OSError:
-            # A part of a record would put all that follow in the wrong place.
+            # A partial record would misalign all following ones.
             os.ftruncate(self._descriptor, self._num_bytes)
             raise
         self._num_bytes += len(data)
 
     def replace(self, data: bytes) -> None:
-        """The whole file at once: after a crash it is what it was, or this."""
+        """Replace the file atomically."""
         path = self._path.with_suffix(".new")
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -97,8 +96,7 @@ class JournalFile:
         finally:
             os.close(folder)
 
-    def cut(self, num_bytes: int) -> None:
-        """To so many bytes."""
+    def truncate(self, num_bytes: int) -> None:
         os.ftruncate(self._descriptor, num_bytes)
         self._num_bytes = num_bytes
 
@@ -113,8 +111,8 @@ class JournalFile:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-class Written(msgspec.Struct, frozen=True):
-    """A block in its slot."""
+class SlotRecord(msgspec.Struct, frozen=True):
+    """Block in a slot with the checksum of its bytes."""
 
     slot: Slot
     block: TierBlock
@@ -127,43 +125,42 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._file = JournalFile(folder)
         self._live: dict[Slot, bytes] = {}
-        """The record of each slot that holds a block."""
+        """Current record of each occupied slot."""
         self._number = 0
         self._num_records = 0
 
-    def recover(self, num_slots: int) -> list[Written]:
-        """What the slots hold, those written last at the end. Once, before anything is written."""
+    def recover(self, num_slots: int) -> list[SlotRecord]:
+        """Return the blocks in the slots, in order of writing. Call once, before any write."""
         data = self._file.read()
         records, whole = _read(data)
         self._number = int(whole["number"].max(initial=0))
-        found = _latest(whole)
-        found = found[found["slot"] < num_slots]
-        written = _all_written(found)
+        latest = _latest(whole)
+        latest = latest[latest["slot"] < num_slots]
+        written = _to_slot_records(latest)
         self._num_records = len(records)
-        lines = _cut(found.tobytes(), RECORD.itemsize)
+        lines = _split(latest.tobytes(), RECORD.itemsize)
         self._live = dict(zip((each.slot for each in written), lines, strict=True))
-        # What was passed over must not be found another time, when what stood against it is gone.
-        num_told = int((_last_per_slot(whole)["is_there"] == 1).sum())
-        if len(data) != whole.nbytes or num_told != len(found):
-            self._file.cut(
-                records.nbytes
-            )  # what comes next is in its place, also where there is no room to rewrite
-            self._write_anew()
+        # Ignored records must not become effective later, when the records that override them are gone.
+        num_occupied = int((_last_per_slot(whole)["is_there"] == 1).sum())
+        if len(data) != whole.nbytes or num_occupied != len(latest):
+            # Keeps new records aligned even if the rewrite fails for lack of space.
+            self._file.truncate(records.nbytes)
+            self._rewrite()
         return written
 
-    def add(self, written: Sequence[Written]) -> None:
-        """Their bytes are on the disk; on return so are these records."""
+    def add(self, written: Sequence[SlotRecord]) -> None:
+        """Record blocks whose bytes are durable. Durable on return."""
         self.write(written, ())
 
     def remove(self, slots: Iterable[Slot]) -> None:
-        """They hold nothing any more; on return that is on the disk."""
+        """Record empty slots. Durable on return."""
         self.write((), slots)
 
-    def write(self, written: Sequence[Written], gone: Iterable[Slot]) -> None:
-        """Both at once, which waits for the disk once. No slot may be of both."""
-        gone = [slot for slot in gone if slot in self._live]
-        records = np.zeros(len(written) + len(gone), dtype=RECORD)
-        records["slot"][len(written) :] = gone
+    def write(self, written: Sequence[SlotRecord], freed: Iterable[Slot]) -> None:
+        """Record both with a single sync. The slots must be disjoint."""
+        freed = [slot for slot in freed if slot in self._live]
+        records = np.zeros(len(written) + len(freed), dtype=RECORD)
+        records["slot"][len(written) :] = freed
         for record, each in zip(records, written, strict=False):
             block = each.block
             record["is_there"], record["slot"] = 1, each.slot
@@ -175,15 +172,15 @@ class Journal:
         data = self._append(records)
         for index, each in enumerate(written):
             self._live[each.slot] = data[index * RECORD.itemsize : (index + 1) * RECORD.itemsize]
-        for slot in gone:
+        for slot in freed:
             del self._live[slot]
-        self._tidy()
+        self._rewrite_if_large()
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, records: Records) -> bytes:
-        """Numbered and summed, and on the disk."""
+        """Number, checksum and append records durably."""
         if not len(records):
             return b""
         records["format"] = FORMAT
@@ -195,30 +192,30 @@ class Journal:
         self._num_records += len(records)
         return data
 
-    def _tidy(self) -> None:
-        if self._num_records > max(_LEAST_RECORDS, 4 * len(self._live)):
-            self._write_anew()
+    def _rewrite_if_large(self) -> None:
+        if self._num_records > max(_MIN_REWRITE_RECORDS, 4 * len(self._live)):
+            self._rewrite()
 
-    def _write_anew(self) -> None:
-        """What is past is left out. Where that cannot be done now, what there is is true as well."""
+    def _rewrite(self) -> None:
+        """Drop obsolete records. On failure the file stays valid."""
         try:
             self._file.replace(b"".join(self._live.values()))
         except OSError as error:
-            log.warning("the journal of a disk tier stays as long as it is: %s", error)
-            self._num_records = len(self._live)  # to be tried again some time
+            log.warning("journal rewrite failed: tier=disk error=%s", error)
+            self._num_records = len(self._live)  # retry later
             return
         self._num_records = len(self._live)
 
 
-def read_journal(folder: Path, num_slots: int) -> list[Written]:
-    """As `Journal.recover`, by who does not own it: nothing is changed."""
+def read_journal(folder: Path, num_slots: int) -> list[SlotRecord]:
+    """Like `Journal.recover`, read-only, for a process that does not own the journal."""
     _, whole = _read((folder / _NAME).read_bytes())
-    found = _latest(whole)
-    return _all_written(found[found["slot"] < num_slots])
+    latest = _latest(whole)
+    return _to_slot_records(latest[latest["slot"] < num_slots])
 
 
 def _read(data: bytes) -> tuple[Records, Records]:
-    """All records, and those of them that are whole."""
+    """All records, and the valid ones."""
     records = np.frombuffer(data, dtype=RECORD, count=len(data) // RECORD.itemsize)
     return records, records[_are_whole(records)]
 
@@ -245,7 +242,7 @@ def _sums(records: Records) -> npt.NDArray[np.uint64]:
 
 
 def _latest(records: Records) -> Records:
-    """Of each slot its last record, if it holds a block by that; of a block in two slots the later one. In order."""
+    """Last record per slot, if occupied; for a block in two slots only the later one. In order of writing."""
     records = _last_per_slot(records)
     records = records[records["is_there"] == 1]
     return records[_last_of_each(records["key"])]
@@ -257,23 +254,23 @@ def _last_per_slot(records: Records) -> Records:
 
 
 def _last_of_each(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """The places of the last of each value, in order of places."""
+    """Indexes of the last occurrence of each value, sorted."""
     backwards = np.ascontiguousarray(values[::-1])
     if backwards.dtype.kind == "V":
-        backwards = backwards.view("S16")  # which tells apart all but what ends in zeros: keys are hashes
+        backwards = backwards.view("S16")  # ignores trailing zeros only, which does not matter for hashes
     _, firsts = np.unique(backwards, return_index=True)
     return np.sort(len(values) - 1 - firsts)
 
 
-def _all_written(records: Records) -> list[Written]:
+def _to_slot_records(records: Records) -> list[SlotRecord]:
     keys, parents = (
-        _cut(records["key"].tobytes(), BLOCK_KEY_BYTES),
-        _cut(records["parent"].tobytes(), BLOCK_KEY_BYTES),
+        _split(records["key"].tobytes(), BLOCK_KEY_BYTES),
+        _split(records["parent"].tobytes(), BLOCK_KEY_BYTES),
     )
     columns = ("slot", "hash", "has_parent", "parent_hash", "position", "checksum")
     rows = zip(*(records[name].tolist() for name in columns), strict=True)
     return [
-        Written(
+        SlotRecord(
             Slot(slot),
             TierBlock(
                 BlockKey(key),
@@ -290,5 +287,5 @@ def _all_written(records: Records) -> list[Written]:
     ]
 
 
-def _cut(data: bytes, size: int) -> list[bytes]:
+def _split(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]

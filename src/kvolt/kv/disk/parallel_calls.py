@@ -1,16 +1,16 @@
-"""SideBySide: calls that read or sum bytes, several at a time: a disk that is asked for one thing after the other gives
-half of what it could, and so does one core."""
+"""ParallelCalls: runs calls that read or checksum bytes in parallel; sequential calls reach half the disk's
+bandwidth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-_AT_ONCE = 8
+_NUM_THREADS = 8
 
 
-class SideBySide:
-    """See the module. `close` it after the last."""
+class ParallelCalls:
+    """See the module. `close` after the last call."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
@@ -20,17 +20,17 @@ class SideBySide:
             self._threads.shutdown()
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """All of them; on return none moves a byte any more. Of their errors, the first."""
-        if len(calls) < 2:  # no thread is needed for it
+        """Run all calls and wait for them; raise the first error."""
+        if len(calls) < 2:  # no thread needed
             for call in calls:
                 call()
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_AT_ONCE, "kv-disk")
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-disk")
         started: list[Future[None]] = []
         try:
             for call in calls:
-                started.append(self._threads.submit(call))  # no comprehension: a thread may not be had
+                started.append(self._threads.submit(call))  # not a comprehension: starting a thread may fail
         finally:
             wait(started)
         for each in started:

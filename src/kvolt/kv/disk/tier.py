@@ -1,8 +1,7 @@
-"""DiskTier: blocks on a disk, by the books of who owns that part of it. Bytes and journal: `DiskFiles`, `DiskBlocks`.
+"""DiskTier: slot table of blocks on a disk. `DiskFiles` and `DiskBlocks` store bytes and journal.
 
-A slot is written again only once the disk has kept the record that it holds nothing any more. So that a write need
-not wait for that first, some slots are kept free (`Watermarks`): what goes for them is recorded with the blocks
-that are written next.
+A slot is reused only after the record that it is empty is durable. To avoid waiting for that on each write, some slots
+are kept free (`Watermarks`): their evictions are recorded together with the next written blocks.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.tiers.lower_tier import TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.kv.tiers.slot_table import Slot, TierBlock, TierBooks
+from kvolt.kv.tiers.slot_table import Slot, SlotTable, TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.memory.slabs import Numbers
 
 log = logging.getLogger(__name__)
 
-_RESTORED_AT_ONCE = 512
-"""Blocks that are found again, before others have a turn."""
-_MOST_AHEAD = 1024
-"""Blocks that go ahead of need at a time: others wait for it."""
+_RESTORE_BATCH = 512
+"""Restored blocks between yields to the event loop."""
+_MAX_EVICTION_BATCH = 1024
+"""Blocks evicted in advance at a time, since it blocks the event loop."""
 
 
 class Watermarks(msgspec.Struct, frozen=True):
-    """Shares of a tier's slots: where fewer are free than the low one, room is made up to the high one. Both 0: room is
-    made for what comes when it comes."""
+    """Shares of free slots: below `low`, evict until `high` is reached. Both 0: evict on demand only."""
 
     low: float = 0.01
     high: float = 0.02
@@ -45,60 +43,60 @@ class Watermarks(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= self.high <= 0.5:
             raise ConfigError(
-                f"watermarks of {self.low:g} and {self.high:g} are none",
+                f"invalid watermarks: {self.low:g} and {self.high:g}",
                 key="tiers.disk_low_water",
-                remedy="shares of the disk to be kept free, the low one first, of half of it at most: 0.01 and 0.02",
+                remedy="set the shares of free slots with 0 <= low <= high <= 0.5, for example 0.01 and 0.02",
             )
 
 
 Read = Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[int | None]]
-"""Brings blocks that should have these checksums from these slots; the checksum of each that came whole."""
+"""Reads blocks with the expected checksums from these slots; returns the checksum of each intact block."""
 
 
 class DiskTier:
-    """A `LowerTier`."""
+    """LowerTier on a local disk."""
 
     tier = Tier.DISK
-    look_s = None
+    lookup_s = None
 
     def __init__(self, files: DiskFiles, eviction: str = "lru", watermarks: Watermarks | None = None) -> None:
         self.files = files
         self._blocks = DiskBlocks(files)
         self._marks = Watermarks() if watermarks is None else watermarks
-        self.on_spoiled: Callable[[BlockKey], None] = lambda key: None
+        self.on_corrupt: Callable[[BlockKey], None] = lambda key: None
         self._is_making_room = False
-        """From when fewer slots are free than the low mark until as many are as the high one."""
-        self.books = TierBooks(Tier.DISK, files.num_slots, eviction, is_durable=True)
+        """True from falling below the low watermark until the high one is reached."""
+        self.slot_table = SlotTable(Tier.DISK, files.num_slots, eviction, is_durable=True)
         self.stats = TierStats()
         self._thread = TierThread("kv-disk")
         self._is_shrinking = False
-        """Whether blocks lie beyond its end still."""
+        """Blocks remain in slots beyond the new capacity."""
 
     @property
     def folder(self) -> Path:
-        """The part that is ours."""
+        """Part of the folder owned by this tier."""
         return self.files.folder
 
     @property
     def shape(self) -> BlockShape:
-        """Of blocks as they lie there."""
+        """Shape of the stored blocks."""
         return self.files.shape
 
     @property
     def num_slots(self) -> int:
-        return self.books.num_slots
+        return self.slot_table.num_slots
 
     def __len__(self) -> int:
-        return len(self.books)
+        return len(self.slot_table)
 
     async def start(self) -> None:
-        """What the disk has is found from now on."""
-        found, _ = await self._thread.run(self.files.recover)
-        for number, written in enumerate(found):
-            self.books.restore(written.block, written.slot, written.checksum)
-            if number % _RESTORED_AT_ONCE == 0:
+        """Restore the slot table from the disk."""
+        records, _ = await self._thread.run(self.files.recover)
+        for number, record in enumerate(records):
+            self.slot_table.restore(record.block, record.slot, record.checksum)
+            if number % _RESTORE_BATCH == 0:
                 await asyncio.sleep(0)
-        self.books.restored()
+        self.slot_table.finish_restore()
 
     async def close(self) -> None:
         await self._thread.close()
@@ -106,128 +104,130 @@ class DiskTier:
         self.files.close()
 
     def has(self, key: BlockKey) -> bool:
-        return self.books.has(key)
+        return self.slot_table.has(key)
 
-    def knows(self, key: BlockKey) -> bool:
-        return self.books.knows(key)
+    def has_or_pending(self, key: BlockKey) -> bool:
+        return self.slot_table.has_or_pending(key)
 
-    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """The books know all."""
+    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """No-op: the slot table is complete."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
     ) -> None:
-        if self.books.num_free < len(blocks) or not blocks:
+        if self.slot_table.num_free < len(blocks) or not blocks:
             await self._make_room_now(len(blocks))
-        reserved = self.books.reserve(blocks)
+        reserved = self.slot_table.reserve(blocks)
         if reserved:
-            which = [index for index, _ in reserved]
-            written, sums = [blocks[index] for index in which], [checksums[index] for index in which]
-            await self._write(written, sums, [slot for _, slot in reserved], memory, slots[which])
+            indexes = [index for index, _ in reserved]
+            written, sums = [blocks[index] for index in indexes], [checksums[index] for index in indexes]
+            await self._write(written, sums, [slot for _, slot in reserved], memory, slots[indexes])
         self._make_room_ahead()
 
     async def _write(
         self,
         blocks: Sequence[TierBlock],
         checksums: Sequence[int],
-        places: Sequence[Slot],
+        disk_slots: Sequence[Slot],
         memory: SlotMemory,
         slots: Numbers,
     ) -> None:
-        """Into places that are reserved for them."""
-        keys, gone = [block.key for block in blocks], self.books.condemned()
-        kept: list[BlockKey] = []
+        """Write blocks to reserved disk slots and register them."""
+        keys, freed = [block.key for block in blocks], self.slot_table.evicting_slots()
+        stored: list[BlockKey] = []
         try:
-            sums, took_s = await self._thread.run(
-                self._blocks.write, blocks, checksums, places, memory, slots, gone
+            sums, elapsed_s = await self._thread.run(
+                self._blocks.write, blocks, checksums, disk_slots, memory, slots, freed
             )
-            await self._bury(gone)
+            await self._complete_eviction(freed)
             for key, checksum in zip(keys, sums, strict=True):
                 if checksum is not None:
-                    self.books.seal(key, checksum)
-                    kept.append(key)
+                    self.slot_table.seal(key, checksum)
+                    stored.append(key)
         finally:
-            left = set(kept)
-            self.books.cancel(key for key in keys if key not in left)
-        self.books.register(kept)
-        self.stats.stored(len(kept), took_s)
+            stored_keys = set(stored)
+            self.slot_table.cancel(key for key in keys if key not in stored_keys)
+        self.slot_table.register(stored)
+        self.stats.record_stored(len(stored), elapsed_s)
         for key in keys:
-            if key not in left:
-                self.on_spoiled(key)
+            if key not in stored_keys:
+                self.on_corrupt(key)
 
     async def _make_room_now(self, count: int) -> None:
-        """For so many, and for others while the disk is waited for anyway."""
+        """Free `count` slots, and more in advance, since the disk is written anyway."""
         if count:
-            self.books.make_room(count + min(self._slots_of(self._marks.high), _MOST_AHEAD))
-        condemned = self.books.condemned()
-        if condemned:
-            await self._thread.run(self.files.remove, condemned)
-        await self._bury(condemned)
+            self.slot_table.make_room(count + min(self._slots_of(self._marks.high), _MAX_EVICTION_BATCH))
+        evicting_slots = self.slot_table.evicting_slots()
+        if evicting_slots:
+            await self._thread.run(self.files.remove, evicting_slots)
+        await self._complete_eviction(evicting_slots)
 
     def _make_room_ahead(self) -> None:
-        """Some go, if it is time, whose slots come free with the next write."""
-        num_spare = self.books.num_free + len(self.books.condemned())
+        """Evict below the low watermark; the slots become free with the next write."""
+        num_spare = self.slot_table.num_free + len(self.slot_table.evicting_slots())
         high = self._slots_of(self._marks.high)
         if num_spare < self._slots_of(self._marks.low):
             self._is_making_room = True
         if self._is_making_room:
-            wanted = min(high, num_spare + _MOST_AHEAD)
-            self.books.make_room(wanted)
-            self._is_making_room = wanted < high
+            target = min(high, num_spare + _MAX_EVICTION_BATCH)
+            self.slot_table.make_room(target)
+            self._is_making_room = target < high
 
     def _slots_of(self, share: float) -> int:
-        return int(share * self.books.num_slots)
+        return int(share * self.slot_table.num_slots)
 
     async def resize(self, num_slots: int) -> None:
-        """What is too much goes, and its room once the end of a file's worth is free. KvoltError where it cannot be."""
-        is_less = num_slots < self.books.num_slots
+        """Change the capacity; excess blocks are evicted and files at the end deleted once empty. KvoltError on
+        errors."""
+        is_smaller = num_slots < self.slot_table.num_slots
         await self._thread.run(self.files.resize, num_slots)
-        self.books.resize(num_slots)
-        self._is_shrinking = is_less
+        self.slot_table.resize(num_slots)
+        self._is_shrinking = is_smaller
 
-    async def _bury(self, condemned: Sequence[Slot]) -> None:
-        """These are gone for good."""
-        self.books.bury(condemned)
+    async def _complete_eviction(self, evicting_slots: Sequence[Slot]) -> None:
+        """Free slots whose removal is durable; delete files when shrinking."""
+        self.slot_table.complete_eviction(evicting_slots)
         if self._is_shrinking:
-            end = self.books.end
-            self._is_shrinking = end > self.books.num_slots
-            await self._thread.run(self.files.trim, max(end, self.books.num_slots))
+            end = self.slot_table.end
+            self._is_shrinking = end > self.slot_table.num_slots
+            await self._thread.run(self.files.trim, max(end, self.slot_table.num_slots))
 
     @property
-    def has_chores(self) -> bool:
-        return bool(self.books.condemned())
+    def has_pending_work(self) -> bool:
+        return bool(self.slot_table.evicting_slots())
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
         def into_slots(
-            keys: Sequence[BlockKey], due: Sequence[int], held: Sequence[Slot]
+            keys: Sequence[BlockKey], expected: Sequence[int], disk_slots: Sequence[Slot]
         ) -> list[int | None]:
-            return self._blocks.read(keys, due, held, memory, slots)
+            return self._blocks.read(keys, expected, disk_slots, memory, slots)
 
-        return await self.read_by(self._thread, blocks, into_slots)
+        return await self.read_with(self._thread, blocks, into_slots)
 
-    async def read_by(self, thread: TierThread, blocks: Sequence[TierBlock], read: Read) -> list[int | None]:
-        """As `read`, to wherever that call brings them."""
+    async def read_with(
+        self, thread: TierThread, blocks: Sequence[TierBlock], read: Read
+    ) -> list[int | None]:
+        """Like `read`, with another read function and thread."""
         keys = [block.key for block in blocks]
-        held, due = self.books.hold(keys), [self.books.checksum(key) for key in keys]
+        disk_slots = self.slot_table.hold(keys)
+        expected = [self.slot_table.checksum(key) for key in keys]
         try:
-            came, took_s = await thread.run(read, keys, due, held)
+            checksums, elapsed_s = await thread.run(read, keys, expected, disk_slots)
         finally:
-            self.books.release(keys)
-        for key, checksum in zip(keys, came, strict=True):
+            self.slot_table.release(keys)
+        for key, checksum in zip(keys, checksums, strict=True):
             if checksum is None:
                 self.stats.failures["corrupt"] += 1
-                log.error(
-                    "block %s on the disk is not what was written there: it is computed again", key.hex()
-                )
-                self.books.forget([key])
-        self.stats.loaded(len(keys) - came.count(None), took_s)
-        return came
+                log.error("block corrupt, will be recomputed: tier=disk key=%s", key.hex())
+                self.slot_table.forget([key])
+        self.stats.record_loaded(len(keys) - checksums.count(None), elapsed_s)
+        return checksums
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        return self.books.forget(self.books if keys is None else keys)
+        return self.slot_table.forget(self.slot_table if keys is None else keys)
 
     def take_changes(self) -> tuple[Change, ...]:
-        return self.books.take_changes()
+        return self.slot_table.take_changes()
 
     def check_integrity(self) -> None:
-        self.books.check_integrity()
+        self.slot_table.check_integrity()

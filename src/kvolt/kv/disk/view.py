@@ -1,7 +1,7 @@
-"""DiskView: a disk tier's folder as somebody else sees it, whoever owns it. Reads only, but for `evict`.
+"""DiskView: inspects the folder of a disk tier without owning it. Read-only except for `evict`. Synchronous.
 
-Of a folder that a worker is writing to it is a look at one moment: a block that is replaced meanwhile may not verify,
-which `is_owned` explains. Synchronous.
+If a worker is writing to the folder (`is_owned`), the view is a snapshot, and a block that is replaced may fail to
+verify.
 """
 
 from __future__ import annotations
@@ -18,67 +18,67 @@ import numpy as np
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.files import About, file_of, slots_per_file
-from kvolt.kv.disk.fp8 import EightBits
-from kvolt.kv.disk.journal import FORMAT, Journal, Written, read_journal
+from kvolt.kv.disk.fp8 import Fp8
+from kvolt.kv.disk.journal import FORMAT, Journal, SlotRecord, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.runtime.plane.wire import MALFORMED
 
-_AT_ONCE, _AT_ONCE_BYTES = 64, 64 << 20
+_BATCH_BLOCKS, _BATCH_BYTES = 64, 64 << 20
 _ALL_SLOTS = 1 << 40
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One owner's blocks."""
+class DiskPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one owner."""
 
     folder: Path
     shape: BlockShape
-    blocks: tuple[Written, ...]
+    blocks: tuple[SlotRecord, ...]
     is_owned: bool
-    """Whether a process has it now."""
+    """Whether a process owns it now."""
     num_slots: int
-    form: EightBits | None = None
-    """In which blocks lie there, where it is not the engine's."""
+    form: Fp8 | None = None
+    """Stored format; None: as in the engine."""
 
     @property
     def num_bytes(self) -> int:
         return len(self.blocks) * self.shape.block_bytes
 
 
-def parts_in(folder: Path) -> list[Part]:
-    """ConfigError for a folder without any."""
-    found = [_part(about.parent) for about in sorted(folder.glob("**/about.json"))]
-    if not found:
+def find_parts(folder: Path) -> list[DiskPart]:
+    """Find the parts of a folder. ConfigError if there are none."""
+    parts = [_part(about.parent) for about in sorted(folder.glob("**/about.json"))]
+    if not parts:
         raise ConfigError(
-            f"no KV is kept in {folder}",
+            f"no KV blocks in {folder}",
             key="dir",
-            remedy="name the folder that --kv-disk-dir had",
+            remedy="use the folder of --kv-disk-dir",
         )
-    return found
+    return parts
 
 
-def _part(folder: Path) -> Part:
+def _part(folder: Path) -> DiskPart:
     try:
         about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
         blocks = read_journal(folder, _ALL_SLOTS)
     except (OSError, *MALFORMED) as error:
         raise ConfigError(
-            f"{folder} cannot be read: {error}", key="dir", remedy="remove it: nothing in it is the only copy"
+            f"cannot read {folder}: {error}", key="dir", remedy="remove it: it holds only cached data"
         ) from None
     if about.format != FORMAT:
         raise ConfigError(
             f"{folder} was written by another version (format {about.format}, this is {FORMAT})",
             key="dir",
-            remedy="remove it: nothing in it is the only copy",
+            remedy="remove it: it holds only cached data",
         )
-    form = EightBits.named(about.form)
+    form = Fp8.named(about.form)
     if about.form and form is None:
         raise ConfigError(
-            f"{folder} was written by another version (blocks of the form {about.form})",
+            f"{folder} was written by another version (block format {about.form})",
             key="dir",
-            remedy="remove it: nothing in it is the only copy",
+            remedy="remove it: it holds only cached data",
         )
     shape = BlockShape(about.piece_bytes, about.num_ranks)
-    return Part(
+    return DiskPart(
         folder=folder,
         shape=shape,
         blocks=tuple(blocks),
@@ -102,44 +102,44 @@ def _is_owned(folder: Path) -> bool:
     return False
 
 
-def read_blocks(part: Part, blocks: Sequence[Written]) -> Iterator[tuple[Written, bytes | None]]:
-    """Each with its bytes as they lie there; None where they are not what was written, or cannot be read."""
+def read_blocks(part: DiskPart, blocks: Sequence[SlotRecord]) -> Iterator[tuple[SlotRecord, bytes | None]]:
+    """Yield each block with its stored bytes; None if corrupt or unreadable."""
     size = part.shape.slot_bytes
-    at_once = max(min(_AT_ONCE, _AT_ONCE_BYTES // size), 1)
-    memory = SlotMemory(part.shape, at_once)
+    batch_blocks = max(min(_BATCH_BLOCKS, _BATCH_BYTES // size), 1)
+    memory = SlotMemory(part.shape, batch_blocks)
     per_file = slots_per_file(part.shape)
     try:
-        for start in range(0, len(blocks), at_once):
-            some = blocks[start : start + at_once]
-            places = np.arange(len(some), dtype=np.int64)
-            [(home, _, _)] = memory.by_part(places)
-            for index, each in enumerate(some):
-                with home.memory[index * size : (index + 1) * size] as view:
+        for start in range(0, len(blocks), batch_blocks):
+            batch = blocks[start : start + batch_blocks]
+            slots = np.arange(len(batch), dtype=np.int64)
+            [(part_memory, _, _)] = memory.by_part(slots)
+            for index, each in enumerate(batch):
+                with part_memory.memory[index * size : (index + 1) * size] as view:
                     view[:] = bytes(size)
                     with (
                         contextlib.suppress(OSError),
                         open(file_of(part.folder, each.slot // per_file), "rb", buffering=0) as file,
                     ):
                         os.preadv(file.fileno(), [view], (each.slot % per_file) * size)
-            sums = memory.checksums(places, [each.block.key for each in some]).tolist()
-            for index, (each, found) in enumerate(zip(some, sums, strict=True)):
-                is_good = found == each.checksum
-                data = bytes(home.memory[index * size : index * size + part.shape.block_bytes])
+            sums = memory.checksums(slots, [each.block.key for each in batch]).tolist()
+            for index, (each, checksum) in enumerate(zip(batch, sums, strict=True)):
+                is_good = checksum == each.checksum
+                data = bytes(part_memory.memory[index * size : index * size + part.shape.block_bytes])
                 yield each, data if is_good else None
     finally:
         memory.close()
 
 
-def engines_bytes(part: Part, data: bytes) -> bytes:
-    """Of what lies there, what an engine would get."""
+def decode_block(part: DiskPart, data: bytes) -> bytes:
+    """Stored bytes decoded to the engine's format."""
     if part.form is None:
         return data
     packed, memory = SlotMemory(part.shape, 1), SlotMemory(part.form.unpacked(part.shape), 1)
     try:
         with packed.block(0) as view:
             view[:] = data
-        only = np.zeros(1, dtype=np.int64)
-        part.form.decode(packed, only, memory, only)
+        slot = np.zeros(1, dtype=np.int64)
+        part.form.decode(packed, slot, memory, slot)
         with memory.block(0) as view:
             return bytes(view)
     finally:
@@ -147,35 +147,35 @@ def engines_bytes(part: Part, data: bytes) -> bytes:
         memory.close()
 
 
-def verify(part: Part, progress: Callable[[int], None]) -> list[BlockKey]:
-    """Keys of blocks that are not what was written."""
-    bad: list[BlockKey] = []
+def verify(part: DiskPart, progress: Callable[[int], None]) -> list[BlockKey]:
+    """Keys of corrupt blocks; `progress` gets the number of verified ones."""
+    corrupt: list[BlockKey] = []
     for number, (each, data) in enumerate(read_blocks(part, part.blocks), 1):
         if data is None:
-            bad.append(each.block.key)
+            corrupt.append(each.block.key)
         progress(number)
-    return bad
+    return corrupt
 
 
-def evict(part: Part, keys: Sequence[BlockKey]) -> int:
-    """Forget these; how many. Unavailable while a process has the folder."""
+def evict(part: DiskPart, keys: Sequence[BlockKey]) -> int:
+    """Remove these blocks; return how many. Unavailable while a process owns the folder."""
     lock = os.open(part.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Unavailable(
-                f"a running worker has {part.folder}",
+                f"a running worker owns {part.folder}",
                 reason="owned",
                 remedy="stop it, or POST /clear_kv_blocks to the frontend's admin port",
             ) from None
         journal = Journal(part.folder)
         try:
-            wanted = set(keys)
-            gone = [each.slot for each in journal.recover(_ALL_SLOTS) if each.block.key in wanted]
-            journal.remove(gone)
+            evicted = set(keys)
+            freed = [each.slot for each in journal.recover(_ALL_SLOTS) if each.block.key in evicted]
+            journal.remove(freed)
         finally:
             journal.close()
     finally:
         os.close(lock)
-    return len(gone)
+    return len(freed)

@@ -1,1 +1,1 @@
-"""Object tier: blocks in an object store that many workers share."""
+"""Object tier: blocks in an object store shared by many workers."""

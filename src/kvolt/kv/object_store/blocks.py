@@ -1,9 +1,9 @@
-"""ObjectBlocks: blocks in an object store or a shared file system, one object each, named by its key. Synchronous.
+"""ObjectBlocks: blocks in an object store or a shared file system, one object per block key. Synchronous.
 
-Anybody may write there: an object is made whole or not at all, and only where there is none of that name (where the
-store can promise that; elsewhere the last of equals wins). It begins with a head that says whose bytes they are and
-their checksum, which goes with them: two writers' bytes of one name may differ in the last digit, and both are right.
-Knows not which blocks are there. Every call takes some seconds at most, whatever the network does.
+Many workers write to the store. Objects are created atomically and only if absent (if the store supports that;
+otherwise the last write wins). Each starts with a header with identity and checksum of its bytes: two writers' bytes
+for one key may differ in the last bits, and both are valid. Does not know which blocks exist. Every call ends within
+seconds, even on network failures.
 """
 
 from __future__ import annotations
@@ -29,55 +29,54 @@ ROOT = f"kv{FORMAT}"
 """Folder of all blocks in a store."""
 _HEAD = struct.Struct("<4sHH16sQQIxxxx")
 _MAGIC = b"KVOB"
-_AT_ONCE = 16
-"""Objects under way."""
+_NUM_THREADS = 16
+"""Concurrent objects."""
 _CALL_S, _RETRY_S = 5.0, 5.0
-_MOST_RETRIES = 2
+_MAX_RETRIES = 2
 
 Value = TypeVar("Value")
 Item = TypeVar("Item")
 
 
-class Spoiled(NamedTuple):
-    """An object that is no block of that name."""
+class CorruptObject(NamedTuple):
+    """Object that is not a valid block of its name."""
 
     reason: str
 
 
-Came = int | Spoiled | None
-"""A block's checksum; None where there is no such object."""
+ReadResult = int | CorruptObject | None
+"""Checksum of a block; None if the object does not exist."""
 
 
 class ObjectBlocks:
-    """See the module. For any threads; `close` waits for what is under way."""
+    """See the module. Thread-safe; `close` waits for calls in progress."""
 
     def __init__(self, url: str, shape: BlockShape, is_packed: bool = False) -> None:
-        """`is_packed`: written compressed; read is whatever there is. ConfigError for a store that there is no way
-        to."""
+        """`is_packed`: compress on write; reads accept both. ConfigError if the store is not accessible."""
         if is_packed:
             zstd()
         self._is_packed = is_packed
         self._width: int | None = None
-        """Of numbers in blocks, once one was looked at."""
+        """Compression width, determined by the first block."""
         self.url = url
         self.shape = shape
         self._store = open_store(url, makes_folder=True)
         self._library = importlib.import_module("obstore")
         self._folder = folder_of(shape)
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "kv-object")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-object")
         self._is_conditional = True
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
 
     def path(self, key: BlockKey) -> str:
-        """Spread over folders: stores share out their work by the beginning of names."""
+        """Object path; spread over prefixes, by which stores partition their load."""
         name = key.hex()
         return f"{self._folder}/{name[:2]}/{name}"
 
-    def are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """TransferFailed where the store does not say."""
-        return self._each(self._is_there, keys)
+    def exist(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks exist. TransferFailed if the store does not respond."""
+        return self._each(self._exists, keys)
 
     def write(
         self,
@@ -87,29 +86,25 @@ class ObjectBlocks:
         slots: Numbers,
         replaced: Set[BlockKey] = frozenset(),
     ) -> list[bool]:
-        """Slots of the memory into objects; whether each was new there. What is there of `replaced` is no good.
-        TransferFailed."""
+        """Write slots to objects; return whether each was new. Existing objects in `replaced` are overwritten.
+        TransferFailed on errors."""
         return self._each(
             lambda each: self._put(*each, memory, each[0] in replaced),
             zip(keys, checksums, slots.tolist(), strict=True),
         )
 
-    def read(self, keys: Sequence[BlockKey], memory: SlotMemory, slots: Numbers) -> list[Came]:
-        """Objects into slots of the memory. TransferFailed where the store does not answer."""
-        said = self._each(lambda each: self._get(*each, memory), zip(keys, slots.tolist(), strict=True))
-        found = memory.checksums(slots, keys).tolist()
+    def read(self, keys: Sequence[BlockKey], memory: SlotMemory, slots: Numbers) -> list[ReadResult]:
+        """Read objects into slots and verify them. TransferFailed if the store does not respond."""
+        results = self._each(lambda each: self._get(*each, memory), zip(keys, slots.tolist(), strict=True))
+        sums = memory.checksums(slots, keys).tolist()
         return [
-            Spoiled("its bytes are not what was written")
-            if isinstance(wanted, int) and wanted != sums
-            else wanted
-            for wanted, sums in zip(said, found, strict=True)
+            CorruptObject("checksum mismatch") if isinstance(result, int) and result != actual else result
+            for result, actual in zip(results, sums, strict=True)
         ]
 
-    # ---
-
     def _each(self, call: Callable[[Item], Value], items: Iterable[Item]) -> list[Value]:
-        """All are over, one way or another, when this is: the memory is another's after it. TransferFailed by the first
-        that failed, after which none is begun."""
+        """Run all calls in parallel and wait for them, since they use the memory. After a failure no further call
+        starts and the first TransferFailed is raised."""
         failures: list[BaseException] = []
 
         def unless_failed(item: Item) -> Value:
@@ -125,7 +120,7 @@ class ObjectBlocks:
         wait(running)
         return [each.result() for each in running]
 
-    def _is_there(self, key: BlockKey) -> bool:
+    def _exists(self, key: BlockKey) -> bool:
         try:
             self._library.head(self._store, self.path(key))
         except FileNotFoundError:
@@ -154,7 +149,7 @@ class ObjectBlocks:
             raise self._failed(error) from None
         return True
 
-    def _get(self, key: BlockKey, slot: int, memory: SlotMemory) -> Came:
+    def _get(self, key: BlockKey, slot: int, memory: SlotMemory) -> ReadResult:
         try:
             whole = memoryview(self._library.get(self._store, self.path(key)).bytes())
         except FileNotFoundError:
@@ -162,22 +157,22 @@ class ObjectBlocks:
         except (OSError, self._library.exceptions.BaseError) as error:
             raise self._failed(error) from None
         if len(whole) < _HEAD.size:
-            return Spoiled("it has another size")
+            return CorruptObject("wrong size")
         magic, version, width, whose, checksum, piece_bytes, num_ranks = _HEAD.unpack_from(whole)
         shape = self.shape.piece_bytes, self.shape.num_ranks
         if (magic, version, whose, piece_bytes, num_ranks) != (_MAGIC, FORMAT, key, *shape):
-            return Spoiled("it is not what its name says")
+            return CorruptObject("header does not match the name")
         data: bytes | memoryview | None = whole[_HEAD.size :]
         if width != RAW and data is not None:
             data = unpack(data, width, self.shape.block_bytes)
         if data is None or len(data) != self.shape.block_bytes:
-            return Spoiled("it has another size")
+            return CorruptObject("wrong size")
         with memory.block(Slot(slot)) as view:
             view[:] = data
         return int(checksum)
 
     def _packed(self, data: memoryview) -> tuple[int, bytes | memoryview]:
-        """As it is written, and by which width of numbers."""
+        """Width and bytes to store."""
         if not self._is_packed:
             return RAW, data
         if self._width is None:
@@ -188,19 +183,19 @@ class ObjectBlocks:
         return (self._width, packed) if len(packed) < len(data) else (RAW, data)
 
     def _failed(self, error: Exception) -> TransferFailed:
-        told = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         return TransferFailed(
-            f"{self.url} does not answer: {told}", path=self.url, reason=type(error).__name__
+            f"object store {self.url} failed: {reason}", path=self.url, reason=type(error).__name__
         )
 
 
 def folder_of(shape: BlockShape) -> str:
-    """Where blocks of a shape lie in any store: others would be of no use to who has this one."""
+    """Folder of blocks of this shape in any store."""
     return f"{ROOT}/{shape.piece_bytes}x{shape.num_ranks}"
 
 
 def open_store(url: str, makes_folder: bool = False) -> Any:
-    """Of `s3://bucket/folder`, `gs://`, `az://`, `file:///folder` or a folder's path. ConfigError."""
+    """Open `s3://bucket/folder`, `gs://`, `az://`, `file:///folder` or a folder path. ConfigError if not possible."""
     try:
         library = importlib.import_module("obstore.store")
     except ImportError:
@@ -209,23 +204,23 @@ def open_store(url: str, makes_folder: bool = False) -> Any:
         ) from None
     try:
         if re.match(r"[a-z0-9+]+:/[^/]", url):
-            raise ValueError("it has one slash too few")
+            raise ValueError("a slash is missing after the scheme")
         if "://" not in url or url.startswith("file://"):
             folder = Path(url.removeprefix("file://")).expanduser().absolute()
             return library.LocalStore(folder, mkdir=makes_folder)
         return library.from_url(
             url,
-            # Over plain http only where somebody named such an endpoint.
+            # Plain HTTP only if such an endpoint is configured.
             client_options={
                 "allow_http": True,
                 "timeout": timedelta(seconds=_CALL_S),
                 "connect_timeout": timedelta(seconds=_CALL_S),
             },
-            retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S)},
+            retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S)},
         )
-    except Exception as error:  # the library has many, and any of them is about what was given
+    except Exception as error:  # all errors here are about the given URL
         raise ConfigError(
-            f"{url} is no object store: {str(error).splitlines()[0]}",
+            f"invalid object store {url}: {str(error).splitlines()[0]}",
             key="tiers.object",
             remedy="s3://bucket/folder with AWS_* in the environment, gs://, az://, or the path of a shared folder",
         ) from None

@@ -1,7 +1,7 @@
-"""Blocks made smaller, without loss: zstd over planes of their bytes. Pure.
+"""Lossless compression of blocks: zstd over byte planes. Pure.
 
-Numbers of a few bytes each, as KV is: their high bytes are much alike, the low ones not at all. Those of one kind
-together take less room than mixed. How many bytes a number has is not known here: `best_width` tries.
+The high bytes of KV values are similar to each other, the low ones are not, so grouping bytes by significance
+compresses better. The width of values is unknown here; `best_width` determines it by trial.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvolt.core.errors import ConfigError
 Bytes = bytes | memoryview
 
 RAW = 0
-"""The width of what is not packed."""
+"""Width value of uncompressed data."""
 WIDTHS = (1, 2, 4)
 _LEVEL = 1
-_WORTH = 0.95
-"""What packed bytes may take of plain ones: else it is not worth the time."""
+_MAX_RATIO = 0.95
+"""Maximum compressed share of the size; otherwise compression is not worth its time."""
 _SAMPLE_BYTES = 1 << 18
 
 
 def zstd() -> Any:
-    """ConfigError where the library is not installed."""
+    """The zstandard module. ConfigError if it is not installed."""
     try:
         return importlib.import_module("zstandard")
     except ImportError:
@@ -37,15 +37,15 @@ def zstd() -> Any:
 
 
 def best_width(data: Bytes) -> int:
-    """By which a block like this takes least room; RAW where none is worth it."""
+    """Width with the best compression of this block; RAW if none is worthwhile."""
     sample = bytes(data[: min(len(data), _SAMPLE_BYTES) // 4 * 4])
     sizes = {width: len(pack(sample, width)) for width in WIDTHS} if sample else {}
     best = min(sizes, key=sizes.__getitem__, default=RAW)
-    return best if sizes and sizes[best] <= _WORTH * len(sample) else RAW
+    return best if sizes and sizes[best] <= _MAX_RATIO * len(sample) else RAW
 
 
 def pack(data: Bytes, width: int) -> bytes:
-    """The bytes at the end that are no whole number stay behind the planes as they are."""
+    """Compress; trailing bytes that are no whole value follow the planes unchanged."""
     whole = len(data) // width * width
     numbers = np.frombuffer(data, dtype=np.uint8, count=whole).reshape(-1, width)
     planes = b"".join((np.ascontiguousarray(numbers.T).tobytes(), bytes(data[whole:])))
@@ -53,10 +53,10 @@ def pack(data: Bytes, width: int) -> bytes:
 
 
 def unpack(packed: Bytes, width: int, num_bytes: int) -> bytes | None:
-    """What was packed; None where that is not so many bytes, or cannot be."""
+    """Decompress; None if the data is invalid or has another size."""
     library = zstd()
     try:
-        # Before anything is made of it: what is read may be anybody's.
+        # Checked before decompression, since stored data is untrusted.
         if width not in WIDTHS or library.get_frame_parameters(packed).content_size != num_bytes:
             return None
         planes = bytes(library.ZstdDecompressor().decompress(packed))

@@ -1,6 +1,6 @@
-"""What lies in an object tier's store, as somebody sees it who tends it: listed, read, removed. Synchronous.
+"""Administration of an object tier's store: list, verify and remove blocks. Synchronous.
 
-A store has no owner, so that all of this works while workers use it: what they miss they compute.
+A store has no owner, so this works while workers use it; they recompute removed blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvolt.core.ids import BlockKey
 from kvolt.kv.object_store.blocks import ROOT, ObjectBlocks, folder_of, open_store
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
-_READ_AT_ONCE_BYTES = 64 << 20
-_REMOVED_AT_ONCE = 1000
+_READ_BATCH_BYTES = 64 << 20
+_REMOVE_BATCH = 1000
 
 
-class ObjectFound(NamedTuple):
-    """One block, as the store lists it."""
+class StoredObject(NamedTuple):
+    """Block as listed by the store."""
 
     key: BlockKey
     shape: BlockShape
@@ -33,57 +33,57 @@ class ObjectFound(NamedTuple):
     written_at: datetime
 
 
-def objects_in(url: str) -> Iterator[ObjectFound]:
-    """All blocks there. TransferFailed where the store does not say."""
+def list_objects(url: str) -> Iterator[StoredObject]:
+    """List all blocks. TransferFailed if the store does not respond."""
     store = open_store(url)
-    with _answered(url) as library:
+    with _store_errors(url) as library:
         for batch in library.list(store, ROOT):
             for each in batch:
-                found = _found(each)
-                if found is not None:
-                    yield found
+                parsed = _parse(each)
+                if parsed is not None:
+                    yield parsed
 
 
-def _found(listed: Any) -> ObjectFound | None:
-    """None where somebody else put something there."""
+def _parse(listed: Any) -> StoredObject | None:
+    """None for objects that are not blocks."""
     try:
         _, shape, _, name = listed["path"].split("/")
         piece_bytes, _, num_ranks = shape.partition("x")
-        key, kept_as = BlockKey(bytes.fromhex(name)), BlockShape(int(piece_bytes), int(num_ranks))
+        key, block_shape = BlockKey(bytes.fromhex(name)), BlockShape(int(piece_bytes), int(num_ranks))
     except ValueError:
         return None
-    return ObjectFound(key, kept_as, listed["path"], listed["size"], listed["last_modified"])
+    return StoredObject(key, block_shape, listed["path"], listed["size"], listed["last_modified"])
 
 
-def spoiled(url: str, found: Sequence[ObjectFound]) -> Iterator[tuple[ObjectFound, bool]]:
-    """Each, once it was read, and whether it is not what was written. One that has gone meanwhile is not spoiled."""
-    for shape in sorted({each.shape for each in found}, key=folder_of):
-        these = iter([each for each in found if each.shape == shape])
-        at_once = max(_READ_AT_ONCE_BYTES // shape.slot_bytes, 1)
-        memory, blocks = SlotMemory(shape, at_once), ObjectBlocks(url, shape)
+def verify_objects(url: str, objects: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, bool]]:
+    """Read all objects; yield each with whether it is corrupt. A removed object is not corrupt."""
+    for shape in sorted({each.shape for each in objects}, key=folder_of):
+        selected = iter([each for each in objects if each.shape == shape])
+        batch_blocks = max(_READ_BATCH_BYTES // shape.slot_bytes, 1)
+        memory, blocks = SlotMemory(shape, batch_blocks), ObjectBlocks(url, shape)
         try:
-            while some := list(islice(these, at_once)):
-                came = blocks.read([each.key for each in some], memory, np.arange(len(some)))
-                for each, block in zip(some, came, strict=True):
-                    yield each, block is not None and not isinstance(block, int)
+            while batch := list(islice(selected, batch_blocks)):
+                results = blocks.read([each.key for each in batch], memory, np.arange(len(batch)))
+                for each, result in zip(batch, results, strict=True):
+                    yield each, result is not None and not isinstance(result, int)
         finally:
             blocks.close()
             memory.close()
 
 
-def remove(url: str, found: Sequence[ObjectFound]) -> None:
-    """TransferFailed where the store does not do it."""
+def remove_objects(url: str, objects: Sequence[StoredObject]) -> None:
+    """Remove objects. TransferFailed if the store fails."""
     store = open_store(url)
-    with _answered(url) as library:
-        for start in range(0, len(found), _REMOVED_AT_ONCE):
-            library.delete(store, [each.path for each in found[start : start + _REMOVED_AT_ONCE]])
+    with _store_errors(url) as library:
+        for start in range(0, len(objects), _REMOVE_BATCH):
+            library.delete(store, [each.path for each in objects[start : start + _REMOVE_BATCH]])
 
 
 @contextmanager
-def _answered(url: str) -> Iterator[Any]:
+def _store_errors(url: str) -> Iterator[Any]:
     library = importlib.import_module("obstore")
     try:
         yield library
     except (OSError, library.exceptions.BaseError) as error:
-        told = str(error).strip().partition("\n")[0]
-        raise TransferFailed(f"{url} does not answer: {told}", path=url, reason="unanswered") from None
+        reason = str(error).strip().partition("\n")[0]
+        raise TransferFailed(f"object store {url} failed: {reason}", path=url, reason="unanswered") from None

@@ -1,1 +1,1 @@
-"""Shared pool: one host tier for all workers of a host, in a process of its own."""
+"""Shared pool: one host tier for all workers of a host, in a separate process."""

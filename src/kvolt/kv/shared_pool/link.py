@@ -1,4 +1,4 @@
-"""PoolLink: a worker's connection to the pool of its host: made when it is needed, given up when it is silent."""
+"""PoolLink: a worker's connection to the shared pool, opened on demand and closed if the pool does not respond."""
 
 from __future__ import annotations
 
@@ -14,179 +14,179 @@ import msgspec
 from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
 from kvolt.core.ids import InstanceId
 from kvolt.kv.shared_pool.wire import (
-    Answer,
-    Answered,
-    Asked,
+    ErrorResponse,
     Hello,
-    Met,
-    Question,
-    Refused,
+    HelloResult,
+    PoolRequest,
+    PoolResponse,
+    RequestFrame,
+    ResponseFrame,
     frame,
     read_frame,
 )
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
-_MOST_SILENT = 3
-"""Questions in a row without an answer in time, after which a pool is held to be gone."""
-_AGAIN_S = 2.0
-"""After the pool was not there, before it is looked for again."""
+_MAX_TIMEOUTS = 3
+"""Consecutive request timeouts after which the connection is closed."""
+_RETRY_S = 2.0
+"""Delay before a reconnect."""
 _HELLO_S = 35.0
-"""For a pool to begin, which reads a disk."""
+"""Deadline for the handshake, during which the pool may recover its disk tier."""
 
-Expected = TypeVar("Expected", bound=Answer)
+Expected = TypeVar("Expected", bound=PoolResponse)
 
 
 class PoolLink:
-    """A connection to a pool, made when it is needed."""
+    """See the module."""
 
     def __init__(self, path: Path, shape: BlockShape | None, now: Callable[[], float]) -> None:
-        """`shape`: of who stores and reads; None for who only asks how it is."""
+        """`shape`: block shape of the client; None for a client that only requests the status."""
         self._path = path
         self._shape = shape
         self._now = now
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_late: Callable[[Answer], None] = lambda _: None
-        """Told of an answer that nobody waits for any more."""
+        self.on_late: Callable[[PoolResponse], None] = lambda _: None
+        """Called with a response whose caller is gone."""
         self.pool: InstanceId | None = None
-        """Under which name the pool that we are connected to tells of its blocks."""
+        """Instance id under which the connected pool publishes its blocks."""
         self.on_pool: Callable[[], None] = lambda: None
-        """Told when that is another, or none."""
+        """Called when `pool` changes."""
         self._is_lost = asyncio.Event()
-        self._num_silent = 0
+        self._num_timeouts = 0
         self._writer: asyncio.StreamWriter | None = None
         self._connecting = asyncio.Lock()
-        self._not_before = float("-inf")
+        self._retry_at = float("-inf")
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._crew = Crew("kv pool's link")
+        self._waiting: dict[int, asyncio.Future[PoolResponse]] = {}
+        self._task_group = TaskGroup("kv pool link")
 
     async def connect(self) -> None:
-        """NetworkFault where it is not there, ConfigError where it is for others."""
+        """Connect if necessary. NetworkFault if the pool is unreachable, ConfigError if its blocks have another
+        shape."""
         async with self._connecting:
             if self._writer is not None:
                 return
-            if self._crew.closed or self._now() < self._not_before:
-                raise NetworkFault(f"no pool answers at {self._path}")
+            if self._task_group.closed or self._now() < self._retry_at:
+                raise NetworkFault(f"no pool is reachable at {self._path}")
             try:
                 reader, writer = await asyncio.open_unix_connection(self._path)
             except OSError as error:
-                self._not_before = self._now() + _AGAIN_S
+                self._retry_at = self._now() + _RETRY_S
                 raise NetworkFault(
-                    f"no pool answers at {self._path}: {error.strerror or error}",
-                    remedy="start it: `kvolt cache serve`",
+                    f"no pool is reachable at {self._path}: {error.strerror or error}",
+                    remedy="start it with `kvolt cache serve`",
                 ) from None
             self._writer = writer
             self._is_lost.clear()
-            self._crew.start(self._listen(reader, writer), "listen")
+            self._task_group.start(self._listen(reader, writer), "listen")
             if self._shape is None:
                 return
             try:
-                met = await self._ask(Hello(self._shape), Met)
+                hello = await self._send_request(Hello(self._shape), HelloResult)
             except BaseException:
-                self._hang_up(writer)
+                self._disconnect(writer)
                 raise
-            if self._writer is writer:  # and it has not gone at once
-                self._reaches(met.pool)
+            if self._writer is writer:  # still connected
+                self._set_pool(hello.pool)
 
-    def stay(self) -> None:
-        """From now on look for the pool whenever it is not there, and not only when it is needed: routers send us
-        prompts for what it has."""
-        self._crew.start(self._stay(), "stay")
+    def keep_connected(self) -> None:
+        """Keep reconnecting from now on, since routers send prompts for the pool's blocks."""
+        self._task_group.start(self._reconnect(), "reconnect")
 
-    async def _stay(self) -> None:
-        told = ""
+    async def _reconnect(self) -> None:
+        reported = ""
         while True:
             try:
                 async with asyncio.timeout(_HELLO_S):
                     await self.connect()
-                told = ""
+                reported = ""
                 await self._is_lost.wait()
             except NetworkFault:
-                pass  # it is away
+                pass  # not running
             except (KvoltError, TimeoutError) as error:
-                reason = str(error) or "it does not answer"
-                if reason != told:
-                    told = reason
-                    log.warning("the shared pool cannot be used: %s", reason)
-            await asyncio.sleep(_AGAIN_S)
+                reason = str(error) or "timeout"
+                if reason != reported:
+                    reported = reason
+                    log.warning("shared pool unusable: path=%s error=%s", self._path, reason)
+            await asyncio.sleep(_RETRY_S)
 
-    def _reaches(self, pool: InstanceId | None) -> None:
+    def _set_pool(self, pool: InstanceId | None) -> None:
         if pool != self.pool:
             self.pool = pool
             self.on_pool()
 
-    async def ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
-        """KvoltError where there is no answer within this time, or another."""
+    async def request(self, body: PoolRequest, expected: type[Expected], timeout_s: float) -> Expected:
+        """Send a request and return the response. KvoltError on a timeout, an error or an unexpected response."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.connect()
-                answer = await self._ask(question, expected)
+                response = await self._send_request(body, expected)
         except TimeoutError:
-            self._num_silent += 1
-            if self._num_silent >= _MOST_SILENT:
-                self.give_up("it does not answer")
-            raise NetworkFault(f"the pool did not answer within {timeout_s:g} s") from None
-        self._num_silent = 0
-        return answer
+            self._num_timeouts += 1
+            if self._num_timeouts >= _MAX_TIMEOUTS:
+                self.disconnect("timeout")
+            raise NetworkFault(f"no response from the pool within {timeout_s:g} s") from None
+        self._num_timeouts = 0
+        return response
 
-    async def _ask(self, question: Question, expected: type[Expected]) -> Expected:
+    async def _send_request(self, request: PoolRequest, expected: type[Expected]) -> Expected:
         writer = self._writer
         if writer is None:
-            raise NetworkFault("the connection to the pool is lost")
+            raise NetworkFault("connection to the pool lost")
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            writer.write(frame(Asked(number, question)))
+            writer.write(frame(RequestFrame(number, request)))
             await writer.drain()
-            body = await answer
+            body = await future
         except OSError as error:
-            raise NetworkFault(f"the connection to the pool is lost: {error}") from None
+            raise NetworkFault(f"connection to the pool lost: {error}") from None
         finally:
             self._waiting.pop(number, None)
-        if isinstance(body, Refused):
+        if isinstance(body, ErrorResponse):
             raise from_info(body.error)
         if not isinstance(body, expected):
-            raise TransferFailed("the pool answered something else", path="pool", reason="answer")
+            raise TransferFailed("unexpected response from the pool", path="pool", reason="answer")
         return body
 
-    def give_up(self, reason: str) -> None:
-        """As if it had gone: it is looked for again after a while."""
+    def disconnect(self, reason: str) -> None:
+        """Close the connection; it is reopened after a delay."""
         if self._writer is not None:
-            log.warning("the shared pool is left alone for %g s: %s", _AGAIN_S, reason)
-            self._hang_up(self._writer)
+            log.warning("shared pool disconnected: reason=%s retry_s=%g", reason, _RETRY_S)
+            self._disconnect(self._writer)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                answered = msgspec.msgpack.decode(await read_frame(reader), type=Answered)
-                waiting = self._waiting.get(answered.number)
+                response = msgspec.msgpack.decode(await read_frame(reader), type=ResponseFrame)
+                waiting = self._waiting.get(response.number)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(answered.body)
+                    waiting.set_result(response.body)
                 else:
-                    self.on_late(answered.body)
+                    self.on_late(response.body)
         except (KvoltError, *MALFORMED) as error:
-            log.warning("the shared pool has gone: %s", str(error))
+            log.warning("shared pool lost: error=%s", error)
         finally:
-            self._hang_up(writer)
+            self._disconnect(writer)
 
-    def _hang_up(self, writer: asyncio.StreamWriter) -> None:
+    def _disconnect(self, writer: asyncio.StreamWriter) -> None:
         writer.close()
         if self._writer is not writer:
             return
         self._writer = None
-        self._not_before = self._now() + _AGAIN_S
+        self._retry_at = self._now() + _RETRY_S
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(NetworkFault("the connection to the pool is lost"))
+                waiting.set_exception(NetworkFault("connection to the pool lost"))
         self._is_lost.set()
-        self._reaches(None)
+        self._set_pool(None)
         self.on_lost()
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._task_group.close()
         if self._writer is not None:
-            self._hang_up(self._writer)
+            self._disconnect(self._writer)

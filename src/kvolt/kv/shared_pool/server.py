@@ -1,8 +1,8 @@
-"""PoolServer: one host tier, with what is below it, for all workers of a host. A prefix is kept once.
+"""PoolServer: one host tier with its lower tiers for all workers of a host, so that a prefix is stored once.
 
-The pool reads from workers' memory what they offer, and they read from its memory what they want, by their transfer
-agents: nobody writes to another's memory (ADR 10), so that a worker that dies at any moment leaves nothing half
-written. All blocks are of one shape, that of the first worker that comes; others are refused with the reason.
+The pool reads offered blocks from workers' memory and workers read from the pool's memory, through transfer agents. No
+process writes to another's memory (ADR 10), so a worker that dies leaves no partial block. All blocks have the shape of
+the first worker; workers with another shape are rejected.
 """
 
 from __future__ import annotations
@@ -25,52 +25,51 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.core.ids import BlockKey, InstanceId
-from kvolt.kv.shared_pool.slot_reads import offer_slots, read_slots, withdraw
+from kvolt.kv.shared_pool.slot_reads import offer_slots, read_slots, withdraw_offers
 from kvolt.kv.shared_pool.wire import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     VERSION,
-    Answer,
-    Answered,
-    Asked,
-    Bring,
-    Brought,
     Done,
-    Found,
+    ErrorResponse,
+    FetchBlocks,
+    FetchResult,
     Hello,
-    Keep,
-    Kept,
-    Look,
-    Met,
+    HelloResult,
+    Lookup,
+    LookupResult,
+    PoolRequest,
+    PoolResponse,
     PoolStatus,
-    Question,
-    Refused,
+    RequestFrame,
+    ResponseFrame,
     Status,
-    Suspect,
+    StoreBlocks,
+    StoreResult,
     TierSize,
+    VerifyBlocks,
     frame,
     read_frame,
 )
-from kvolt.kv.tiers.host_tier import HostTier, numbers_of
+from kvolt.kv.tiers.host_tier import HostTier, int64_array
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.tasks import Crew
-from kvolt.transfer.agent import Offering, TransferAgent
-from kvolt.transfer.memory.device_memory import Sums
+from kvolt.runtime.tasks import TaskGroup
+from kvolt.transfer.agent import OfferHandle, TransferAgent
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
 
 log = logging.getLogger(__name__)
 
 _TRANSFER_S = 30.0
 _CLOSE_S = 1.0
-"""For the last answers to be taken."""
-_MOST_WORKERS = 1024
-"""Connections."""
+"""Time limit for sending the last responses."""
+_MAX_CONNECTIONS = 1024
 _UNFINISHED_BYTES = 64 << 20
-"""Of frames that have not come whole, of all workers."""
-_MOST_OPEN = 64
-"""Questions of one worker that are worked on."""
+"""Limit on incomplete frames of all workers."""
+_MAX_OPEN = 64
+"""Concurrent requests of one worker."""
 
 NewHost = Callable[[BlockShape], HostTier]
 
@@ -79,104 +78,106 @@ class PoolServer:
     """See the module. `start`, then `close`."""
 
     def __init__(self, path: Path, new_host: NewHost) -> None:
-        """`new_host`: the tiers, once it is known what blocks they are for. ConfigError where they cannot be."""
+        """`new_host`: creates the tiers once the block shape is known. ConfigError if not possible."""
         self._path = path
         self._new_host = new_host
         self.host: HostTier | None = None
         self.name: InstanceId | None = None
-        """Under which routers are told what it has; None where they are not."""
+        """Instance id under which blocks are published to routers; None: not published."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when blocks may have come or gone. To be set before `start`."""
-        self._beginning: asyncio.Future[HostTier] | None = None
+        """Called after possible changes of blocks. Set before `start`."""
+        self._starting: asyncio.Future[HostTier] | None = None
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
         self._server: asyncio.Server | None = None
-        self._crew = Crew("kv pool")
+        self._task_group = TaskGroup("kv pool")
         self._num_workers = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._unfinished = ByteBudget(_UNFINISHED_BYTES, _UNFINISHED_BYTES)
 
     async def start(self) -> None:
-        """ConfigError where another pool has the socket, or there can be none."""
-        if await _answers(self._path):
+        """ConfigError if another pool uses the socket or it cannot be created."""
+        if await _is_served(self._path):
             raise ConfigError(
-                f"another pool has {self._path}", key="socket", remedy="stop it, or name another --socket"
+                f"another pool uses {self._path}", key="socket", remedy="stop it, or choose another --socket"
             )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self._path.is_socket():  # of a pool that was killed
+            if self._path.is_socket():  # left by a killed pool
                 self._path.unlink()
             before = os.umask(0o177)
             try:
-                self._server = await asyncio.start_unix_server(self._come, self._path)
+                self._server = await asyncio.start_unix_server(self._on_connection, self._path)
             finally:
                 os.umask(before)
         except OSError as error:
             raise ConfigError(
-                f"no socket can be made at {self._path}: {error.strerror or error}",
+                f"cannot create the socket {self._path}: {error.strerror or error}",
                 key="socket",
-                remedy="name one by --socket whose folder can be written and whose path is short",
+                remedy="set --socket to a short path in a writable folder",
             ) from None
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
-        await self._crew.close()
+        await self._task_group.close()
         for writer in self._writers:
-            await _hang_up(writer)
+            await _close_writer(writer)
         await asyncio.to_thread(self._agent.close)
         await self._thread.close()
         if self.host is not None:
             await self.host.close()
 
-    def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._writers) >= _MOST_WORKERS:
-            log.warning("connection refused: the pool has %d workers, the most it may have", _MOST_WORKERS)
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._writers) >= _MAX_CONNECTIONS:
+            log.warning("connection refused: limit=%d", _MAX_CONNECTIONS)
             writer.close()
             return
         self._writers.add(writer)
-        if not self._crew.closed:
-            self._crew.start(self._serve(reader, writer), "worker")
+        if not self._task_group.closed:
+            self._task_group.start(self._serve(reader, writer), "worker")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = _Client(self, writer)
         self._num_workers += 1
         try:
             while True:
-                data = await read_frame(reader, lambda num_bytes: self._unfinished.hold(client, num_bytes))
-                self._unfinished.hold(client, 0)
-                await client.asked(msgspec.msgpack.decode(data, type=Asked))
+                data = await read_frame(
+                    reader, lambda num_bytes: self._unfinished.set_held_bytes(client, num_bytes)
+                )
+                self._unfinished.set_held_bytes(client, 0)
+                await client.on_request(msgspec.msgpack.decode(data, type=RequestFrame))
         except (KvoltError, *MALFORMED) as error:
-            log.debug("a connection has ended: %s", str(error))
+            log.debug("connection closed: error=%s", error)
         finally:
             self._num_workers -= 1
-            self._unfinished.hold(client, 0)
+            self._unfinished.set_held_bytes(client, 0)
             await client.close()
             self._writers.discard(writer)
-            await _hang_up(writer)
+            await _close_writer(writer)
 
-    # --- what may be asked; `mine` are the offers that end with the worker's connection
+    # --- requests; `offers` are withdrawn when the worker's connection closes
 
-    async def answer(self, question: Question, mine: set[Offering]) -> Answer:
-        if isinstance(question, Status):
+    async def handle(self, request: PoolRequest, offers: set[OfferHandle]) -> PoolResponse:
+        if isinstance(request, Status):
             return self._status()
-        if isinstance(question, Hello):
-            await self._meet(question)
-            return Met(self.name)
+        if isinstance(request, Hello):
+            await self._on_hello(request)
+            return HelloResult(self.name)
         host = self.host
         if host is None:
-            raise InvalidRequest("say hello first")
-        if isinstance(question, Look):
-            keys = [BlockKey(key) for key in question.keys]
-            await host.look(keys, question.worth_s)
-            return Found(tuple(bool(host.tiers_of([key])) for key in keys))
-        if isinstance(question, Keep):
-            return Kept(await self._keep(host, question))
-        if isinstance(question, Suspect):
-            await self._suspect(host, [BlockKey(key) for key in question.keys])
+            raise InvalidRequest("Hello must be the first request")
+        if isinstance(request, Lookup):
+            keys = [BlockKey(key) for key in request.keys]
+            await host.lookup(keys, request.worth_s)
+            return LookupResult(tuple(bool(host.find_tiers([key])) for key in keys))
+        if isinstance(request, StoreBlocks):
+            return StoreResult(await self._store(host, request))
+        if isinstance(request, VerifyBlocks):
+            await self._verify(host, [BlockKey(key) for key in request.keys])
             return Done()
-        return await self._bring(host, question, mine)
+        return await self._fetch(host, request, offers)
 
     def _status(self) -> PoolStatus:
         host = self.host
@@ -187,113 +188,115 @@ class PoolServer:
         )
         return PoolStatus(host.shape, self._num_workers - 1, sizes)
 
-    async def _meet(self, hello: Hello) -> None:
+    async def _on_hello(self, hello: Hello) -> None:
         if hello.version != VERSION:
             raise ConfigError(
-                f"the pool speaks version {VERSION}, the worker {hello.version}",
+                f"the pool has protocol version {VERSION}, the worker {hello.version}",
                 key="tiers.pool",
                 remedy="run one version of kvolt on this host",
             )
-        if self._beginning is None:
-            self._beginning = asyncio.get_running_loop().create_future()
-            # Of the pool, not of who came first: he may go while a disk is read.
-            self._crew.start(self._begin(hello.shape, self._beginning), "begin")
-        host = await asyncio.shield(self._beginning)
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_future()
+            # A task of the pool, since the first worker may disconnect while the disk tier is recovered.
+            self._task_group.start(self._start_host(hello.shape, self._starting), "start host")
+        host = await asyncio.shield(self._starting)
         if host.shape != hello.shape:
-            ours = host.shape
+            local, remote = host.shape, hello.shape
             raise ConfigError(
-                f"the pool at {self._path} has blocks of {ours.block_bytes:,} bytes of {ours.num_ranks} ranks in "
-                f"{ours.dtype or 'bytes'}, the worker {hello.shape.block_bytes:,} of {hello.shape.num_ranks} in "
-                f"{hello.shape.dtype or 'bytes'}",
+                f"block shapes differ: the pool at {self._path} has {local.block_bytes:,} bytes from {local.num_ranks} "
+                f"ranks in {local.dtype or 'bytes'}, the worker {remote.block_bytes:,} from {remote.num_ranks} in "
+                f"{remote.dtype or 'bytes'}",
                 key="tiers.pool",
-                remedy="a pool for each model: `kvolt cache serve --socket` another",
+                remedy="run one pool per model: `kvolt cache serve --socket PATH`",
             )
 
-    async def _begin(self, shape: BlockShape, begun: asyncio.Future[HostTier]) -> None:
+    async def _start_host(self, shape: BlockShape, started: asyncio.Future[HostTier]) -> None:
         host: HostTier | None = None
         try:
             host = self._new_host(shape)
             await host.start()
         except BaseException as error:
-            self._beginning = None  # the next may have more luck
+            self._starting = None  # the next worker retries
             if host is not None:
                 await host.close()
             failure = (
-                error if isinstance(error, KvoltError) else EngineFailed(f"the pool cannot begin: {error!r}")
+                error if isinstance(error, KvoltError) else EngineFailed(f"the pool cannot start: {error!r}")
             )
-            begun.set_exception(failure)
-            begun.exception()  # heard, also where nobody waits any more
+            started.set_exception(failure)
+            started.exception()  # mark as retrieved
             if not isinstance(error, Exception):
                 raise
             return
         self.host = host
-        host.on_change(self.on_change)
-        begun.set_result(host)
+        host.set_on_change(self.on_change)
+        started.set_result(host)
 
-    async def _keep(self, host: HostTier, keep: Keep) -> int:
-        blocks = [each.block() for each in keep.blocks]
-        if len(blocks) > MOST_BLOCKS or len(blocks) != len(keep.checksums):
-            raise InvalidRequest(f"{len(blocks)} blocks with {len(keep.checksums)} checksums")
+    async def _store(self, host: HostTier, request: StoreBlocks) -> int:
+        blocks = [each.block() for each in request.blocks]
+        if len(blocks) > MAX_BLOCKS or len(blocks) != len(request.checksums):
+            raise InvalidRequest(
+                f"{len(blocks)} blocks with {len(request.checksums)} checksums, limit is {MAX_BLOCKS}"
+            )
 
-        async def fill(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
+        async def fill(slots: Numbers, indexes: list[int]) -> tuple[Sums, float]:
             loop = asyncio.get_running_loop()
-            began_at = loop.time()
-            await self._thread.run(host.memory.reach, int(slots.max()) + 1)
-            wanted = dict(zip(places, slots.tolist(), strict=True))
-            await read_slots(self._agent, keep.offered, host.memory, wanted, _TRANSFER_S)
-            keys = [blocks[place].key for place in places]
+            started_at = loop.time()
+            await self._thread.run(host.memory.grow_to, int(slots.max()) + 1)
+            slot_by_index = dict(zip(indexes, slots.tolist(), strict=True))
+            await read_slots(self._agent, request.offered, host.memory, slot_by_index, _TRANSFER_S)
+            keys = [blocks[index].key for index in indexes]
             sums, _ = await self._thread.run(host.memory.checksums, slots, keys)
-            if sums.tolist() != [keep.checksums[place] for place in places]:
-                raise TransferFailed("blocks came with other checksums", path="pool", reason="checksum")
-            return sums, loop.time() - began_at
+            if sums.tolist() != [request.checksums[index] for index in indexes]:
+                raise TransferFailed("checksum mismatch of received blocks", path="pool", reason="checksum")
+            return sums, loop.time() - started_at
 
         num_new = await host.store(blocks, fill)
         if not num_new:
-            for each in keep.offered:
+            for each in request.offered:
                 self._agent.decline(each.ticket)
         return num_new
 
-    async def _bring(self, host: HostTier, question: Bring, mine: set[Offering]) -> Brought:
-        blocks = [each.block() for each in question.blocks[:MOST_BLOCKS]]
-        brought = await host.bring(blocks)
-        keys = list(brought.keys)
+    async def _fetch(self, host: HostTier, request: FetchBlocks, offers: set[OfferHandle]) -> FetchResult:
+        blocks = [each.block() for each in request.blocks[:MAX_BLOCKS]]
+        onboarded = await host.onboard(blocks)
+        keys = list(onboarded.keys)
         if not keys:
-            return Brought((), ())
+            return FetchResult((), ())
         try:
-            slots = numbers_of(map(host.books.slot, keys))
-            sums = tuple(map(host.books.checksum, keys))
-            offerings, told = offer_slots(self._agent, host.memory, slots, _TRANSFER_S)
+            slots = int64_array(map(host.slot_table.slot, keys))
+            sums = tuple(map(host.slot_table.checksum, keys))
+            new_offers, offered = offer_slots(self._agent, host.memory, slots, _TRANSFER_S)
         except BaseException:
             host.release(keys)
             raise
-        mine.update(offerings)
-        self._crew.start(self._release_after(host, offerings, keys, mine), "held for a worker")
-        return Brought(sums, told)
+        offers.update(new_offers)
+        self._task_group.start(self._release_after(host, new_offers, keys, offers), "hold for a worker")
+        return FetchResult(sums, offered)
 
     async def _release_after(
-        self, host: HostTier, offerings: list[Offering], keys: list[BlockKey], mine: set[Offering]
+        self, host: HostTier, new_offers: list[OfferHandle], keys: list[BlockKey], offers: set[OfferHandle]
     ) -> None:
         try:
-            for offering in offerings:
-                await offering.over()
+            for offer in new_offers:
+                await offer.wait_done()
         except asyncio.CancelledError:
-            await withdraw(offerings)
+            await withdraw_offers(new_offers)
             raise
         finally:
-            mine.difference_update(offerings)
+            offers.difference_update(new_offers)
             host.release(keys)
 
-    async def _suspect(self, host: HostTier, keys: Sequence[BlockKey]) -> None:
-        """A worker may be wrong, and its bus: only what is not what it was is forgotten."""
-        held = [key for key in keys[:MOST_BLOCKS] if host.books.has(key)]
-        slots = numbers_of(host.books.hold(held, is_asked=False))
+    async def _verify(self, host: HostTier, keys: Sequence[BlockKey]) -> None:
+        """Verify blocks that a worker found corrupt, since the fault may be on its side; remove only corrupt ones."""
+        held = [key for key in keys[:MAX_BLOCKS] if host.slot_table.has(key)]
+        slots = int64_array(host.slot_table.hold(held, is_access=False))
         try:
             sums, _ = await self._thread.run(host.memory.checksums, slots, held)
         finally:
             host.release(held)
-        for key, found in zip(held, sums.tolist(), strict=True):
-            if host.books.has(key) and found != host.books.checksum(key):
-                host.spoiled(key)
+        for key, checksum in zip(held, sums.tolist(), strict=True):
+            if host.slot_table.has(key) and checksum != host.slot_table.checksum(key):
+                host.mark_corrupt(key)
 
 
 class _Client:
@@ -303,51 +306,51 @@ class _Client:
         self.peer_host = "unix"
         self._server = server
         self._writer = writer
-        self._crew = Crew("kv pool's worker")
-        self._open = asyncio.Semaphore(_MOST_OPEN)
-        self._offerings: set[Offering] = set()
+        self._task_group = TaskGroup("kv pool client")
+        self._open = asyncio.Semaphore(_MAX_OPEN)
+        self._offers: set[OfferHandle] = set()
 
     def shed(self) -> None:
-        """Frames that have not come whole are over their budget, and this one is the largest."""
+        """ByteBudget: this connection holds the most incomplete data."""
         self._writer.transport.abort()
 
-    async def asked(self, asked: Asked) -> None:
-        await self._open.acquire()  # who asks for more than that waits in its socket
-        self._crew.start(self._answer(asked), "question")
+    async def on_request(self, request: RequestFrame) -> None:
+        await self._open.acquire()  # further requests wait in the socket
+        self._task_group.start(self._respond(request), "request")
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _respond(self, request: RequestFrame) -> None:
         try:
-            body = await self._server.answer(asked.body, self._offerings)
-        except Exception as error:  # one question's: the worker is told
+            body = await self._server.handle(request.body, self._offers)
+        except Exception as error:  # fails this request only
             if not isinstance(error, KvoltError):
-                log.exception("a question of a worker failed")
+                log.exception("unexpected error while handling a request")
                 error = EngineFailed(f"the pool failed ({type(error).__name__})")
-            body = Refused(to_info(error))
+            body = ErrorResponse(to_info(error))
         self._server.on_change()
         try:
-            self._writer.write(frame(Answered(asked.number, body)))
-            await self._writer.drain()  # one that does not listen is not answered any more than it may ask
+            self._writer.write(frame(ResponseFrame(request.number, body)))
+            await self._writer.drain()  # back-pressure: a client that does not read gets no further responses
         except OSError:
-            log.debug("an answer found nobody")
+            log.debug("response not sent: connection closed")
         finally:
             self._open.release()
 
     async def close(self) -> None:
-        await self._crew.close()
-        for offering in list(self._offerings):
-            offering.cancel()
+        await self._task_group.close()
+        for offer in list(self._offers):
+            offer.cancel()
 
 
-async def _answers(path: Path) -> bool:
+async def _is_served(path: Path) -> bool:
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except OSError:
         return False
-    await _hang_up(writer)
+    await _close_writer(writer)
     return True
 
 
-async def _hang_up(writer: asyncio.StreamWriter) -> None:
+async def _close_writer(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(_CLOSE_S):

@@ -1,4 +1,4 @@
-"""Blocks between slots of two processes' memories, by their transfer agents: offered by one, read by the other."""
+"""Transfers blocks between slots of two processes through transfer agents: one offers, the other reads."""
 
 from __future__ import annotations
 
@@ -8,56 +8,58 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvolt.core.ids import BlockKey
-from kvolt.kv.shared_pool.wire import Brought, Offered
+from kvolt.kv.shared_pool.wire import FetchResult, OfferedBlocks
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
-from kvolt.transfer.agent import Offering, Operation, TransferAgent
+from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.slabs import Numbers
 
 
 def offer_slots(
     agent: TransferAgent, memory: SlotMemory, slots: Numbers, timeout_s: float
-) -> tuple[list[Offering], tuple[Offered, ...]]:
-    """What lies in these slots, which must stay as it is until the offerings are over."""
-    offerings: list[Offering] = []
-    told: list[Offered] = []
+) -> tuple[list[OfferHandle], tuple[OfferedBlocks, ...]]:
+    """Offer the blocks in these slots, which must not change until the offers are done."""
+    offers: list[OfferHandle] = []
+    offered: list[OfferedBlocks] = []
     try:
         for part, numbers, which in memory.by_part(slots):
-            offering = agent.offer(part, numbers, timeout_s)
-            offerings.append(offering)
-            told.append(Offered(offering.ticket, tuple(which.tolist())))
+            offer = agent.offer(part, numbers, timeout_s)
+            offers.append(offer)
+            offered.append(OfferedBlocks(offer.ticket, tuple(which.tolist())))
     except BaseException:
-        for offering in offerings:
-            offering.cancel()  # nobody has a ticket
+        for offer in offers:
+            offer.cancel()  # the tickets were not published
         raise
-    return offerings, tuple(told)
+    return offers, tuple(offered)
 
 
-async def withdraw(offerings: Sequence[Offering]) -> None:
-    """Nobody reads them any more when this returns, cancelled or not."""
-    for offering in offerings:
-        offering.cancel()
-    await _all_over(offerings)
+async def withdraw_offers(offers: Sequence[OfferHandle]) -> None:
+    """Withdraw offers; no peer reads them once this returns, even if cancelled."""
+    for offer in offers:
+        offer.cancel()
+    await _wait_done(offers)
 
 
 async def read_slots(
     agent: TransferAgent,
-    offered: Sequence[Offered],
+    offered: Sequence[OfferedBlocks],
     memory: SlotMemory,
-    wanted: dict[int, int],
+    slot_by_index: dict[int, int],
     timeout_s: float,
 ) -> None:
-    """Blocks that were offered into slots: `wanted` has the slot of each place. Not checked: that is the caller's.
-    KvoltError where not all came. No byte moves any more when this returns, cancelled or not."""
+    """Read offered blocks into slots; `slot_by_index` has the slot per block index. The caller verifies checksums.
+
+    KvoltError if a read fails. No byte moves once this returns, even if cancelled.
+    """
     for each in offered:
-        pairs = [(at, wanted[place]) for at, place in enumerate(each.places) if place in wanted]
+        pairs = [(at, slot_by_index[index]) for at, index in enumerate(each.places) if index in slot_by_index]
         if not pairs:
             agent.decline(each.ticket)
             continue
         positions = np.asarray([at for at, _ in pairs], dtype=np.int64)
         parts = list(memory.by_part(np.asarray([slot for _, slot in pairs], dtype=np.int64)))
         for number, (part, numbers, which) in enumerate(parts, 1):
-            reading = agent.read(
+            read = agent.read(
                 each.ticket,
                 part,
                 numbers,
@@ -67,42 +69,42 @@ async def read_slots(
                 is_last=number == len(parts),
             )
             try:
-                await reading
+                await read
             except asyncio.CancelledError:
-                reading.cancel()
-                await _all_over([reading])
+                read.cancel()
+                await _wait_done([read])
                 raise
 
 
-async def read_brought(
+async def read_verified(
     agent: TransferAgent,
     thread: TierThread,
-    brought: Brought,
+    result: FetchResult,
     memory: SlotMemory,
     slots: Numbers,
     keys: Sequence[BlockKey],
     timeout_s: float,
 ) -> list[int | None]:
-    """What somebody brought of these blocks into slots; the checksum of each that came whole. As `read_slots`."""
-    count = min(len(brought.checksums), len(keys))
-    wanted = dict(enumerate(slots.tolist()[:count]))
-    await read_slots(agent, brought.offered, memory, wanted, timeout_s)
+    """Read fetched blocks into slots, like `read_slots`; return the checksum of each intact block."""
+    count = min(len(result.checksums), len(keys))
+    slot_by_index = dict(enumerate(slots.tolist()[:count]))
+    await read_slots(agent, result.offered, memory, slot_by_index, timeout_s)
     sums, _ = await thread.run(memory.checksums, slots[:count], keys[:count])
-    came: list[int | None] = [None] * len(keys)
-    for place, (found, due) in enumerate(zip(sums.tolist(), brought.checksums, strict=False)):
-        if found == due:
-            came[place] = due
-    return came
+    checksums: list[int | None] = [None] * len(keys)
+    for index, (actual, expected) in enumerate(zip(sums.tolist(), result.checksums, strict=False)):
+        if actual == expected:
+            checksums[index] = expected
+    return checksums
 
 
-async def _all_over(operations: Sequence[Operation]) -> None:
+async def _wait_done(operations: Sequence[Operation]) -> None:
     cancelled: asyncio.CancelledError | None = None
     for operation in operations:
         while True:
             try:
-                await operation.over()
+                await operation.wait_done()
                 break
             except asyncio.CancelledError as error:
-                cancelled = error  # the memory is still theirs
+                cancelled = error  # keep waiting: the memory is still in use
     if cancelled is not None:
         raise cancelled

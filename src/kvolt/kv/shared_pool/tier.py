@@ -1,7 +1,7 @@
-"""PoolTier: a pool that the workers of a host share (`PoolServer`), as a tier below a worker's own host memory.
+"""PoolTier: the shared pool of a host (`PoolServer`) as a lower tier of a worker.
 
-Knows which blocks the pool has as far as it has asked: others write there, and the pool lets blocks go, so that a guess
-may be wrong, which a read corrects. A pool that has gone is a tier without blocks, until it is there again.
+Caches which blocks the pool has. Other workers write there and the pool evicts, so the cache may be wrong until a read
+corrects it. While the pool is unreachable the tier is empty.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.object_store.known_keys import KnownKeys
 from kvolt.kv.shared_pool.link import PoolLink
-from kvolt.kv.shared_pool.slot_reads import offer_slots, read_brought, withdraw
+from kvolt.kv.shared_pool.slot_reads import offer_slots, read_verified, withdraw_offers
 from kvolt.kv.shared_pool.wire import (
-    MOST_BLOCKS,
-    Answer,
-    Bring,
-    Brought,
+    MAX_BLOCKS,
     Done,
-    Found,
-    Keep,
-    Kept,
-    Look,
-    Suspect,
+    FetchBlocks,
+    FetchResult,
+    Lookup,
+    LookupResult,
+    PoolResponse,
+    StoreBlocks,
+    StoreResult,
+    VerifyBlocks,
     WireBlock,
 )
 from kvolt.kv.tiers.lower_tier import TierStats
@@ -43,19 +43,19 @@ from kvolt.transfer.memory.slabs import Numbers
 log = logging.getLogger(__name__)
 
 _TRANSFER_S = 30.0
-_ANSWER_S = 35.0
-_LOOK_S = 0.5
-_PATIENCE_S = 2.0
-"""A read that is given up after this was too slow; before, somebody did not want it any more."""
+_RESPONSE_S = 35.0
+_LOOKUP_S = 0.5
+_SLOW_READ_S = 2.0
+"""A read cancelled after this time was too slow; one cancelled earlier was not needed any more."""
 
 
 class PoolTier:
-    """A `LowerTier`."""
+    """LowerTier backed by the pool."""
 
     tier = Tier.PEER
-    look_s: float | None = 0.002
+    lookup_s: float | None = 0.002
     num_slots = None
-    has_chores = False
+    has_pending_work = False
 
     def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float]) -> None:
         self._link = PoolLink(path, shape, now)
@@ -72,21 +72,21 @@ class PoolTier:
 
     @property
     def pool(self) -> InstanceId | None:
-        """Under which name the pool that is reached now tells routers of its blocks; None for one that does not."""
+        """Instance id under which the connected pool publishes its blocks; None if it does not."""
         return self._link.pool
 
-    def on_pool(self, told: Callable[[], None]) -> None:
-        """Call this when that has changed."""
-        self._link.on_pool = told
+    def set_on_pool(self, callback: Callable[[], None]) -> None:
+        """Set the callback for changes of `pool`."""
+        self._link.on_pool = callback
 
     async def start(self) -> None:
-        """ConfigError where the pool is for other blocks. One that is not there is looked for again later."""
+        """ConfigError if the pool has another block shape. An unreachable pool is retried in the background."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_RESPONSE_S):
                 await self._link.connect()
         except (NetworkFault, TimeoutError) as error:
-            log.warning("the shared pool is not there yet: %s", str(error))
-        self._link.stay()
+            log.warning("shared pool unreachable, retrying: error=%s", error)
+        self._link.keep_connected()
 
     async def close(self) -> None:
         await self._link.close()
@@ -96,22 +96,22 @@ class PoolTier:
     def has(self, key: BlockKey) -> bool:
         return key in self._known
 
-    def knows(self, key: BlockKey) -> bool:
+    def has_or_pending(self, key: BlockKey) -> bool:
         return key in self._known or key in self._writing
 
-    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         start = self._known.num_known(keys)
-        asked = keys[start : start + MOST_BLOCKS]
-        if not asked:
+        unknown = keys[start : start + MAX_BLOCKS]
+        if not unknown:
             return
         try:
-            found = await self._link.ask(Look(tuple(asked), worth_s), Found, _LOOK_S)
+            result = await self._link.request(Lookup(tuple(unknown), worth_s), LookupResult, _LOOKUP_S)
         except KvoltError as error:
-            log.debug("the shared pool does not say what it has: %s", error.message)
+            log.debug("shared pool lookup failed: error=%s", error.message)
             return
-        self._known.add(key for key, is_there in zip(asked, found.are_there, strict=False) if is_there)
+        self._known.add(key for key, exists in zip(unknown, result.exist, strict=False) if exists)
 
-    # --- moving
+    # --- reading and writing
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
@@ -119,65 +119,69 @@ class PoolTier:
         if not blocks:
             return
         keys = [block.key for block in blocks]
-        began_at = time.perf_counter()
-        offerings, told = offer_slots(self._agent, memory, slots, _TRANSFER_S)
+        started_at = time.perf_counter()
+        offers, offered = offer_slots(self._agent, memory, slots, _TRANSFER_S)
         self._writing.update(keys)
         try:
-            keep = Keep(tuple(map(WireBlock.of, blocks)), tuple(checksums), told)
-            kept = await self._link.ask(keep, Kept, _ANSWER_S)
+            request = StoreBlocks(tuple(map(WireBlock.of, blocks)), tuple(checksums), offered)
+            stored = await self._link.request(request, StoreResult, _RESPONSE_S)
         finally:
             self._writing.difference_update(keys)
-            await withdraw(offerings)
-        await self.look(keys, 0.0)  # it may not have had room for all
-        self.stats.stored(kept.num_new, time.perf_counter() - began_at)
+            await withdraw_offers(offers)
+        await self.lookup(keys, 0.0)  # the pool may have stored only some
+        self.stats.record_stored(stored.num_new, time.perf_counter() - started_at)
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
-        """The pool brings its own from further down first, where it has to."""
+        """Read blocks, which the pool first loads from its lower tiers if necessary."""
         if not blocks:
             return []
         keys = [block.key for block in blocks]
-        began_at = time.perf_counter()
-        brought = Brought((), ())
+        started_at = time.perf_counter()
+        result = FetchResult((), ())
         try:
-            await self._thread.run(memory.reach, int(slots.max()) + 1)
-            brought = await self._link.ask(Bring(tuple(map(WireBlock.of, blocks))), Brought, _ANSWER_S)
-            came = await read_brought(self._agent, self._thread, brought, memory, slots, keys, _TRANSFER_S)
+            await self._thread.run(memory.grow_to, int(slots.max()) + 1)
+            result = await self._link.request(
+                FetchBlocks(tuple(map(WireBlock.of, blocks))), FetchResult, _RESPONSE_S
+            )
+            received = await read_verified(
+                self._agent, self._thread, result, memory, slots, keys, _TRANSFER_S
+            )
         except asyncio.CancelledError:
-            self._decline(brought)
-            if time.perf_counter() - began_at > _PATIENCE_S:  # that is why
-                self._link.give_up("it was too slow")
+            self._decline(result)
+            if time.perf_counter() - started_at > _SLOW_READ_S:  # cancelled because of the delay
+                self._link.disconnect("read too slow")
             raise
         except KvoltError as error:
-            self._decline(brought)
-            log.warning("blocks did not come from the shared pool: %s", error.message)
+            self._decline(result)
+            log.warning("read from shared pool failed: error=%s", error.message)
             self.stats.failures["unread"] += len(keys)
             self.forget(keys)
             return [None] * len(keys)
-        told = zip(keys, came, brought.checksums, strict=False)
-        await self._tell_bad([key for key, each, _ in told if each is None])
-        self.stats.loaded(sum(each is not None for each in came), time.perf_counter() - began_at)
-        self.stats.failures["gone"] += max(len(keys) - len(brought.checksums), 0)
-        self.forget([key for key, each in zip(keys, came, strict=True) if each is None])
-        return came
+        results = zip(keys, received, result.checksums, strict=False)
+        await self._report_corrupt([key for key, each, _ in results if each is None])
+        self.stats.record_loaded(sum(each is not None for each in received), time.perf_counter() - started_at)
+        self.stats.failures["gone"] += max(len(keys) - len(result.checksums), 0)
+        self.forget([key for key, each in zip(keys, received, strict=True) if each is None])
+        return received
 
-    def _decline(self, answer: Answer) -> None:
-        """What was brought for us and is not wanted any more."""
-        if isinstance(answer, Brought):
-            for each in answer.offered:
+    def _decline(self, response: PoolResponse) -> None:
+        """Decline the offers of a fetch result that is not needed any more."""
+        if isinstance(response, FetchResult):
+            for each in response.offered:
                 self._agent.decline(each.ticket)
 
-    async def _tell_bad(self, keys: Sequence[BlockKey]) -> None:
+    async def _report_corrupt(self, keys: Sequence[BlockKey]) -> None:
         if not keys:
             return
         self.stats.failures["corrupt"] += len(keys)
-        log.error("%d blocks of the shared pool are not what was written there", len(keys))
+        log.error("corrupt blocks from shared pool: blocks=%d", len(keys))
         try:
-            await self._link.ask(Suspect(tuple(keys)), Done, _LOOK_S)
+            await self._link.request(VerifyBlocks(tuple(keys)), Done, _LOOKUP_S)
         except KvoltError as error:
-            log.debug("the shared pool was not told: %s", error.message)
+            log.debug("corrupt blocks not reported: error=%s", error.message)
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        """That they are there; they stay, since others use them."""
+        """Remove blocks from the cache of known keys; they stay in the pool."""
         self._known.forget(keys)
         return 0
 
@@ -185,4 +189,4 @@ class PoolTier:
         return ()
 
     def check_integrity(self) -> None:
-        """The pool has the books."""
+        """No-op: the pool keeps the slot table."""

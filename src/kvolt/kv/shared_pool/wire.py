@@ -1,7 +1,7 @@
-"""What a shared pool and its workers say to each other: one connection each over a Unix socket, msgpack in frames.
+"""Wire format between a shared pool and its workers: msgpack frames over a Unix socket.
 
-A worker asks, the pool answers by the question's number, in any order. Bytes of blocks go by tickets of the transfer
-agents, never here. Only processes of the same user reach the socket: what they say is checked for form, not for truth.
+The pool responds to numbered requests in any order. Block bytes are transferred by tickets of transfer agents, not on
+this connection. Only processes of the same user can connect, so messages are validated syntactically only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvolt.core.ids import BlockKey, InstanceId, SequenceHash
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 
-VERSION = 2
-MOST_BLOCKS = 4096
-"""In one question."""
+VERSION = 3
+MAX_BLOCKS = 4096
+"""Blocks per request."""
 _HEAD_BYTES = 4
-_MOST_BYTES = 16 << 20
+_MAX_FRAME_BYTES = 16 << 20
 UNFINISHED_S = 60.0
-"""For a frame to arrive whole."""
+"""Deadline for a started frame."""
 
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -32,7 +32,7 @@ _Hash = Annotated[int, Meta(ge=0)]
 
 
 class WireBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A `TierBlock`."""
+    """TierBlock on the wire."""
 
     key: _Key
     sequence_hash: _Hash
@@ -54,14 +54,14 @@ class WireBlock(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """A ticket for some of a question's blocks: those at `places`, in that order."""
+class OfferedBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Ticket for the blocks of a request at the indexes `places`, in that order."""
 
     ticket: bytes
     places: tuple[int, ...]
 
 
-# --- questions
+# --- requests
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -69,26 +69,26 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int = VERSION
 
 
-class Look(msgspec.Struct, frozen=True, tag="look"):
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     keys: tuple[bytes, ...]
     worth_s: float = 0.0
-    """How long the pool may take to ask tiers of its own; none: it says what it knows."""
+    """Time limit for queries of the pool's lower tiers; 0: known blocks only."""
 
 
-class Keep(msgspec.Struct, frozen=True, tag="keep"):
+class StoreBlocks(msgspec.Struct, frozen=True, tag="store"):
     blocks: tuple[WireBlock, ...]
     checksums: tuple[int, ...]
-    offered: tuple[Offered, ...]
+    offered: tuple[OfferedBlocks, ...]
 
 
-class Bring(msgspec.Struct, frozen=True, tag="bring"):
+class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch"):
     blocks: tuple[WireBlock, ...]
     shape: BlockShape | None = None
-    """Of the blocks that are wanted, where that has not been said."""
+    """Expected block shape, on connections without Hello."""
 
 
-class Suspect(msgspec.Struct, frozen=True, tag="suspect"):
-    """They did not come as they should have: look at them."""
+class VerifyBlocks(msgspec.Struct, frozen=True, tag="verify"):
+    """Request to verify blocks that failed their checksum at the worker."""
 
     keys: tuple[bytes, ...]
 
@@ -97,70 +97,70 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     pass
 
 
-Question = Hello | Look | Keep | Bring | Suspect | Status
+PoolRequest = Hello | Lookup | StoreBlocks | FetchBlocks | VerifyBlocks | Status
 
-# --- answers
+# --- responses
 
 
-class Met(msgspec.Struct, frozen=True, tag="met"):
-    """To a Hello."""
+class HelloResult(msgspec.Struct, frozen=True, tag="hello"):
+    """Response to Hello."""
 
     pool: InstanceId | None = None
-    """Under this name the pool tells routers of its blocks; None where it tells nobody."""
+    """Instance id under which the pool publishes its blocks; None: not published."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     pass
 
 
-class Found(msgspec.Struct, frozen=True, tag="found"):
-    are_there: tuple[bool, ...]
+class LookupResult(msgspec.Struct, frozen=True, tag="lookup"):
+    exist: tuple[bool, ...]
 
 
-class Kept(msgspec.Struct, frozen=True, tag="kept"):
+class StoreResult(msgspec.Struct, frozen=True, tag="store"):
     num_new: int
 
 
-class Brought(msgspec.Struct, frozen=True, tag="brought"):
-    """Blocks from the first on; their bytes may be read until the offers end."""
+class FetchResult(msgspec.Struct, frozen=True, tag="fetch"):
+    """Prefix of the requested blocks; their bytes can be read until the offers end."""
 
     checksums: tuple[int, ...]
-    offered: tuple[Offered, ...]
+    offered: tuple[OfferedBlocks, ...]
 
 
 class TierSize(msgspec.Struct, frozen=True, array_like=True):
     tier: str
     num_blocks: int
-    most_blocks: int | None
+    max_blocks: int | None
     block_bytes: int
-    """Of one as it lies there."""
+    """Stored size of one block."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, tag="status"):
     shape: BlockShape | None
-    """None before the first worker came."""
+    """None before the first worker connected."""
     num_workers: int
     tiers: tuple[TierSize, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ErrorResponse(msgspec.Struct, frozen=True, tag="error"):
     error: ErrorInfo
 
 
-Answer = Met | Done | Found | Kept | Brought | PoolStatus | Refused
+PoolResponse = HelloResult | Done | LookupResult | StoreResult | FetchResult | PoolStatus | ErrorResponse
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    body: Question
+    body: PoolRequest
 
 
-class Answered(msgspec.Struct, frozen=True, array_like=True):
+class ResponseFrame(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    body: Answer
+    body: PoolResponse
 
 
-def frame(message: Asked | Answered) -> bytes:
+def frame(message: RequestFrame | ResponseFrame) -> bytes:
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(_HEAD_BYTES, "little") + data
 
@@ -168,16 +168,18 @@ def frame(message: Asked | Answered) -> bytes:
 async def read_frame(
     reader: asyncio.StreamReader, on_size: Callable[[int], object] = lambda num_bytes: None
 ) -> bytes:
-    """NetworkFault when the other has gone, says what cannot be, or does not end what it began. `on_size` is given
-    the size of a frame that begins to arrive."""
+    """Read a frame. NetworkFault if the connection is lost, the frame is too large or incomplete at the deadline.
+
+    `on_size` is called with the size of a frame once it is known.
+    """
     try:
         size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
-        if size > _MOST_BYTES:
-            raise NetworkFault(f"a frame of {size:,} bytes is too large")
+        if size > _MAX_FRAME_BYTES:
+            raise NetworkFault(f"frame of {size:,} bytes exceeds the limit")
         on_size(size)
         async with asyncio.timeout(UNFINISHED_S):
             return await reader.readexactly(size)
     except TimeoutError:
-        raise NetworkFault(f"a frame did not arrive whole within {UNFINISHED_S:g} s") from None
+        raise NetworkFault(f"incomplete frame after {UNFINISHED_S:g} s") from None
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise NetworkFault(f"the connection is lost ({type(error).__name__})") from None
+        raise NetworkFault(f"connection lost ({type(error).__name__})") from None

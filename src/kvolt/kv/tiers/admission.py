@@ -1,8 +1,8 @@
-"""Admission: which blocks that a device has completed are worth keeping below it. Pure.
+"""Admission: selects completed device blocks to keep in the tiers. Pure.
 
-By how deep they lie in their prompt, and by whose requests they are: beginnings are asked for again more often than
-what follows, and some tenants' more than others'. A block is of those who asked for it; one of an answer, which nobody
-has asked for yet, is of those of the block before it.
+By position in the prompt and by priority and tenant of the request: beginnings of prompts are reused more often than
+their ends, and some tenants' prompts more than others'. Blocks of an output belong to the request of the preceding
+block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.request import RoutingHints
 from kvolt.kv.tiers.slot_table import TierBlock
 
-_MOST_KNOWN = 1 << 18
+_MAX_KNOWN = 1 << 18
 
 
 class Admission:
@@ -23,48 +23,48 @@ class Admission:
     def __init__(
         self, depth: int | None = None, min_priority: int | None = None, tenants: Iterable[str] = ()
     ) -> None:
-        """`depth`: in blocks. None, and no tenant: whatever it is."""
+        """`depth`: maximum position in blocks. None and no tenants: no restriction."""
         self._depth = depth
         self._min_priority = min_priority
         self._tenants = frozenset(tenants)
-        self._wanted: OrderedDict[BlockKey, None] = OrderedDict()
-        """Of requests that are to be kept. The oldest go: a block is completed soon after it was asked for."""
+        self._admitted: OrderedDict[BlockKey, None] = OrderedDict()
+        """Blocks of admitted requests, bounded: a block is completed soon after its request."""
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._admitted)
 
     @property
-    def _asks_whose(self) -> bool:
+    def _checks_requests(self) -> bool:
         return self._min_priority is not None or bool(self._tenants)
 
-    def asked(self, keys: Sequence[BlockKey], hints: RoutingHints) -> None:
-        """A request came for these."""
-        if not self._asks_whose:
+    def add_request(self, keys: Sequence[BlockKey], hints: RoutingHints) -> None:
+        """Record the blocks of a request if it is admitted."""
+        if not self._checks_requests:
             return
         if self._tenants and hints.tenant not in self._tenants:
             return
         if self._min_priority is not None and hints.priority < self._min_priority:
             return
-        self._want(keys[: self._depth])
+        self._admit(keys[: self._depth])
 
-    def places(self, blocks: Sequence[TierBlock]) -> Sequence[int]:
-        """Of blocks one below the other those that are worth it, by their places."""
+    def admitted_indexes(self, blocks: Sequence[TierBlock]) -> Sequence[int]:
+        """Indexes of the admitted ones of consecutive blocks."""
         count = len(blocks)
         if self._depth is not None and blocks:
             count = min(count, max(self._depth - blocks[0].position, 0))
-        if not self._asks_whose:
+        if not self._checks_requests:
             return range(count)
-        found: list[int] = []
-        for place in range(count):
-            block = blocks[place]
-            if block.key in self._wanted or block.parent in self._wanted:
-                found.append(place)
-                self._want([block.key])
-        return found
+        indexes: list[int] = []
+        for index in range(count):
+            block = blocks[index]
+            if block.key in self._admitted or block.parent in self._admitted:
+                indexes.append(index)
+                self._admit([block.key])
+        return indexes
 
-    def _want(self, keys: Iterable[BlockKey]) -> None:
+    def _admit(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
-            self._wanted[key] = None
-            self._wanted.move_to_end(key)
-        while len(self._wanted) > _MOST_KNOWN:
-            self._wanted.popitem(last=False)
+            self._admitted[key] = None
+            self._admitted.move_to_end(key)
+        while len(self._admitted) > _MAX_KNOWN:
+            self._admitted.popitem(last=False)

@@ -1,8 +1,7 @@
-"""Which block goes when a tier is full: the rules that can be chosen. Pure.
+"""Eviction policies of tiers. Pure.
 
-Each keeps an order over what could go from a cache, by its own memory of what was asked for. `evict` asks of each
-candidate whether it may; one that may not, since it is being read, stays and is looked at again later: few are.
-`docs/tiers.md` has what they reach on real traces, beside the best that is possible.
+Each keeps an order of eviction candidates by its own access history. `evict` checks each candidate with `can_evict`;
+candidates that are being read are skipped. `docs/tiers.md` compares their hit rates on traces with the optimum.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ from typing import Generic, Protocol, TypeVar
 from kvolt.core.errors import ConfigError
 
 Key = TypeVar("Key", bound=Hashable)
-MayGo = Callable[[Key], bool]
+CanEvict = Callable[[Key], bool]
 
-_LOOKS = 256
-"""Candidates in a row that may not go, after which any that may is taken."""
+_MAX_SCAN = 256
+"""Limit on consecutive candidates that cannot be evicted."""
 
 
 class Eviction(Protocol[Key]):
-    """See the module. A key is in it from `admit` to `drop`, or until `evict` gives it."""
+    """See the module. A key is a candidate from `admit` until `drop` or until `evict` returns it."""
 
     def __len__(self) -> int: ...
 
     def admit(self, key: Key, *, is_old: bool = False) -> None:
-        """It could go from now on; `is_old`: as soon as any other."""
+        """Add a candidate; `is_old`: at the eviction end of the order."""
         ...
 
     def touch(self, key: Key) -> None:
-        """It was asked for."""
+        """Record an access."""
         ...
 
     def drop(self, key: Key) -> None:
-        """It has gone for another reason."""
+        """Remove a candidate that was not evicted."""
         ...
 
-    def evict(self, may_go: MayGo[Key]) -> Key | None:
-        """One that goes now; None when none may."""
+    def evict(self, can_evict: CanEvict[Key]) -> Key | None:
+        """Remove and return the next candidate; None if none can be evicted."""
         ...
 
     def resize(self, capacity: int) -> None:
-        """The cache holds so many from now on."""
+        """Change the capacity of the cache."""
         ...
 
 
 class Lru(Generic[Key]):
-    """Who was asked for longest ago."""
+    """Least recently used."""
 
     def __init__(self, capacity: int) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -70,9 +69,9 @@ class Lru(Generic[Key]):
     def drop(self, key: Key) -> None:
         del self._order[key]
 
-    def evict(self, may_go: MayGo[Key]) -> Key | None:
+    def evict(self, can_evict: CanEvict[Key]) -> Key | None:
         for key in self._order:
-            if may_go(key):
+            if can_evict(key):
                 del self._order[key]
                 return key
         return None
@@ -82,21 +81,21 @@ class Lru(Generic[Key]):
 
 
 class S3Fifo(Generic[Key]):
-    """Two queues in the order of arrival: most come and go through a small one; who is asked for there, or comes back
-    soon after it went, is let into the main one, from where it goes once it is not asked for any more. (Yang et al.,
-    FIFO queues are all you need for cache eviction, SOSP 2023.)"""
+    """S3-FIFO: a small and a main queue. Keys accessed in the small queue, or readmitted soon after eviction from it,
+    move to the main queue and are evicted from there once no longer accessed. (Yang et al., FIFO queues are all you
+    need for cache eviction, SOSP 2023.)"""
 
     _SMALL = 0.1
-    """Of the capacity."""
-    _MOST = 3
-    """Times that it counts to be asked for."""
+    """Share of the capacity."""
+    _MAX_COUNT = 3
+    """Accesses counted per key."""
 
     def __init__(self, capacity: int) -> None:
         self._small: OrderedDict[Key, int] = OrderedDict()
         self._main: OrderedDict[Key, int] = OrderedDict()
-        """With how often each was asked for."""
+        """Access count by key."""
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
-        """Those that have gone from the small queue."""
+        """Keys recently evicted from the small queue."""
         self.resize(capacity)
 
     def __len__(self) -> int:
@@ -111,28 +110,28 @@ class S3Fifo(Generic[Key]):
 
     def touch(self, key: Key) -> None:
         queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, self._MOST)
+        queue[key] = min(queue[key] + 1, self._MAX_COUNT)
 
     def drop(self, key: Key) -> None:
         queue = self._small if key in self._small else self._main
         del queue[key]
 
-    def evict(self, may_go: MayGo[Key]) -> Key | None:
-        looks = _LOOKS + self._MOST * len(self)
-        while looks > 0 and len(self):
-            looks -= 1
+    def evict(self, can_evict: CanEvict[Key]) -> Key | None:
+        num_steps = _MAX_SCAN + self._MAX_COUNT * len(self)
+        while num_steps > 0 and len(self):
+            num_steps -= 1
             if self._small and (len(self._small) >= self._num_small or not self._main):
                 key, count = self._small.popitem(last=False)
                 if count:
                     self._main[key] = 0
-                elif may_go(key):
+                elif can_evict(key):
                     self._remember(key)
                     return key
                 else:
                     self._small[key] = 0
                 continue
             key, count = self._main.popitem(last=False)
-            if not count and may_go(key):
+            if not count and can_evict(key):
                 return key
             self._main[key] = max(count - 1, 0)
         return None
@@ -152,15 +151,15 @@ class S3Fifo(Generic[Key]):
 
 
 class TinyLfu(Generic[Key]):
-    """Who was asked for least often lately: newcomers pass through a small queue, and whoever leaves it stays only in
-    the place of one that is asked for less. How often is counted for keys that are not here as well, in few bits, and
-    halved now and then. (Einziger et al., TinyLFU, ACM ToS 2017.)"""
+    """W-TinyLFU: new keys pass through a small window; a key that leaves it replaces the next victim only if accessed
+    more often. Access counts are small, include absent keys and are halved periodically. (Einziger et al., TinyLFU, ACM
+    ToS 2017.)"""
 
     _WINDOW = 0.01
-    """Of the capacity."""
-    _MOST = 15
+    """Share of the capacity."""
+    _MAX_COUNT = 15
     _SAMPLE = 10
-    """Counts after which all are halved, in capacities."""
+    """Accesses between halvings, as a multiple of the capacity."""
 
     def __init__(self, capacity: int) -> None:
         self._window: OrderedDict[Key, None] = OrderedDict()
@@ -188,21 +187,21 @@ class TinyLfu(Generic[Key]):
         queue = self._window if key in self._window else self._main
         del queue[key]
 
-    def evict(self, may_go: MayGo[Key]) -> Key | None:
+    def evict(self, can_evict: CanEvict[Key]) -> Key | None:
         while len(self._window) > self._num_window:
             candidate, _ = self._window.popitem(last=False)
-            victim = next((key for key in islice(self._main, _LOOKS) if may_go(key)), None)
+            victim = next((key for key in islice(self._main, _MAX_SCAN) if can_evict(key)), None)
             if len(self) + 1 < self._capacity or victim is None:
                 self._main[candidate] = None
                 continue
-            if self._frequency(candidate) > self._frequency(victim) or not may_go(candidate):
+            if self._frequency(candidate) > self._frequency(victim) or not can_evict(candidate):
                 del self._main[victim]
                 self._main[candidate] = None
                 return victim
             return candidate
         for queue in (self._main, self._window):
             for key in queue:
-                if may_go(key):
+                if can_evict(key):
                     del queue[key]
                     return key
         return None
@@ -215,9 +214,8 @@ class TinyLfu(Generic[Key]):
         return self._counts.get(key, 0)
 
     def _count(self, key: Key) -> None:
-        """Exactly, of as many keys as four caches hold: the names are here anyway, and a sketch of them would be no
-        smaller in Python."""
-        self._counts[key] = min(self._counts.get(key, 0) + 1, self._MOST)
+        """Exact counts for up to four times the capacity; a sketch would not be smaller in Python."""
+        self._counts[key] = min(self._counts.get(key, 0) + 1, self._MAX_COUNT)
         self._counts.move_to_end(key)
         self._num_counted += 1
         if self._num_counted >= self._SAMPLE * self._capacity:
@@ -233,42 +231,42 @@ EVICTIONS: dict[str, Callable[[int], Eviction[Hashable]]] = {"lru": Lru, "s3fifo
 
 
 def new_eviction(name: str, capacity: int) -> Eviction[Hashable]:
-    """ConfigError for a name that there is not."""
-    make = EVICTIONS.get(name)
-    if make is None:
+    """ConfigError for an unknown name."""
+    policy = EVICTIONS.get(name)
+    if policy is None:
         raise ConfigError(
-            f"there is no eviction rule {name!r}",
+            f"unknown eviction policy {name!r}",
             key="eviction",
             remedy=f"choose one of {', '.join(EVICTIONS)}",
         )
-    return make(capacity)
+    return policy(capacity)
 
 
 class TouchFilter(Generic[Key]):
-    """Whether something is worth a place that wears out: when it is seen for the second time within a while.
+    """Admits a key once it was seen `min_touches` times recently, to limit writes.
 
-    Sightings fade: each `decay` further ones count one less. Bounded in the keys that it knows.
+    Each `decay` sightings of any keys reduce a key's count by one. Bounded number of keys.
     """
 
-    def __init__(self, least: int, most_keys: int, decay: int) -> None:
-        self._least = least
-        self._most_keys = most_keys
+    def __init__(self, min_touches: int, max_keys: int, decay: int) -> None:
+        self._min_touches = min_touches
+        self._max_keys = max_keys
         self._decay = decay
         self._seen: OrderedDict[Key, tuple[int, int]] = OrderedDict()
-        """How often, and at which sighting of all the last was."""
+        """Count, and global number of the last sighting, by key."""
         self._num_sightings = 0
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def sees(self, key: Key) -> bool:
-        """One more sighting; whether it is enough."""
-        if self._least <= 1:
+    def record_sighting(self, key: Key) -> bool:
+        """Count a sighting; return whether the key is admitted."""
+        if self._min_touches <= 1:
             return True
         self._num_sightings += 1
         count, at = self._seen.pop(key, (0, self._num_sightings))
         count = max(count - (self._num_sightings - at) // self._decay, 0) + 1
         self._seen[key] = count, self._num_sightings
-        if len(self._seen) > self._most_keys:
+        if len(self._seen) > self._max_keys:
             self._seen.popitem(last=False)
-        return count >= self._least
+        return count >= self._min_touches

@@ -1,4 +1,4 @@
-"""HitWindow: of the prompt blocks asked for lately, how many came from which tier. Pure."""
+"""HitWindow: recently requested prompt blocks and how many each tier provided. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvolt.core.kv_events import Tier
 
 WINDOW = 1000
-"""Requests."""
+"""Requests in the window."""
 
 
 class HitWindow:
@@ -18,16 +18,16 @@ class HitWindow:
         self._recent: deque[tuple[int, Sequence[tuple[Tier, int]]]] = deque()
         self._size = size
         self._hits: Counter[Tier] = Counter()
-        self.num_asked = 0
+        self.num_requested = 0
 
-    def add(self, num_asked: int, by_tier: Sequence[tuple[Tier, int]]) -> None:
-        """One prompt's blocks."""
-        self._recent.append((num_asked, by_tier))
-        self.num_asked += num_asked
+    def add(self, num_requested: int, by_tier: Sequence[tuple[Tier, int]]) -> None:
+        """Record the blocks of one prompt."""
+        self._recent.append((num_requested, by_tier))
+        self.num_requested += num_requested
         self._hits.update(dict(by_tier))
         if len(self._recent) > self._size:
-            asked, hits = self._recent.popleft()
-            self.num_asked -= asked
+            oldest, hits = self._recent.popleft()
+            self.num_requested -= oldest
             self._hits.subtract(dict(hits))
 
     def num_hits(self, tier: Tier) -> int:

@@ -1,8 +1,7 @@
-"""LowerTier: what a tier below the host's memory is to those above it. And what is counted of any tier.
+"""LowerTier: interface of a tier below the host tier; TierStats: counters of any tier.
 
-Blocks go down to it from slots of the host's memory and come back into such slots; it says which of them came whole.
-All of this is called on the event loop; bytes move in threads, and no call returns before they are done with the slots
-that it was given, cancelled or not.
+Blocks are written from slots of host memory and read back into such slots, with a checksum per block. Called on the
+event loop; bytes move in threads, and no call returns, even when cancelled, before its threads are done with the slots.
 """
 
 from __future__ import annotations
@@ -20,51 +19,51 @@ from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.transfer.memory.slabs import Numbers
 
-_LATELY = 0.25
-"""What the last load counts, where the speed of a tier is worked out."""
-_MANY = 64
-"""Blocks; of fewer it says less, since much of their time is that of any."""
+_LAST_WEIGHT = 0.25
+"""Weight of the last load in the moving average of the tier's speed."""
+_FULL_WEIGHT_BLOCKS = 64
+"""Blocks of a load with full weight; smaller loads count less, since fixed costs dominate them."""
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Of one tier, for metrics and for who chooses between fetching and computing."""
+    """Counters of one tier, for metrics and for the choice between loading and computing."""
 
     num_stored: int = 0
     num_loaded: int = 0
     stored_s: float = 0.0
     loaded_s: float = 0.0
     block_s: float | None = None
-    """How long it takes to load one, by those that were lately."""
+    """Time to load one block, moving average."""
     store_block_s: float | None = None
-    """To store one, of the batch that went fastest."""
+    """Time to store one block, of the fastest batch."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Blocks by what became of them: corrupt, unread, unwritten, no_room."""
+    """Failed blocks by reason: corrupt, unread, unwritten, no_room, late, gone."""
 
-    def stored(self, count: int, took_s: float) -> None:
+    def record_stored(self, count: int, elapsed_s: float) -> None:
         self.num_stored += count
-        self.stored_s += took_s
+        self.stored_s += elapsed_s
         if count:
-            each_s = took_s / count
+            each_s = elapsed_s / count
             self.store_block_s = min(self.store_block_s or each_s, each_s)
 
-    def loaded(self, count: int, took_s: float) -> None:
+    def record_loaded(self, count: int, elapsed_s: float) -> None:
         self.num_loaded += count
-        self.loaded_s += took_s
-        self.block_s = _lately(self.block_s, count, took_s)
+        self.loaded_s += elapsed_s
+        self.block_s = _moving_average(self.block_s, count, elapsed_s)
 
 
-def _lately(before_s: float | None, count: int, took_s: float) -> float | None:
+def _moving_average(before_s: float | None, count: int, elapsed_s: float) -> float | None:
     if not count:
         return before_s
-    each_s = took_s / count
-    weight = _LATELY * min(count / _MANY, 1.0)
-    # One slow load may be chance; a quick one is what it can do.
+    each_s = elapsed_s / count
+    weight = _LAST_WEIGHT * min(count / _FULL_WEIGHT_BLOCKS, 1.0)
+    # Bounded by twice the last value, so that a fast load counts at once and a slow one gradually.
     return min((1 - weight) * (before_s or each_s) + weight * each_s, 2.0 * each_s)
 
 
 class LowerTier(Protocol):
-    """See the module. `start`, then anything, then `close`."""
+    """See the module. Call `start` first and `close` last."""
 
     @property
     def tier(self) -> Tier: ...
@@ -73,17 +72,17 @@ class LowerTier(Protocol):
     def stats(self) -> TierStats: ...
 
     @property
-    def look_s(self) -> float | None:
-        """How long a `look` takes, about; None for a tier that knows all it has, since nobody else writes there."""
+    def lookup_s(self) -> float | None:
+        """Approximate time of a `lookup`; None if the index is complete, since only this worker writes there."""
         ...
 
     @property
     def num_slots(self) -> int | None:
-        """Blocks that it can hold; None where that is not ours to say."""
+        """Capacity in blocks; None if not under this worker's control."""
         ...
 
     def __len__(self) -> int:
-        """Blocks that it is known to have."""
+        """Number of known blocks."""
         ...
 
     async def start(self) -> None: ...
@@ -91,61 +90,61 @@ class LowerTier(Protocol):
     async def close(self) -> None: ...
 
     def has(self, key: BlockKey) -> bool:
-        """Whether it can be asked for."""
+        """Whether the block is known to be readable."""
         ...
 
-    def knows(self, key: BlockKey) -> bool:
-        """Whether it need not be offered: it is there, or on its way."""
+    def has_or_pending(self, key: BlockKey) -> bool:
+        """Whether the block is here or being written, so that it need not be written."""
         ...
 
-    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """Find out which of these it has, where `has` does not know all. Not for long, and never an error. `worth_s`:
-        how long it may take, for a tier that would have to ask others in turn."""
+    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """Query which of these blocks exist, if `has` is incomplete. Bounded in time; never raises. `worth_s`: time
+        limit for a tier that has to query others."""
         ...
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
     ) -> None:
-        """Keep what lies in these slots, as far as there is room. KvoltError where nothing could be."""
+        """Store the blocks in these slots as far as there is room. KvoltError if none could be stored."""
         ...
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
-        """Bring blocks into slots; the checksum of each that came whole. What did not is not found here any more."""
+        """Read blocks into slots; return the checksum of each intact block. Others are removed from the index."""
         ...
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        """These, or all, as far as nobody is at them; how many."""
+        """Remove these blocks, or all, unless held; return how many."""
         ...
 
     @property
-    def has_chores(self) -> bool:
-        """Whether a `write`, be it of nothing, would clear something up."""
+    def has_pending_work(self) -> bool:
+        """Whether a `write`, even of no block, would do pending cleanup."""
         ...
 
     def take_changes(self) -> tuple[Change, ...]:
-        """Since the last time, for who routes. None of a tier that every worker reaches alike."""
+        """Changes since the last call, for routers. Empty for a tier that all workers reach equally."""
         ...
 
     def check_integrity(self) -> None: ...
 
 
 @runtime_checkable
-class Inspecting(Protocol):
-    """A tier that looks at what it is given to write."""
+class CorruptionReporter(Protocol):
+    """Tier that verifies blocks before it writes them."""
 
-    on_spoiled: Callable[[BlockKey], None]
-    """Told of a block whose bytes were not what they should be."""
+    on_corrupt: Callable[[BlockKey], None]
+    """Called for each block that failed its checksum."""
 
 
 @runtime_checkable
 class Resizable(Protocol):
-    """A tier whose size is ours to say."""
+    """Tier with a configurable size."""
 
     @property
     def shape(self) -> BlockShape:
-        """Of blocks as they lie there."""
+        """Shape of the stored blocks."""
         ...
 
     async def resize(self, num_slots: int) -> None:
-        """So many blocks from now on. KvoltError where that cannot be."""
+        """Change the capacity in blocks. KvoltError if not possible."""
         ...

@@ -1,30 +1,30 @@
-"""The KV tiers of a process's workers, for Prometheus: under our names, and those that Dynamo's dashboards know."""
+"""Prometheus metrics of the KV tiers of a process's workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.hit_window import HitWindow
 from kvolt.kv.tiers.lower_tier import TierStats
-from kvolt.kv.tiers.peer_server import PeerGiving
+from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 
 _TIERS = (Tier.HOST, Tier.DISK, Tier.OBJECT, Tier.PEER)
 
 
 class MeteredTiers(Protocol):
-    """The tiers of one engine, as far as metrics read them."""
+    """Tiers of one engine as read by metrics."""
 
     @property
     def cache(self) -> TieredCache: ...
     @property
-    def peers(self) -> tuple[PeerTier, PeerGiving] | None: ...
+    def peers(self) -> tuple[PeerTier, PeerServer] | None: ...
     @property
     def hits(self) -> HitWindow: ...
     @property
@@ -34,126 +34,109 @@ class MeteredTiers(Protocol):
 
 
 class TierMetrics(Collector):
-    """Of all of them together; nothing where there are none."""
+    """Sums over all engines; no metrics without any."""
 
-    def __init__(self, tierings: Callable[[], Sequence[MeteredTiers]]) -> None:
-        self._tierings = tierings
+    def __init__(self, engines: Callable[[], Sequence[MeteredTiers]]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        every = self._tierings()
-        if not every:
+        engines = self._engines()
+        if not engines:
             return
-        yield from self._sizes(every)
-        yield from self._moves(every)
-        yield from self._dynamo(every)
+        yield from self._sizes(engines)
+        yield from self._moves(engines)
 
-    def _sizes(self, every: Sequence[MeteredTiers]) -> Iterator[Metric]:
-        blocks = GaugeMetricFamily("kvolt_tier_blocks", "KV blocks that can be found there", labels=("tier",))
+    def _sizes(self, engines: Sequence[MeteredTiers]) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("kvolt_tier_blocks", "KV blocks in the tier", labels=("tier",))
         slots = GaugeMetricFamily(
-            "kvolt_tier_capacity_blocks", "KV blocks that it can hold", labels=("tier",)
+            "kvolt_tier_capacity_blocks", "Capacity of the tier in KV blocks", labels=("tier",)
         )
-        used = GaugeMetricFamily("kvolt_tier_bytes", "Bytes of the blocks there", labels=("tier",))
+        utilization = GaugeMetricFamily(
+            "kvolt_tier_utilization_ratio",
+            "Fraction of the tier's capacity in use, from 0 to 1",
+            labels=("tier",),
+        )
+        used = GaugeMetricFamily("kvolt_tier_bytes", "Bytes of the KV blocks in the tier", labels=("tier",))
         rates = GaugeMetricFamily(
             "kvolt_tier_hit_rate",
-            "Of the prompt blocks asked for lately, those that came from there",
+            "Fraction of recent prompt blocks loaded from the tier",
             labels=("tier",),
         )
         for tier in _TIERS:
-            hosts = [each.cache.host for each in every if tier in each.cache.host.stats]
+            hosts = [each.cache.host for each in engines if tier in each.cache.host.stats]
             if not hosts:
                 continue
             sizes = [each.size(tier) for each in hosts]
-            blocks.add_metric((tier,), sum(count for count, _ in sizes))
-            if all(most is not None for _, most in sizes):
-                slots.add_metric((tier,), sum(most or 0 for _, most in sizes))
+            num_blocks = sum(count for count, _ in sizes)
+            blocks.add_metric((tier,), num_blocks)
+            if all(capacity is not None for _, capacity in sizes):
+                total = sum(capacity or 0 for _, capacity in sizes)
+                slots.add_metric((tier,), total)
+                utilization.add_metric((tier,), num_blocks / total if total else 0.0)
             num_bytes = (each.size(tier)[0] * each.shape_in(tier).block_bytes for each in hosts)
             used.add_metric((tier,), sum(num_bytes))
-            rates.add_metric((tier,), _hit_rate(every, tier))
-        yield from (blocks, slots, used, rates)
+            rates.add_metric((tier,), _hit_rate(engines, tier))
+        yield from (blocks, slots, utilization, used, rates)
 
-    def _moves(self, every: Sequence[MeteredTiers]) -> Iterator[Metric]:
+    def _moves(self, engines: Sequence[MeteredTiers]) -> Iterator[Metric]:
         for name, text, attribute in (
-            ("stored_blocks", "KV blocks written there", "num_stored"),
-            ("stored_seconds", "Time that took", "stored_s"),
-            ("loaded_blocks", "KV blocks read from there", "num_loaded"),
-            ("loaded_seconds", "Time that took", "loaded_s"),
+            ("stored_blocks", "KV blocks stored in the tier", "num_stored"),
+            ("stored_seconds", "Time to store KV blocks in the tier", "stored_s"),
+            ("loaded_blocks", "KV blocks loaded from the tier", "num_loaded"),
+            ("loaded_seconds", "Time to load KV blocks from the tier", "loaded_s"),
         ):
             family = CounterMetricFamily(f"kvolt_tier_{name}", text, labels=("tier",))
             for tier in _TIERS:
-                stats = _stats(every, tier)
+                stats = _stats(engines, tier)
                 if stats:
                     family.add_metric((tier,), sum(getattr(each, attribute) for each in stats))
             yield family
         failures = CounterMetricFamily(
             "kvolt_tier_failures",
-            "KV blocks that could not be kept or were not what they were",
+            "KV blocks that could not be stored, or failed their checksum when loaded",
             labels=("tier", "reason"),
         )
         for tier in _TIERS:
-            stats = _stats(every, tier)
+            stats = _stats(engines, tier)
             for reason in sorted({reason for each in stats for reason in each.failures}):
                 failures.add_metric((tier, reason), sum(each.failures[reason] for each in stats))
         yield failures
-        given = CounterMetricFamily(
-            "kvolt_tier_given_blocks", "KV blocks that other workers were given to fetch"
-        )
-        givers = [each.peers[1] for each in every if each.peers is not None]
-        if givers:
-            given.add_metric((), sum(each.num_given for each in givers))
-        yield given
+        served = CounterMetricFamily("kvolt_tier_served_blocks", "KV blocks served to other workers")
+        servers = [each.peers[1] for each in engines if each.peers is not None]
+        if servers:
+            served.add_metric((), sum(each.num_served for each in servers))
+        yield served
+        matched = CounterMetricFamily("kvolt_tier_matched_tokens", "Prompt tokens whose KV came from a tier")
+        matched.add_metric((), sum(each.num_tokens for each in engines))
+        yield matched
         declined = CounterMetricFamily(
-            "kvolt_tier_declined_blocks", "KV blocks that were computed sooner than brought"
+            "kvolt_tier_declined_blocks",
+            "KV blocks found in a tier and recomputed because that was predicted to be faster",
         )
-        declined.add_metric((), sum(each.num_declined for each in every))
+        declined.add_metric((), sum(each.num_declined for each in engines))
         yield declined
         dropped = CounterMetricFamily(
-            "kvolt_tier_dropped_blocks", "KV blocks that left the host before they were written below"
+            "kvolt_tier_dropped_blocks",
+            "KV blocks evicted from host memory before they were written to a lower tier",
         )
-        dropped.add_metric((), sum(each.cache.host.num_dropped for each in every))
+        dropped.add_metric((), sum(each.cache.host.num_dropped for each in engines))
         yield dropped
         skipped = CounterMetricFamily(
             "kvolt_tier_skipped_blocks",
-            "Sightings of KV blocks that were too few (disk_touches, object_touches) to write them there",
+            "KV blocks not stored because they were used less often than disk_touches or object_touches",
             labels=("tier",),
         )
         for tier in _TIERS:
-            counts = [each.cache.host.num_skipped for each in every]
+            counts = [each.cache.host.num_skipped for each in engines]
             if any(tier in count for count in counts):
                 skipped.add_metric((tier,), sum(count.get(tier, 0) for count in counts))
         yield skipped
 
-    def _dynamo(self, every: Sequence[MeteredTiers]) -> Iterator[Metric]:
-        """Its h2d is host to disk where it offloads, and host to device where it onboards."""
-        host, disk, store, _ = (_stats(every, tier) for tier in _TIERS)
-        for name, text, value in (
-            (
-                "kvbm_matched_tokens",
-                "Prompt tokens whose KV came from a tier",
-                sum(each.num_tokens for each in every),
-            ),
-            ("kvbm_offload_blocks_d2h", "Blocks from device to host", sum(each.num_stored for each in host)),
-            ("kvbm_offload_blocks_h2d", "Blocks from host to disk", sum(each.num_stored for each in disk)),
-            ("kvbm_onboard_blocks_h2d", "Blocks from host to device", sum(each.num_loaded for each in host)),
-            ("kvbm_onboard_blocks_d2d", "Blocks from disk to device", sum(each.num_loaded for each in disk)),
-            ("kvbm_offload_blocks_d2o", "Blocks to an object store", sum(each.num_stored for each in store)),
-            (
-                "kvbm_onboard_blocks_o2d",
-                "Blocks from an object store",
-                sum(each.num_loaded for each in store),
-            ),
-        ):
-            # Not as counters, to which the library would add `_total`: dashboards know them without.
-            yield UnknownMetricFamily(name, text, value)
-        for tier in _TIERS:
-            rate = GaugeMetricFamily(f"kvbm_{tier}_cache_hit_rate", "As kvolt_tier_hit_rate")
-            rate.add_metric((), _hit_rate(every, tier))
-            yield rate
+
+def _stats(engines: Sequence[MeteredTiers], tier: Tier) -> list[TierStats]:
+    return [each.cache.host.stats[tier] for each in engines if tier in each.cache.host.stats]
 
 
-def _stats(every: Sequence[MeteredTiers], tier: Tier) -> list[TierStats]:
-    return [each.cache.host.stats[tier] for each in every if tier in each.cache.host.stats]
-
-
-def _hit_rate(every: Sequence[MeteredTiers], tier: Tier) -> float:
-    num_asked = sum(each.hits.num_asked for each in every)
-    return sum(each.hits.num_hits(tier) for each in every) / num_asked if num_asked else 0.0
+def _hit_rate(engines: Sequence[MeteredTiers], tier: Tier) -> float:
+    num_requested = sum(each.hits.num_requested for each in engines)
+    return sum(each.hits.num_hits(tier) for each in engines) / num_requested if num_requested else 0.0

@@ -1,7 +1,7 @@
-"""PeerGiving: what a worker's tiers have, for other workers that name the blocks.
+"""PeerServer: serves blocks of a worker's tiers to other workers.
 
-A device's blocks go down to the host's memory once they are complete, so that this is nearly all a worker has. What the
-host does not have comes up from its own disk or store first; never from a third worker.
+Completed device blocks are offloaded to host memory, so this covers almost all blocks of a worker. Blocks that are not
+in host memory are loaded from the worker's own lower tiers first, never from a third worker.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvolt.core.errors import InvalidRequest, Overloaded, Unavailable
-from kvolt.kv.shared_pool.slot_reads import offer_slots, withdraw
-from kvolt.kv.shared_pool.wire import MOST_BLOCKS, Bring, Brought
-from kvolt.kv.tiers.host_tier import HostTier, numbers_of
+from kvolt.kv.shared_pool.slot_reads import offer_slots, withdraw_offers
+from kvolt.kv.shared_pool.wire import MAX_BLOCKS, FetchBlocks, FetchResult
+from kvolt.kv.tiers.host_tier import HostTier, int64_array
 from kvolt.kv.tiers.slot_table import TierBlock
-from kvolt.transfer.agent import Offering, TransferAgent
+from kvolt.transfer.agent import OfferHandle, TransferAgent
 
 _TRANSFER_S = 15.0
-_MOST_OPEN = 16
-"""Workers, or batches of theirs, at a time."""
-_MOST_HELD = 0.5
-"""Of the host's slots, those that others may hold: they cannot go meanwhile."""
+_MAX_OPEN = 16
+"""Concurrent fetches."""
+_MAX_HELD_SHARE = 0.5
+"""Share of the host's slots that fetches may hold, since those cannot be evicted."""
 
 
-class PeerGiving:
+class PeerServer:
     """See the module."""
 
     def __init__(self, host: HostTier, agent: TransferAgent) -> None:
@@ -32,53 +32,53 @@ class PeerGiving:
         self._num_open = 0
         self._num_held = 0
         self._is_closed = False
-        self.num_given = 0
-        """Blocks that were offered."""
+        self.num_served = 0
+        """Blocks offered to other workers."""
 
-    async def give(self, bring: Bring) -> AsyncIterator[Brought]:
-        """One answer. Its blocks may be read until they have been, or until this is closed."""
+    async def serve(self, request: FetchBlocks) -> AsyncIterator[FetchResult]:
+        """Yield one result. Its blocks can be read until they have been read or the generator is closed."""
         if self._is_closed:
-            raise Unavailable("this worker gives nothing any more", reason="stopping")
-        if bring.shape is not None and bring.shape != self._host.shape:
-            ours, theirs = self._host.shape, bring.shape
+            raise Unavailable("this worker is stopping and serves no more blocks", reason="stopping")
+        if request.shape is not None and request.shape != self._host.shape:
+            local, remote = self._host.shape, request.shape
             raise InvalidRequest(
-                f"blocks here have {ours.block_bytes:,} bytes of {ours.num_ranks} ranks, not {theirs.block_bytes:,} of "
-                f"{theirs.num_ranks}",
+                f"blocks have {local.block_bytes:,} bytes from {local.num_ranks} ranks here, not "
+                f"{remote.block_bytes:,} from {remote.num_ranks}",
                 param="shape",
             )
-        blocks = [each.block() for each in bring.blocks[:MOST_BLOCKS]]
-        room = int(self._host.books.num_slots * _MOST_HELD) - self._num_held
-        num_own = min(self._host.num_own([block.key for block in blocks]), max(room, 0))
-        if self._num_open >= _MOST_OPEN or (not num_own and room <= 0):
-            raise Overloaded("too many workers are fetching blocks here")
+        blocks = [each.block() for each in request.blocks[:MAX_BLOCKS]]
+        room = int(self._host.slot_table.num_slots * _MAX_HELD_SHARE) - self._num_held
+        num_local = min(self._host.num_local([block.key for block in blocks]), max(room, 0))
+        if self._num_open >= _MAX_OPEN or (not num_local and room <= 0):
+            raise Overloaded("too many concurrent fetches from this worker")
         self._num_open += 1
-        self._num_held += num_own
+        self._num_held += num_local
         try:
-            async with self._offered(blocks[:num_own]) as (brought, offerings):
-                yield brought
-                for offering in offerings:
-                    await offering.over()
+            async with self._offered(blocks[:num_local]) as (result, offers):
+                yield result
+                for offer in offers:
+                    await offer.wait_done()
         finally:
             self._num_open -= 1
-            self._num_held -= num_own
+            self._num_held -= num_local
 
     @asynccontextmanager
     async def _offered(
         self, blocks: Sequence[TierBlock]
-    ) -> AsyncIterator[tuple[Brought, Sequence[Offering]]]:
-        brought = await self._host.bring(blocks)
+    ) -> AsyncIterator[tuple[FetchResult, Sequence[OfferHandle]]]:
+        onboarded = await self._host.onboard(blocks)
         try:
-            slots = numbers_of(map(self._host.books.slot, brought.keys))
-            checksums = tuple(map(self._host.books.checksum, brought.keys))
-            offerings, told = offer_slots(self._agent, self._host.memory, slots, _TRANSFER_S)
-            self.num_given += len(brought.keys)
+            slots = int64_array(map(self._host.slot_table.slot, onboarded.keys))
+            checksums = tuple(map(self._host.slot_table.checksum, onboarded.keys))
+            offers, offered = offer_slots(self._agent, self._host.memory, slots, _TRANSFER_S)
+            self.num_served += len(onboarded.keys)
             try:
-                yield Brought(checksums, told), offerings
+                yield FetchResult(checksums, offered), offers
             finally:
-                await withdraw(offerings)
+                await withdraw_offers(offers)
         finally:
-            self._host.release(brought.keys)
+            self._host.release(onboarded.keys)
 
     def close(self) -> None:
-        """Nobody is given anything new."""
+        """Reject new fetches."""
         self._is_closed = True

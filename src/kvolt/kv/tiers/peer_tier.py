@@ -1,7 +1,7 @@
-"""PeerTier: what other workers' tiers have, as a tier below a worker's own host memory.
+"""PeerTier: blocks in other workers' tiers, as a lower tier of a worker.
 
-Knows only what requests say: which worker is held to have how much of a prompt (`kv_sources`). Nothing is written
-there. A worker that has gone, or has let the blocks go, is a miss, and is left alone for a while.
+Knows only the locations named by requests: which worker presumably has how much of a prompt (`kv_sources`). Read-only.
+A worker that is gone or has evicted the blocks is a cache miss and is not contacted for a while.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.changes import Change
-from kvolt.kv.shared_pool.slot_reads import read_brought
-from kvolt.kv.shared_pool.wire import Bring, Brought, WireBlock
+from kvolt.kv.shared_pool.slot_reads import read_verified
+from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult, WireBlock
 from kvolt.kv.tiers.lower_tier import TierStats
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -33,42 +33,42 @@ from kvolt.transfer.memory.slabs import Numbers
 log = logging.getLogger(__name__)
 
 _READ_S = 3.0
-"""For a batch of blocks to come: to compute them would have taken less."""
-_PATIENCE_S = 1.0
-"""A read that is given up after this was too slow; before, somebody did not want it any more."""
-_ALONE_S = 10.0
-"""For which a worker is not asked again that did not answer."""
-_UNLIKE_S = 600.0
-"""For which one is not whose blocks have another shape."""
-_MOST_KNOWN = 1 << 16
+"""Deadline for a batch of blocks; computing them takes less."""
+_SLOW_READ_S = 1.0
+"""A read cancelled after this time was too slow; one cancelled earlier was not needed any more."""
+_BACKOFF_S = 10.0
+"""Time for which a worker that failed is not contacted."""
+_INCOMPATIBLE_BACKOFF_S = 600.0
+"""Backoff for a worker with another block shape."""
+_MAX_KNOWN = 1 << 16
 
-AskPeer = Callable[[InstanceId, Bring], AbstractAsyncContextManager[Brought]]
-"""Blocks of another worker, which may be read as long as this is open. KvoltError where it does not answer."""
+OpenFetch = Callable[[InstanceId, FetchBlocks], AbstractAsyncContextManager[FetchResult]]
+"""Fetches blocks of another worker, readable while the context is open. KvoltError if it does not respond."""
 
 
 class PeerTier:
-    """A `LowerTier`. Has nothing before `connect`."""
+    """LowerTier. Empty before `connect`."""
 
     tier = Tier.PEER
-    look_s: float | None = None
+    lookup_s: float | None = None
     num_slots = None
-    has_chores = False
+    has_pending_work = False
 
     def __init__(self, agent: TransferAgent, now: Callable[[], float]) -> None:
-        """`agent`: the process's, which somebody else closes."""
+        """`agent`: shared agent of the process; not closed here."""
         self._agent = agent
         self._now = now
-        self._ask: AskPeer | None = None
-        self._me = InstanceId("")
-        self._places: OrderedDict[BlockKey, InstanceId] = OrderedDict()
-        """Who is held to have a block. The oldest go."""
-        self._alone_until: dict[InstanceId, float] = {}
+        self._open_fetch: OpenFetch | None = None
+        self._own_id = InstanceId("")
+        self._sources: OrderedDict[BlockKey, InstanceId] = OrderedDict()
+        """Worker that presumably has a block; bounded, least recently named first."""
+        self._backoff_until: dict[InstanceId, float] = {}
         self._thread = TierThread("kv-peer")
         self.stats = TierStats()
 
-    def connect(self, ask: AskPeer, me: InstanceId) -> None:
-        """How others are asked, and who need not be."""
-        self._ask, self._me = ask, me
+    def connect(self, open_fetch: OpenFetch, own_id: InstanceId) -> None:
+        """Set how other workers are contacted, and the id of this worker."""
+        self._open_fetch, self._own_id = open_fetch, own_id
 
     async def start(self) -> None: ...
 
@@ -76,100 +76,104 @@ class PeerTier:
         await self._thread.close()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._sources)
 
-    def expect(self, keys: Sequence[BlockKey], sources: Sequence[KvSource]) -> None:
-        """A request says who has the first of its blocks."""
+    def add_sources(self, keys: Sequence[BlockKey], sources: Sequence[KvSource]) -> None:
+        """Record which workers have prefixes of these blocks, as named by a request."""
         now = self._now()
         for source in sources:
-            if source.instance == self._me or self._alone_until.get(source.instance, -math.inf) > now:
+            if source.instance == self._own_id or self._backoff_until.get(source.instance, -math.inf) > now:
                 continue
             for key in keys[: max(source.num_blocks, 0)]:
-                self._places[key] = source.instance
-                self._places.move_to_end(key)
-        while len(self._places) > _MOST_KNOWN:
-            self._places.popitem(last=False)
+                self._sources[key] = source.instance
+                self._sources.move_to_end(key)
+        while len(self._sources) > _MAX_KNOWN:
+            self._sources.popitem(last=False)
 
     def has(self, key: BlockKey) -> bool:
-        return self._ask is not None and key in self._places
+        return self._open_fetch is not None and key in self._sources
 
-    def knows(self, key: BlockKey) -> bool:
-        """None is ever offered."""
+    def has_or_pending(self, key: BlockKey) -> bool:
+        """True, since nothing is written to peers."""
         return True
 
-    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """There is no more than requests say."""
+    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """No-op: only requests name sources."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
     ) -> None:
-        """Others' tiers are filled by others."""
+        """No-op: peers fill their own tiers."""
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
-        came: list[int | None] = [None] * len(blocks)
-        by_place: dict[InstanceId, list[int]] = {}
+        checksums: list[int | None] = [None] * len(blocks)
+        by_source: dict[InstanceId, list[int]] = {}
         for index, block in enumerate(blocks):
-            place = self._places.get(block.key)
-            if place is not None:  # forgotten meanwhile
-                by_place.setdefault(place, []).append(index)
-        for place, indexes in by_place.items():
-            some = [blocks[index] for index in indexes]
-            found = await self._read_from(place, some, memory, slots[np.asarray(indexes)])
-            for index, checksum in zip(indexes, found, strict=True):
-                came[index] = checksum
-        # Also those that came: the next request says anew who has them, and by then that one may have let them go.
+            source = self._sources.get(block.key)
+            if source is not None:  # else removed since `has`
+                by_source.setdefault(source, []).append(index)
+        for source, indexes in by_source.items():
+            requested = [blocks[index] for index in indexes]
+            received = await self._read_from(source, requested, memory, slots[np.asarray(indexes)])
+            for index, checksum in zip(indexes, received, strict=True):
+                checksums[index] = checksum
+        # Also the received ones: the source may evict them before the next request, which names sources again.
         self.forget([block.key for block in blocks])
-        return came
+        return checksums
 
     async def _read_from(
-        self, place: InstanceId, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers
+        self, source: InstanceId, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers
     ) -> list[int | None]:
-        assert self._ask is not None
+        assert self._open_fetch is not None
         keys = [block.key for block in blocks]
-        began_at = time.perf_counter()
+        started_at = time.perf_counter()
         try:
-            await self._thread.run(memory.reach, int(slots.max()) + 1)
-            bring = Bring(tuple(map(WireBlock.of, blocks)), memory.shape)
-            async with asyncio.timeout(_READ_S), self._ask(place, bring) as brought:
-                came = await read_brought(self._agent, self._thread, brought, memory, slots, keys, _READ_S)
+            await self._thread.run(memory.grow_to, int(slots.max()) + 1)
+            request = FetchBlocks(tuple(map(WireBlock.of, blocks)), memory.shape)
+            async with asyncio.timeout(_READ_S), self._open_fetch(source, request) as result:
+                checksums = await read_verified(
+                    self._agent, self._thread, result, memory, slots, keys, _READ_S
+                )
         except asyncio.CancelledError:
-            if time.perf_counter() - began_at > _PATIENCE_S:  # that is why
-                self._leave_alone(place, _ALONE_S)
+            if time.perf_counter() - started_at > _SLOW_READ_S:  # cancelled because of the delay
+                self._back_off(source, _BACKOFF_S)
             raise
         except (KvoltError, TimeoutError) as error:
-            told = error.message if isinstance(error, KvoltError) else f"they took more than {_READ_S:g} s"
-            log.warning("blocks did not come from worker %s: %s", place, told)
+            reason = error.message if isinstance(error, KvoltError) else f"timeout after {_READ_S:g} s"
+            log.warning("fetch from worker failed: worker=%s error=%s", source, reason)
             self.stats.failures["unread"] += len(keys)
-            if not isinstance(error, Overloaded):  # that one answers, and may have time for the next
-                self._leave_alone(place, _UNLIKE_S if isinstance(error, InvalidRequest) else _ALONE_S)
+            if not isinstance(error, Overloaded):  # it responds and may serve the next fetch
+                self._back_off(
+                    source, _INCOMPATIBLE_BACKOFF_S if isinstance(error, InvalidRequest) else _BACKOFF_S
+                )
             return [None] * len(keys)
-        num_came = sum(each is not None for each in came)
-        num_bad = min(len(brought.checksums), len(keys)) - num_came
+        num_intact = sum(each is not None for each in checksums)
+        num_bad = min(len(result.checksums), len(keys)) - num_intact
         if num_bad:
-            log.error("%d blocks of worker %s are not what they were", num_bad, place)
+            log.error("corrupt blocks from worker: worker=%s blocks=%d", source, num_bad)
         self.stats.failures["corrupt"] += num_bad
-        self.stats.failures["gone"] += len(keys) - num_came - num_bad
-        self.stats.loaded(num_came, time.perf_counter() - began_at)
-        return came
+        self.stats.failures["gone"] += len(keys) - num_intact - num_bad
+        self.stats.record_loaded(num_intact, time.perf_counter() - started_at)
+        return checksums
 
-    def _leave_alone(self, place: InstanceId, for_s: float) -> None:
+    def _back_off(self, source: InstanceId, for_s: float) -> None:
         now = self._now()
-        self._alone_until = {each: until for each, until in self._alone_until.items() if until > now}
-        self._alone_until[place] = now + for_s
-        self.forget([key for key, known in self._places.items() if known == place])
+        self._backoff_until = {each: until for each, until in self._backoff_until.items() if until > now}
+        self._backoff_until[source] = now + for_s
+        self.forget([key for key, known in self._sources.items() if known == source])
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        """That others have them; they keep them."""
+        """Remove the sources of these blocks; the peers keep them."""
         if keys is None:
-            self._places.clear()
+            self._sources.clear()
         else:
             for key in keys:
-                self._places.pop(key, None)
+                self._sources.pop(key, None)
         return 0
 
     def take_changes(self) -> tuple[Change, ...]:
-        """Who has them tells of them."""
+        """None: the peers publish their own changes."""
         return ()
 
     def check_integrity(self) -> None:
-        """Others have the books."""
+        """No-op: peers keep the slot tables."""

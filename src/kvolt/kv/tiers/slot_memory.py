@@ -1,11 +1,11 @@
-"""SlotMemory: memory of the host in equal slots, one for each block, and the ways of blocks into it and out of it.
+"""SlotMemory: host memory in equal slots, one per block, with copies from and to engine memory.
 
-A slot holds a whole block: what each rank has of it, one after the other, so that a block is there for all ranks or for
-none. It begins at a page, for files that are read past the kernel's cache. The memory comes in parts as slots are first
-used, each of which other processes could map. Knows no names but as seeds of checksums, and not which slot holds what.
+A slot holds a whole block: the pieces of all ranks concatenated, so a block exists for all ranks or none. Slots are
+page-aligned for direct file I/O. Memory is allocated in shareable parts as slots are first used. Keys are used only as
+checksum seeds; which slot holds which block is not known here.
 
-The checksum of a block is made of those of its pieces (`transfer.checksum`), each seeded by the block's key and the
-rank: bytes under another name, or of another rank, are as wrong as a flipped bit.
+The checksum of a block combines those of its pieces (`transfer.memory.checksum`), each seeded by block key and rank, so
+that bytes of another block or rank fail verification.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ import numpy as np
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.transfer.memory.device_memory import DeviceMemory, Sums, blocks_at_once, checksums, copy_checked
-from kvolt.transfer.memory.slabs import Numbers, Pieces, Slab
+from kvolt.transfer.memory.device_memory import DeviceMemory, blocks_per_step, checksums, copy_checked
+from kvolt.transfer.memory.pieces import Pieces, Sums
+from kvolt.transfer.memory.slabs import Numbers, Slab
 
 PAGE_BYTES = 4096
 _PART_BYTES = 256 << 20
-_MOST_PARTS = 64
-_TURN_BYTES = 256 << 20
-"""Copied at a time: between two of these a copy that nobody waits for any more ends."""
+_MAX_PARTS = 64
+_STEP_BYTES = 256 << 20
+"""Bytes per copy call; a cancelled copy ends between two calls."""
 _SEED_BYTES = 8
 _RANK_KEY = 0x9E3779B97F4A7C15
 _FOLD_KEY = np.uint64(0xD6E8FEB86659FD93)
 
 
 class BlockShape(msgspec.Struct, frozen=True):
-    """Of blocks in a tier: so many equal pieces, one of each rank."""
+    """Shape of blocks in a tier: one equal piece per rank."""
 
     piece_bytes: int
     num_ranks: int = 1
     dtype: str = ""
-    """Of the values in them; empty where they are bytes of no known meaning."""
+    """Data type of the values; empty if unknown."""
 
     @classmethod
     def of(cls, slabs: Sequence[Slab]) -> BlockShape:
-        """Of an engine's memory, by its ranks."""
+        """Shape of the blocks of an engine, from its slab per rank."""
         dtypes = {"" if slab.layout is None else slab.layout.block.dtype for slab in slabs}
         sizes = {slab.block_bytes for slab in slabs}
         if len(sizes) != 1:
             raise ConfigError(
-                f"ranks have blocks of {sorted(sizes)} bytes: tiers keep those of equal ranks",
+                f"block sizes differ between ranks: {sorted(sizes)}",
                 key="tiers",
-                remedy="serve without tiers, or with ranks that share the heads evenly",
+                remedy="disable tiers, or use a TP degree that divides the KV heads evenly",
             )
         return cls(sizes.pop(), len(slabs), dtypes.pop() if len(dtypes) == 1 else "")
 
@@ -69,7 +70,7 @@ def rank_seeds(keys: Sequence[BlockKey], rank: int) -> bytes:
 
 
 def block_checksums(slabs: Sequence[Slab], blocks: Numbers, keys: Sequence[BlockKey]) -> Sums:
-    """Of what lies in these blocks of an engine's memory, by its ranks."""
+    """Checksums of blocks in an engine's slabs, one per rank."""
     folded = np.zeros(len(blocks), dtype=np.uint64)
     for rank, slab in enumerate(slabs):
         sums = np.empty(len(blocks), dtype=np.uint64)
@@ -79,23 +80,23 @@ def block_checksums(slabs: Sequence[Slab], blocks: Numbers, keys: Sequence[Block
 
 
 class SlotMemory:
-    """See the module. `close` gives it back; nothing may be under way."""
+    """See the module. No copy may be in progress on `close`."""
 
     def __init__(self, shape: BlockShape, num_slots: int, device: DeviceMemory | None = None) -> None:
-        """`num_slots`: the most that there will be. `device`: that should reach it fast."""
+        """`num_slots`: capacity. `device`: pin the memory for it."""
         self.shape = shape
         self.num_slots = num_slots
         self._device = device
         self._unpin: list[Callable[[], None]] = []
         self._growing = threading.Lock()
-        # Not many parts of a large one: each takes descriptors here and with every peer.
-        part_bytes = max(_PART_BYTES, num_slots * shape.slot_bytes // _MOST_PARTS)
+        # Few parts even of a large memory: each needs descriptors here and in every peer.
+        part_bytes = max(_PART_BYTES, num_slots * shape.slot_bytes // _MAX_PARTS)
         self._per_part = max(min(part_bytes // shape.slot_bytes, num_slots), 1)
         self._parts: list[Slab] = []
 
     @property
     def num_bytes(self) -> int:
-        """That it takes now."""
+        """Allocated bytes."""
         return sum(part.memory.nbytes for part in self._parts)
 
     def close(self) -> None:
@@ -105,17 +106,17 @@ class SlotMemory:
             self._parts.pop().close()
 
     @property
-    def num_reached(self) -> int:
-        """Slots that there are now."""
+    def num_allocated(self) -> int:
+        """Allocated slots."""
         return min(len(self._parts) * self._per_part, self.num_slots)
 
     def steps(self) -> Iterator[int]:
-        """For `reach`, part by part up to all of it."""
+        """Arguments for successive `grow_to` calls, one per part."""
         yield from range(self._per_part, self.num_slots, self._per_part)
         yield self.num_slots
 
-    def reach(self, num_slots: int) -> None:
-        """There are so many slots after this. OSError where the host has no more. Any thread."""
+    def grow_to(self, num_slots: int) -> None:
+        """Allocate at least `num_slots` slots. OSError if out of memory. Thread-safe."""
         if len(self._parts) * self._per_part >= num_slots:
             return
         with self._growing:
@@ -127,7 +128,8 @@ class SlotMemory:
                 self._parts.append(part)
 
     def resize(self, num_slots: int, end: int) -> None:
-        """So many from now on; memory is given back as far as no slot from `end` on is used. More comes by `reach`."""
+        """Change the capacity and free memory beyond it and beyond `end`, the end of used slots. `grow_to`
+        allocates."""
         with self._growing:
             self.num_slots = num_slots
             needed = -(-max(num_slots, end) // self._per_part)
@@ -137,39 +139,38 @@ class SlotMemory:
                 self._parts.pop().close()
 
     def by_part(self, slots: Numbers) -> Iterator[tuple[Slab, Numbers, Numbers]]:
-        """The memory that slots lie in, their numbers in it, and which of `slots` they are. Grows where it must."""
+        """Yield (part, slot numbers in the part, indexes in `slots`); allocates as needed."""
         if len(slots):
-            self.reach(int(slots.max()) + 1)
+            self.grow_to(int(slots.max()) + 1)
         parts = slots // self._per_part
         for number in np.unique(parts).tolist():
-            which = np.flatnonzero(parts == number)
-            yield self._parts[number], slots[which] - number * self._per_part, which
+            indexes = np.flatnonzero(parts == number)
+            yield self._parts[number], slots[indexes] - number * self._per_part, indexes
 
     def block(self, slot: int) -> memoryview:
-        """The bytes of the block in a slot, without what fills it up to a page. To be released after use."""
+        """Bytes of the block in a slot, without padding. Must be released after use."""
         [(part, [number], _)] = self.by_part(np.asarray([slot], dtype=np.int64))
         start = int(number) * self.shape.slot_bytes
         return part.memory[start : start + self.shape.block_bytes]
 
     def fill(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
-        """Blocks of an engine's memory into slots; their checksums. For any thread, with slabs of
-        its own."""
+        """Copy engine blocks into slots; return their checksums. Any thread, with its own slabs."""
         return self._copy(slots, keys, slabs, blocks, is_in=True)
 
     def empty(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
-        """Slots into blocks of an engine's memory; the checksums of what arrived there."""
+        """Copy slots into engine blocks; return the checksums of the copies."""
         return self._copy(slots, keys, slabs, blocks, is_in=False)
 
     def checksums(self, slots: Numbers, keys: Sequence[BlockKey]) -> Sums:
-        """Of what lies in these slots."""
+        """Checksums of the blocks in these slots."""
         folded = np.zeros(len(slots), dtype=np.uint64)
         for rank in range(self.shape.num_ranks):
             sums = np.empty(len(slots), dtype=np.uint64)
-            for part, numbers, which in self.by_part(slots):
-                of_part = np.empty(len(which), dtype=np.uint64)
-                seeds = rank_seeds([keys[each] for each in which.tolist()], rank)
-                checksums(part.contents, self.pieces(numbers, rank), seeds, of_part)
-                sums[which] = of_part
+            for part, numbers, indexes in self.by_part(slots):
+                part_sums = np.empty(len(indexes), dtype=np.uint64)
+                seeds = rank_seeds([keys[each] for each in indexes.tolist()], rank)
+                checksums(part.contents, self.pieces(numbers, rank), seeds, part_sums)
+                sums[indexes] = part_sums
             folded = folded * _FOLD_KEY + sums
         return folded
 
@@ -179,23 +180,24 @@ class SlotMemory:
         folded = np.zeros(len(slots), dtype=np.uint64)
         for rank, slab in enumerate(slabs):
             sums = np.empty(len(slots), dtype=np.uint64)
-            for part, numbers, which in self.by_part(slots):
-                ours, theirs = self.pieces(numbers, rank), slab.pieces(blocks[which])
-                at_once = blocks_at_once(part.contents, slab.contents, ours, _TURN_BYTES)
-                for first in range(0, len(which), at_once):
-                    some = which[first : first + at_once]
-                    here, there = ours.part(first, len(some)), theirs.part(first, len(some))
-                    seeds = rank_seeds([keys[each] for each in some.tolist()], rank)
-                    of_some = np.empty(len(some), dtype=np.uint64)
+            for part, numbers, indexes in self.by_part(slots):
+                slot_pieces, slab_pieces = self.pieces(numbers, rank), slab.pieces(blocks[indexes])
+                batch_blocks = blocks_per_step(part.contents, slab.contents, slot_pieces, _STEP_BYTES)
+                for first in range(0, len(indexes), batch_blocks):
+                    batch = indexes[first : first + batch_blocks]
+                    in_part = slot_pieces.slice(first, len(batch))
+                    in_slab = slab_pieces.slice(first, len(batch))
+                    seeds = rank_seeds([keys[each] for each in batch.tolist()], rank)
+                    batch_sums = np.empty(len(batch), dtype=np.uint64)
                     if is_in:
-                        copy_checked(part.contents, here, slab.contents, there, seeds, of_some)
+                        copy_checked(part.contents, in_part, slab.contents, in_slab, seeds, batch_sums)
                     else:
-                        copy_checked(slab.contents, there, part.contents, here, seeds, of_some)
-                    sums[some] = of_some
+                        copy_checked(slab.contents, in_slab, part.contents, in_part, seeds, batch_sums)
+                    sums[batch] = batch_sums
             folded = folded * _FOLD_KEY + sums
         return folded
 
     def pieces(self, numbers: Numbers, rank: int) -> Pieces:
-        """Where slots of a part have what is of one rank."""
+        """Pieces of one rank in slots of a part."""
         shape = self.shape
         return Pieces(numbers * shape.slot_bytes + rank * shape.piece_bytes, shape.piece_bytes)

@@ -1,6 +1,6 @@
-"""TierThread: a thread that moves a tier's bytes, one call after the other, for the event loop.
+"""TierThread: runs blocking calls of a tier sequentially in a thread, for the event loop.
 
-Where there are no threads, on a virtual loop, `EXECUTORS` gives it another executor.
+On a virtual loop, which has no threads, `EXECUTORS` provides another executor.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ Value = TypeVar("Value")
 
 
 class TierExecutor(Protocol):
-    """Runs calls one after the other."""
+    """Runs calls sequentially."""
 
     def now(self) -> float:
-        """Clock by which calls are timed."""
+        """Clock used to time calls."""
         ...
 
     def submit(self, call: Callable[[], Value], /) -> Future[Value]: ...
 
     async def end(self) -> None:
-        """Wait for the calls under way; none comes after that."""
+        """Wait for submitted calls; no further ones follow."""
         ...
 
 
 class _Thread:
-    """A TierExecutor with a thread of its own."""
+    """TierExecutor with its own thread."""
 
     now = staticmethod(time.perf_counter)
 
@@ -50,11 +50,11 @@ class _Thread:
 
 
 EXECUTORS: ContextVar[Callable[[str], TierExecutor]] = ContextVar("tier executors", default=_Thread)
-"""By the name of the thread."""
+"""Factory of executors, by thread name."""
 
 
 class TierThread:
-    """See the module. `close` waits for what is under way."""
+    """See the module. `close` waits for submitted calls."""
 
     def __init__(self, name: str) -> None:
         self._executor = EXECUTORS.get()(name)
@@ -63,33 +63,35 @@ class TierThread:
         await self._executor.end()
 
     async def run(self, call: Callable[..., Value], *arguments: object) -> tuple[Value, float]:
-        """What a call gives, and how long it took once it was its turn. Cancelled, however often, this ends after the
-        call has: what that works on is kept for it so long."""
+        """Run a call; return its result and elapsed seconds.
+
+        If cancelled, even repeatedly, returns only after the call has ended, so that its buffers stay valid.
+        """
 
         def timed() -> tuple[Value, float]:
-            began_at = self._executor.now()
-            return call(*arguments), self._executor.now() - began_at
+            started_at = self._executor.now()
+            return call(*arguments), self._executor.now() - started_at
 
         job = self._executor.submit(timed)
-        working = asyncio.wrap_future(job)
+        future = asyncio.wrap_future(job)
         try:
-            return await asyncio.shield(working)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
-            job.cancel()  # if it has not begun; the asyncio future would say so of one that runs, too
-            while not working.done():
+            job.cancel()  # only if not started; the asyncio future would also cancel a running one
+            while not future.done():
                 try:
-                    await asyncio.wait([working])
+                    await asyncio.wait([future])
                 except asyncio.CancelledError:
                     continue
-            if not working.cancelled():
-                working.exception()
+            if not future.cancelled():
+                future.exception()  # mark as retrieved
             raise
 
     async def ask(self, call: Callable[..., Value], *arguments: object) -> Value:
-        """What a call gives that works on nothing of ours: cancelled, this ends at once, and the call in its time."""
-        working = asyncio.wrap_future(self._executor.submit(partial(call, *arguments)))
+        """Run a call that uses no buffers of the caller. If cancelled, returns at once; the call completes later."""
+        future = asyncio.wrap_future(self._executor.submit(partial(call, *arguments)))
         try:
-            return await asyncio.shield(working)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
-            working.add_done_callback(lambda done: done.cancelled() or done.exception())
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise

@@ -1,9 +1,8 @@
-"""TierWriter: blocks of the host that wait for a tier below it, written a batch at a time and at leisure.
+"""TierWriter: writes blocks of the host tier to one lower tier in the background, in batches.
 
-Owns which of them are worth it, in which order they go, and what becomes of them when that tier will not take them:
-it is asked again after a pause, and blocks that the host drops meanwhile are not kept. Those that are next stay in
-the host until they are written, whatever else comes to it: the blocks that go for those lie below, or are not worth
-it. They are a part of the host's slots at most. Bounded by the host's size.
+Decides which blocks are written and in which order. If the tier rejects a batch, it is retried after a pause; blocks
+evicted from the host in between are dropped. The next blocks in order are held in the host until written, so that
+eviction takes other blocks; they use a limited share of the slots. The queue is bounded by the host's size.
 """
 
 from __future__ import annotations
@@ -22,98 +21,96 @@ from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.eviction import TouchFilter
 from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
-from kvolt.kv.tiers.slot_table import TierBooks
-from kvolt.runtime.tasks import Crew
+from kvolt.kv.tiers.slot_table import SlotTable
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 5.0
-"""After a tier would not take blocks, before it is asked again."""
+"""Pause after a rejected batch."""
 _FLUSH_S = 5.0
-"""For what waits, when all ends."""
+"""Time limit for pending writes on close."""
 _MANY_SKIPPED = 1024
-"""Sightings after which a tier that got nothing is reported."""
-_MOST_NEXT = 128
-"""Blocks that stay for one tier: who looks for one that can go passes them by, each time."""
+"""Sightings without any admitted block after which a warning is logged."""
+_MAX_HELD = 128
+"""Held blocks per tier, since each eviction scans past them."""
 
 
 class TierWriter:
-    """See the module. `start` it after the tier, and `close` it before."""
+    """See the module. `start` after the tier, `close` before it."""
 
     def __init__(
-        self, lower: LowerTier, host: TierBooks, memory: SlotMemory, touches: int, at_once: int
+        self, lower: LowerTier, host: SlotTable, memory: SlotMemory, touches: int, batch_blocks: int
     ) -> None:
-        """`touches`: how often a block is to be seen before it is worth it. `at_once`: blocks in a batch."""
+        """`touches`: sightings before a block is written."""
         self.lower = lower
         self._host = host
         self._memory = memory
-        self._at_once = at_once
+        self._batch_blocks = batch_blocks
         self._touches = touches
         self._filter: TouchFilter[BlockKey] = TouchFilter(touches, 4 * host.num_slots, 4 * host.num_slots)
         self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
-        self._next: set[BlockKey] = set()
-        """The first that wait, as many as may stay: held in the host."""
-        self.waiting_share = 0.0
-        """Of the host's slots, for blocks that are next and stay until then."""
+        self._held: set[BlockKey] = set()
+        """Held blocks: the first ones in the queue."""
+        self.pending_share = 0.0
+        """Share of the host's slots for held blocks."""
         self._has_waiting = asyncio.Event()
         self._closing = asyncio.Event()
-        self._writing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._num_clears = 0
-        self._is_refused = False
-        """Whether the last batch was."""
+        self._is_rejected = False
+        """Whether the tier rejected the last batch."""
         self.on_change: Callable[[], None] = lambda: None
-        """Told when blocks have come to the tier, or gone from it."""
+        """Called after each change of the tier."""
         self.num_dropped = 0
-        """Blocks that were worth it and went before it was their turn."""
+        """Admitted blocks evicted before they were written."""
         self.num_skipped = 0
-        """Sightings of blocks that were not enough to write the block."""
-        self._has_passed = False
-        """A block was seen often enough."""
+        """Sightings of blocks that were not admitted."""
+        self._has_admitted = False
+        """At least one block was admitted."""
 
-    def start(self, crew: Crew) -> None:
-        self._writing = crew.start(self._write_on(), f"write to {self.lower.tier}")
+    def start(self, task_group: TaskGroup) -> None:
+        self._task = task_group.start(self._run(), f"write to {self.lower.tier}")
 
     async def close(self) -> None:
-        """What waits is written, as far as that is quick."""
+        """Write pending blocks within a time limit."""
         self._closing.set()
         self._has_waiting.set()
         if 0 < self.num_skipped < _MANY_SKIPPED:
             self._report_nothing_written()
-        if self._writing is None:
+        if self._task is None:
             return
-        await asyncio.wait([self._writing], timeout=_FLUSH_S)
+        await asyncio.wait([self._task], timeout=_FLUSH_S)
         try:
             async with asyncio.timeout(_FLUSH_S):
-                while self._waiting or self.lower.has_chores:
+                while self._waiting or self.lower.has_pending_work:
                     if not await self._write_batch():
                         break
         except TimeoutError:
-            log.warning(
-                "%d blocks were not written to the %s tier in time", len(self._waiting), self.lower.tier
-            )
+            log.warning("close timed out: tier=%s unwritten=%d", self.lower.tier, len(self._waiting))
 
-    def want(self, key: BlockKey) -> None:
-        """It was seen: written in its turn, if that is worth it."""
-        if self.lower.knows(key) or not self._host.has(key):
+    def record_sighting(self, key: BlockKey) -> None:
+        """Count a sighting of a block and queue it if it is admitted."""
+        if self.lower.has_or_pending(key) or not self._host.has(key):
             return
-        if not self._filter.sees(key):
+        if not self._filter.record_sighting(key):
             self.num_skipped += 1
             if self.num_skipped == _MANY_SKIPPED:
                 self._report_nothing_written()
             return
-        self._has_passed = True
+        self._has_admitted = True
         self._waiting[key] = None
         if len(self._waiting) > self._host.num_slots:
-            self._let_go([self._waiting.popitem(last=False)[0]])
+            self._release([self._waiting.popitem(last=False)[0]])
             self.num_dropped += 1
-        self._hold_next()
+        self._hold_first()
         self._has_waiting.set()
 
     def _report_nothing_written(self) -> None:
-        if not self._has_passed:
+        if not self._has_admitted:
             log.warning(
-                "nothing is written to the %s tier: skipped=%d blocks, each seen fewer than %d times; "
-                "set tiers.%s_touches to 1 to write every block",
+                "no block written to tier: tier=%s skipped=%d touches=%d; "
+                "set tiers.%s_touches to 1 to write all blocks",
                 self.lower.tier,
                 self.num_skipped,
                 self._touches,
@@ -121,49 +118,46 @@ class TierWriter:
             )
 
     def wake(self) -> None:
-        """The tier may have something to clear up."""
+        """Run the writer, since the tier may have pending cleanup."""
         self._has_waiting.set()
 
     def clear(self) -> int:
-        """Forget what waits, what is on its way, and what is there; how many of the last."""
+        """Drop pending blocks and remove all blocks from the tier; return how many were removed."""
         self._num_clears += 1
-        self._let_go(self._waiting)
+        self._release(self._waiting)
         self._waiting.clear()
         self.wake()
         return self.lower.forget()
 
-    # ---
-
-    def _hold_next(self) -> None:
-        """As many of the first as may stay. What has gone before it was its turn waits no longer."""
-        most = 0 if self._is_refused else min(int(self.waiting_share * self._host.num_slots), _MOST_NEXT)
-        while len(self._next) < min(most, len(self._waiting)):
-            key = next(islice(self._waiting, len(self._next), None))
+    def _hold_first(self) -> None:
+        """Hold the first queued blocks up to the limit; drop queued blocks that were evicted."""
+        limit = 0 if self._is_rejected else min(int(self.pending_share * self._host.num_slots), _MAX_HELD)
+        while len(self._held) < min(limit, len(self._waiting)):
+            key = next(islice(self._waiting, len(self._held), None))
             if self._host.has(key):
-                self._host.hold([key], is_asked=False)
-                self._next.add(key)
+                self._host.hold([key], is_access=False)
+                self._held.add(key)
             else:
                 del self._waiting[key]
                 self.num_dropped += 1
 
-    def _let_go(self, keys: Iterable[BlockKey]) -> None:
-        """They stay no longer."""
-        going = [key for key in keys if key in self._next]
-        self._next.difference_update(going)
-        self._host.release(going)
+    def _release(self, keys: Iterable[BlockKey]) -> None:
+        held = [key for key in keys if key in self._held]
+        self._held.difference_update(held)
+        self._host.release(held)
 
-    def _put_back(self, keys: Sequence[BlockKey], cleared: int) -> None:
-        """At the end: others may have more luck."""
+    def _requeue(self, keys: Sequence[BlockKey], cleared: int) -> None:
+        """Append rejected blocks to the end of the queue."""
         if cleared == self._num_clears:
             free = self._host.num_slots - len(self._waiting)
             self._waiting.update(dict.fromkeys(keys[: max(free, 0)]))
 
-    async def _write_on(self) -> None:
-        """Until it `is_closing`: a batch that has begun is ended."""
+    async def _run(self) -> None:
+        """Write batches until closing; a started batch completes."""
         while not self._is_closing:
             await self._has_waiting.wait()
             self._has_waiting.clear()
-            while not self._is_closing and (self._waiting or self.lower.has_chores):
+            while not self._is_closing and (self._waiting or self.lower.has_pending_work):
                 if not await self._write_batch():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_PAUSE_S):
@@ -174,41 +168,39 @@ class TierWriter:
         return self._closing.is_set()
 
     async def _write_batch(self) -> bool:
-        """What waits first; whether the tier takes blocks."""
+        """Write the first queued blocks; return whether the tier accepted them."""
         keys: list[BlockKey] = []
-        while self._waiting and len(keys) < self._at_once:
+        while self._waiting and len(keys) < self._batch_blocks:
             key, _ = self._waiting.popitem(last=False)
-            if self.lower.knows(key):
-                self._let_go([key])
+            if self.lower.has_or_pending(key):
+                self._release([key])
             elif self._host.has(key):
                 keys.append(key)
             else:
-                self._let_go([key])
+                self._release([key])
                 self.num_dropped += 1
         blocks, cleared = [self._host.block(key) for key in keys], self._num_clears
         sums = [self._host.checksum(key) for key in keys]
-        slots = np.asarray(self._host.hold(keys, is_asked=False), dtype=np.int64)
-        self._let_go(keys)
-        self._hold_next()
+        slots = np.asarray(self._host.hold(keys, is_access=False), dtype=np.int64)
+        self._release(keys)
+        self._hold_first()
         try:
             await self.lower.write(blocks, sums, self._memory, slots)
-        except Exception as error:  # the next may be better: nobody else would go on with this
+        except Exception as error:  # must not end the writer task
             no_room = isinstance(error, KvoltError) and error.fields.get("reason") == "no_room"
             self.lower.stats.failures["no_room" if no_room else "unwritten"] += len(blocks)
-            told = error.message if isinstance(error, KvoltError) else repr(error)
-            level = logging.DEBUG if self._is_refused else logging.WARNING  # once, until it takes some again
-            log.log(
-                level, "%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told
-            )
-            self._is_refused = True
-            self._let_go(self._waiting)  # for a tier that takes none the host keeps none
-            self._put_back(keys, cleared)
+            reason = error.message if isinstance(error, KvoltError) else repr(error)
+            level = logging.DEBUG if self._is_rejected else logging.WARNING  # once, until a batch succeeds
+            log.log(level, "write rejected: tier=%s blocks=%d error=%s", self.lower.tier, len(blocks), reason)
+            self._is_rejected = True
+            self._release(self._waiting)  # hold no blocks for a tier that rejects them
+            self._requeue(keys, cleared)
             return False
         finally:
             self._host.release(keys)
             if cleared != self._num_clears:
                 self.lower.forget(keys)
-                self._host.forget(keys)  # they could not go while they were read
+                self._host.forget(keys)  # held during the write, so `clear` skipped them
             self.on_change()
-        self._is_refused = False
+        self._is_rejected = False
         return True

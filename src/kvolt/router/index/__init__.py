@@ -1,1 +1,1 @@
-"""Prefix index: which worker holds which blocks, in which tier."""
+"""Prefix index: the blocks that each worker holds, by tier."""

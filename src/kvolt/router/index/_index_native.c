@@ -1,22 +1,22 @@
-/* The router's index in C: `index_python.py` says what it does, this file how it does it fast and in few bytes.
+/* Prefix index in C. `prefix_index_python.py` defines the behaviour; this file makes it fast and compact.
 
-     table   open addressing, one word per place: 32 bits of the keyed hash | block id + 1
+     table   open addressing, one word per entry: 32 bits of the keyed hash | block id + 1
        |
-     blocks  hash 8 bytes | id of its set of holders 4 | when it was last used 4
+     blocks  hash 8 bytes | id of the holder set 4 | time of last use 4
        |
-     sets    every set of holders exists once, counted by the blocks that have it: sorted numbers where few hold the
-             block, bits where many do. A set of one holder is its own id and takes no memory.
+     sets    distinct sets of holders, reference-counted by blocks: sorted lists for few holders, bitmaps for many.
+             A set of one holder is encoded in its id and takes no memory.
 
-   Blocks of one prompt mostly have the same holders, so a find compares 32-bit ids and looks into a set only where it
-   differs from the one before; a store or removal works out the new set once for a run of blocks.
+   Blocks of one prompt mostly have the same holders, so a find compares 32-bit ids and reads a set only where it
+   differs from the previous one; store and remove compute a new set once per run of blocks.
 
-   What a worker holds is a list of block ids for each tier, appended to when it stores. A removal leaves its id behind;
-   such ids are swept out when they are many, so that the list stays in proportion to what is held. Ids are used again:
-   whether an id in a list counts is asked of the block.
+   The blocks of a worker are lists of block ids per tier, appended to by store. A removal leaves its id in the list;
+   lists with many stale ids are swept, so that they stay proportional to what is held. Ids are reused, so an id in a
+   list counts only if its block names the holder.
 
-   Everything that is allocated is counted. When no more may be, blocks are evicted that have not been used for long: a
-   hand goes round and takes those that are older than fifteen of sixteen blocks in a sample. Room is made before a
-   block is looked at, never while it is held by a pointer. */
+   All allocations are counted. At the limit, blocks are evicted that were not used recently: a clock hand evicts
+   those that are older than fifteen of sixteen blocks in a sample. Memory is freed before a block is accessed, never
+   while a pointer to it is held. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -37,34 +37,34 @@ enum {
     MAX_SLOTS = 1 << SLOT_BITS,
     MAX_WORDS = MAX_SLOTS / 64,
     MAX_HOLDERS = NUM_TIERS << SLOT_BITS,
-    FIRST_SET = 1 << 16, /* ids below are sets of one */
-    FEW = 4,             /* holders that lie in the set's own eight bytes */
-    CHUNK = 64,          /* look-ups under way at a time */
-    USED_SPAN = 64,      /* most ticks between the first and the last block of a call */
+    FIRST_SET = 1 << 16, /* smaller ids are sets of one holder */
+    FEW = 4,             /* holders stored inline in the set */
+    CHUNK = 64,          /* concurrent look-ups */
+    USED_SPAN = 64,      /* maximum ticks between the first and last block of a call */
     SAMPLE = 128,
     LEAST_BLOCKS = 64,
     LEAST_SETS = 64,
     LEAST_IDS = 16,
 };
 #define NONE UINT32_MAX
-#define MARK 0x80000000u /* of a block's set: seen in this sweep */
-#define FREE 0x7fffffffu /* a block's set where there is no block */
+#define MARK 0x80000000u /* flag of a block's set: visited in this sweep */
+#define FREE 0x7fffffffu /* set value of a free block */
 #define MIN_MAX_BYTES ((size_t)64 * 1024)
 #define DEFAULT_MAX_BYTES ((size_t)1024 * 1024 * 1024)
 
 typedef struct {
     uint64_t hash;
     uint32_t set;
-    uint32_t used; /* of a free one: the next free one */
+    uint32_t used; /* free block: next free one */
 } Block;
 
 typedef struct {
-    uint64_t print; /* xor of its holders, mixed */
+    uint64_t print; /* xor of its mixed holders */
     uint32_t refs;
-    uint32_t next; /* in its bucket; of a free one: the next free one */
+    uint32_t next; /* next in the bucket; free set: next free one */
     uint16_t count;
-    uint16_t width; /* words per tier of a bitmap */
-    uint8_t tiers;  /* tiers of a bitmap; 0: a list */
+    uint16_t width; /* bitmap: words per tier */
+    uint8_t tiers;  /* bitmap: tiers; list: 0 */
     union {
         uint16_t few[FEW];
         uint16_t *list;
@@ -74,7 +74,7 @@ typedef struct {
 } HolderSet;
 
 typedef struct {
-    uint32_t *ids; /* some are of blocks that are not held any more, some are there twice */
+    uint32_t *ids; /* may contain stale and duplicate ids */
     uint32_t len, cap;
     uint32_t count; /* blocks held */
     uint64_t digest;
@@ -88,7 +88,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    uint64_t key; /* of the table's hashing: nobody outside can choose prompts that fall together */
+    uint64_t key; /* key of the table's hashing, against chosen collisions */
     uint64_t *table;
     uint32_t table_cap;
     Block *blocks;
@@ -100,25 +100,25 @@ typedef struct {
     Worker *workers;
     uint32_t num_slots, slots_cap;
     size_t bytes, max_bytes;
-    size_t payload_bound;  /* the most that one more set can take */
+    size_t payload_bound;  /* maximum size of one more set */
     uint64_t num_pairs;
-    uint64_t ids_cap;      /* of all workers' lists */
-    uint32_t clock;        /* ticks with every use, and may come round */
-    uint64_t moves;        /* changes whenever a block may have gone or got another id */
+    uint64_t ids_cap;      /* capacity of all workers' lists */
+    uint32_t clock;        /* increases with every use; may wrap around */
+    uint64_t moves;        /* changes whenever blocks may have been evicted or renumbered */
     uint32_t hand;
-    uint32_t old_limit;    /* used no later than this: old */
-    uint32_t until_sample; /* evictions until old_limit is taken anew */
+    uint32_t old_limit;    /* blocks last used before this are old */
+    uint32_t until_sample; /* evictions until old_limit is sampled again */
     uint64_t random;
     bool out_of_memory;
 } Index;
 
-/* The interpreter lock is held throughout, so one of each will do. */
+/* The GIL is held throughout, so these may be static. */
 static uint16_t scratch_list[MAX_HOLDERS + 1];
 static uint64_t scratch_bits[NUM_TIERS * MAX_WORDS];
 
 static PyObject *numpy_empty, *int32_dtype;
 
-static inline uint64_t mix(uint64_t value) { /* SplitMix64's finalizer, as core.kv_digest has it */
+static inline uint64_t mix(uint64_t value) { /* SplitMix64's finalizer, like core.kv_digest */
     value += 0x9E3779B97F4A7C15u;
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
@@ -129,7 +129,7 @@ static inline uint32_t make_holder(uint32_t slot, uint32_t tier) { return tier <
 static inline uint32_t slot_of(uint32_t holder) { return holder & (MAX_SLOTS - 1); }
 static inline uint32_t tier_of(uint32_t holder) { return holder >> SLOT_BITS; }
 
-/* What malloc takes for so many bytes. */
+/* Memory that malloc uses for this many bytes. */
 static inline size_t charge(size_t bytes) { return bytes ? (bytes + 8 + 15) & ~(size_t)15 : 0; }
 
 /* ---- the table ---- */
@@ -140,7 +140,7 @@ static inline uint32_t home_of(const Index *x, uint32_t tag) {
 }
 static inline uint32_t after(const Index *x, uint32_t place) { return ++place == x->table_cap ? 0 : place; }
 
-/* The place of the block with this hash, or NONE. */
+/* Table entry of the block with this hash, or NONE. */
 static inline uint32_t place_of(const Index *x, uint64_t hash, uint32_t tag) {
     for (uint32_t place = home_of(x, tag);; place = after(x, place)) {
         uint64_t entry = x->table[place];
@@ -150,7 +150,7 @@ static inline uint32_t place_of(const Index *x, uint64_t hash, uint32_t tag) {
 }
 
 static inline uint32_t look_up(const Index *x, uint64_t hash) {
-    if (!x->num_blocks) return NONE; /* there may be no table yet */
+    if (!x->num_blocks) return NONE; /* the table may not exist yet */
     uint32_t place = place_of(x, hash, tag_of(x, hash));
     return place == NONE ? NONE : (uint32_t)x->table[place] - 1;
 }
@@ -163,7 +163,7 @@ static void table_insert(Index *x, uint32_t tag, uint32_t id) {
 
 static void table_delete(Index *x, uint64_t hash) {
     uint32_t hole = place_of(x, hash, tag_of(x, hash));
-    /* Those behind move up, unless that would put them before their home. */
+    /* Backward-shift deletion: entries move up unless that would put them before their home. */
     for (uint32_t place = after(x, hole); (uint32_t)x->table[place]; place = after(x, place)) {
         uint32_t home = home_of(x, (uint32_t)(x->table[place] >> 32));
         bool stays = hole <= place ? hole < home && home <= place : hole < home || home <= place;
@@ -174,8 +174,8 @@ static void table_delete(Index *x, uint64_t hash) {
     x->table[hole] = 0;
 }
 
-/* All blocks of a chunk at once, so that memory answers for many at a time. Stops at the first that is not there if
-   `prefix_only`; returns how many ids there are. */
+/* Looks up all blocks of a chunk at once, so that cache misses overlap. With `prefix_only` stops at the first missing
+   one. Returns the number of ids. */
 static uint32_t look_up_chunk(const Index *x, const uint64_t *hashes, uint32_t n, uint32_t *ids, bool prefix_only) {
     uint32_t tags[CHUNK], places[CHUNK];
     for (uint32_t i = 0; i < n; i++) {
@@ -217,7 +217,7 @@ static inline size_t payload_bytes(uint32_t count, uint32_t tiers, uint32_t widt
     if (tiers) return tiers * width > 1 ? (size_t)tiers * width * 8 : 0;
     return count > FEW ? (size_t)count * 2 : 0;
 }
-/* Bits where they take no more than the list, or nothing at all. */
+/* A bitmap if it takes no more than the list, or no memory. */
 static inline bool better_as_bits(uint32_t count, uint32_t tiers, uint32_t width) {
     return count > FEW && (tiers * width == 1 || tiers * width * 8 <= count * 2);
 }
@@ -236,7 +236,7 @@ static bool holds(const Index *x, uint32_t id, uint32_t holder) {
     return false;
 }
 
-/* Its holders in order, into scratch_list; returns how many. */
+/* Writes the holders in order to scratch_list; returns their number. */
 static uint32_t unpack(const Index *x, uint32_t id) {
     if (id < FIRST_SET) {
         scratch_list[0] = (uint16_t)id;
@@ -256,7 +256,7 @@ static uint32_t unpack(const Index *x, uint32_t id) {
     return count;
 }
 
-/* The id of the set with these holders, made if it is not there; NONE without memory. It has no reference yet. */
+/* Id of the set with these holders, created if missing, without a reference; NONE without memory. */
 static uint32_t intern(Index *x, uint64_t print, uint32_t count, uint32_t tiers, uint32_t width) {
     const void *payload = tiers ? (const void *)scratch_bits : (const void *)scratch_list;
     size_t size = tiers ? (size_t)tiers * width * 8 : (size_t)count * 2;
@@ -315,7 +315,7 @@ static inline uint64_t print_of(const Index *x, uint32_t id) {
     return id < FIRST_SET ? mix(id) : x->sets[id - FIRST_SET].print;
 }
 
-/* The same bitmap with one bit changed, if it has its place there and what comes out is a bitmap of this shape. */
+/* The bitmap with one bit changed, if that fits and the result is a bitmap of the same shape. */
 static bool flip_in_place(const HolderSet *set, uint32_t holder, bool adding) {
     if (!set->tiers) return false;
     uint32_t tier = tier_of(holder), word = slot_of(holder) / 64, tiers = set->tiers, width = set->width;
@@ -330,7 +330,7 @@ static bool flip_in_place(const HolderSet *set, uint32_t holder, bool adding) {
     return last_row && last_column;
 }
 
-/* The set with this holder more, or less; NONE without memory. Not for the last one of a set. */
+/* The set with one holder added or removed; NONE without memory. Not for the last holder of a set. */
 static uint32_t changed(Index *x, uint32_t id, uint32_t holder, bool adding) {
     uint64_t print = print_of(x, id) ^ mix(holder);
     if (id >= FIRST_SET) {
@@ -364,7 +364,7 @@ static uint32_t changed(Index *x, uint32_t id, uint32_t holder, bool adding) {
 
 /* ---- blocks ---- */
 
-/* When the blocks of one call are used: the deeper, the longer ago, so that they go first. */
+/* Use times of the blocks of one call: deeper blocks are older, so that they are evicted first. */
 typedef struct {
     uint32_t first;
     uint64_t step; /* ticks per block, in 2^-32 */
@@ -416,7 +416,7 @@ static int by_age(const void *left, const void *right) {
     return (a < b) - (a > b);
 }
 
-/* What counts as old: one block of sixteen is older, going by a sample. */
+/* Samples ages: one block of sixteen counts as old. */
 static void sample_ages(Index *x) {
     uint32_t ages[SAMPLE], n = 0;
     for (uint32_t tries = 0; tries < 4 * SAMPLE && n < SAMPLE; tries++) {
@@ -429,13 +429,13 @@ static void sample_ages(Index *x) {
     x->until_sample = x->num_blocks / 32 + 1;
 }
 
-/* There must be a block. */
+/* Requires at least one block. */
 static void evict_one(Index *x) {
     if (!x->until_sample) sample_ages(x);
     x->until_sample--;
-    for (uint64_t steps = 0;; steps++) { /* downwards: of one age, what came later is deeper */
+    for (uint64_t steps = 0;; steps++) { /* downwards: among equal ages later blocks are deeper */
         x->hand = (x->hand && x->hand <= x->blocks_len ? x->hand : x->blocks_len) - 1;
-        if (steps == x->blocks_len) sample_ages(x); /* once round and nobody is old any more */
+        if (steps == x->blocks_len) sample_ages(x); /* a full round without old blocks */
         const Block *block = &x->blocks[x->hand];
         if (block->set == FREE) continue;
         bool is_old = (int32_t)(block->used - x->old_limit) <= 0;
@@ -444,9 +444,9 @@ static void evict_one(Index *x) {
     evict_block(x, x->hand);
 }
 
-/* ---- what a worker holds ---- */
+/* ---- lists of workers ---- */
 
-/* Leaves each block that is held once. */
+/* Removes stale and duplicate ids. */
 static void sweep(Index *x, Held *held, uint32_t holder) {
     uint32_t len = 0;
     for (uint32_t i = 0; i < held->len; i++) {
@@ -473,7 +473,7 @@ static bool resize_ids(Index *x, Held *held, uint32_t cap) {
     return true;
 }
 
-/* No more room than what is held needs. */
+/* Sweeps a list and shrinks it. */
 static void trim(Index *x, Held *held, uint32_t holder) {
     sweep(x, held, holder);
     uint32_t cap = held->len + held->len / 8;
@@ -484,9 +484,9 @@ static inline void trim_if_sparse(Index *x, Held *held, uint32_t holder) {
     if (held->len > 64 && held->count < held->len / 4) trim(x, held, holder);
 }
 
-/* ---- room ---- */
+/* ---- memory ---- */
 
-/* Evicts until the blocks fit into so many places, moves them there, and gives the rest back. */
+/* Evicts blocks until they fit into `cap` entries, compacts them and frees the rest. */
 static bool cut_blocks(Index *x, uint32_t cap) {
     x->moves++;
     while (x->num_blocks > cap) evict_one(x);
@@ -529,13 +529,13 @@ static bool cut_blocks(Index *x, uint32_t cap) {
     return true;
 }
 
-/* Of the workers' lists, what is not in use. */
+/* Unused memory of the workers' lists. */
 static size_t idle_bytes(const Index *x) {
     return x->ids_cap > x->num_pairs ? (x->ids_cap - x->num_pairs) * sizeof(uint32_t) : 0;
 }
 
-/* Frees some memory at the cost of the oldest blocks; false when there is next to nothing left to free. */
-static bool give_back(Index *x) {
+/* Frees some memory, evicting the oldest blocks if needed; false if almost nothing is left to free. */
+static bool free_memory(Index *x) {
     size_t idle = idle_bytes(x);
     if (idle > x->max_bytes / 8) {
         for (uint32_t slot = 0; slot < x->num_slots; slot++)
@@ -556,11 +556,11 @@ static bool give_back(Index *x) {
 
 static bool reserve(Index *x, size_t more) {
     while (x->bytes + more > x->max_bytes)
-        if (!give_back(x)) return false;
+        if (!free_memory(x)) return false;
     return true;
 }
 
-/* Places for more blocks, if the cap allows for that and leaves a sixteenth to lists and sets. */
+/* Grows the block array if the limit allows that and leaves a sixteenth for lists and sets. */
 static bool grow_blocks(Index *x) {
     size_t limit = x->max_bytes - x->max_bytes / 16;
     for (uint32_t part = 2; part <= 8; part *= 2) {
@@ -570,7 +570,7 @@ static bool grow_blocks(Index *x) {
         uint64_t table_cap = cap + cap / 3 + 8;
         bool grows_table = table_cap > x->table_cap;
         size_t more = (size_t)(cap - x->blocks_cap) * sizeof(Block) + (grows_table ? table_cap * 8 : 0);
-        if (x->bytes + more > limit) continue; /* the old table is there until the new one is filled */
+        if (x->bytes + more > limit) continue; /* the old table lives until the new one is filled */
         if (grows_table) {
             uint64_t *old = x->table, *table = calloc(table_cap, 8);
             uint32_t old_cap = x->table_cap;
@@ -596,7 +596,7 @@ static bool grow_sets(Index *x) {
     uint32_t cap = x->sets_cap + x->sets_cap / 2;
     if (cap < LEAST_SETS) cap = LEAST_SETS;
     if (cap >= FREE - FIRST_SET || !reserve(x, (size_t)(cap - x->sets_cap) * sizeof(HolderSet))) return false;
-    if (x->free_set != NONE) return true; /* making room has left some */
+    if (x->free_set != NONE) return true; /* reserve() has freed sets */
     HolderSet *sets = realloc(x->sets, (size_t)cap * sizeof(HolderSet));
     if (!sets) {
         x->out_of_memory = true;
@@ -608,7 +608,7 @@ static bool grow_sets(Index *x) {
     return true;
 }
 
-/* Chains stay short. That this fails is no harm. */
+/* Keeps chains short. May fail without harm. */
 static void grow_buckets(Index *x) {
     uint32_t num = x->num_buckets * 2;
     if (x->bytes + (size_t)num * 4 > x->max_bytes) return;
@@ -649,7 +649,7 @@ static inline bool has_block_room(const Index *x) {
     return x->free_block != NONE || x->blocks_len < x->blocks_cap;
 }
 
-/* For one more set. */
+/* Makes room for one more set. */
 static bool make_set_room(Index *x) {
     if (x->num_sets > x->num_buckets) grow_buckets(x);
     while (!has_set_room(x)) {
@@ -659,7 +659,7 @@ static bool make_set_room(Index *x) {
     return true;
 }
 
-/* For one more block, holder and set. What blocks there are, and under which ids, may change. */
+/* Makes room for one more block, holder and set. May evict and renumber blocks. */
 static bool make_room(Index *x, Held *held, uint32_t holder) {
     while (!(has_block_room(x) && held->len < held->cap && has_set_room(x))) {
         if (held->len == held->cap && !grow_ids(x, held, holder)) return false;
@@ -674,7 +674,7 @@ static bool make_room(Index *x, Held *held, uint32_t holder) {
 
 /* ---- changes ---- */
 
-/* The last set that was changed, and into what: with the same change it will do for the next block. */
+/* The last set change: reused for the next block with the same set. */
 typedef struct {
     uint32_t from, to;
 } Memo;
@@ -701,7 +701,7 @@ static void gain(Index *x, Held *held, uint32_t id) {
     x->num_pairs++;
 }
 
-/* False only without memory. */
+/* Returns false without memory. */
 static bool store_one(Index *x, uint64_t hash, uint32_t id, Held *held, uint32_t holder, Memo *memo, uint32_t used) {
     uint32_t set = id == NONE ? NONE : x->blocks[id].set;
     if (id == NONE || (set != memo->to && !holds(x, set, holder))) {
@@ -729,7 +729,7 @@ static bool store_one(Index *x, uint64_t hash, uint32_t id, Held *held, uint32_t
     return true;
 }
 
-/* The holder has this block no longer. Its id stays in the list. */
+/* Removes a holder from a block. The id stays in the list. */
 static void drop_one(Index *x, uint32_t id, Held *held, uint32_t holder, Memo *memo) {
     uint64_t hash = x->blocks[id].hash;
     uint32_t set = x->blocks[id].set;
@@ -742,7 +742,7 @@ static void drop_one(Index *x, uint32_t id, Held *held, uint32_t holder, Memo *m
             if (id == NONE) return;
         }
         if (has_room) to = changed(x, set, holder, false);
-        if (to == NONE) { /* nobody is told of the others rather than everybody of this one */
+        if (to == NONE) { /* without memory for the new set: forget all holders rather than keep a wrong one */
             evict_block(x, id);
             return;
         }
@@ -759,7 +759,7 @@ static void clear_tier(Index *x, uint32_t slot, uint32_t tier) {
     Held *held = &x->workers[slot].held[tier];
     uint32_t holder = make_holder(slot, tier);
     Memo memo = {NONE, NONE};
-    while (held->len) { /* from the end: making room may move ids, and leaves the list in order */
+    while (held->len) { /* from the end: freeing memory may sweep the list but keeps its order */
         uint32_t id = held->ids[--held->len];
         if (held->len >= 16) __builtin_prefetch(&x->blocks[held->ids[held->len - 16]], 1);
         uint32_t set = x->blocks[id].set;
@@ -776,8 +776,9 @@ typedef struct {
     uint64_t alive[MAX_WORDS];
 } Row;
 
-/* Those of the row who do not hold this set in tiers up to `level` end here; false if nobody is left. */
-static bool narrow(const Index *x, Row *row, uint32_t words, uint32_t id, uint32_t level, int32_t depth, int32_t *found) {
+/* Ends the matches of holders outside this set, in tiers up to `level`; false if no holder is left. */
+static bool narrow(const Index *x, Row *row, uint32_t words, uint32_t id, uint32_t level, int32_t depth,
+                   int32_t *depths) {
     uint64_t mask[MAX_WORDS];
     const HolderSet *set = id < FIRST_SET ? NULL : &x->sets[id - FIRST_SET];
     if (set && set->tiers) {
@@ -800,13 +801,13 @@ static bool narrow(const Index *x, Row *row, uint32_t words, uint32_t id, uint32
         row->alive[word] &= mask[word];
         any |= row->alive[word];
         if (depth)
-            for (; gone; gone &= gone - 1) found[word * 64 + (uint32_t)__builtin_ctzll(gone)] = depth;
+            for (; gone; gone &= gone - 1) depths[word * 64 + (uint32_t)__builtin_ctzll(gone)] = depth;
     }
     return any != 0;
 }
 
-/* Into `found`, which is zero: levels x slots. */
-static void walk(Index *x, const uint64_t *hashes, size_t n, uint32_t num_levels, int32_t *found) {
+/* Writes match lengths to `depths`, zeroed, levels x slots. */
+static void walk(Index *x, const uint64_t *hashes, size_t n, uint32_t num_levels, int32_t *depths) {
     Row rows[NUM_TIERS];
     bool is_alive[NUM_TIERS];
     uint32_t words = (x->num_slots + 63) / 64, last_set = NONE, num_alive = num_levels, ids[CHUNK];
@@ -826,7 +827,8 @@ static void walk(Index *x, const uint64_t *hashes, size_t n, uint32_t num_levels
                 last_set = block->set;
                 for (uint32_t level = 0; level < num_levels; level++)
                     if (is_alive[level] &&
-                        !narrow(x, &rows[level], words, last_set, level, (int32_t)(depth + i), found + level * x->num_slots)) {
+                        !narrow(x, &rows[level], words, last_set, level, (int32_t)(depth + i),
+                                depths + level * x->num_slots)) {
                         is_alive[level] = false;
                         num_alive--;
                     }
@@ -841,7 +843,7 @@ static void walk(Index *x, const uint64_t *hashes, size_t n, uint32_t num_levels
         if (is_alive[level])
             for (uint32_t word = 0; word < words; word++)
                 for (uint64_t left = rows[level].alive[word]; left; left &= left - 1)
-                    found[level * x->num_slots + word * 64 + (uint32_t)__builtin_ctzll(left)] = (int32_t)depth;
+                    depths[level * x->num_slots + word * 64 + (uint32_t)__builtin_ctzll(left)] = (int32_t)depth;
 }
 
 /* ---- Python ---- */
@@ -871,7 +873,7 @@ static bool names_alloc(Names *names, Py_ssize_t len) {
 
 static bool names_from_bytes(Names *names, const void *bytes, Py_ssize_t len) {
     if (len % 8) {
-        PyErr_SetString(PyExc_ValueError, "bytes of hashes are eight for each");
+        PyErr_SetString(PyExc_ValueError, "hashes have eight bytes each");
         return false;
     }
     if (!names_alloc(names, len / 8)) return false;
@@ -879,7 +881,7 @@ static bool names_from_bytes(Names *names, const void *bytes, Py_ssize_t len) {
     return true;
 }
 
-/* An array of unsigned 64-bit numbers, taken as it is: 1 done, 0 it is none, -1 error. */
+/* Hashes from an array of unsigned 64-bit integers: 1 done, 0 another type, -1 error. */
 static int names_from_array(Names *names, PyObject *object) {
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) < 0) {
@@ -895,9 +897,8 @@ static int names_from_array(Names *names, PyObject *object) {
     return done;
 }
 
-/* A plain int as an unsigned 64-bit number, or an error: -1 may be either. The interpreter's own function takes 20 to
-   30 ns for numbers of more than one digit, which would be most of a find; so the digits are read where their place is
-   known. */
+/* An int as an unsigned 64-bit integer; -1 may be an error. The interpreter's function takes 20 to 30 ns for numbers of
+   more than one digit, most of a find, so the digits are read directly where their layout is known. */
 static inline uint64_t u64_from_int(PyObject *number) {
 #if PyLong_SHIFT == 30 && PY_VERSION_HEX < 0x030F0000
 #if PY_VERSION_HEX >= 0x030C0000
@@ -914,7 +915,7 @@ static inline uint64_t u64_from_int(PyObject *number) {
     return PyLong_AsUnsignedLongLong(number);
 }
 
-/* A tuple or list of plain ints, whose conversion runs nobody's code: 1 done, 0 it is none, -1 error. */
+/* Hashes from a tuple or list of exact ints, without running Python code: 1 done, 0 another type, -1 error. */
 static int names_from_ints(Names *names, PyObject *object) {
     PyObject **items = PySequence_Fast_ITEMS(object);
     if (!names_alloc(names, PySequence_Fast_GET_SIZE(object))) return -1;
@@ -929,13 +930,13 @@ static int names_from_ints(Names *names, PyObject *object) {
     return 1;
 }
 
-/* Runs code of others where the items are no plain ints, so nothing of the index may be held meanwhile. */
+/* May run Python code for items that are not exact ints: hold no pointer into the index across this call. */
 static bool names_from(Names *names, PyObject *object) {
     if (PyBytes_Check(object)) return names_from_bytes(names, PyBytes_AS_STRING(object), PyBytes_GET_SIZE(object));
     if (PyByteArray_Check(object))
         return names_from_bytes(names, PyByteArray_AS_STRING(object), PyByteArray_GET_SIZE(object));
     if (PyUnicode_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "hashes are whole numbers, not text");
+        PyErr_SetString(PyExc_TypeError, "hashes are integers, not text");
         return false;
     }
     if (!PyTuple_Check(object) && !PyList_Check(object) && PyObject_CheckBuffer(object)) {
@@ -946,7 +947,7 @@ static bool names_from(Names *names, PyObject *object) {
         int done = names_from_ints(names, object);
         if (done) return done > 0;
     }
-    PyObject *items = PySequence_Tuple(object); /* a copy of a list, which cannot change meanwhile */
+    PyObject *items = PySequence_Tuple(object); /* copies a list, which could change during conversion */
     if (!items) return false;
     if (!names_alloc(names, PyTuple_GET_SIZE(items))) {
         Py_DECREF(items);
@@ -971,7 +972,7 @@ static bool names_from(Names *names, PyObject *object) {
     return true;
 }
 
-/* -1 with an error. */
+/* Returns -1 with an error set. */
 static Py_ssize_t tier_from(PyObject *object) {
     if (!object) return 0;
     Py_ssize_t tier = PyNumber_AsSsize_t(object, PyExc_ValueError);
@@ -995,7 +996,7 @@ static bool check_slot(const Index *x, Py_ssize_t slot) {
     return false;
 }
 
-/* The slot and tier of a call with nothing else. */
+/* Parses slot and tier of a call without other arguments. */
 static Held *held_from(Index *x, PyObject *args, PyObject *kwargs, const char *format) {
     static char *names[] = {"slot", "tier", NULL};
     PyObject *slot_object, *tier_object = NULL;
@@ -1005,7 +1006,7 @@ static Held *held_from(Index *x, PyObject *args, PyObject *kwargs, const char *f
     return &x->workers[slot].held[tier];
 }
 
-/* The arguments of store and remove. PyArg_Parse would cost as much as a few blocks. */
+/* Parses the arguments of store and remove. PyArg_Parse would cost as much as a few blocks. */
 static bool change_from(PyObject *const *args, Py_ssize_t num_args, PyObject *kwnames, Py_ssize_t *slot, Names *names,
                         Py_ssize_t *tier) {
     static const char *const words[] = {"slot", "hashes", "tier"};
@@ -1053,7 +1054,7 @@ static PyObject *index_store(Index *x, PyObject *const *args, Py_ssize_t num_arg
             else memset(ids, 0xff, sizeof ids);
             for (uint32_t i = 0; done && i < n; i++) {
                 uint64_t hash = names.hashes[start + i];
-                /* One that was not there may have come earlier in this chunk, under the same name. */
+                /* A missing block may have been stored earlier in this chunk. */
                 uint32_t id = ids[i] != NONE && x->moves == moves ? ids[i] : look_up(x, hash);
                 done = store_one(x, hash, id, held, holder, &memo, used_at(uses, (size_t)start + i));
             }
@@ -1083,7 +1084,7 @@ static PyObject *index_remove(Index *x, PyObject *const *args, Py_ssize_t num_ar
             look_up_chunk(x, names.hashes + start, n, ids, false);
             for (uint32_t i = 0; i < n; i++) {
                 if (ids[i] == NONE) continue;
-                uint32_t id = look_up(x, names.hashes[start + i]); /* it may have gone or moved since */
+                uint32_t id = look_up(x, names.hashes[start + i]); /* it may have been evicted or renumbered */
                 if (id != NONE && holds(x, x->blocks[id].set, holder)) drop_one(x, id, held, holder, &memo);
             }
             trim_if_sparse(x, held, holder);
@@ -1140,7 +1141,7 @@ static PyObject *index_remove_worker(Index *x, PyObject *object) {
     Py_RETURN_NONE;
 }
 
-/* A numpy array with these numbers, by numpy's own Python interface: no build against its headers. */
+/* A numpy array, created through numpy's Python interface to avoid its headers. */
 static PyObject *array_of(const int32_t *numbers, size_t slots, uint32_t num_levels) {
     PyObject *shape = num_levels == 1 ? PyLong_FromSize_t(slots)
                                       : Py_BuildValue("(nn)", (Py_ssize_t)num_levels, (Py_ssize_t)slots);
@@ -1178,7 +1179,7 @@ static PyObject *find_levels(Index *x, PyObject *hashes, uint32_t num_levels) {
 
 static PyObject *index_find(Index *x, PyObject *hashes) { return find_levels(x, hashes, 1); }
 static PyObject *index_find_tiers(Index *x, PyObject *hashes) { return find_levels(x, hashes, NUM_TIERS); }
-static PyObject *index_find_own(Index *x, PyObject *hashes) { return find_levels(x, hashes, OWN_TIERS); }
+static PyObject *index_find_local_tiers(Index *x, PyObject *hashes) { return find_levels(x, hashes, OWN_TIERS); }
 
 static PyObject *index_digest(Index *x, PyObject *args, PyObject *kwargs) {
     Held *held = held_from(x, args, kwargs, "O|O:digest");
@@ -1196,7 +1197,7 @@ static PyObject *index_contents(Index *x, PyObject *args, PyObject *kwargs) {
     uint32_t place = (uint32_t)((char *)held - (char *)x->workers) / sizeof(Worker);
     sweep(x, held, make_holder(place, (uint32_t)(held - x->workers[place].held)));
     uint32_t count = held->len;
-    uint64_t *hashes = malloc((size_t)count * sizeof(uint64_t) + 1); /* a new list may run a collection: take a copy */
+    uint64_t *hashes = malloc((size_t)count * sizeof(uint64_t) + 1); /* creating a list may run GC: copy first */
     if (!hashes) return PyErr_NoMemory();
     for (uint32_t i = 0; i < count; i++) hashes[i] = x->blocks[held->ids[i]].hash;
     PyObject *contents = PyList_New(count);
@@ -1213,7 +1214,7 @@ static PyObject *index_num_bytes(Index *x, void *Py_UNUSED(none)) { return PyLon
 static PyObject *index_num_pairs(Index *x, void *Py_UNUSED(none)) { return PyLong_FromUnsignedLongLong(x->num_pairs); }
 static PyObject *index_num_blocks(Index *x, void *Py_UNUSED(none)) { return PyLong_FromUnsignedLong(x->num_blocks); }
 
-/* What is wrong with it, or NULL. For tests: costs all of the index and more. */
+/* First inconsistency, or NULL. For tests: visits the whole index. */
 static const char *fault(Index *x, uint32_t *refs, uint64_t *counts, uint64_t *digests) {
     uint64_t pairs = 0, ids_cap = 0;
     uint32_t num_blocks = 0, num_sets = 0;
@@ -1292,12 +1293,12 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *object = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:BlockIndex", names, &object)) return NULL;
     Py_ssize_t max_bytes = DEFAULT_MAX_BYTES;
-    if (object) max_bytes = PyNumber_AsSsize_t(object, NULL); /* cut to what a machine can have */
+    if (object) max_bytes = PyNumber_AsSsize_t(object, NULL); /* clamped to the address space */
     if (max_bytes == -1 && PyErr_Occurred()) return NULL;
     if (max_bytes < (Py_ssize_t)MIN_MAX_BYTES)
         return PyErr_Format(PyExc_ValueError, "an index of %zd bytes holds nothing: max_bytes is %zu or more", max_bytes,
                             MIN_MAX_BYTES);
-    PyObject *secret = PyBytes_FromString("kvolt.router.index.prefix_index"); /* hashed with the process's own key */
+    PyObject *secret = PyBytes_FromString("kvolt.router.index.prefix_index"); /* keyed by the process's hash secret */
     Py_hash_t key = secret ? PyObject_Hash(secret) : -1;
     Py_XDECREF(secret);
     if (key == -1 && PyErr_Occurred()) return NULL;
@@ -1319,25 +1320,25 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 #define KEYWORDS (METH_VARARGS | METH_KEYWORDS)
 static PyMethodDef index_methods[] = {
-    {"add_worker", (PyCFunction)index_add_worker, METH_NOARGS, "A slot, the lowest that is free."},
-    {"remove_worker", (PyCFunction)index_remove_worker, METH_O, "And all that it holds."},
-    {"store", (PyCFunction)(void (*)(void))index_store, METH_FASTCALL | METH_KEYWORDS, "These blocks are there now."},
-    {"remove", (PyCFunction)(void (*)(void))index_remove, METH_FASTCALL | METH_KEYWORDS, "These blocks are gone."},
-    {"clear", (PyCFunction)(void (*)(void))index_clear, KEYWORDS, "All blocks of the worker, or those of one tier."},
-    {"find", (PyCFunction)index_find, METH_O, "By slot: blocks of the prompt held on the device, from the first on."},
-    {"find_tiers", (PyCFunction)index_find_tiers, METH_O, "By tier and slot: the same in this tier or a faster one."},
-    {"find_own", (PyCFunction)index_find_own, METH_O, "The same of the tiers that are a worker's own."},
-    {"digest", (PyCFunction)(void (*)(void))index_digest, KEYWORDS, "How many blocks are held there; their digest."},
-    {"contents", (PyCFunction)(void (*)(void))index_contents, KEYWORDS, "What is held there, in no order."},
-    {"num_evicted", (PyCFunction)(void (*)(void))index_num_evicted, KEYWORDS, "What the cap has cost it."},
-    {"check_integrity", (PyCFunction)index_check_integrity, METH_NOARGS, "AssertionError if its parts disagree."},
+    {"add_worker", (PyCFunction)index_add_worker, METH_NOARGS, "Allocate the lowest free slot."},
+    {"remove_worker", (PyCFunction)index_remove_worker, METH_O, "Free a slot with all its blocks."},
+    {"store", (PyCFunction)(void (*)(void))index_store, METH_FASTCALL | METH_KEYWORDS, "Add blocks."},
+    {"remove", (PyCFunction)(void (*)(void))index_remove, METH_FASTCALL | METH_KEYWORDS, "Remove blocks."},
+    {"clear", (PyCFunction)(void (*)(void))index_clear, KEYWORDS, "Remove all blocks of a worker, or of one tier."},
+    {"find", (PyCFunction)index_find, METH_O, "Leading blocks of a prompt on the device, by slot."},
+    {"find_tiers", (PyCFunction)index_find_tiers, METH_O, "The same by tier and slot, faster tiers included."},
+    {"find_local_tiers", (PyCFunction)index_find_local_tiers, METH_O, "The same for the tiers of a worker itself."},
+    {"digest", (PyCFunction)(void (*)(void))index_digest, KEYWORDS, "Number of blocks and their digest."},
+    {"contents", (PyCFunction)(void (*)(void))index_contents, KEYWORDS, "All blocks of a slot and tier, unordered."},
+    {"num_evicted", (PyCFunction)(void (*)(void))index_num_evicted, KEYWORDS, "Blocks evicted since the last clear."},
+    {"check_integrity", (PyCFunction)index_check_integrity, METH_NOARGS, "Raise AssertionError if the parts disagree."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef index_properties[] = {
-    {"num_bytes", (getter)index_num_bytes, NULL, "All memory of the index.", NULL},
+    {"num_bytes", (getter)index_num_bytes, NULL, "Memory of the index.", NULL},
     {"num_pairs", (getter)index_num_pairs, NULL, "A pair is a block in a tier of a worker.", NULL},
-    {"num_blocks", (getter)index_num_blocks, NULL, "Blocks that anybody holds.", NULL},
+    {"num_blocks", (getter)index_num_blocks, NULL, "Distinct blocks.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

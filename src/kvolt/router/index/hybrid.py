@@ -1,8 +1,8 @@
-"""MixedHolders: what each worker holds by the best that there is of it: its events, or our own decisions.
+"""HybridIndex: prefix index over workers with and without usable KV events.
 
-Exact where a worker's KV events are taken and agree with what it reports; approximate where it tells none, where its
-events are of no use (another block size, another hash scheme), where they turned out wrong, or for all if so set. One
-router has both kinds at once. Owns who is which, and tells of every change in the log.
+Fed by events for workers that publish them and whose reports agree with them; approximate, from this router's own
+decisions, for workers without events, with incomparable events (other block size or hash scheme), with events that
+proved wrong, or for all workers if events are off. Decides which worker is which, and logs each change.
 """
 
 from __future__ import annotations
@@ -16,163 +16,176 @@ import numpy.typing as npt
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
-from kvolt.router.index.approximate import MAX_PLACES, ApproximateHolders, ApproximateOptions
-from kvolt.router.index.health import Promise, TrustBook, TrustChange, TrustOptions
-from kvolt.router.place import Place
-from kvolt.router.policy.roster import ranks_of
+from kvolt.router.index.approximate import MAX_WORKER_RANKS, ApproximateIndex, ApproximateOptions
+from kvolt.router.index.health import HealthChange, IndexHealth, IndexHealthOptions, PredictedBlocks
+from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
 if TYPE_CHECKING:
-    from kvolt.router.policy.selector import Choice
+    from kvolt.router.policy.choice import Choice
 
 log = logging.getLogger(__name__)
 
 _NOTHING: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
-class ExactHolders(Protocol):
-    """An index that is fed by events."""
+class EventFedIndex(Protocol):
+    """A prefix index that is fed by KV events."""
 
     @property
     def slots_version(self) -> int: ...
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]: ...
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None: ...
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None: ...
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None: ...
 
     def resync(self, instance_id: InstanceId) -> None:
-        """Ask the worker for all that it holds."""
+        """Request a snapshot from the worker."""
         ...
 
 
-class MixedHolders:
-    """See the module: Holders of a Selector, and its Watch."""
+class HybridIndex:
+    """See the module. PrefixIndex and RequestObserver of a Selector."""
 
     def __init__(
         self,
-        exact: ExactHolders | None,
+        event_fed: EventFedIndex | None,
         now: Callable[[], float],
         options: ApproximateOptions | None = None,
-        trust: TrustOptions | None = None,
+        health_options: IndexHealthOptions | None = None,
     ) -> None:
-        """Without an exact index all are approximate."""
-        self._exact = exact
+        """Without an `event_fed` index all workers are approximate."""
+        self._event_fed = event_fed
         self._now = now
-        self.approximate = ApproximateHolders(options)
-        self.trust = TrustBook(trust)
+        self.approximate = ApproximateIndex(options)
+        self.health = IndexHealth(health_options)
         self._infos: Mapping[InstanceId, EngineInfo | None] = {}
-        self._exact_version = -1
-        self._own_version = 0
-        self._is_full = False
-        self._promises: dict[int, Promise] = {}
-        """By ticket, what the index says of workers that it is not asked about."""
+        self._event_fed_version = -1
+        self._version = 0
+        self._is_at_limit = False
+        self._predictions: dict[int, PredictedBlocks] = {}
+        """By reservation id: predictions of the event-fed index for flagged workers, which are routed approximately."""
 
-    # --- Holders
+    # --- PrefixIndex
 
     @property
     def slots_version(self) -> int:
-        if self._exact is not None and self._exact.slots_version != self._exact_version:
-            self._sort_out()
-        return self._own_version
+        if self._event_fed is not None and self._event_fed.slots_version != self._event_fed_version:
+            self._partition_workers()
+        return self._version
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        exact = _NOTHING if self._exact is None else self._exact.find(hashes)
+        event_fed = _NOTHING if self._event_fed is None else self._event_fed.find(hashes)
         if not self.approximate.num_slots:
-            return exact
-        return np.concatenate([self.approximate.find(hashes, self._now()), exact])
+            return event_fed
+        return np.concatenate([self.approximate.find(hashes, self._now()), event_fed])
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """Of who tells nothing no more is known than what is on its device."""
-        exact = None if self._exact is None else self._exact.find_below(hashes)
-        if exact is None or not self.approximate.num_slots:
-            return exact
-        guessed = self.approximate.find(hashes, self._now())
-        return np.concatenate([np.broadcast_to(guessed, (len(exact), len(guessed))), exact], axis=1)
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        """Workers without events count with their device blocks in every tier."""
+        event_fed = None if self._event_fed is None else self._event_fed.find_local_tiers(hashes)
+        if event_fed is None or not self.approximate.num_slots:
+            return event_fed
+        approximate = self.approximate.find(hashes, self._now())
+        return np.concatenate(
+            [np.broadcast_to(approximate, (len(event_fed), len(approximate))), event_fed], axis=1
+        )
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        """The approximate places come first."""
+        """Approximate slots come first."""
         approximate = self.approximate.slot_of(instance_id, dp_rank)
         if approximate is not None:
             return approximate
-        exact = self._exact_slot(instance_id, dp_rank)
-        return None if exact is None else exact + self.approximate.num_slots
+        event_fed = self._event_fed_slot(instance_id, dp_rank)
+        return None if event_fed is None else event_fed + self.approximate.num_slots
 
-    # --- Watch
+    # --- RequestObserver
 
-    def workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
+    def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
         for instance_id in self._infos.keys() - infos.keys():
-            self.trust.drop(instance_id)
+            self.health.drop_worker(instance_id)
         self._infos = dict(infos)
-        self._sort_out()
+        self._partition_workers()
 
-    def booked(self, ticket: int, choice: Choice) -> None:
-        """The index goes on to be held against the reports of those that it is not believed about."""
-        place = choice.place
-        slot = self._exact_slot(*place)
-        if self._exact is not None and slot is not None and not self.trust.is_trusted(place.instance_id):
-            held = int(self._exact.find(choice.usable_hashes)[slot])
-            self._promises[ticket] = _promise(held, choice)
+    def on_reserved(self, reservation_id: int, choice: Choice) -> None:
+        """Keep the prediction of the event-fed index for flagged workers, to compare it with their reports."""
+        worker_rank = choice.worker_rank
+        slot = self._event_fed_slot(*worker_rank)
+        if (
+            self._event_fed is not None
+            and slot is not None
+            and not self.health.is_healthy(worker_rank.instance_id)
+        ):
+            held_blocks = int(self._event_fed.find(choice.usable_hashes)[slot])
+            self._predictions[reservation_id] = _predicted_blocks(held_blocks, choice)
 
-    def begun(self, ticket: int, choice: Choice, cached_tokens: int | None, now: float) -> None:
-        request, place = choice.request, choice.place
-        if cached_tokens is not None and self._exact_slot(*place) is not None:
-            promise = self._promises.get(ticket) or _promise(choice.held_blocks, choice)
+    def on_first_token(
+        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+    ) -> None:
+        request, worker_rank = choice.request, choice.worker_rank
+        if cached_tokens is not None and self._event_fed_slot(*worker_rank) is not None:
+            predicted = self._predictions.get(reservation_id) or _predicted_blocks(choice.held_blocks, choice)
             cached_blocks = cached_tokens // (request.block_size or 1)
-            self._judge(place, promise, cached_blocks, now)
-        self.approximate.computed(*place, request.sequence_hashes, now)
+            self._judge(worker_rank, predicted, cached_blocks, now)
+        self.approximate.record_prefill(*worker_rank, request.sequence_hashes, now)
 
-    def freed(self, ticket: int) -> None:
-        self._promises.pop(ticket, None)
+    def on_released(self, reservation_id: int) -> None:
+        self._predictions.pop(reservation_id, None)
 
     # ---
 
     def is_approximate(self, instance_id: InstanceId) -> bool:
-        """Of a known worker."""
+        """Whether a known worker is indexed approximately."""
         info = self._infos.get(instance_id)
         return any(self.approximate.slot_of(instance_id, rank) is not None for rank in ranks_of(info))
 
-    def _exact_slot(self, instance_id: InstanceId, dp_rank: int) -> int | None:
-        return None if self._exact is None else self._exact.slot_of(instance_id, dp_rank)
+    def _event_fed_slot(self, instance_id: InstanceId, dp_rank: int) -> int | None:
+        return None if self._event_fed is None else self._event_fed.slot_of(instance_id, dp_rank)
 
-    def _judge(self, place: Place, promise: Promise, cached_blocks: int, now: float) -> None:
-        change = self.trust.report(place.instance_id, promise, cached_blocks, now)
-        if change is TrustChange.FLAGGED:
+    def _judge(
+        self, worker_rank: WorkerDpRank, predicted: PredictedBlocks, cached_blocks: int, now: float
+    ) -> None:
+        change = self.health.record_report(worker_rank.instance_id, predicted, cached_blocks, now)
+        if change is HealthChange.FLAGGED:
             log.warning(
-                "%s reports other cached tokens than its KV events promise: it is asked for all that it holds, and"
-                " routed to by our own decisions until they agree (is its engine's prefix cache on?)",
-                place.instance_id,
+                "worker index flagged: worker=%s: cached tokens differ from its KV events; requesting a snapshot,"
+                " routing by own decisions until they agree (is the engine's prefix cache on?)",
+                worker_rank.instance_id,
             )
-            assert self._exact is not None
-            self._exact.resync(place.instance_id)
-        elif change is TrustChange.CLEARED:
-            log.info("the KV events of %s agree with its reports again", place.instance_id)
+            assert self._event_fed is not None
+            self._event_fed.resync(worker_rank.instance_id)
+        elif change is HealthChange.CLEARED:
+            log.info("worker index healthy again: worker=%s", worker_rank.instance_id)
         if change is not None:
-            self._sort_out()
+            self._partition_workers()
 
-    def _sort_out(self) -> None:
-        """Who is held exactly and who is not."""
-        self._exact_version = -1 if self._exact is None else self._exact.slots_version
-        self._own_version += 1
-        wanted = {
-            Place(instance_id, rank): 0 if info is None else info.capacity.kv_total_blocks
+    def _partition_workers(self) -> None:
+        """Divide the worker ranks into event-fed and approximate ones."""
+        self._event_fed_version = -1 if self._event_fed is None else self._event_fed.slots_version
+        self._version += 1
+        approximate_ranks = {
+            WorkerDpRank(instance_id, rank): 0 if info is None else info.capacity.kv_total_blocks
             for instance_id, info in self._infos.items()
             for rank in ranks_of(info)
-            if self._exact_slot(instance_id, rank) is None or not self.trust.is_trusted(instance_id)
+            if self._event_fed_slot(instance_id, rank) is None or not self.health.is_healthy(instance_id)
         }
-        for key in self.approximate.places:
-            if key not in wanted:
-                self.approximate.drop(*key)
-        has_room = [self.approximate.add(*place, total_blocks=room) for place, room in sorted(wanted.items())]
-        if not all(has_room) and not self._is_full:
+        for key in self.approximate.worker_ranks:
+            if key not in approximate_ranks:
+                self.approximate.drop_worker(*key)
+        has_slot = [
+            self.approximate.add_worker(*worker_rank, total_blocks=total_blocks)
+            for worker_rank, total_blocks in sorted(approximate_ranks.items())
+        ]
+        if not all(has_slot) and not self._is_at_limit:
             log.warning(
-                "there is room for %d workers without KV events: the others are routed to by load alone",
-                MAX_PLACES,
+                "approximate index is full: limit=%d worker ranks; other workers without KV events are routed"
+                " by load alone",
+                MAX_WORKER_RANKS,
             )
-        self._is_full = not all(has_room)
+        self._is_at_limit = not all(has_slot)
 
 
-def _promise(held: int, choice: Choice) -> Promise:
-    """More than its device has may be there by then: on its way, or, where there are tiers, brought."""
-    most = len(choice.request.sequence_hashes) if choice.is_tiered else choice.overlap_blocks
-    return Promise(held, max(held, most))
+def _predicted_blocks(held_blocks: int, choice: Choice) -> PredictedBlocks:
+    """More than `held` may be cached by then: pending blocks, or blocks onboarded from lower tiers."""
+    max_blocks = len(choice.request.sequence_hashes) if choice.has_tiers else choice.overlap_blocks
+    return PredictedBlocks(held_blocks, max(held_blocks, max_blocks))

@@ -1,4 +1,4 @@
-"""Lookup: where the candidates of a request stand in what an index finds, worked out once. Pure."""
+"""SlotLookup: maps index results by slot to the candidates of a request; computed once per candidate set. Pure."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import numpy.typing as npt
 from kvolt.core.latency import Floats
 
 
-def side_by_side(places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp] | slice:
-    """Places in an array: a slice if they are one after the other, which is read at a fraction of the cost."""
-    if len(places) and (np.diff(places) == 1).all():
-        return slice(int(places[0]), int(places[-1]) + 1)
-    return places
+def as_slice(indexes: npt.NDArray[np.intp]) -> npt.NDArray[np.intp] | slice:
+    """Return consecutive indexes as a slice, which is much cheaper to read."""
+    if len(indexes) and (np.diff(indexes) == 1).all():
+        return slice(int(indexes[0]), int(indexes[-1]) + 1)
+    return indexes
 
 
-class Lookup:
-    """An index answers by slot; candidates have a slot each, or none."""
+class SlotLookup:
+    """Slot of each candidate in one index; some candidates may have none."""
 
     def __init__(self, slots: Iterable[int | None]) -> None:
-        given = list(slots)
-        known = [(candidate, slot) for candidate, slot in enumerate(given) if slot is not None]
-        self._num_candidates = len(given)
-        self._is_whole = len(known) == len(given)
-        self._candidates = np.array([candidate for candidate, _ in known], dtype=np.intp)
-        self._slots = side_by_side(np.array([slot for _, slot in known], dtype=np.intp))
+        slots_or_none = list(slots)
+        pairs = [(candidate, slot) for candidate, slot in enumerate(slots_or_none) if slot is not None]
+        self._num_candidates = len(slots_or_none)
+        self._has_all = len(pairs) == len(slots_or_none)
+        self._candidates = np.array([candidate for candidate, _ in pairs], dtype=np.intp)
+        self._slots = as_slice(np.array([slot for _, slot in pairs], dtype=np.intp))
 
-    def read(self, found: npt.NDArray[np.int32]) -> Floats:
-        """By candidate; 0 for one without a slot."""
-        if self._is_whole:
-            return found[self._slots].astype(float)
-        told = np.zeros(self._num_candidates)
-        told[self._candidates] = found[self._slots]
-        return told
+    def read(self, values_by_slot: npt.NDArray[np.int32]) -> Floats:
+        """Values by candidate; 0 for one without a slot."""
+        if self._has_all:
+            return values_by_slot[self._slots].astype(float)
+        values = np.zeros(self._num_candidates)
+        values[self._candidates] = values_by_slot[self._slots]
+        return values
 
 
-class Lookups(NamedTuple):
-    """Of the same candidates in two indexes: of what is held, and of what is expected."""
+class SlotLookups(NamedTuple):
+    """Lookups of the same candidates in the prefix index and in the pending blocks."""
 
     version: int
-    """Of the slots that they were read off from."""
-    held: Lookup
-    expected: Lookup
+    """`slots_version` that they were computed for."""
+    prefix: SlotLookup
+    pending: SlotLookup

@@ -1,4 +1,4 @@
-"""Overlaps: how much of a prompt each candidate has, on its device, below it, or on the way there. Pure."""
+"""OverlapFinder: cached prefix of a prompt at each candidate: device, lower tiers and pending blocks. Pure."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import TIER_LEVEL, Tier
 from kvolt.core.latency import Floats
 from kvolt.core.request import Request
-from kvolt.router.index.lookup import Lookup, Lookups
-from kvolt.router.index.pending_blocks import ExpectedBlocks
-from kvolt.router.place import Place
-from kvolt.router.policy.roster import Field
+from kvolt.router.index.lookup import SlotLookup, SlotLookups
+from kvolt.router.index.pending_blocks import PendingBlocks
+from kvolt.router.policy.roster import CandidateSet
+from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
 
 
-class Holders(Protocol):
-    """Which worker holds which blocks."""
+class PrefixIndex(Protocol):
+    """Prefix index over all workers."""
 
     @property
     def slots_version(self) -> int:
-        """Another one whenever somebody's slot has changed."""
+        """Changes whenever a slot assignment changes."""
         ...
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """How many blocks of a prompt, from the first on, each slot holds on its device."""
+        """Number of leading blocks of a prompt that each slot holds on its device."""
         ...
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """The same by tier, the device first, each with the faster ones; None where nobody tells of one below it."""
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        """The same by tier, each including the faster ones; None if no worker publishes lower tiers."""
         ...
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        """None where nothing is known of it."""
+        """Slot of a worker rank; None if nothing is known of it."""
         ...
 
 
-class NoHolders:
-    """Nobody holds anything: whoever has no index routes by load."""
+class EmptyPrefixIndex:
+    """An index without blocks, for routing by load alone."""
 
     slots_version = 0
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.zeros(0, dtype=np.int32)
 
-    def find_below(self, hashes: tuple[int, ...]) -> None:
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> None:
         return None
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
@@ -55,82 +55,96 @@ class NoHolders:
 
 
 class Overlap(NamedTuple):
-    """Blocks of each candidate, from the prompt's first on."""
+    """Leading blocks of the prompt, by candidate."""
 
-    worth: Floats
-    """That need not be computed by then. One below the device counts less by what it takes to bring it."""
-    held: Floats
-    """On its device now."""
-    reach: Floats
-    """In all tiers of its own."""
-    roomed: Floats
-    """That take no more room on its device by then."""
-    found: npt.NDArray[np.int32] | None
-    """The reach of everybody, by the slots of the holders."""
+    effective_blocks: Floats
+    """Blocks that need no computation. A block below the device counts less by its onboarding cost."""
+    device_blocks: Floats
+    """Blocks on the device now."""
+    local_blocks: Floats
+    """Blocks in all tiers of the worker."""
+    resident_blocks: Floats
+    """Blocks that will need no further space on the device."""
+    blocks_by_slot: npt.NDArray[np.int32] | None
+    """Local blocks of all workers by index slot, not only of the candidates."""
 
 
-class Overlaps:
+class OverlapFinder:
     """See the module."""
 
-    def __init__(self, holders: Holders, expected: ExpectedBlocks, settings: RouterSettings) -> None:
-        self._holders = holders
-        self._expected = expected
-        self._below = (
+    def __init__(
+        self, prefix_index: PrefixIndex, pending_blocks: PendingBlocks, settings: RouterSettings
+    ) -> None:
+        self._prefix_index = prefix_index
+        self._pending_blocks = pending_blocks
+        self._lower_tiers = (
             (TIER_LEVEL[Tier.HOST], settings.host_weight),
             (TIER_LEVEL[Tier.DISK], settings.disk_weight),
         )
-        """Tiers of a worker's own, and what a block there counts. What all reach alike decides nothing."""
-        self._asked: tuple[tuple[Place, ...], int, Lookup] | None = None
+        """Tiers of each worker and the weight of a block there. A tier shared by all workers would not affect
+        the choice."""
+        self._source_lookup: tuple[tuple[WorkerDpRank, ...], int, SlotLookup] | None = None
 
-    def of(self, request: Request, field: Field) -> Overlap:
+    def overlap_of(self, request: Request, candidates: CandidateSet) -> Overlap:
         hashes = usable_hashes(request)
         if not hashes:
-            return Overlap(field.nothing, field.nothing, field.nothing, field.nothing, None)
-        lookups = self._lookups(field)
-        below = self._holders.find_below(hashes)
-        if below is None:
-            found = self._holders.find(hashes)
-            held = reach = worth = lookups.held.read(found)
+            return Overlap(candidates.zeros, candidates.zeros, candidates.zeros, candidates.zeros, None)
+        lookups = self._lookups(candidates)
+        by_tier = self._prefix_index.find_local_tiers(hashes)
+        if by_tier is None:
+            blocks_by_slot = self._prefix_index.find(hashes)
+            device = local = effective = lookups.prefix.read(blocks_by_slot)
         else:
-            held = reach = worth = lookups.held.read(below[0])
-            for level, weight in self._below:
-                found = below[level]
-                deeper = lookups.held.read(found)
-                worth = worth + weight * (deeper - reach)
-                reach = deeper
+            device = local = effective = lookups.prefix.read(by_tier[0])
+            for level, weight in self._lower_tiers:
+                blocks_by_slot = by_tier[level]
+                deeper = lookups.prefix.read(blocks_by_slot)
+                effective = effective + weight * (deeper - local)
+                local = deeper
         if request.handoff is not None or request.rendezvous is not None:
-            # It fetches what it lacks, wherever it goes.
-            all_of_it = np.full(len(field.places), float(len(hashes)))
-            return Overlap(all_of_it, held, reach, all_of_it, found)
-        soon, roomed = self._expected.find(hashes), held
-        if soon is not None:
-            coming = lookups.expected.read(soon)
-            worth, roomed = np.maximum(worth, coming), np.maximum(held, coming)
-        return Overlap(worth, held, reach, roomed, found)
+            # It fetches missing blocks wherever it goes.
+            whole_prompt = np.full(len(candidates.worker_ranks), float(len(hashes)))
+            return Overlap(whole_prompt, device, local, whole_prompt, blocks_by_slot)
+        pending, resident = self._pending_blocks.find(hashes), device
+        if pending is not None:
+            pending_depth = lookups.pending.read(pending)
+            effective, resident = np.maximum(effective, pending_depth), np.maximum(device, pending_depth)
+        return Overlap(effective, device, local, resident, blocks_by_slot)
 
-    def farthest(self, overlap: Overlap, givers: tuple[Place, ...]) -> tuple[Place | None, int]:
-        """Who of these has most of the prompt, and how much. Give the same tuple as long as it is the same."""
-        if overlap.found is None or not givers:
+    def best_source(
+        self, overlap: Overlap, sources: tuple[WorkerDpRank, ...]
+    ) -> tuple[WorkerDpRank | None, int]:
+        """The source with the longest prefix, and its length. Pass the same tuple while the sources are the same."""
+        if overlap.blocks_by_slot is None or not sources:
             return None, 0
-        version = self._holders.slots_version
-        if self._asked is None or self._asked[0] is not givers or self._asked[1] != version:
-            lookup = Lookup(self._holders.slot_of(place.instance_id, place.dp_rank) for place in givers)
-            self._asked = (givers, version, lookup)
-        reach = self._asked[2].read(overlap.found)
-        index = int(reach.argmax())
-        return givers[index], int(reach[index])
-
-    def _lookups(self, field: Field) -> Lookups:
-        version = self._holders.slots_version
-        if field.lookups is None or field.lookups.version != version:
-            field.lookups = Lookups(
-                version,
-                Lookup(self._holders.slot_of(place.instance_id, place.dp_rank) for place in field.places),
-                Lookup(self._expected.slot_of(row) for row in field.rows.tolist()),
+        version = self._prefix_index.slots_version
+        if (
+            self._source_lookup is None
+            or self._source_lookup[0] is not sources
+            or self._source_lookup[1] != version
+        ):
+            lookup = SlotLookup(
+                self._prefix_index.slot_of(rank.instance_id, rank.dp_rank) for rank in sources
             )
-        return field.lookups
+            self._source_lookup = (sources, version, lookup)
+        local = self._source_lookup[2].read(overlap.blocks_by_slot)
+        index = int(local.argmax())
+        return sources[index], int(local[index])
+
+    def _lookups(self, candidates: CandidateSet) -> SlotLookups:
+        version = self._prefix_index.slots_version
+        if candidates.lookups is None or candidates.lookups.version != version:
+            candidates.lookups = SlotLookups(
+                version,
+                SlotLookup(
+                    self._prefix_index.slot_of(rank.instance_id, rank.dp_rank)
+                    for rank in candidates.worker_ranks
+                ),
+                SlotLookup(self._pending_blocks.slot_of(row) for row in candidates.rows.tolist()),
+            )
+        return candidates.lookups
 
 
 def usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
-    """Less the last block where it is all there: an engine computes the last token anyway."""
-    return request.sequence_hashes[: (request.num_given_tokens - 1) // (request.block_size or 1)]
+    """Hashes without the last block if it is complete: an engine always computes the last token."""
+    return request.sequence_hashes[: (request.num_context_tokens - 1) // (request.block_size or 1)]

@@ -1,11 +1,11 @@
-"""Blocks that workers will hold soon: those of prompts that were sent there and are not computed yet. Pure.
+"""Pending blocks: blocks of prompts that were sent to a worker and are not computed yet. Pure.
 
-A prompt that comes while another with the same beginning is computed would not find it in the index, and go elsewhere
-to be computed once more.
+Without them a prompt that arrives while another with the same prefix is computed would find no match in the index and
+be computed again elsewhere.
 
-This is put in with every booking, so it must cost next to nothing for a prompt of thousands of blocks. Hashes are
-chained: a block that two prompts share says that they share all before it. So beyond the first few only every
-sixteenth block is kept, and what is found may be up to fifteen blocks less than what there will be.
+Every reservation adds its prompt, so adding must be cheap for thousands of blocks. Hashes are chained: two prompts that
+share a block share all before it. Therefore beyond the first few blocks only every sixteenth is stored, and a match
+may be up to fifteen blocks short.
 """
 
 from __future__ import annotations
@@ -17,90 +17,90 @@ from kvolt.router.index.prefix_index import BlockIndex
 
 _MAX_BYTES = 64 << 20
 _DENSE = 16
-"""The first so many blocks of a prompt are kept one by one ..."""
+"""Leading blocks of a prompt that are all stored."""
 _STRIDE = 16
-"""... and of those after them every so many."""
+"""Distance of the blocks stored after those."""
 
 
-class ExpectedBlocks:
-    """By rows and tickets of a LoadBook."""
+class PendingBlocks:
+    """Pending blocks by row of WorkerLoads and reservation."""
 
     def __init__(self) -> None:
         self._index = BlockIndex(_MAX_BYTES)
         self._slots: dict[int, int] = {}
-        self._sent: dict[int, dict[int, tuple[int, ...]]] = {}
-        """Of each row, what is kept of every prompt, by ticket."""
+        self._prompts: dict[int, dict[int, tuple[int, ...]]] = {}
+        """By row and reservation id: the stored hashes of each prompt."""
 
     @property
     def num_prompts(self) -> int:
-        return sum(map(len, self._sent.values()))
+        return sum(map(len, self._prompts.values()))
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are kept of them, each once for each worker."""
+        """Stored blocks, counted once per worker."""
         return self._index.num_pairs
 
     def add_row(self, row: int) -> None:
-        """Of a worker that has come. One too many for the index is expected to hold nothing."""
+        """Add a worker. Without a free index slot it has no pending blocks."""
         try:
             self._slots[row] = self._index.add_worker()
         except ValueError:
             return
 
     def slot_of(self, row: int) -> int | None:
-        """Its place in what `find` tells."""
+        """Slot of a row in the result of `find`."""
         return self._slots.get(row)
 
-    def send(self, row: int, ticket: int, hashes: tuple[int, ...]) -> None:
+    def add_prompt(self, row: int, reservation_id: int, hashes: tuple[int, ...]) -> None:
         slot = self._slots.get(row)
         if hashes and slot is not None:
-            kept = self._sent.setdefault(row, {})[ticket] = kept_hashes(hashes)
-            self._index.store(slot, kept)
+            sampled = self._prompts.setdefault(row, {})[reservation_id] = kept_hashes(hashes)
+            self._index.store(slot, sampled)
 
-    def end(self, row: int, ticket: int) -> None:
-        """It is computed, and in the index by now; or it will not be. Not an error for one that is not here."""
-        sent = self._sent.get(row, {})
-        kept = sent.pop(ticket, None)
-        if kept is None:
+    def remove_prompt(self, row: int, reservation_id: int) -> None:
+        """Remove a prompt that is computed or cancelled. Unknown prompts are ignored."""
+        prompts = self._prompts.get(row, {})
+        sampled = prompts.pop(reservation_id, None)
+        if sampled is None:
             return
-        # What another prompt shares with it stays, and that is a beginning of it: the hashes are chained.
-        num_shared = max((_num_common(kept, other) for other in sent.values()), default=0)
-        self._index.remove(self._slots[row], kept[num_shared:])
-        if not sent:
-            del self._sent[row]
+        # Keep the longest prefix that it shares with another prompt: hashes are chained.
+        num_shared = max((_num_common(sampled, other) for other in prompts.values()), default=0)
+        self._index.remove(self._slots[row], sampled[num_shared:])
+        if not prompts:
+            del self._prompts[row]
 
     def drop_row(self, row: int) -> None:
-        """The worker is gone."""
-        self._sent.pop(row, None)
+        """Remove a worker."""
+        self._prompts.pop(row, None)
         slot = self._slots.pop(row, None)
         if slot is not None:
             self._index.remove_worker(slot)
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """By slot: how many blocks of a prompt, from the first on, are about to be held. None where none are.
+        """Number of leading blocks of a prompt that are pending, by slot; None if no prompt is pending.
 
-        Exact up to the sixteenth, and beyond that rounded down to a sixteenth one.
+        Exact up to sixteen blocks, beyond that rounded down to a multiple of sixteen.
         """
-        if not self._sent:
+        if not self._prompts:
             return None
-        found = self._index.find(kept_hashes(hashes))
-        if found[found.argmax()] > _DENSE:
-            found += np.maximum(found - _DENSE, 0) * (_STRIDE - 1)
-        return found
+        depths = self._index.find(kept_hashes(hashes))
+        if depths[depths.argmax()] > _DENSE:
+            depths += np.maximum(depths - _DENSE, 0) * (_STRIDE - 1)
+        return depths
 
 
 def kept_hashes(hashes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a prompt: the same places of every prompt, so that two can be compared."""
+    """Sampled hashes of a prompt, at the same positions for every prompt."""
     return hashes if len(hashes) <= _DENSE else hashes[:_DENSE] + hashes[_DENSE + _STRIDE - 1 :: _STRIDE]
 
 
 def kept_depth(index: int) -> int:
-    """Blocks of a prompt up to and with the one that is kept at this index."""
+    """Depth in blocks of the sampled hash at this index."""
     return index + 1 if index < _DENSE else _DENSE + (index - _DENSE + 1) * _STRIDE
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many hashes two prompts begin with alike: if two are equal, so are all before them."""
+    """Length of the common prefix, by binary search: equal hashes imply equal prefixes."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high) // 2

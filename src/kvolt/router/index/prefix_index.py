@@ -1,6 +1,6 @@
-"""The index of the router: native where it was built, else the same in Python, which is slower and equally right.
+"""Prefix index of the router: native C if it was built, else the equivalent but slower Python.
 
-`index_python` says what it does; ADR 9 says how the native one is built.
+`prefix_index_python` is the reference; ADR 9 describes the native index.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Which worker holds which block, in plain Python: the definition of the index, and what runs where no compiler was.
+"""Prefix index in plain Python: the reference implementation, used if the native one was not built.
 
-A block is a key of one dictionary; its value is an integer with a bit for every worker and tier that holds it. To
-find a prompt is to AND the integers of its blocks, from the first on, until no worker is left: a bit that is still
-set has been set in every block before. So the answer is exact whatever was removed in between, and costs what the
-longest match costs, not what the workers hold.
+A dictionary maps block hashes to an integer with one bit per worker and tier that holds the block. A lookup ANDs the
+integers of a prompt's blocks until no worker is left; a bit that is still set was set in every block before. So the
+result is exact whatever was removed in between, and the cost depends on the longest match, not on what workers hold.
 
-Must not know time, tokens, bytes of KV, or who the workers are: they are numbered slots. `router.index` is what others
-import; `_index_native.c` is the same in C.
+Workers are numbered slots. Knows no time, tokens or KV bytes. Import `prefix_index` instead; `_index_native.c` is the
+same in C.
 """
 
 from __future__ import annotations
@@ -19,37 +18,39 @@ from operator import index as whole
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix
+from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix_hash
 from kvolt.core.kv_events import TIER_LEVEL
 
 NUM_TIERS = len(TIER_LEVEL)
 OWN_TIERS = 3
 MAX_SLOTS = 8192
-"""Workers at a time: as many as the native index can name in 16 bits together with the tier."""
+"""Concurrent workers: the native index names worker and tier in 16 bits."""
 
 DEFAULT_MAX_BYTES = 1024**3
 MIN_MAX_BYTES = 64 * 1024
 
 Hashes = Sequence[int] | bytes | bytearray | npt.NDArray[np.uint64]
-"""Unsigned 64-bit numbers, or their bytes in the machine's order (little-endian wherever kvolt runs)."""
+"""Unsigned 64-bit numbers, or their bytes in native order (little-endian on all supported platforms)."""
 
-# What CPython takes, rounded up: a key of two digits and its place in a dictionary that is two thirds full or less; a
-# value that grows with the slots; a place in a set. A test holds them against tracemalloc.
+# CPython object sizes, rounded up: a key of two digits with its place in a dictionary that is at most two
+# thirds full,
+# a value that grows with the slots, a place in a set. A test compares them with tracemalloc.
 _BLOCK_BYTES = 48 + 104 + 28
 _SLOT_BYTES = 4 * NUM_TIERS / 30
 _PAIR_BYTES = 48
 _WORKER_BYTES = NUM_TIERS * 256 + 256
 
 _STORED_AT_ONCE = 4096
-"""So many blocks of one call may lie above the cap until it is looked at again."""
+"""Blocks of one call stored between checks of the memory cap."""
 _CROWDED = 0.75
-"""Of the cap. Below it nobody will be evicted soon, and a find need not keep the blocks in order of use."""
+"""Share of the cap below which eviction is far and lookups do not maintain the order of use."""
 
 
 class BlockIndex:
-    """Blocks by SequenceHash, their holders by slot and tier. At most `max_bytes`: beyond, those go that were stored
-    or found the longest ago, and of one prompt the deepest first. What was evicted is not found, and nothing else
-    changes.
+    """Blocks by SequenceHash with their holders by slot and tier.
+
+    Bounded by `max_bytes`: beyond it the least recently stored or found blocks are evicted, of one prompt the deepest
+    first.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
@@ -59,11 +60,11 @@ class BlockIndex:
                 f"an index of {max_bytes} bytes holds nothing: max_bytes is {MIN_MAX_BYTES} or more"
             )
         self._max_bytes = max_bytes
-        self._masks: dict[int, int] = {}  # in order of use, where that matters: see _CROWDED
+        self._masks: dict[int, int] = {}  # in order of use when crowded: see _CROWDED
         self._workers: list[_Worker | None] = []
         self._free_slots: list[int] = []
         self._num_pairs = 0
-        self._device_bits = 0  # the bit of tier 0 of every slot
+        self._device_bits = 0  # the tier 0 bits of all slots
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +74,7 @@ class BlockIndex:
 
     @property
     def num_pairs(self) -> int:
-        """A pair is a block in a tier of a worker."""
+        """Number of (block, worker, tier) entries."""
         return self._num_pairs
 
     @property
@@ -81,7 +82,7 @@ class BlockIndex:
         return len(self._masks)
 
     def add_worker(self) -> int:
-        """A slot, the lowest that is free."""
+        """Allocate the lowest free slot."""
         if self._free_slots:
             slot = heappop(self._free_slots)
             self._workers[slot] = _Worker()
@@ -95,89 +96,89 @@ class BlockIndex:
         return slot
 
     def remove_worker(self, slot: int) -> None:
-        """And all that it holds."""
+        """Free a slot with all its blocks."""
         self.clear(slot)
         self._workers[slot] = None
         heappush(self._free_slots, whole(slot))
 
     def store(self, slot: int, hashes: Hashes, tier: int = 0) -> None:
-        """These blocks are there now, in any order; known ones are no error."""
-        names = _checked(hashes)  # first: it runs code of others where the items are no plain ints
-        worker, bit = self._place(slot, tier)
-        held, masks = worker.held[tier], self._masks
+        """Add blocks in any order. Idempotent."""
+        names = _checked(hashes)  # first: converting items may run foreign code
+        worker, bit = self._worker_and_bit(slot, tier)
+        blocks, masks = worker.held[tier], self._masks
         is_crowded = self._is_crowded()
-        # The last block first: it is the deepest, and the first to go.
-        for left in range(len(names), 0, -_STORED_AT_ONCE):
-            for name in reversed(names[max(left - _STORED_AT_ONCE, 0) : left]):
+        # Last block first: the deepest is the first to be evicted.
+        for remaining in range(len(names), 0, -_STORED_AT_ONCE):
+            for name in reversed(names[max(remaining - _STORED_AT_ONCE, 0) : remaining]):
                 mask = masks.pop(name, 0) if is_crowded else masks.get(name, 0)
                 masks[name] = mask | bit
                 if not mask & bit:
-                    held.add(name)
-                    worker.digests[tier] ^= mix(name)
+                    blocks.add(name)
+                    worker.digests[tier] ^= mix_hash(name)
                     self._num_pairs += 1
             self._evict_beyond_cap()
 
     def remove(self, slot: int, hashes: Hashes, tier: int = 0) -> None:
-        """These blocks are gone from there; unknown ones are no error."""
+        """Remove blocks. Unknown ones are ignored."""
         names = _checked(hashes)
-        worker, bit = self._place(slot, tier)
-        held = worker.held[tier]
+        worker, bit = self._worker_and_bit(slot, tier)
+        blocks = worker.held[tier]
         for name in names:
-            if name in held:
-                held.remove(name)
-                worker.digests[tier] ^= mix(name)
+            if name in blocks:
+                blocks.remove(name)
+                worker.digests[tier] ^= mix_hash(name)
                 self._drop(name, bit)
 
     def clear(self, slot: int, tier: int | None = None) -> None:
-        """All blocks of the worker, or those of one tier."""
+        """Remove all blocks of a worker, or those of one tier."""
         for level in range(NUM_TIERS) if tier is None else (tier,):
-            worker, bit = self._place(slot, level)
+            worker, bit = self._worker_and_bit(slot, level)
             for name in worker.held[level]:
                 self._drop(name, bit)
             worker.forget(level)
 
     def find(self, hashes: Hashes) -> npt.NDArray[np.int32]:
-        """By slot: how many of the prompt's blocks, from the first on, it holds on its device."""
-        found: npt.NDArray[np.int32] = self._found(_checked(hashes), num_levels=1)[0]
-        return found
+        """Number of leading blocks of a prompt that each slot holds on its device."""
+        depths: npt.NDArray[np.int32] = self._lookup(_checked(hashes), num_levels=1)[0]
+        return depths
 
     def find_tiers(self, hashes: Hashes) -> npt.NDArray[np.int32]:
-        """By tier and slot: the same, where a block counts that is held in this tier or a faster one."""
-        return self._found(_checked(hashes), num_levels=NUM_TIERS)
+        """The same by tier and slot, each tier including the faster ones."""
+        return self._lookup(_checked(hashes), num_levels=NUM_TIERS)
 
-    def find_own(self, hashes: Hashes) -> npt.NDArray[np.int32]:
-        """The same of the tiers that are a worker's own: device, host, disk."""
-        return self._found(_checked(hashes), num_levels=OWN_TIERS)
+    def find_local_tiers(self, hashes: Hashes) -> npt.NDArray[np.int32]:
+        """The same for the tiers of a worker itself: device, host, disk."""
+        return self._lookup(_checked(hashes), num_levels=OWN_TIERS)
 
     def digest(self, slot: int, tier: int = 0) -> tuple[int, int]:
-        """How many blocks are held there, and their digest (`core.kv_digest`)."""
-        worker, _ = self._place(slot, tier)
+        """Number of blocks and their digest (`core.kv_digest`)."""
+        worker, _ = self._worker_and_bit(slot, tier)
         return len(worker.held[tier]), worker.digests[tier]
 
     def contents(self, slot: int, tier: int = 0) -> list[int]:
-        """What is held there, in no order."""
-        worker, _ = self._place(slot, tier)
+        """All blocks of a slot and tier, unordered."""
+        worker, _ = self._worker_and_bit(slot, tier)
         return list(worker.held[tier])
 
     def num_evicted(self, slot: int, tier: int = 0) -> int:
-        """How many of its blocks the cap has cost it since it was last clear: until then digests cannot agree."""
-        worker, _ = self._place(slot, tier)
+        """Blocks evicted by the cap since the last clear. Digests cannot agree until then."""
+        worker, _ = self._worker_and_bit(slot, tier)
         return worker.num_evicted[tier]
 
     def check_integrity(self) -> None:
-        """AssertionError if its parts disagree. For tests: costs all of the index."""
+        """Raise AssertionError if the parts disagree. For tests: visits the whole index."""
         masks: dict[int, int] = {}
-        places = [(slot, worker) for slot, worker in enumerate(self._workers) if worker is not None]
-        for slot, worker in places:
-            for tier, held in enumerate(worker.held):
-                if worker.digests[tier] != digest_of(held):
+        entries = [(slot, worker) for slot, worker in enumerate(self._workers) if worker is not None]
+        for slot, worker in entries:
+            for tier, blocks in enumerate(worker.held):
+                if worker.digests[tier] != digest_of(blocks):
                     raise AssertionError("the index is broken: a worker's digest is wrong")
-                for name in held:
+                for name in blocks:
                     masks[name] = masks.get(name, 0) | 1 << (slot * NUM_TIERS + tier)
         if masks != self._masks or sum(mask.bit_count() for mask in masks.values()) != self._num_pairs:
             raise AssertionError("the index is broken: blocks and workers disagree")
 
-    def _place(self, slot: int, tier: int) -> tuple[_Worker, int]:
+    def _worker_and_bit(self, slot: int, tier: int) -> tuple[_Worker, int]:
         slot, tier = whole(slot), whole(tier)
         worker = self._workers[slot] if 0 <= slot < len(self._workers) else None
         if worker is None:
@@ -194,31 +195,31 @@ class BlockIndex:
         else:
             del self._masks[name]
 
-    def _found(self, names: array[int], num_levels: int) -> npt.NDArray[np.int32]:
-        found = np.zeros((num_levels, len(self._workers)), dtype=np.int32)
-        depths = [self._walk(names, level, found[level]) for level in range(num_levels)]
+    def _lookup(self, names: array[int], num_levels: int) -> npt.NDArray[np.int32]:
+        depths = np.zeros((num_levels, len(self._workers)), dtype=np.int32)
+        longest = max(self._walk(names, level, depths[level]) for level in range(num_levels))
         if self._is_crowded():
-            for name in reversed(names[: max(depths)]):
+            for name in reversed(names[:longest]):
                 self._masks[name] = self._masks.pop(name)
-        return found
+        return depths
 
-    def _walk(self, names: Iterable[int], level: int, found: npt.NDArray[np.int32]) -> int:
-        """Down the prompt with those who hold all of it so far in tiers up to this one; how deep anybody gets."""
+    def _walk(self, names: Iterable[int], level: int, depths: npt.NDArray[np.int32]) -> int:
+        """Depth of each slot's match in tiers up to `level`, into `depths`; returns the longest."""
         alive, depth, masks = self._device_bits, 0, self._masks
         for name in names:
             mask = masks.get(name, 0)
             for _ in range(level):
-                mask |= mask >> 1  # each step brings one more tier to the bit of the device
-            left = alive & mask
-            if left != alive:
+                mask |= mask >> 1  # move the next tier to the device bit
+            remaining = alive & mask
+            if remaining != alive:
                 if depth:
-                    found[self._slots_of(alive & ~left)] = depth
-                alive = left
+                    depths[self._slots_of(alive & ~remaining)] = depth
+                alive = remaining
                 if not alive:
                     return depth
             depth += 1
         if alive and depth:
-            found[self._slots_of(alive)] = depth
+            depths[self._slots_of(alive)] = depth
         return depth
 
     def _slots_of(self, device_bits: int) -> npt.NDArray[np.bool_]:
@@ -238,15 +239,15 @@ class BlockIndex:
                 mask ^= lowest
                 slot, tier = divmod(lowest.bit_length() - 1, NUM_TIERS)
                 worker = self._workers[slot]
-                assert worker is not None  # a slot is given back with nothing in it
+                assert worker is not None  # a free slot holds nothing
                 worker.held[tier].remove(name)
-                worker.digests[tier] ^= mix(name)
+                worker.digests[tier] ^= mix_hash(name)
                 worker.num_evicted[tier] += 1
                 self._num_pairs -= 1
 
 
 class _Worker:
-    """What one slot holds, by tier."""
+    """Blocks of one slot, by tier."""
 
     __slots__ = ("digests", "held", "num_evicted")
 
@@ -262,5 +263,5 @@ class _Worker:
 
 
 def _checked(hashes: Hashes) -> array[int]:
-    """TypeError for what is no whole number, OverflowError for one that has no place in 64 bits without a sign."""
+    """Convert to 64-bit integers. Raises TypeError for non-integers, OverflowError beyond 64 bits."""
     return array("Q", hashes)

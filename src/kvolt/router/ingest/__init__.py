@@ -1,1 +1,1 @@
-"""KV events into the prefix index: ordering, loss, replay, snapshots."""
+"""KV events into the prefix index: order, loss, replay, snapshots, digests."""

@@ -1,9 +1,8 @@
-"""KvIngest: keeps the index at what the workers of one endpoint hold, by their KV events.
+"""KvIngest: keeps a prefix index in step with the KV events of one endpoint's workers.
 
-Drives a Feed for each worker: reads the event plane, asks workers for what was lost, and performs on the index what
-the feed says. A worker that registers is asked for all that it holds; one that is gone takes its places along.
-Events that the plane lost with none after them show when a worker that was not heard of for a while is asked. Pools
-that workers name are followed just as these (`ingest_pools`).
+Drives an EventFeed per worker: reads the event plane, sends recovery requests and applies the feed's actions to the
+index. A new worker is asked for a snapshot; a deregistered one loses its index slots. Events lost without a later one
+are found by polling workers that have been quiet. Shared pools that workers name are sources like workers (`pools`).
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.feed import (
     BUFFER_BYTES,
     Action,
-    Apply,
-    Check,
-    Clear,
-    Compared,
-    Doubted,
-    Feed,
+    ApplyEvents,
+    BatchReceived,
+    ClearContents,
+    CompareDigests,
+    DigestsCompared,
+    EventFeed,
     FeedState,
     IngestStats,
     Input,
-    Quiet,
-    Refused,
-    Replace,
-    Told,
+    QuietPeriod,
+    RecoveryRefused,
+    ReplaceContents,
+    ResyncRequested,
 )
-from kvolt.router.ingest.pools import POOL_RANKS, NamedPools, PoolShares, is_pool
-from kvolt.router.ingest.recovery import ask_worker
+from kvolt.router.ingest.pools import POOL_RANKS, PoolSharing, WorkerPools, is_pool
+from kvolt.router.ingest.recovery import request_recovery
 from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
@@ -48,16 +47,16 @@ from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
-_FREE_ANSWERS = 2
-"""A worker may be asked so often in a row without a pause: for its events, then for all."""
+_MAX_IMMEDIATE_REQUESTS = 2
+"""Recovery requests to a worker without a pause in between: events, then a snapshot."""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """A KvEventBatch of which only the sender is read: most of what is heard may be of other models."""
+    """The sender of a KvEventBatch. Decoded first: most batches may be of other models."""
 
     instance: InstanceId | None = None
 
@@ -69,26 +68,26 @@ _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 class IngestOptions(msgspec.Struct, frozen=True, kw_only=True):
     quiet_s: float = 5.0
-    """A worker of which nothing was heard for this long is asked whether there was anything."""
-    max_asked: int = 16
-    """Workers asked at a time."""
+    """Time without events after which a worker is polled for missed ones."""
+    max_recoveries: int = 16
+    """Concurrent recoveries."""
     buffer_bytes: int = BUFFER_BYTES
-    """Events of one worker kept while what came before them is asked for."""
+    """Buffer for events of one worker during a recovery."""
     first_pause_s: float = 0.1
-    """Before a worker that did not answer is asked again; doubled each time."""
+    """Delay before a failed recovery request is repeated; doubles with each failure."""
     max_pause_s: float = 5.0
     deadlines: Deadlines = Deadlines(connect_s=2.0, first_s=5.0, between_s=5.0, total_s=30.0)
 
 
 @dataclass(slots=True)
-class _Followed:
-    """One worker, or pool, whose events are taken."""
+class _EventSource:
+    """A worker or pool whose events are indexed."""
 
     instance: Instance
-    feed: Feed
+    feed: EventFeed
     slots: InstanceSlots
-    asking: asyncio.Task[None] | None = None
-    was_heard: bool = False
+    recovery: asyncio.Task[None] | None = None
+    has_news: bool = False
 
 
 class KvIngest:
@@ -108,136 +107,138 @@ class KvIngest:
         self._block_size = block_size
         self._options = options or IngestOptions()
         self._rng = runtime.ports.rng
-        self._followed: dict[InstanceId, _Followed] = {}
-        self._refused: dict[InstanceId, str] = {}
-        """Workers whose events are of no use here, and why."""
-        self._at_once = asyncio.Semaphore(self._options.max_asked)
-        self._crew = Crew(f"kv ingest {client.endpoint}")
+        self._sources: dict[InstanceId, _EventSource] = {}
+        self._rejected: dict[InstanceId, str] = {}
+        """Workers whose events cannot be indexed, with the reason."""
+        self._recovery_slots = asyncio.Semaphore(self._options.max_recoveries)
+        self._task_group = TaskGroup(f"kv ingest {client.endpoint}")
         self._stream: EventStream | None = None
-        self._pools = NamedPools(runtime, client.endpoint.namespace, self._on_instances)
-        self._shares = PoolShares()
+        self._worker_pools = WorkerPools(runtime, client.endpoint.namespace, self._on_instances)
+        self._pool_sharing = PoolSharing()
         self.slots_version = 0
-        """Another one whenever a worker has got or lost its places in the index."""
+        """Changes whenever a worker gains or loses its index slots."""
         self.stats = IngestStats()
 
     def start(self) -> None:
-        """Listen first: what a worker tells after it was asked for all must not be missed."""
+        """Subscribe before any snapshot is requested, so that no event in between is missed."""
         self._stream = self._runtime.events.subscribe(KV_TOPIC)
-        self._crew.start(self._read(self._stream), "events")
-        self._crew.start(self._look_after(), "quiet workers")
+        self._task_group.start(self._read(self._stream), "events")
+        self._task_group.start(self._poll_quiet_sources(), "quiet workers")
         self._client.on_change(self._on_instances)
         self._on_instances()
 
     async def close(self) -> None:
-        """Gives the places in the index back. Safe to repeat."""
-        await self._crew.close()
-        await self._pools.close()
+        """Release the index slots. Idempotent."""
+        await self._task_group.close()
+        await self._worker_pools.close()
         if self._stream is not None:
             await self._stream.aclose()
-        while self._followed:
-            self._followed.popitem()[1].slots.close()
+        while self._sources:
+            self._sources.popitem()[1].slots.close()
             self.slots_version += 1
 
-    # --- what a router asks
+    # --- lookups
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """How many blocks of a prompt, from the first on, each slot holds on its device."""
+        """Number of leading blocks of a prompt that each slot holds on its device."""
         return self._index.find(hashes)
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """By tier, with what a worker's pool has; None where nobody tells of one below its device."""
-        if not self.stats.tells_below:
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        """Leading blocks by tier and slot, shared pools included; None if no worker publishes lower tiers."""
+        if not self.stats.has_lower_tiers:
             return None
-        below = self._index.find_own(hashes)
-        self._shares.count(below)
+        below = self._index.find_local_tiers(hashes)
+        self._pool_sharing.add_pool_blocks(below)
         return below
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        """None where nothing is known of it."""
-        followed = self._followed.get(instance_id)
-        return None if followed is None else followed.slots.of(dp_rank)
+        """Index slot of a worker rank; None if its events are not indexed."""
+        source = self._sources.get(instance_id)
+        return None if source is None else source.slots.slot_of(dp_rank)
 
     def resync(self, instance_id: InstanceId) -> None:
-        """Ask a worker for all that it holds. Not an error for one whose events are not taken."""
-        followed = self._followed.get(instance_id)
-        if followed is not None:
-            self._hand(followed, Doubted())
+        """Request a snapshot from a worker. Ignored if its events are not indexed."""
+        source = self._sources.get(instance_id)
+        if source is not None:
+            self._handle(source, ResyncRequested())
 
     def state_of(self, instance_id: InstanceId) -> FeedState:
-        followed = self._followed.get(instance_id)
-        return FeedState.NO_EVENTS if followed is None else followed.feed.state
+        source = self._sources.get(instance_id)
+        return FeedState.NO_EVENTS if source is None else source.feed.state
 
-    def why_refused(self, instance_id: InstanceId) -> str | None:
-        """Why the events of a registered worker are not taken."""
-        return self._refused.get(instance_id)
+    def rejection_reason(self, instance_id: InstanceId) -> str | None:
+        """Why the events of a registered worker are not indexed."""
+        return self._rejected.get(instance_id)
 
     @property
-    def num_behind(self) -> int:
-        """Events that were heard of and are not in the index yet."""
-        return sum(followed.feed.num_behind for followed in self._followed.values())
+    def num_unapplied(self) -> int:
+        """Events received and not applied yet, over all workers."""
+        return sum(source.feed.num_unapplied for source in self._sources.values())
 
     @property
     def num_pools(self) -> int:
-        """That are followed for these workers."""
-        return sum(is_pool(followed.instance) for followed in self._followed.values())
+        """Shared pools whose events are indexed."""
+        return sum(is_pool(source.instance) for source in self._sources.values())
 
-    def num_in(self, state: FeedState) -> int:
+    def num_in_state(self, state: FeedState) -> int:
         """Registered workers in a state."""
         if state is FeedState.NO_EVENTS:
-            return len(self._refused)
-        workers = [each for each in self._followed.values() if not is_pool(each.instance)]
-        return sum(followed.feed.state is state for followed in workers)
+            return len(self._rejected)
+        workers = [each for each in self._sources.values() if not is_pool(each.instance)]
+        return sum(source.feed.state is state for source in workers)
 
     # --- workers
 
     def _on_instances(self) -> None:
-        if self._crew.closed:
+        if self._task_group.closed:
             return
         workers = self._client.instances()
-        there = {instance.id: instance for instance in (*workers, *self._pools.named_by(workers))}
-        for instance_id in [each for each in self._followed if each not in there]:
-            self._leave(self._followed.pop(instance_id))
-        for instance_id in [each for each in self._refused if each not in there]:
-            del self._refused[instance_id]
-        for instance_id, instance in there.items():
-            followed = self._followed.get(instance_id)
-            if followed is not None:
-                followed.instance = instance
-            elif instance_id not in self._refused:
-                self._meet(instance)
-        self._share_pools()
+        present = {instance.id: instance for instance in (*workers, *self._worker_pools.select(workers))}
+        for instance_id in [each for each in self._sources if each not in present]:
+            self._drop_source(self._sources.pop(instance_id))
+        for instance_id in [each for each in self._rejected if each not in present]:
+            del self._rejected[instance_id]
+        for instance_id, instance in present.items():
+            source = self._sources.get(instance_id)
+            if source is not None:
+                source.instance = instance
+            elif instance_id not in self._rejected:
+                self._add_source(instance)
+        self._update_pool_sharing()
 
-    def _share_pools(self) -> None:
+    def _update_pool_sharing(self) -> None:
         pairs: list[tuple[int, int]] = []
-        for instance_id, followed in self._followed.items():
-            name = self._pools.of(instance_id)
-            pool = None if name is None else self._followed.get(name)
+        for instance_id, source in self._sources.items():
+            name = self._worker_pools.pool_of(instance_id)
+            pool = None if name is None else self._sources.get(name)
             if pool is not None:
-                pairs += ((slot, pool.slots.all[0]) for slot in followed.slots.all)
-        self._shares = PoolShares(pairs)
+                pairs += ((slot, pool.slots.slots[0]) for slot in source.slots.slots)
+        self._pool_sharing = PoolSharing(pairs)
 
-    def _meet(self, instance: Instance) -> None:
+    def _add_source(self, instance: Instance) -> None:
         try:
             ranks = POOL_RANKS if is_pool(instance) else self._checked_info(instance).dp_ranks
             slots = InstanceSlots(self._index, ranks, self.stats)
         except ValueError as error:
-            self._refused[instance.id] = str(error)
-            log.warning("the KV events of %s (%s) are not used: %s", instance.process, instance.id, error)
+            self._rejected[instance.id] = str(error)
+            log.warning(
+                "KV events not indexed: worker=%s instance=%s: %s", instance.process, instance.id, error
+            )
             return
         self.slots_version += 1
-        feed = Feed(self.stats, self._options.buffer_bytes)
-        followed = self._followed[instance.id] = _Followed(instance, feed, slots)
-        self._ask_if_needed(followed)
+        feed = EventFeed(self.stats, self._options.buffer_bytes)
+        source = self._sources[instance.id] = _EventSource(instance, feed, slots)
+        self._recover_if_needed(source)
 
     def _checked_info(self, instance: Instance) -> EngineInfo:
-        """ValueError says why its blocks cannot be compared with a prompt's, and what helps."""
+        """Decode the registration. Raises ValueError with reason and remedy if the blocks are not comparable."""
         try:
             info = _decode_info(instance.info)
         except MALFORMED:
-            raise ValueError("what it says of itself cannot be read (is it of another version?)") from None
+            raise ValueError("its registration cannot be decoded (is it another version?)") from None
         if info.hash_scheme != HASH_SCHEME:
             raise ValueError(
-                f"it names blocks by {info.hash_scheme!r}, this router by {HASH_SCHEME!r}: "
+                f"it hashes blocks by {info.hash_scheme!r}, this router by {HASH_SCHEME!r}: "
                 "run the same version of kvolt on both"
             )
         if info.block_size != self._block_size:
@@ -245,14 +246,14 @@ class KvIngest:
                 f"its blocks have {info.block_size} tokens, this router's {self._block_size}: "
                 "start it with the block size of its model's card"
             )
-        if not info.tells_kv:
-            raise ValueError(f"its engine ({info.engine}) tells none")
+        if not info.publishes_kv_events:
+            raise ValueError(f"its engine ({info.engine}) publishes none")
         return info
 
-    def _leave(self, followed: _Followed) -> None:
-        if followed.asking is not None:
-            followed.asking.cancel()
-        followed.slots.close()
+    def _drop_source(self, source: _EventSource) -> None:
+        if source.recovery is not None:
+            source.recovery.cancel()
+        source.slots.close()
         self.slots_version += 1
 
     # --- events
@@ -264,82 +265,86 @@ class KvIngest:
     def _on_payload(self, payload: bytes) -> None:
         try:
             sender = _decode_envelope(payload).instance
-            followed = None if sender is None else self._followed.get(sender)
-            if followed is None:
-                return  # of another endpoint; or not registered yet, and then it will be asked for all
+            source = None if sender is None else self._sources.get(sender)
+            if source is None:
+                return  # of another endpoint, or not registered yet: a new worker is asked for a snapshot
             batch = _decode_batch(payload)
         except MALFORMED as error:
             self.stats.num_malformed += 1
-            log.debug("a batch of KV events cannot be read: %s", error)
+            log.debug("KV event batch dropped: %s", error)
             return
-        followed.was_heard = True
-        self._hand(followed, Told(batch, len(payload)))
+        source.has_news = True
+        self._handle(source, BatchReceived(batch, len(payload)))
 
-    async def _look_after(self) -> None:
+    async def _poll_quiet_sources(self) -> None:
         while True:
             await asyncio.sleep(self._options.quiet_s * self._rng.uniform(0.75, 1.25))
-            for followed in list(self._followed.values()):
-                if not followed.was_heard:
-                    self._hand(followed, Quiet())
-                followed.was_heard = False
+            for source in list(self._sources.values()):
+                if not source.has_news:
+                    self._handle(source, QuietPeriod())
+                source.has_news = False
 
-    def _hand(self, followed: _Followed, event: Input) -> None:
-        """All of it within one tick: nobody sees the index in between."""
-        for action in followed.feed.handle(event):
-            self._perform(followed, action)
-        self._ask_if_needed(followed)
+    def _handle(self, source: _EventSource, event: Input) -> None:
+        """Apply all actions of an input in one loop tick."""
+        for action in source.feed.handle(event):
+            self._perform(source, action)
+        self._recover_if_needed(source)
 
-    def _perform(self, followed: _Followed, action: Action) -> None:
+    def _perform(self, source: _EventSource, action: Action) -> None:
         match action:
-            case Apply(events):
-                followed.slots.apply(events)
-            case Replace(blocks):
-                followed.slots.replace(blocks)
-            case Clear():
-                followed.slots.clear()
-            case Check(digests):
-                followed.feed.handle(Compared(followed.slots.compare(digests)))
+            case ApplyEvents(events):
+                source.slots.apply(events)
+            case ReplaceContents(blocks):
+                source.slots.replace(blocks)
+            case ClearContents():
+                source.slots.clear()
+            case CompareDigests(digests):
+                source.feed.handle(DigestsCompared(source.slots.compare(digests)))
 
-    # --- questions
+    # --- recovery
 
-    def _ask_if_needed(self, followed: _Followed) -> None:
-        if followed.feed.question is not None and followed.asking is None:
-            followed.asking = self._crew.start(self._ask(followed), f"ask {followed.instance.id}")
+    def _recover_if_needed(self, source: _EventSource) -> None:
+        if source.feed.recovery_request is not None and source.recovery is None:
+            source.recovery = self._task_group.start(self._recover(source), f"recover {source.instance.id}")
 
-    async def _ask(self, followed: _Followed) -> None:
-        """Until there is nothing left to ask. Which question it is shows when its turn comes."""
-        pause_s, num_asked = self._options.first_pause_s, 0
+    async def _recover(self, source: _EventSource) -> None:
+        """Send recovery requests until none is needed. Each request is chosen when its turn comes."""
+        pause_s, num_requests = self._options.first_pause_s, 0
         try:
-            while followed.feed.question is not None:
-                was_answered = await self._ask_once(followed)
-                num_asked += 1
-                if followed.feed.question is None or (was_answered and num_asked < _FREE_ANSWERS):
+            while source.feed.recovery_request is not None:
+                has_response = await self._recover_once(source)
+                num_requests += 1
+                if source.feed.recovery_request is None or (
+                    has_response and num_requests < _MAX_IMMEDIATE_REQUESTS
+                ):
                     continue
                 await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
                 pause_s = min(pause_s * 2, self._options.max_pause_s)
         finally:
-            followed.asking = None
+            source.recovery = None
 
-    async def _ask_once(self, followed: _Followed) -> bool:
-        """Whether there was an answer."""
-        async with self._at_once:
-            question = followed.feed.question
-            if question is None:
+    async def _recover_once(self, source: _EventSource) -> bool:
+        """Send the current recovery request; return whether the worker responded."""
+        async with self._recovery_slots:
+            recovery_request = source.feed.recovery_request
+            if recovery_request is None:
                 return True
-            instance = followed.instance
+            instance = source.instance
             try:
-                answer = await ask_worker(self._runtime.plane, instance, question, self._options.deadlines)
+                response = await request_recovery(
+                    self._runtime.plane, instance, recovery_request, self._options.deadlines
+                )
             except KvoltError as error:
                 self.stats.num_failures += 1
                 log.debug(
-                    "%s (%s) cannot be asked for its KV events: %r", instance.process, instance.id, error
+                    "KV recovery failed: worker=%s instance=%s: %r", instance.process, instance.id, error
                 )
                 return False
-        followed.was_heard = True
-        self._hand(followed, answer)
-        if isinstance(answer, Refused) and followed.feed.question is None:
+        source.has_news = True
+        self._handle(source, response)
+        if isinstance(response, RecoveryRefused) and source.feed.recovery_request is None:
             log.warning(
-                "%s (%s) cannot list the blocks that it holds: only blocks stored from now on are indexed",
+                "KV snapshot not supported: worker=%s instance=%s: only blocks stored from now on are indexed",
                 instance.process,
                 instance.id,
             )

@@ -1,7 +1,4 @@
-"""Asks a worker what was missed of its KV events, and puts the parts of its answer together.
-
-Owns the bounds of an answer. Knows no index.
-"""
+"""Recovery requests to workers: sends one and assembles the parts of its response within size limits."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, ProtocolErro
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch, Tier
 from kvolt.core.kv_recovery import (
-    KvAnswer,
-    KvQuestion,
+    KvRecoveryRequest,
+    KvRecoveryResponse,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
 )
 from kvolt.core.packed_hashes import HASH_BYTES
-from kvolt.router.ingest.feed import Refused, Replayed, Snapshotted
+from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, SnapshotReceived
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import open_stream
@@ -29,77 +26,77 @@ from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.wire import MALFORMED
 
 MAX_BLOCKS = 8_000_000
-"""Of one worker: 64 MB on the way. Who holds more is followed from its events alone."""
+"""Snapshot limit per worker: 64 MB. Larger workers are indexed from their events alone."""
 MAX_REPLAY_BYTES = 64 * 1024 * 1024
 
-_decode_answer = msgspec.msgpack.Decoder(KvAnswer).decode
+_decode_answer = msgspec.msgpack.Decoder(KvRecoveryResponse).decode
 _decode_batch = msgspec.msgpack.Decoder(KvEventBatch).decode
 
-_NO_SUCH_QUESTION = (Unsupported, NotFound, InvalidRequest)
-"""What a worker says that does not know the question, or not the answer."""
+_UNSUPPORTED = (Unsupported, NotFound, InvalidRequest)
+"""Errors of a worker that does not support the request."""
 
 
-async def ask_worker(
-    plane: RequestPlane, instance: Instance, question: KvQuestion, deadlines: Deadlines
-) -> Replayed | Snapshotted | Refused:
-    """KvoltError when there is no answer now; another try may bring one."""
+async def request_recovery(
+    plane: RequestPlane, instance: Instance, recovery_request: KvRecoveryRequest, deadlines: Deadlines
+) -> ReplayReceived | SnapshotReceived | RecoveryRefused:
+    """Raises KvoltError if there is no response now; a retry may succeed."""
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
     to = Destination(instance.address, str(endpoint))
     try:
-        async with await open_stream(plane, to, question, deadlines, _decode_answer) as parts:
-            first: KvAnswer | None = await anext(parts, None)
+        async with await open_stream(plane, to, recovery_request, deadlines, _decode_answer) as parts:
+            first: KvRecoveryResponse | None = await anext(parts, None)
             match first:
                 case KvReplay():
-                    _check_name(instance, first.instance)
-                    return await _replayed(first, parts)
+                    _check_instance(instance, first.instance)
+                    return await _read_replay(first, parts)
                 case KvSnapshot():
-                    _check_name(instance, first.instance)
-                    return await _snapshotted(first, parts)
+                    _check_instance(instance, first.instance)
+                    return await _read_snapshot(first, parts)
                 case _:
-                    raise ProtocolError("the worker's answer has no beginning", rule="kv_recovery")
-    except _NO_SUCH_QUESTION:
-        return Refused()
+                    raise ProtocolError("the recovery response has no header", rule="kv_recovery")
+    except _UNSUPPORTED:
+        return RecoveryRefused()
 
 
-def _check_name(asked: Instance, answered: InstanceId) -> None:
-    """The control endpoint answers for the process, which may be another one by now."""
-    if asked.id != answered:
-        raise Unavailable(f"instance {asked.id} is gone", reason="stale_instance")
+def _check_instance(instance: Instance, responder: InstanceId) -> None:
+    """The control endpoint belongs to the process, which may run another instance by now."""
+    if instance.id != responder:
+        raise Unavailable(f"instance {instance.id} is gone", reason="stale_instance")
 
 
-async def _replayed(first: KvReplay, parts: AsyncIterator[KvAnswer]) -> Replayed:
+async def _read_replay(first: KvReplay, parts: AsyncIterator[KvRecoveryResponse]) -> ReplayReceived:
     packed = list(first.batches)
     num_bytes = sum(map(len, packed))
     async for part in parts:
         if not isinstance(part, KvReplay) or (part.epoch, part.next_id) != (first.epoch, first.next_id):
-            raise ProtocolError("a replay has parts that do not belong together", rule="kv_recovery")
+            raise ProtocolError("parts of different replays in one response", rule="kv_recovery")
         packed += part.batches
         num_bytes += sum(map(len, part.batches))
         if num_bytes > MAX_REPLAY_BYTES:
-            raise Unsupported("the replay is too large", feature="kv_events_since")
+            raise Unsupported(f"the replay exceeds {MAX_REPLAY_BYTES} bytes", feature="kv_events_since")
     try:
         batches = [_decode_batch(each) for each in packed]
     except MALFORMED as error:
-        raise ProtocolError(f"a replayed batch cannot be read: {error}", rule="kv_recovery") from error
-    return Replayed(first.epoch, first.next_id, batches, first.is_gone, first.digests)
+        raise ProtocolError(f"cannot decode a replayed batch: {error}", rule="kv_recovery") from error
+    return ReplayReceived(first.epoch, first.next_id, batches, first.is_unavailable, first.digests)
 
 
-async def _snapshotted(first: KvSnapshot, parts: AsyncIterator[KvAnswer]) -> Snapshotted:
+async def _read_snapshot(first: KvSnapshot, parts: AsyncIterator[KvRecoveryResponse]) -> SnapshotReceived:
     num_blocks = sum(each.num_blocks for each in first.digests)
     if num_blocks > MAX_BLOCKS:
-        raise Unsupported("the worker holds more blocks than a snapshot may have", feature="kv_contents")
+        raise Unsupported(f"the worker holds more than {MAX_BLOCKS} blocks", feature="kv_contents")
     blocks: dict[tuple[int, Tier], list[bytes]] = {}
     num_bytes = 0
     async for part in parts:
         if not isinstance(part, KvSnapshotPart):
-            raise ProtocolError("a snapshot has parts that are none", rule="kv_recovery")
+            raise ProtocolError("unexpected part in a snapshot response", rule="kv_recovery")
         num_bytes += len(part.hashes)
         if num_bytes > num_blocks * HASH_BYTES:
             break
         blocks.setdefault((part.dp_rank, part.tier), []).append(part.hashes)
     if num_bytes != num_blocks * HASH_BYTES:
-        raise KvoltError(f"a snapshot of {num_blocks} blocks came with {num_bytes} bytes")
-    whole = {place: b"".join(pieces) for place, pieces in blocks.items()}
-    if any(len(packed) % HASH_BYTES for packed in whole.values()):
-        raise ProtocolError("a snapshot ends within a block", rule="kv_recovery")
-    return Snapshotted(first.epoch, first.next_id, whole, first.digests)
+        raise KvoltError(f"snapshot is incomplete: {num_blocks} blocks announced, {num_bytes} bytes received")
+    contents = {key: b"".join(pieces) for key, pieces in blocks.items()}
+    if any(len(packed) % HASH_BYTES for packed in contents.values()):
+        raise ProtocolError("a snapshot part ends within a hash", rule="kv_recovery")
+    return SnapshotReceived(first.epoch, first.next_id, contents, first.digests)

@@ -1,4 +1,4 @@
-"""InstanceSlots: one worker's places in the index, one for each of its ranks, and how an action changes them. Pure."""
+"""InstanceSlots: index slots of one worker, one per rank; applies feed actions to them. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvolt.router.ingest.feed import Comparison, IngestStats
 
 
 class InstanceSlots:
-    """See the module. `close` gives the places back."""
+    """See the module. `close` releases the slots."""
 
     def __init__(self, index: BlockIndex, dp_ranks: Sequence[int], stats: IngestStats) -> None:
-        """ValueError when the index has no place left."""
+        """Raises ValueError if the index has no free slot."""
         self._index = index
         self._stats = stats
         self._by_rank: dict[int, int] = {}
@@ -27,11 +27,11 @@ class InstanceSlots:
             self.close()
             raise
 
-    def of(self, dp_rank: int) -> int | None:
+    def slot_of(self, dp_rank: int) -> int | None:
         return self._by_rank.get(dp_rank)
 
     @property
-    def all(self) -> tuple[int, ...]:
+    def slots(self) -> tuple[int, ...]:
         return tuple(self._by_rank.values())
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class InstanceSlots:
             change = event.change
             match change:
                 case Stored():
-                    self._stats.tells_below |= change.tier is not Tier.DEVICE
+                    self._stats.has_lower_tiers |= change.tier is not Tier.DEVICE
                     index.store(slot, change.hashes, TIER_LEVEL[change.tier])
                 case Removed():
                     index.remove(slot, change.hashes, TIER_LEVEL[change.tier])
@@ -62,7 +62,7 @@ class InstanceSlots:
     def replace(self, blocks: Mapping[tuple[int, Tier], bytes]) -> None:
         for dp_rank, slot in self._by_rank.items():
             for tier, level in TIER_LEVEL.items():
-                self._stats.tells_below |= tier is not Tier.DEVICE and bool(blocks.get((dp_rank, tier)))
+                self._stats.has_lower_tiers |= tier is not Tier.DEVICE and bool(blocks.get((dp_rank, tier)))
                 self._replace(slot, level, blocks.get((dp_rank, tier), b""))
 
     def _replace(self, slot: int, level: int, packed: bytes) -> None:
@@ -75,7 +75,7 @@ class InstanceSlots:
             if packed:
                 index.store(slot, packed, level)
             return
-        # Mostly it is nearly all there: only what differs is touched.
+        # Usually most blocks are indexed already: apply the difference only.
         before = np.array(index.contents(slot, level), dtype=HASHES_DTYPE)
         after = np.frombuffer(packed, dtype=HASHES_DTYPE)
         index.remove(slot, np.setdiff1d(before, after).tobytes(), level)

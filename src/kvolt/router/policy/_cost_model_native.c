@@ -1,7 +1,6 @@
-/* What a prompt takes at each of many workers, in C: `prices.py` says what is computed, this file does it in one pass.
+/* Cost model of the router in C: computes what `cost_model.py` defines, for all candidates in one pass.
 
-   A decision of the router asks it for all candidates. In numpy that is some forty operations on short arrays, each of
-   which costs more to begin than to do. */
+   In numpy a decision takes about forty operations on short arrays, whose call overhead exceeds the work itself. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,11 +13,11 @@
 #define KVOLT_SOURCE_DIGEST ""
 #endif
 
-enum { LINEAR_COLUMNS = 7, OCCUPANCY_COLUMNS = 9, LOOK_INPUTS = 7 };
+enum { LINEAR_COLUMNS = 7, OCCUPANCY_COLUMNS = 9, PREDICT_INPUTS = 7 };
 
 typedef struct {
-    Py_ssize_t num;        /* workers */
-    const double *columns; /* of the model: one after the other, a number for each worker */
+    Py_ssize_t num;        /* number of workers */
+    const double *columns; /* model coefficients, one array over workers after the other */
     double prompt, output, block;
     const double *overlap, *pace, *decoding, *context, *beside, *reading, *joined;
     double *prefill, *step, *slowdown;
@@ -26,7 +25,7 @@ typedef struct {
 
 static inline double at_least(double value, double least) { return value > least ? value : least; }
 
-static void price_linear(const Job *job) {
+static void predict_linear(const Job *job) {
     const Py_ssize_t num = job->num;
     const double *chunk = job->columns, *first = chunk + num, *token = first + num, *read = token + num,
                  *batch = read + num, *context_token = batch + num, *base = context_token + num;
@@ -45,7 +44,7 @@ static void price_linear(const Job *job) {
     }
 }
 
-static void price_occupancy(const Job *job) {
+static void predict_occupancy(const Job *job) {
     const Py_ssize_t num = job->num;
     const double *chunk = job->columns, *first = chunk + num, *token = first + num, *square = token + num,
                  *base = square + num, *share = base + num, *share_square = share + num,
@@ -55,7 +54,7 @@ static void price_occupancy(const Job *job) {
         const double chunks = new / chunk[i], full = floor(chunks), rest = new - full * chunk[i];
         const double squares = full * (chunk[i] * chunk[i]) + rest * rest;
         const double contexts[3] = {job->context[i], job->reading[i], job->reading[i] + job->joined[i]};
-        double decode[3]; /* a step of those that decode now, of those beside its answer, and with it */
+        double decode[3]; /* step of the current decodes, of those beside the answer, and with the answer */
         for (int at = 0; at < 3; at++) {
             const double used = contexts[at] / kv_tokens[i] < 1.0 ? contexts[at] / kv_tokens[i] : 1.0;
             decode[at] = at_least(base[i] + (share[i] + share_square[i] * used) * used, least[i]);
@@ -67,10 +66,10 @@ static void price_occupancy(const Job *job) {
     }
 }
 
-static PyObject *prices_look(PyObject *self, PyObject *args) {
+static PyObject *cost_model_predict(PyObject *self, PyObject *args) {
     int is_occupancy;
     Job job;
-    Py_buffer columns, inputs[LOOK_INPUTS], out;
+    Py_buffer columns, inputs[PREDICT_INPUTS], out;
     if (!PyArg_ParseTuple(args, "py*dddy*y*y*y*y*y*y*w*", &is_occupancy, &columns, &job.prompt, &job.output,
                           &job.block, &inputs[0], &inputs[1], &inputs[2], &inputs[3], &inputs[4], &inputs[5],
                           &inputs[6], &out))
@@ -78,7 +77,7 @@ static PyObject *prices_look(PyObject *self, PyObject *args) {
     const Py_ssize_t bytes = out.len / 3;
     bool fits = out.len % (3 * (Py_ssize_t)sizeof(double)) == 0 &&
                 columns.len == bytes * (is_occupancy ? OCCUPANCY_COLUMNS : LINEAR_COLUMNS);
-    for (int i = 0; i < LOOK_INPUTS; i++) fits = fits && inputs[i].len == bytes;
+    for (int i = 0; i < PREDICT_INPUTS; i++) fits = fits && inputs[i].len == bytes;
     if (fits) {
         job.num = bytes / (Py_ssize_t)sizeof(double);
         job.columns = columns.buf;
@@ -93,41 +92,41 @@ static PyObject *prices_look(PyObject *self, PyObject *args) {
         job.step = job.prefill + job.num;
         job.slowdown = job.step + job.num;
         if (is_occupancy)
-            price_occupancy(&job);
+            predict_occupancy(&job);
         else
-            price_linear(&job);
+            predict_linear(&job);
     } else {
-        PyErr_SetString(PyExc_ValueError, "every array has a number for each worker");
+        PyErr_SetString(PyExc_ValueError, "every array needs one number per worker");
     }
     PyBuffer_Release(&columns);
     PyBuffer_Release(&out);
-    for (int i = 0; i < LOOK_INPUTS; i++) PyBuffer_Release(&inputs[i]);
+    for (int i = 0; i < PREDICT_INPUTS; i++) PyBuffer_Release(&inputs[i]);
     if (!fits) return NULL;
     Py_RETURN_NONE;
 }
 
-/* A buffer of doubles, as many as there are workers; what it was is not known to a buffer of plain bytes. */
-static bool take_doubles(PyObject *array, int flags, Py_ssize_t bytes, Py_buffer *taken) {
+/* Get a buffer of one double per worker. Checks the format, which "y*" does not. */
+static bool get_doubles(PyObject *array, int flags, Py_ssize_t bytes, Py_buffer *taken) {
     if (PyObject_GetBuffer(array, taken, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) < 0) return false;
     if (taken->format && strcmp(taken->format, "d") == 0 && (bytes < 0 || taken->len == bytes)) return true;
     PyBuffer_Release(taken);
-    PyErr_SetString(PyExc_ValueError, "every array has a double for each worker");
+    PyErr_SetString(PyExc_ValueError, "every array needs one double per worker");
     return false;
 }
 
-/* `policy.latency` in one pass, in the same order of operations. */
-static PyObject *prices_latency(PyObject *self, PyObject *args) {
+/* `policy.latency` in one pass, with the same order of operations. */
+static PyObject *cost_model_latency_costs(PyObject *self, PyObject *args) {
     enum { INPUTS = 8 };
     double output, arrivals, room, affinity;
-    PyObject *arrays[INPUTS], *found;
+    PyObject *arrays[INPUTS], *result;
     Py_buffer in[INPUTS], out;
     if (!PyArg_ParseTuple(args, "ddddOOOOOOOOO", &output, &arrivals, &room, &affinity,
                           &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &arrays[5], &arrays[6],
-                          &arrays[7], &found))
+                          &arrays[7], &result))
         return NULL;
-    if (!take_doubles(found, PyBUF_WRITABLE, -1, &out)) return NULL;
+    if (!get_doubles(result, PyBUF_WRITABLE, -1, &out)) return NULL;
     int taken = 0;
-    while (taken < INPUTS && take_doubles(arrays[taken], 0, out.len, &in[taken])) taken++;
+    while (taken < INPUTS && get_doubles(arrays[taken], 0, out.len, &in[taken])) taken++;
     if (taken == INPUTS) {
         const Py_ssize_t num = out.len / (Py_ssize_t)sizeof(double);
         const double *beside = in[0].buf, *prefill = in[1].buf, *step = in[2].buf, *slowdown = in[3].buf,
@@ -150,12 +149,12 @@ static PyObject *prices_latency(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"costs", prices_latency, METH_VARARGS, "Costs of all workers by kvolt.router.policy.policy.latency."},
-    {"price", prices_look, METH_VARARGS, "Prefill, step and slowdown, in seconds, of all workers: see kvolt.router.policy.cost_model."},
+    {"latency_costs", cost_model_latency_costs, METH_VARARGS, "Costs by policy.latency."},
+    {"predict", cost_model_predict, METH_VARARGS, "Predicted times in seconds: see cost_model.py."},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cost_model_native", "The router's prices in C.", -1,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cost_model_native", "The router's cost model in C.", -1,
                                     methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__cost_model_native(void) {

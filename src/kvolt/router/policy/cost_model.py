@@ -1,10 +1,9 @@
-"""Prices: what a prompt takes at each of many workers, by the step models that they registered. Pure.
+"""CostModel: predicted prefill and step times of a prompt at each of many workers. Pure.
 
-Each coefficient is an array over workers, so that a decision costs the same whether all workers are alike or none.
-There are two shapes of model; a worker is of one of them. One that registered none is taken for an 8B model on a
-large GPU.
+Each coefficient is an array over workers, so that a decision costs the same whether workers differ or not. There are
+two kinds of step model; each worker uses one. A worker without a registered model counts as an 8B model on a large GPU.
 
-What is said here in numpy `_cost_model_native.c` does in one pass, where it was built and all workers are of one shape.
+`_cost_model_native.c` computes the same in one pass if it was built and all workers use one kind of model.
 """
 
 from __future__ import annotations
@@ -19,42 +18,42 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.latency import Floats, LatencyModel, OccupancyModel
 
 if TYPE_CHECKING:
-    native_look: Callable[..., None] | None
+    native_predict: Callable[..., None] | None
 else:
     try:
-        from kvolt.router.policy._cost_model_native import price as native_look
+        from kvolt.router.policy._cost_model_native import predict as native_predict
     except ImportError:
-        native_look = None
+        native_predict = None
 
-GUESS = LatencyModel(base_s=6e-3, prefill_token_s=50e-6, batch_s=50e-6, context_token_s=20e-9)
-"""Of a worker that did not say."""
+DEFAULT_LATENCY = LatencyModel(base_s=6e-3, prefill_token_s=50e-6, batch_s=50e-6, context_token_s=20e-9)
+"""For workers without a registered model."""
 
 _UNCHUNKED = 1 << 40
-"""The tokens of a step where the worker did not say: more than any prompt has."""
+"""Chunk size of workers that registered none: larger than any prompt."""
 
 Indexes = npt.NDArray[np.intp]
 
 
-class Asked(NamedTuple):
+class CostInputs(NamedTuple):
     """A prompt, and how much of it each worker holds."""
 
     prompt_tokens: int
     block_size: int
-    output_tokens: float
-    """Steps of the answer beside others."""
-    overlap: Floats
-    """In blocks."""
-    joined: Floats
-    """KV tokens that a decode step reads more with its answer in it."""
+    shared_steps: float
+    """Decode steps shared with other requests."""
+    overlap_blocks: Floats
+    """Cached blocks by worker."""
+    added_context: Floats
+    """KV tokens that the answer adds to each decode step."""
 
 
-class Prices:
-    """See the module; elements in the order of `infos`."""
+class CostModel:
+    """See the module. Arrays are in the order of `infos`."""
 
     def __init__(self, infos: Sequence[EngineInfo | None]) -> None:
         self._num_workers = len(infos)
-        self.is_told = [info is not None and info.step_model is not None for info in infos]
-        """Whether a worker has said how long its steps take."""
+        self.has_own_model = [info is not None and info.step_model is not None for info in infos]
+        """Whether the worker registered a step model."""
         chunks = np.array([_chunk(info) for info in infos], dtype=float)
         linear: dict[int, LatencyModel] = {}
         occupancy: dict[int, OccupancyModel] = {}
@@ -62,10 +61,10 @@ class Prices:
             if info is not None and info.latency is None and info.occupancy_latency is not None:
                 occupancy[index] = info.occupancy_latency
             else:
-                linear[index] = (info.latency if info is not None else None) or GUESS
-        unread = [1.0 - _kv_read(info) for info in infos]
-        self.unread = np.array(unread) if any(unread) else None
-        """Share of a shared block's read that each sequence after the first is spared; None where that is nothing."""
+                linear[index] = (info.latency if info is not None else None) or DEFAULT_LATENCY
+        shared_read_savings = [1.0 - _kv_read(info) for info in infos]
+        self.shared_read_savings = np.array(shared_read_savings) if any(shared_read_savings) else None
+        """Share of a shared block's read that each sequence after the first saves; None if all are 0."""
         self._groups: list[tuple[Indexes, _Linear | _Occupancy]] = []
         if linear:
             indexes = np.array(list(linear), dtype=np.intp)
@@ -74,40 +73,50 @@ class Prices:
             indexes = np.array(list(occupancy), dtype=np.intp)
             self._groups.append((indexes, _Occupancy(list(occupancy.values()), chunks[indexes])))
 
-    def look(
-        self, asked: Asked, pace: Floats, decoding: Floats, context: Floats, beside: Floats, reading: Floats
+    def predict(
+        self,
+        inputs: CostInputs,
+        pace: Floats,
+        decoding: Floats,
+        context: Floats,
+        beside: Floats,
+        reading: Floats,
     ) -> tuple[Floats, Floats, Floats]:
-        """`prefill_s`, beside those that decode now with so much context; and, beside those that share its steps on
-        average and read so many KV tokens, the time of a step of its answer and by how much longer all its steps make
-        the answer of each of them. All so many times as long as the models say."""
-        if native_look is None or len(self._groups) > 1:
-            new_tokens = asked.prompt_tokens - asked.overlap * asked.block_size
-            prefill_s = self.prefill_s(asked.prompt_tokens, new_tokens, decoding, context)
-            step_s = self.decode_s(beside + 1.0, reading + asked.joined)
-            more_s = np.maximum(step_s - self.decode_s(beside, reading), 0.0)
-            return pace * prefill_s, pace * step_s, pace * more_s * asked.output_tokens
+        """Prefill time, step time of the answer, and slowdown of each other request over the answer's shared
+        steps.
+
+        Prefill runs beside `decoding` requests with `context` tokens; the answer beside `beside` requests that read
+        `reading` tokens. All times are multiplied by `pace`.
+        """
+        if native_predict is None or len(self._groups) > 1:
+            new_tokens = inputs.prompt_tokens - inputs.overlap_blocks * inputs.block_size
+            prefill_s = self.prefill_s(inputs.prompt_tokens, new_tokens, decoding, context)
+            step_s = self.decode_s(beside + 1.0, reading + inputs.added_context)
+            added_s = np.maximum(step_s - self.decode_s(beside, reading), 0.0)
+            return pace * prefill_s, pace * step_s, pace * added_s * inputs.shared_steps
         group = self._groups[0][1]
         out = np.empty((3, self._num_workers))
-        native_look(
+        native_predict(
             isinstance(group, _Occupancy),
             group.columns,
-            asked.prompt_tokens,
-            asked.output_tokens,
-            asked.block_size,
-            asked.overlap,
+            inputs.prompt_tokens,
+            inputs.shared_steps,
+            inputs.block_size,
+            inputs.overlap_blocks,
             pace,
             decoding,
             context,
             beside,
             reading,
-            asked.joined,
+            inputs.added_context,
             out,
         )
         return out[0], out[1], out[2]
 
     def prefill_s(self, prompt_tokens: int, new_tokens: Floats, decoding: Floats, context: Floats) -> Floats:
-        """Of which so many must be computed, in chunks as large as the worker's steps are, beside those that decode
-        there with so much context. The last token always is."""
+        """Time to compute `new_tokens` of a prompt in chunks of the worker's batch size, beside decoding
+        requests. At
+        least the last token is computed."""
         new_tokens = np.maximum(new_tokens, 1.0)
         if len(self._groups) == 1:
             return self._groups[0][1].prefill_s(prompt_tokens, new_tokens, decoding, context)
@@ -119,7 +128,7 @@ class Prices:
         return times
 
     def decode_s(self, decoding: Floats, context: Floats) -> Floats:
-        """A step of those that decode."""
+        """Time of a decode step."""
         if len(self._groups) == 1:
             return self._groups[0][1].decode_s(decoding, context)
         times = np.empty(self._num_workers)
@@ -127,18 +136,18 @@ class Prices:
             times[indexes] = group.decode_s(decoding[indexes], context[indexes])
         return times
 
-    def parts(self, prompt_tokens: int, output_tokens: float, index: int) -> tuple[float, float]:
-        """Of a step of one worker what it takes for none, and for each answer to a prompt like this."""
-        nobody = np.zeros(self._num_workers)
+    def step_parts(self, prompt_tokens: int, output_tokens: float, index: int) -> tuple[float, float]:
+        """Step time of one worker without requests, and per request with a prompt like this."""
+        zeros = np.zeros(self._num_workers)
         tokens = prompt_tokens + output_tokens / 2.0
-        # Of two and one: with none a model may say that nothing is done in no time.
-        one_s, two_s = (float(self.decode_s(nobody + n, nobody + n * tokens)[index]) for n in (1.0, 2.0))
-        more_s = max(two_s - one_s, 0.0)
-        return max(one_s - more_s, 0.0), more_s
+        # Extrapolated from one and two requests: some models predict no time for an empty step.
+        one_s, two_s = (float(self.decode_s(zeros + n, zeros + n * tokens)[index]) for n in (1.0, 2.0))
+        added_s = max(two_s - one_s, 0.0)
+        return max(one_s - added_s, 0.0), added_s
 
 
 class _Linear:
-    """Workers with a LatencyModel each."""
+    """Workers with a LatencyModel."""
 
     def __init__(self, models: Sequence[LatencyModel], chunks: Floats) -> None:
         self._chunks = chunks
@@ -152,17 +161,17 @@ class _Linear:
         self.columns = np.stack(
             [chunks, self._step, self._token, self._context, self._batch, self._context_token, self._base]
         )
-        """All of it for the native look."""
+        """All coefficients, for the native function."""
 
-    def prefill_s(self, prompt_tokens: int, new: Floats, decoding: Floats, held: Floats) -> Floats:
+    def prefill_s(self, prompt_tokens: int, new: Floats, decoding: Floats, context: Floats) -> Floats:
         chunks = new / self._chunks
         full = np.floor(chunks)
         rest = new - full * self._chunks
-        # Each chunk reads all before it and itself: what is not new, and of what is new half, and half of itself.
+        # Each chunk attends to all tokens before it and to itself: cached tokens, half of the new ones, half of itself.
         squares = full * self._chunk_squares + rest * rest
         read = self._context * (new * (prompt_tokens - 0.5 * new) + 0.5 * squares)
-        # Those that decode are in every step; but a step that has room takes the next prompt in, too.
-        beside = decoding * self._batch + held * self._context_token
+        # Decoding requests are in every step; a step with free capacity also starts the next prompt.
+        beside = decoding * self._batch + context * self._context_token
         time_s: Floats = np.ceil(chunks) * self._step + new * self._token + read + chunks * beside
         return time_s
 
@@ -172,7 +181,7 @@ class _Linear:
 
 
 class _Occupancy:
-    """Workers with an OccupancyModel each."""
+    """Workers with an OccupancyModel."""
 
     def __init__(self, models: Sequence[OccupancyModel], chunks: Floats) -> None:
         self._chunks = chunks
@@ -187,14 +196,14 @@ class _Occupancy:
         self._kv_tokens = _array([model.kv_tokens for model in models])
         decode = [self._base, self._share, self._share_square, self._least, self._kv_tokens]
         self.columns = np.stack([chunks, self._step, self._token, self._square, *decode])
-        """All of it for the native look."""
+        """All coefficients, for the native function."""
 
-    def prefill_s(self, prompt_tokens: int, new: Floats, decoding: Floats, held: Floats) -> Floats:
+    def prefill_s(self, prompt_tokens: int, new: Floats, decoding: Floats, context: Floats) -> Floats:
         chunks = new / self._chunks
         full = np.floor(chunks)
         rest = new - full * self._chunks
         squares = full * self._chunk_squares + rest * rest
-        beside = (decoding > 0) * self._decode_s(held)
+        beside = (decoding > 0) * self._decode_s(context)
         time_s: Floats = np.ceil(chunks) * self._step + new * self._token + squares * self._square
         return time_s + chunks * beside
 

@@ -1,4 +1,4 @@
-"""Forecast: what a request would come to where a router would send it, for who has another way for it. Pure."""
+"""Forecast: predicted outcome of a request at the worker that a router would choose. Pure."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from kvolt.core.request import Request
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request would come to where a router would send it now. Times in seconds."""
+    """Predicted outcome of routing a request now. Times in seconds."""
 
     instance: InstanceId
     queue_s: float
-    """Until its prompt's turn."""
+    """Until its prefill starts."""
     prefill_s: float
     transfer_s: float = 0.0
-    """Until the KV of a prompt that was computed elsewhere is there."""
-    arriving: float
-    """Requests that are expected to come there until its prompt is computed: they wait for it."""
+    """Time to fetch the KV of a prompt computed elsewhere."""
+    num_arriving: float
+    """Requests expected to arrive at the worker before the prompt is computed; they wait for it."""
     decoding: float
-    """Requests there that are being answered."""
+    """Decoding requests at the worker."""
     step_s: float
-    """A step of its answer, beside those."""
+    """Step time of its answer, beside those."""
     slowdown_s: float
-    """By how much longer each of those takes for it, over the steps of its answer."""
+    """Delay of each of those over the answer."""
     output_tokens: float
-    """As many as are expected."""
-    lacking_tokens: int
-    """Of its prompt, those whose KV is not there now."""
-    is_told: bool = True
-    """By a step model of the worker's own; else the times are of a guess."""
-    num_places: int
-    """Where it could go."""
-    all_decoding: float
-    """Requests that are being answered at any of them."""
-    base_s: float
-    """A step there, less what it takes for each that it answers."""
-    more_s: float
-    """By how much a step there gets longer with one more like it, in the middle of its answer."""
+    """Expected number."""
+    missing_tokens: int
+    """Prompt tokens whose KV is not at the worker."""
+    has_own_model: bool = True
+    """The worker registered a step model; otherwise a default is used."""
+    num_worker_ranks: int
+    """Candidates."""
+    total_decoding: float
+    """Decoding requests at all candidates."""
+    base_step_s: float
+    """Step time without the share of each decoding request."""
+    added_step_s: float
+    """Step time added by one request like this, in the middle of its answer."""
 
     @property
     def first_token_s(self) -> float:
@@ -48,9 +48,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
-class Forecasting(Protocol):
-    """A router that can say what a request would come to."""
+class SupportsForecast(Protocol):
+    """A router that can predict the outcome of a request."""
 
     def forecast(self, request: Request) -> Forecast:
-        """Books nothing. Unavailable when no instance can take the request."""
+        """Reserves nothing. Raises Unavailable if no instance can take the request."""
         ...

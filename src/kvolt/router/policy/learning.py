@@ -1,130 +1,138 @@
-"""Learning: what a router sees of what came of its decisions, handed to all who learn from it. Pure.
+"""OutcomeTracker: feeds the outcomes of requests to everything that learns from them. Pure.
 
-Puts together how long answers get (`output_lengths`), how long prompts really take (`step_fit`), the counts (`stats`)
-and whoever looks on (`Watch`: what workers hold by our own decisions, and whether the index is right about them).
+Those are answer lengths (`output_lengths`), prefill times (`step_fit`), counters (`stats`) and a RequestObserver, which
+maintains the approximate index and checks the index against reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.latency import Floats
 from kvolt.core.request import Request
+from kvolt.router.policy.choice import Choice
 from kvolt.router.policy.load import Rows
-from kvolt.router.policy.output_lengths import OutputLengths
-from kvolt.router.policy.step_fit import StepFit
+from kvolt.router.policy.output_lengths import OutputLengthEstimator
+from kvolt.router.policy.step_fit import PaceEstimator
 from kvolt.router.stats import RouterStats
 
-if TYPE_CHECKING:
-    from kvolt.router.policy.selector import Choice
 
+class RequestObserver(Protocol):
+    """Observer of requests. Every reserved request is released."""
 
-class Watch(Protocol):
-    """Who is told what becomes of requests. Every ticket that was booked is freed."""
+    def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
 
-    def workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
+    def on_reserved(self, reservation_id: int, choice: Choice) -> None: ...
 
-    def booked(self, ticket: int, choice: Choice) -> None: ...
-
-    def begun(self, ticket: int, choice: Choice, cached_tokens: int | None, now: float) -> None:
-        """How much of the prompt was not computed, if the worker says."""
+    def on_first_token(
+        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+    ) -> None:
+        """`cached_tokens`: prompt tokens that were not computed, if the worker reports them."""
         ...
 
-    def freed(self, ticket: int) -> None: ...
+    def on_released(self, reservation_id: int) -> None: ...
 
 
-class Nobody:
-    """A Watch."""
+class NullObserver:
+    """A RequestObserver that does nothing."""
 
-    def workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
+    def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
 
-    def booked(self, ticket: int, choice: Choice) -> None: ...
+    def on_reserved(self, reservation_id: int, choice: Choice) -> None: ...
 
-    def begun(self, ticket: int, choice: Choice, cached_tokens: int | None, now: float) -> None: ...
+    def on_first_token(
+        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+    ) -> None: ...
 
-    def freed(self, ticket: int) -> None: ...
+    def on_released(self, reservation_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     choice: Choice
     row: int
-    at: float
-    others_share: float
-    """Of the prompts of others that are computed in between: seconds of theirs for each of ours."""
+    reserved_at: float
+    external_share: float
+    """Prefill seconds of other senders per second of this router's, until this prompt is computed."""
 
 
-class Learning:
+class OutcomeTracker:
     """See the module."""
 
-    def __init__(self, watch: Watch | None = None, corrects_times: bool = True) -> None:
-        self.watch = watch or Nobody()
-        self.lengths = OutputLengths()
+    def __init__(self, observer: RequestObserver | None = None, corrects_times: bool = True) -> None:
+        self.observer = observer or NullObserver()
+        self.lengths = OutputLengthEstimator()
         self.stats = RouterStats()
-        self._fit = StepFit()
+        self._pace = PaceEstimator()
         self._corrects_times = corrects_times
-        self._sent: dict[int, _Sent] = {}
+        self._in_flight: dict[int, _Sent] = {}
 
     def add_row(self, row: int) -> None:
-        self._fit.add_row(row)
+        self._pace.add_row(row)
 
     def drop_row(self, row: int) -> None:
-        self._fit.drop_row(row)
+        self._pace.drop_row(row)
 
     def output_tokens(self, request: Request) -> float:
-        """As many as are expected."""
-        return self.lengths.expected(request)
+        """Expected number of tokens."""
+        return self.lengths.expected_tokens(request)
 
-    def tokens_beside_others(self, output_tokens: float) -> float:
-        """For how many steps an answer is computed beside those that decode there now: they are over, too, some day."""
+    def shared_steps(self, output_tokens: float) -> float:
+        """Steps that an answer shares with the requests that decode now, which end, too."""
         return min(output_tokens, self.lengths.typical)
 
     def pace(self, rows: Rows | slice, now: float) -> Floats:
-        """How many times as long as they say workers take; 1 where that is not corrected."""
-        return self._fit.factors(rows, now)
+        """Observed over modelled prefill time by worker; 1 without correction."""
+        return self._pace.factors(rows, now)
 
-    def booked(self, ticket: int, choice: Choice, row: int, own_s: float, now: float) -> None:
-        """`own_s`: until the worker would have computed what this router has sent it before."""
-        others_s = max(choice.queue_s - own_s, 0.0)
-        ahead_s = own_s + choice.prefill_s
-        self._sent[ticket] = _Sent(choice, row, now, others_s / ahead_s if ahead_s > 0.0 else 0.0)
+    def on_reserved(self, reservation_id: int, choice: Choice, row: int, own_s: float, now: float) -> None:
+        """`own_s`: predicted time until the worker has computed this router's earlier prompts."""
+        external_s = max(choice.queue_s - own_s, 0.0)
+        own_prefill_s = own_s + choice.prefill_s
+        self._in_flight[reservation_id] = _Sent(
+            choice, row, now, external_s / own_prefill_s if own_prefill_s > 0.0 else 0.0
+        )
         request = choice.request
         num_blocks = -(-request.num_prompt_tokens // request.block_size) if request.block_size else 0
         self.stats.num_saturated += choice.is_saturated
-        self.stats.decided(num_blocks, choice.overlap_blocks, choice.most_overlap, request.num_prompt_tokens)
-        self.watch.booked(ticket, choice)
+        self.stats.record_decision(
+            num_blocks, choice.overlap_blocks, choice.max_overlap_blocks, request.num_prompt_tokens
+        )
+        self.observer.on_reserved(reservation_id, choice)
 
-    def begun(self, ticket: int, cached_tokens: int | None, now: float) -> None:
-        """The first token of one that is booked and had not begun."""
-        sent = self._sent[ticket]
+    def on_first_token(self, reservation_id: int, cached_tokens: int | None, now: float) -> None:
+        """Record the first token of a reserved request; once."""
+        sent = self._in_flight[reservation_id]
         choice, request = sent.choice, sent.choice.request
-        self.stats.begun(now - sent.at, choice.predicted_s)
+        self.stats.record_first_token(now - sent.reserved_at, choice.predicted_s)
         if cached_tokens is not None and request.num_prompt_tokens:
-            self.stats.real_hit_rate.observe(min(cached_tokens / request.num_prompt_tokens, 1.0))
-        # Of a prompt that came from elsewhere the time is its way here, and says nothing of the worker's steps.
+            self.stats.reported_hit_rate.observe(min(cached_tokens / request.num_prompt_tokens, 1.0))
+        # The TTFT of a transferred prompt measures the transfer, not the worker's steps.
         num_cached = (cached_tokens or 0) // (request.block_size or 1)
-        was_brought = choice.is_tiered and num_cached > choice.held_blocks
-        is_elsewhere = request.handoff is not None or request.rendezvous is not None or request.is_resumed
-        is_own = not is_elsewhere and not was_brought
-        if self._corrects_times and is_own:
-            told_s = choice.told_s * (1.0 + sent.others_share)
-            if cached_tokens is not None:  # more or less was computed than was thought
-                told_s *= max(request.num_given_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)
-            self._fit.begun(sent.row, sent.at, told_s, now)
-        self.watch.begun(ticket, choice, cached_tokens, now)
+        was_onboarded = choice.has_tiers and num_cached > choice.held_blocks
+        is_transferred = (
+            request.handoff is not None or request.rendezvous is not None or request.has_prior_tokens
+        )
+        is_computed_here = not is_transferred and not was_onboarded
+        if self._corrects_times and is_computed_here:
+            model_s = choice.model_prefill_s * (1.0 + sent.external_share)
+            if cached_tokens is not None:  # fewer or more tokens were computed than predicted
+                model_s *= max(request.num_context_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)
+            self._pace.on_first_token(sent.row, sent.reserved_at, model_s, now)
+        self.observer.on_first_token(reservation_id, choice, cached_tokens, now)
 
-    def freed(self, ticket: int, usage: Usage | None) -> None:
-        """Not an error for one that is not booked."""
-        sent = self._sent.pop(ticket, None)
+    def on_released(self, reservation_id: int, usage: Usage | None) -> None:
+        """End a request. Unknown ids are ignored."""
+        sent = self._in_flight.pop(reservation_id, None)
         if sent is None:
             return
         self.stats.num_ended += 1
         if usage is not None:
-            self.lengths.learn(sent.choice.request, usage.completion_tokens)
+            self.lengths.record(sent.choice.request, usage.completion_tokens)
             self.stats.output_tokens.observe(usage.completion_tokens)
-        self.watch.freed(ticket)
+        self.observer.on_released(reservation_id)

@@ -1,8 +1,7 @@
-"""Policies: what sending a request to each worker would cost; the least is taken. Pure.
+"""Policies: cost of a request at each worker; the lowest cost wins. Pure.
 
-A policy is a function over arrays, one element for each candidate: a `RequestView` and a `WorkersView` in, costs out.
-Ours are `classic`, which counts blocks as Dynamo does, and `latency`, which counts milliseconds (`_cost_model_native.c`
-does what is said of it here in one pass, where it was built).
+A policy is a function over arrays with one element per candidate: RequestView and WorkersView in, costs out. `classic`
+counts blocks like Dynamo, `latency` counts seconds (`_cost_model_native.c` computes it in one pass if it was built).
 """
 
 from __future__ import annotations
@@ -22,67 +21,67 @@ if TYPE_CHECKING:
     native_latency: Callable[..., None] | None
 else:
     try:
-        from kvolt.router.policy._cost_model_native import costs as native_latency
+        from kvolt.router.policy._cost_model_native import latency_costs as native_latency
     except ImportError:
         native_latency = None
 
 WEIGHTS = ("overlap", "room", "affinity")
-"""What a request may weigh in its own way; each policy reads those that it has."""
+"""Weights that a request may override; each policy reads its own."""
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """What is known of a request."""
+    """A request as a policy sees it."""
 
     prompt_tokens: int
     block_size: int
     output_tokens: float
-    """As many as are expected."""
+    """Expected number."""
     weights: Mapping[str, float] = {}
-    """Of WEIGHTS, those that this request sets for itself."""
+    """Weights set by this request; keys are in WEIGHTS."""
     arrivals_per_s: float = 0.0
-    """Requests that come to a worker, on average over all of them."""
+    """Average arrival rate per worker."""
 
     @property
     def num_blocks(self) -> int:
-        """Of the prompt."""
+        """Blocks of the prompt."""
         return -(-self.prompt_tokens // self.block_size)
 
 
 class WorkersView(msgspec.Struct, frozen=True):
-    """The candidates, an element each."""
+    """The candidates, one element each."""
 
     overlap_blocks: Floats
-    """Of the prompt, from its first block on, that the worker holds."""
+    """Leading blocks of the prompt that the worker holds."""
     prefill_tokens: Floats
-    """Booked there and not computed yet."""
+    """Reserved prompt tokens not computed yet."""
     blocks: Floats
-    """Of the requests under way there."""
+    """Blocks of the requests in flight."""
     requests: Floats
     decoding: Floats
     queue_s: Floats
-    """Until it has computed the prompts that it was sent."""
+    """Predicted time until the pending prompts are computed."""
     prefill_s: Floats
-    """What this prompt would take there, less what it holds."""
+    """Predicted prefill time of this prompt, without cached blocks."""
     slowdown_s: Floats
-    """By how much longer the answer of each other request there would take with this one in its steps."""
+    """Predicted delay of each other request's answer by this one."""
     beside: Floats
-    """Requests that share its steps there, on average over its answer."""
+    """Average number of requests that share steps with the answer."""
     step_s: Floats
-    """Time per token of its answer there, beside those."""
+    """Predicted time per output token, with those requests."""
     copy_s: Floats
-    """What a copy of the prompt's hot prefix at this worker saves those that come with the same."""
+    """Predicted savings of later requests by a copy of the prompt's hot prefix at this worker."""
     transfer_s: Floats
-    """Until the KV of its prompt has moved between this worker and the other end of its handoff."""
+    """Predicted time to move the prompt's KV between this worker and its peer."""
     room_s: Floats
-    """Until enough blocks are free there for this prompt, where there are not now."""
+    """Predicted time until enough blocks are free for the prompt; 0 if they are now."""
     total_blocks: Floats
-    """0 where it is not known."""
+    """0 if unknown."""
     affinity: Floats
-    """1 where the request's session was served just now, less the longer ago that was, 0 elsewhere."""
+    """1 at the worker that just served the session, decaying with time; 0 elsewhere."""
 
 
-_NOTHING = 700.0
-"""The exponent below which a weight is none."""
+_ZERO_EXPONENT = 700.0
+"""Exponent below which a weight is zero."""
 
 Policy = Callable[[RequestView, WorkersView], Floats]
 
@@ -91,16 +90,16 @@ Policy = Callable[[RequestView, WorkersView], Floats]
 class ClassicWeights:
     overlap: float = 1.0
     affinity: float = 1.0
-    """Blocks that who served the session last is favoured by."""
+    """Bonus in blocks for the worker that served the session last."""
 
 
 def classic(weights: ClassicWeights | None = None) -> Policy:
-    """Blocks to prefill, times a weight, plus blocks in use: `overlap_weight * prefill_blocks + active_blocks`."""
-    weighed = weights or ClassicWeights()
+    """`overlap_weight * prefill_blocks + active_blocks`, as Dynamo computes it."""
+    defaults = weights or ClassicWeights()
 
     def cost(request: RequestView, workers: WorkersView) -> Floats:
-        overlap = request.weights.get("overlap", weighed.overlap)
-        affinity = request.weights.get("affinity", weighed.affinity)
+        overlap = request.weights.get("overlap", defaults.overlap)
+        affinity = request.weights.get("affinity", defaults.affinity)
         cached = workers.overlap_blocks
         tokens = workers.prefill_tokens + request.prompt_tokens - cached * request.block_size
         active = workers.blocks + request.num_blocks
@@ -112,28 +111,28 @@ def classic(weights: ClassicWeights | None = None) -> Policy:
 @dataclass(frozen=True, slots=True)
 class LatencyWeights:
     room: float = 1.0
-    """What a second counts of waiting for room in a worker's cache."""
+    """Weight of the time until enough blocks are free."""
     affinity: float = 0.01
-    """Seconds that who served the session last is favoured by."""
+    """Bonus in seconds for the worker that served the session last."""
 
 
 def latency(weights: LatencyWeights | None = None) -> Policy:
-    """Seconds that the request takes, and that it adds to others, as predicted:
+    """Predicted seconds that the request takes and adds to others.
 
-    - until its first token: queue, prompt and the transfer of its KV; and until its last: expected tokens x the time
-      of a step there, less what the answer takes wherever it goes;
-    - of others: each beside it waits for the prompt's steps, each that comes while the worker is behind with prompts
-      waits for it too, and each that shares steps with the answer takes longer;
-    - less what a copy of a hot prefix saves those that come.
+    - Its own: queue, prefill and KV transfer until the first token; then expected tokens times step time, less the
+      minimum over all workers.
+    - Of others: requests in flight wait for the prompt's steps; requests that arrive while the worker has pending
+      prompts wait for it too; requests that share steps with the answer take longer.
+    - Less the predicted savings by a copy of a hot prefix.
     """
-    weighed = weights or LatencyWeights()
+    defaults = weights or LatencyWeights()
 
     def cost(request: RequestView, workers: WorkersView) -> Floats:
-        room = request.weights.get("room", weighed.room)
-        affinity = request.weights.get("affinity", weighed.affinity)
+        room = request.weights.get("room", defaults.room)
+        affinity = request.weights.get("affinity", defaults.affinity)
         prefill_s, queue_s = workers.prefill_s, workers.queue_s
         if native_latency is not None:
-            found = np.empty(len(prefill_s))
+            costs: Floats = np.empty(len(prefill_s))
             native_latency(
                 request.output_tokens,
                 request.arrivals_per_s,
@@ -147,16 +146,14 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
                 workers.room_s,
                 workers.affinity,
                 workers.copy_s,
-                found,
+                costs,
             )
-            found += workers.transfer_s
-            return found
-        answer_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
+            costs += workers.transfer_s
+            return costs
+        decode_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
         delayed = 1.0 + workers.beside + request.arrivals_per_s * (queue_s + prefill_s)
-        # While it waits for its turn room may be made.
-        costs: Floats = (
-            prefill_s * delayed + np.maximum(queue_s, room * workers.room_s) + (answer_s - answer_s.min())
-        )
+        # Blocks may become free while it waits in the queue.
+        costs = prefill_s * delayed + np.maximum(queue_s, room * workers.room_s) + (decode_s - decode_s.min())
         costs += workers.transfer_s
         costs -= workers.copy_s
         costs -= affinity * workers.affinity
@@ -165,11 +162,11 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
     return cost
 
 
-def with_retries(costs: Floats, failure_rates: Floats) -> Floats:
-    """Expected costs where an attempt may fail: then the request costs what the best other place takes.
+def add_retry_cost(costs: Floats, failure_rates: Floats) -> Floats:
+    """Expected costs including a retry at the best other worker after a failure.
 
-    In whatever unit a policy counts. A place that fails every request is as good as the best of the others, never
-    better, however idle its failures make it look.
+    Independent of the policy's unit. A worker that fails all requests costs as much as the best other worker, however
+    idle its failures make it look.
     """
     if len(costs) < 2:
         return costs
@@ -179,32 +176,33 @@ def with_retries(costs: Floats, failure_rates: Floats) -> Floats:
     return expected
 
 
-def prefer(costs: Floats, weights: Floats) -> Floats:
-    """Costs of which those are lowered that have a weight above 0, and raised below: to 37 % and 272 % at most.
+def apply_preference(costs: Floats, weights: Floats) -> Floats:
+    """Lower the costs of workers with positive weights and raise those with negative ones, to 37 % and 272 %
+    at most.
 
-    As Dynamo does it with preferred taints.
+    Same formula as Dynamo's preferred taints.
     """
     factors = np.exp(-np.tanh(weights))
     return np.where(costs >= 0, costs * factors, costs / factors)
 
 
-def pick(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
-    """The least costly; one of several by chance. With a temperature any, the less costly the more likely.
+def pick_index(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
+    """Index of the lowest cost, ties broken at random. With a temperature, sample with lower costs more
+    likely.
 
-    Costs are put between 0 and 1 first, so that a temperature means the same whatever a policy counts. A cost that is
-    not a number is the highest.
+    Costs are normalized to 0..1, so that a temperature means the same for every policy. NaN counts as the highest cost.
     """
-    least = float(costs[costs.argmin()])  # `min`, at half its cost
-    if math.isnan(least):
+    lowest = float(costs[costs.argmin()])  # half the cost of `min`
+    if math.isnan(lowest):
         costs = np.nan_to_num(costs, nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        least = float(costs.min())
+        lowest = float(costs.min())
     if temperature <= 0.0:
-        (best,) = (costs == least).nonzero()
+        (best,) = (costs == lowest).nonzero()
         return int(best[rng.randrange(len(best)) if len(best) > 1 else 0])
-    spread = float(costs.max()) - least
+    spread = float(costs.max()) - lowest
     if not spread or not math.isfinite(spread):
         return rng.randrange(len(costs))
-    # A low temperature leaves nothing of the others.
-    weights = np.exp(np.maximum((least - costs) / spread, -_NOTHING * temperature) / temperature)
+    # Clamped, since a low temperature underflows.
+    weights = np.exp(np.maximum((lowest - costs) / spread, -_ZERO_EXPONENT * temperature) / temperature)
     bounds = np.cumsum(weights)
     return min(int(np.searchsorted(bounds, rng.random() * bounds[-1], side="right")), len(costs) - 1)

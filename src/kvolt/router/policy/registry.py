@@ -1,4 +1,4 @@
-"""Policies by name: ours with the weights of the settings, and functions of somebody else's."""
+"""Policies by name: built-in ones with weights from the settings, and user-defined functions."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from collections.abc import Callable
 from kvolt.core.errors import ConfigError
 from kvolt.router.policy.custom import CustomPolicy, is_custom
 from kvolt.router.policy.policy import ClassicWeights, LatencyWeights, Policy, classic, latency
-from kvolt.router.policy.shadow import Shadow
+from kvolt.router.policy.shadow import ShadowPolicy
 from kvolt.runtime.config.router_settings import RouterSettings
 
 
-def latency_of(settings: RouterSettings) -> Policy:
+def latency_policy(settings: RouterSettings) -> Policy:
     return latency(LatencyWeights(settings.room_weight, settings.affinity_s))
 
 
-def classic_of(settings: RouterSettings) -> Policy:
+def classic_policy(settings: RouterSettings) -> Policy:
     return classic(ClassicWeights(settings.overlap_weight, settings.affinity_blocks))
 
 
-POLICIES: dict[str, Callable[[RouterSettings], Policy]] = {"latency": latency_of, "classic": classic_of}
+POLICIES: dict[str, Callable[[RouterSettings], Policy]] = {
+    "latency": latency_policy,
+    "classic": classic_policy,
+}
 
 
-def policy_named(name: str, settings: RouterSettings) -> Policy:
-    """ConfigError for one that there is not, or that does not work."""
+def find_policy(name: str, settings: RouterSettings) -> Policy:
+    """Raises ConfigError for an unknown name or a function that does not load."""
     if is_custom(name):
-        return CustomPolicy(name, latency_of(settings))
+        return CustomPolicy(name, latency_policy(settings))
     if name not in POLICIES:
         raise ConfigError(
-            f"there is no policy {name!r}",
+            f"unknown policy: {name!r}",
             key="router",
             remedy=f"known: {', '.join(POLICIES)}, FILE.py:FUNCTION, MODULE:FUNCTION",
         )
     return POLICIES[name](settings)
 
 
-def shadow_of(settings: RouterSettings) -> tuple[Shadow, Policy] | None:
-    """The second policy that is only asked, if one is wanted; what it fails on nobody decides for it."""
+def shadow_policy(settings: RouterSettings) -> tuple[ShadowPolicy, Policy] | None:
+    """The shadow policy of the settings, if any. Requests on which it fails are only counted."""
     if settings.shadow is None:
         return None
-    policy = policy_named(settings.shadow, settings)
-    return Shadow(settings.shadow, policy.costs if isinstance(policy, CustomPolicy) else policy), policy
+    policy = find_policy(settings.shadow, settings)
+    return ShadowPolicy(settings.shadow, policy.costs if isinstance(policy, CustomPolicy) else policy), policy

@@ -1,7 +1,7 @@
-"""Roster: the places where a request can go, as rows of a LoadBook, with what each worker said of itself. Pure.
+"""WorkerTable: the worker ranks that requests can be routed to, with their registered metadata. Pure.
 
-A place is one data-parallel rank of one worker: it has its own blocks, its own queue and its own row. What does not
-change from request to request is worked out once per change of the workers, as arrays over the candidates.
+Each worker rank is a row of WorkerLoads. Values that do not depend on the request are computed once per change of the
+workers, as arrays over a set of candidates.
 """
 
 from __future__ import annotations
@@ -14,128 +14,126 @@ import numpy as np
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
 from kvolt.core.latency import Floats, StepModel
-from kvolt.router.index.lookup import Lookups, side_by_side
-from kvolt.router.place import Place
-from kvolt.router.policy.cost_model import Prices
-from kvolt.router.policy.load import LoadBook, Rows
+from kvolt.router.index.lookup import SlotLookups, as_slice
+from kvolt.router.policy.cost_model import CostModel
+from kvolt.router.policy.load import Rows, WorkerLoads
+from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
-_MAX_FIELDS = 64
-"""Sets of candidates that are kept: all of them, those of an adapter, those of a taint."""
+_MAX_CANDIDATE_SETS = 64
+"""Cached candidate sets: all workers, those with an adapter, those with a taint."""
 
 
 @dataclass(slots=True)
-class Field:
-    """The candidates for a request, an element each in every array."""
+class CandidateSet:
+    """The candidates of a request; one element each in every array."""
 
-    places: tuple[Place, ...]
-    index_of: Mapping[Place, int]
+    worker_ranks: tuple[WorkerDpRank, ...]
+    index_of: Mapping[WorkerDpRank, int]
     rows: Rows
-    at: Rows | slice
-    """The same for reading arrays over rows: a slice where it can be, which costs a fraction."""
-    prices: Prices
+    row_selector: Rows | slice
+    """`rows` for reading arrays: a slice if possible, which is much cheaper."""
+    cost_model: CostModel
     total_blocks: Floats
-    """0 where it is not known."""
+    """0 if unknown."""
     max_seqs: Floats
-    """Requests that it computes at once, and prompt tokens in a step; infinite where they are not known."""
+    """Concurrent requests, and prompt tokens per step below; infinity if unknown."""
     max_batch_tokens: Floats
     taints: tuple[frozenset[str], ...]
-    nothing: Floats
-    """Zeros, to be read only."""
-    lookups: Lookups | None = None
-    """Kept here by who looks into the indexes."""
-    limits: tuple[Floats, Floats] | None = None
-    """Kept here by who says when a place has enough to do."""
+    zeros: Floats
+    """Read-only zeros."""
+    lookups: SlotLookups | None = None
+    """Cache of the OverlapFinder."""
+    saturation_limits: tuple[Floats, Floats] | None = None
+    """Cache of the Selector."""
 
 
-class Roster:
+class WorkerTable:
     """See the module."""
 
     def __init__(
         self,
-        book: LoadBook,
-        on_come: Callable[[int], None],
-        on_gone: Callable[[int], None],
-        on_new_model: Callable[[int], None],
+        loads: WorkerLoads,
+        on_row_added: Callable[[int], None],
+        on_row_dropped: Callable[[int], None],
+        on_model_changed: Callable[[int], None],
     ) -> None:
-        """`on_come` and `on_gone` are told the row of a place that is new or no more; `on_new_model` that of one whose
-        worker has registered another step model."""
-        self._book = book
-        self._on_come = on_come
-        self._on_gone = on_gone
-        self._on_new_model = on_new_model
+        """`on_row_added` and `on_row_dropped` are called with the row of a new or removed worker rank,
+        `on_model_changed`
+        with the row of one whose worker registered another step model."""
+        self._loads = loads
+        self._on_row_added = on_row_added
+        self._on_row_dropped = on_row_dropped
+        self._on_model_changed = on_model_changed
         self._infos: dict[InstanceId, EngineInfo | None] = {}
-        self._rows: dict[Place, int] = {}
-        self._fields: dict[tuple[tuple[InstanceId, ...], int | None], Field] = {}
-        self._latest: tuple[tuple[InstanceId, ...], Field] | None = None
+        self._rows: dict[WorkerDpRank, int] = {}
+        self._candidate_sets: dict[tuple[tuple[InstanceId, ...], int | None], CandidateSet] = {}
+        self._latest: tuple[tuple[InstanceId, ...], CandidateSet] | None = None
 
     @property
-    def places(self) -> Mapping[Place, int]:
-        """All of them, with their rows."""
+    def rows(self) -> Mapping[WorkerDpRank, int]:
+        """Row of each worker rank."""
         return self._rows
 
     def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
-        """These and no others; None for one of which nothing is known."""
-        wanted = {Place(each, rank) for each, info in infos.items() for rank in ranks_of(info)}
-        for place in [each for each in self._rows if each not in wanted]:
-            row = self._rows.pop(place)
-            self._book.drop_row(row)
-            self._on_gone(row)
-        for place, row in self._rows.items():
-            if _step_model(infos[place.instance_id]) != _step_model(self._infos[place.instance_id]):
-                self._on_new_model(row)
-        for place in sorted(wanted - self._rows.keys()):
-            row = self._rows[place] = self._book.add_row()
-            self._on_come(row)
+        """Set the registered workers, None for unknown metadata."""
+        worker_ranks = {WorkerDpRank(each, rank) for each, info in infos.items() for rank in ranks_of(info)}
+        for worker_rank in [each for each in self._rows if each not in worker_ranks]:
+            row = self._rows.pop(worker_rank)
+            self._loads.drop_row(row)
+            self._on_row_dropped(row)
+        for worker_rank, row in self._rows.items():
+            if _step_model(infos[worker_rank.instance_id]) != _step_model(
+                self._infos[worker_rank.instance_id]
+            ):
+                self._on_model_changed(row)
+        for worker_rank in sorted(worker_ranks - self._rows.keys()):
+            row = self._rows[worker_rank] = self._loads.add_row()
+            self._on_row_added(row)
         self._infos = dict(infos)
-        self._fields.clear()
+        self._candidate_sets.clear()
         self._latest = None
 
-    def field(self, allowed: Sequence[InstanceId], dp_rank: int | None = None) -> Field:
-        """The places of these workers, of one rank only if it is named. Who is not known is left out."""
+    def candidates(self, allowed: Sequence[InstanceId], dp_rank: int | None = None) -> CandidateSet:
+        """Candidate set of these workers, of one DP rank if given. Unknown workers are omitted."""
         if dp_rank is None and self._latest is not None and self._latest[0] is allowed:
             return self._latest[1]
         ids = tuple(allowed)
-        field = self._fields.get((ids, dp_rank))
-        if field is None:
-            if len(self._fields) >= _MAX_FIELDS:
-                self._fields.clear()
-            field = self._fields[ids, dp_rank] = self._new_field(ids, dp_rank)
+        candidate_set = self._candidate_sets.get((ids, dp_rank))
+        if candidate_set is None:
+            if len(self._candidate_sets) >= _MAX_CANDIDATE_SETS:
+                self._candidate_sets.clear()
+            candidate_set = self._candidate_sets[ids, dp_rank] = self._new_candidates(ids, dp_rank)
         if dp_rank is None:
-            self._latest = (ids, field)
-        return field
+            self._latest = (ids, candidate_set)
+        return candidate_set
 
-    def _new_field(self, ids: tuple[InstanceId, ...], dp_rank: int | None) -> Field:
-        known = self._infos
-        places = [
-            Place(each, rank)
+    def _new_candidates(self, ids: tuple[InstanceId, ...], dp_rank: int | None) -> CandidateSet:
+        registered = self._infos
+        worker_ranks = [
+            WorkerDpRank(each, rank)
             for each in ids
-            if each in known
-            for rank in ranks_of(known[each])
+            if each in registered
+            for rank in ranks_of(registered[each])
             if dp_rank is None or rank == dp_rank
         ]
-        places.sort(key=self._rows.__getitem__)  # so that they lie side by side
-        rows = np.array([self._rows[place] for place in places], dtype=np.intp)
-        infos = [known[place.instance_id] for place in places]
-        nothing = np.zeros(len(places))
-        nothing.flags.writeable = False
-        return Field(
-            tuple(places),
-            {place: index for index, place in enumerate(places)},
+        worker_ranks.sort(key=self._rows.__getitem__)  # so that rows are consecutive
+        rows = np.array([self._rows[worker_rank] for worker_rank in worker_ranks], dtype=np.intp)
+        infos = [registered[worker_rank.instance_id] for worker_rank in worker_ranks]
+        zeros = np.zeros(len(worker_ranks))
+        zeros.flags.writeable = False
+        return CandidateSet(
+            tuple(worker_ranks),
+            {worker_rank: index for index, worker_rank in enumerate(worker_ranks)},
             rows,
-            side_by_side(rows),
-            Prices(infos),
+            as_slice(rows),
+            CostModel(infos),
             np.array([0.0 if info is None else info.capacity.kv_total_blocks for info in infos]),
             np.array([np.inf if info is None else info.capacity.max_num_seqs for info in infos]),
             np.array([np.inf if info is None else info.capacity.max_batch_tokens for info in infos]),
             tuple(frozenset(() if info is None else info.taints) for info in infos),
-            nothing,
+            zeros,
         )
 
 
 def _step_model(info: EngineInfo | None) -> StepModel | None:
     return None if info is None else info.step_model
-
-
-def ranks_of(info: EngineInfo | None) -> tuple[int, ...]:
-    """Of a worker: at least one, each once."""
-    return tuple(dict.fromkeys(info.dp_ranks)) or (0,) if info is not None else (0,)

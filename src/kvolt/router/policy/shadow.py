@@ -1,4 +1,4 @@
-"""Shadow: a second policy that is asked about every request and decides none, to see what it would change. Pure."""
+"""ShadowPolicy: a second policy evaluated for every request without deciding, to measure its effect. Pure."""
 
 from __future__ import annotations
 
@@ -9,70 +9,71 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.latency import Floats
-from kvolt.router.policy.policy import RequestView, WorkersView, prefer
+from kvolt.router.policy.policy import RequestView, WorkersView, apply_preference
 
-Opinion = Callable[[RequestView, WorkersView], Floats | None]
-"""A policy that may have none."""
+CostFunction = Callable[[RequestView, WorkersView], Floats | None]
+"""A policy that may fail (None)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shadowed:
-    """What the second policy says of one decision."""
+class ShadowVerdict:
+    """Verdict of the shadow policy on one decision."""
 
     agrees: bool
-    """None would cost less by its own count than the one that was taken."""
-    sooner_s: float
-    """By how much earlier the first token is expected where it would have sent the request; below 0: later."""
+    """The shadow policy finds no cheaper worker than the chosen one."""
+    ttft_gain_s: float
+    """Predicted TTFT gain at the shadow policy's choice; negative if later."""
 
 
 @dataclass(slots=True)
 class ShadowStats:
-    """Of decisions that were acted on."""
+    """Counters over decisions that were reserved."""
 
     num_decisions: int = 0
     num_agreed: int = 0
-    num_silent: int = 0
-    """It failed and had no opinion."""
-    sooner_s: float = 0.0
-    """Summed up over all decisions: what is expected to be gained by changing over."""
+    num_failed: int = 0
+    """Decisions on which it failed."""
+    ttft_gain_s: float = 0.0
+    """Sum over all decisions: the predicted effect of switching to the shadow policy."""
 
 
-class Shadow:
+class ShadowPolicy:
     """See the module."""
 
-    def __init__(self, name: str, opinion: Opinion) -> None:
+    def __init__(self, name: str, cost_function: CostFunction) -> None:
         self.name = name
         self.stats = ShadowStats()
-        self._opinion = opinion
+        self._cost_function = cost_function
 
-    def look(
+    def compare(
         self,
-        asked: RequestView,
+        request: RequestView,
         workers: WorkersView,
         preference: Floats,
-        closed: npt.NDArray[np.bool_] | None,
+        unavailable: npt.NDArray[np.bool_] | None,
         chosen: int,
-    ) -> Shadowed | None:
-        """`closed` are those that could not be taken, if there are any; `chosen` is the index of who was."""
-        costs = self._opinion(asked, workers)
+    ) -> ShadowVerdict | None:
+        """Evaluate the shadow policy. `unavailable` masks candidates that may not be chosen, if any; `chosen`
+        is an index."""
+        costs = self._cost_function(request, workers)
         if costs is None:
             return None
         if preference.any():
-            costs = prefer(costs, preference)
-        if closed is not None:
-            costs = np.where(closed, np.inf, costs)
+            costs = apply_preference(costs, preference)
+        if unavailable is not None:
+            costs = np.where(unavailable, np.inf, costs)
         best = int(costs.argmin())
         if costs[chosen] <= costs[best]:
-            return Shadowed(True, 0.0)
+            return ShadowVerdict(True, 0.0)
         expected = np.maximum(workers.queue_s, workers.room_s) + workers.prefill_s
-        return Shadowed(False, float(expected[chosen] - expected[best]))
+        return ShadowVerdict(False, float(expected[chosen] - expected[best]))
 
-    def count(self, seen: Shadowed | None) -> None:
-        """It was acted on."""
+    def record(self, verdict: ShadowVerdict | None) -> None:
+        """Count the verdict of a reserved decision."""
         stats = self.stats
         stats.num_decisions += 1
-        if seen is None:
-            stats.num_silent += 1
+        if verdict is None:
+            stats.num_failed += 1
             return
-        stats.num_agreed += seen.agrees
-        stats.sooner_s += seen.sooner_s
+        stats.num_agreed += verdict.agrees
+        stats.ttft_gain_s += verdict.ttft_gain_s

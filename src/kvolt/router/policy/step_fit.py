@@ -1,16 +1,16 @@
-"""StepFit: by how much longer prompts take at a worker than its step model says. Pure, over rows of a LoadBook.
+"""PaceEstimator: ratio of observed to modelled prefill time, per worker. Pure; by rows of WorkerLoads.
 
-A worker may have registered no model, or one that was fitted on another machine. What is seen of it is when answers
-begin. Between two beginnings a busy worker computed one prompt, however many wait; an idle one began when it was sent
-one. So the time that a prompt took is that since the later of the two, and
+A worker may have registered no step model, or one fitted on another machine. The observations are first tokens: between
+two first tokens a busy worker computed one prompt; an idle one started when the prompt was sent. So the prefill time is
+the time since the later of the two, and
 
-    factor = seconds that prompts took / seconds that the model says they take
+    factor = observed prefill seconds / modelled prefill seconds
 
-over the latest of them. As a ratio of sums it is right too where prompts are computed together (one begins late, the
-others at once after it) and where they wait behind decode steps, which is what a request feels.
+over the latest prompts. A ratio of sums is also right for prompts that are computed together (the first one appears
+slow, the others instant) and for prompts that wait behind decode steps, which is what a request experiences.
 
-It is bounded, and one stall does not count for more than a few prompts. A worker that is avoided for its factor would
-never show that it is better now: with no news the factor goes back to 1.
+The factor is bounded, and one stall counts for a few prompts at most. A worker that is avoided for its factor yields no
+observations, so without any the factor returns to 1.
 """
 
 from __future__ import annotations
@@ -25,61 +25,62 @@ from kvolt.core.latency import Floats
 from kvolt.router.policy.load import Rows
 
 
-class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
-    most: float = 256.0
-    """The factor, and its inverse, are no more: a guess for a large GPU may be so far off for a laptop."""
-    memory: int = 32
-    """Prompts that count: one more than so many ago has lost most of its weight."""
+class PaceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    max_factor: float = 256.0
+    """Bound of the factor and its inverse; large, since the default model assumes a large GPU."""
+    window: int = 32
+    """Averaging window in prompts."""
     prior: float = 4.0
-    """How many prompts must be seen to be believed as much as the model."""
-    stall: float = 8.0
-    """So many times as long as expected is as much as one prompt may count."""
-    least: float = 1.5
-    """A factor that is no larger, nor smaller than its inverse, is none: what is seen varies with what else there is to
-    compute, and a model that is right must not be made worse ..."""
-    whole: float = 2.0
-    """... and one that is as large as this counts in full."""
+    """Weight of the model, in observed prompts."""
+    max_stall_factor: float = 8.0
+    """Bound of one observation, as a multiple of the expected time."""
+    ignored_factor: float = 1.5
+    """Factors up to this, or above its inverse, count as 1: observations vary with other work, and a right
+    model must
+    not be made worse."""
+    full_factor: float = 2.0
+    """Factors from this on count in full; in between they are interpolated."""
     quiet_s: float = 30.0
-    """With no news for this long a factor begins to be forgotten ..."""
+    """Time without observations after which a factor starts to decay."""
     half_life_s: float = 60.0
-    """... and is half as far from 1, as a logarithm, after this long."""
+    """Half-life of that decay, of the factor's logarithm."""
 
 
 _REFRESH_S = 1.0
-"""How often it is looked for what was not heard of lately."""
+"""Interval at which decayed factors are updated."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Of one row."""
+class _RowPace:
+    """Observations of one row."""
 
-    real_s: float = 0.0
-    told_s: float = 0.0
+    measured_s: float = 0.0
+    model_s: float = 0.0
     num: float = 0.0
-    left_s: float = 0.0
-    """Of the time before the latest beginning, what was too much for one prompt: others that begin with it share it."""
+    unattributed_s: float = 0.0
+    """Observed time in excess of one prompt's bound; attributed to prompts that get their first token together."""
     log_factor: float = 0.0
-    heard_at: float = -math.inf
-    """When an answer began there."""
+    first_token_at: float = -math.inf
+    """Time of the latest first token."""
 
 
-class StepFit:
+class PaceEstimator:
     """See the module."""
 
-    def __init__(self, options: FitOptions | None = None) -> None:
-        self._options = options or FitOptions()
-        self._seen: dict[int, _Seen] = {}
+    def __init__(self, options: PaceOptions | None = None) -> None:
+        self._options = options or PaceOptions()
+        self._by_row: dict[int, _RowPace] = {}
         self._factors = np.ones(16)
         self._refresh_at = -math.inf
 
     def factors(self, rows: Rows | slice, now: float) -> Floats:
-        """By which the model's times are to be multiplied."""
+        """Factors by which modelled times are multiplied."""
         if now >= self._refresh_at:
             self._refresh_at = now + _REFRESH_S
-            for row, seen in self._seen.items():
-                self._factors[row] = self._factor(seen, now)
-        picked: Floats = self._factors[rows]
-        return picked
+            for row, row_pace in self._by_row.items():
+                self._factors[row] = self._factor(row_pace, now)
+        factors: Floats = self._factors[rows]
+        return factors
 
     def add_row(self, row: int) -> None:
         if row >= len(self._factors):
@@ -87,42 +88,45 @@ class StepFit:
             self._factors = np.concatenate([self._factors, more])
 
     def drop_row(self, row: int) -> None:
-        """The worker is gone; the row may be another's."""
-        self._seen.pop(row, None)
+        """Remove a worker; its row may be reused."""
+        self._by_row.pop(row, None)
         self._factors[row] = 1.0
 
-    def begun(self, row: int, sent_at: float, told_s: float, now: float) -> None:
-        """An answer has begun of which the model, uncorrected, said that its prompt takes `told_s`."""
+    def on_first_token(self, row: int, sent_at: float, model_s: float, now: float) -> None:
+        """Record a first token whose prefill takes `model_s` by the uncorrected model."""
         options = self._options
-        seen = self._seen.setdefault(row, _Seen())
-        real_s = max(now - max(sent_at, seen.heard_at), 0.0)
-        keep = (1.0 - 1.0 / options.memory) * self._fading(seen, sent_at)
-        seen.heard_at = now
-        if told_s <= 0.0:
+        row_pace = self._by_row.setdefault(row, _RowPace())
+        measured_s = max(now - max(sent_at, row_pace.first_token_at), 0.0)
+        decay = (1.0 - 1.0 / options.window) * self._retained(row_pace, sent_at)
+        row_pace.first_token_at = now
+        if model_s <= 0.0:
             return
-        usual_s = max(seen.told_s / seen.num if seen.num else told_s, told_s)
-        if real_s > 0.0:
-            seen.left_s = real_s
-        real_s = min(seen.left_s, options.stall * usual_s * max(math.exp(seen.log_factor), 1.0))
-        seen.left_s -= real_s
-        seen.real_s = seen.real_s * keep + real_s
-        seen.told_s = seen.told_s * keep + told_s
-        seen.num = seen.num * keep + 1.0
-        most = math.log(options.most)
-        ratio = max(seen.real_s / seen.told_s, 1.0 / options.most)
-        log_factor = math.log(ratio) * seen.num / (seen.num + options.prior)
-        seen.log_factor = min(max(log_factor, -most), most)
-        self._factors[row] = self._factor(seen, now)
+        usual_s = max(row_pace.model_s / row_pace.num if row_pace.num else model_s, model_s)
+        if measured_s > 0.0:
+            row_pace.unattributed_s = measured_s
+        measured_s = min(
+            row_pace.unattributed_s,
+            options.max_stall_factor * usual_s * max(math.exp(row_pace.log_factor), 1.0),
+        )
+        row_pace.unattributed_s -= measured_s
+        row_pace.measured_s = row_pace.measured_s * decay + measured_s
+        row_pace.model_s = row_pace.model_s * decay + model_s
+        row_pace.num = row_pace.num * decay + 1.0
+        max_log_factor = math.log(options.max_factor)
+        ratio = max(row_pace.measured_s / row_pace.model_s, 1.0 / options.max_factor)
+        log_factor = math.log(ratio) * row_pace.num / (row_pace.num + options.prior)
+        row_pace.log_factor = min(max(log_factor, -max_log_factor), max_log_factor)
+        self._factors[row] = self._factor(row_pace, now)
 
-    def _factor(self, seen: _Seen, now: float) -> float:
-        return math.exp(self._beyond_doubt(seen.log_factor) * self._fading(seen, now))
+    def _factor(self, row_pace: _RowPace, now: float) -> float:
+        return math.exp(self._dampened(row_pace.log_factor) * self._retained(row_pace, now))
 
-    def _beyond_doubt(self, log_factor: float) -> float:
-        least, whole = math.log(self._options.least), math.log(self._options.whole)
-        size = min(max(abs(log_factor) - least, 0.0) / (whole - least) * whole, abs(log_factor))
+    def _dampened(self, log_factor: float) -> float:
+        ignored, full = math.log(self._options.ignored_factor), math.log(self._options.full_factor)
+        size = min(max(abs(log_factor) - ignored, 0.0) / (full - ignored) * full, abs(log_factor))
         return math.copysign(size, log_factor)
 
-    def _fading(self, seen: _Seen, now: float) -> float:
-        """What is left of what is known."""
-        quiet_s = now - seen.heard_at - self._options.quiet_s
+    def _retained(self, row_pace: _RowPace, now: float) -> float:
+        """Share of the log factor that has not decayed."""
+        quiet_s = now - row_pace.first_token_at - self._options.quiet_s
         return 1.0 if quiet_s <= 0.0 else 2.0 ** (-quiet_s / self._options.half_life_s)

@@ -1,1 +1,1 @@
-"""Requests that wait while no worker has room."""
+"""Queue of requests while all workers are saturated."""

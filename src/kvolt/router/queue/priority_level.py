@@ -1,8 +1,7 @@
-"""Requests that wait at one priority, and whose turn it is among them. Pure.
+"""Waiting requests of one priority, shared fairly between tenants. Pure.
 
-Tenants take turns by tokens (deficit round robin): each turn is worth a quantum, who takes more than is left of it pays
-that back in turns to come, and a debt is remembered for as long as others wait. Within a tenant the lowest `rank` goes
-first, of several the oldest.
+Deficit round robin by tokens: each turn of a tenant is worth a quantum, an overdraft is paid back in later turns, and
+the debt is remembered while other tenants wait. Within a tenant the lowest `sort_key` goes first, then the oldest.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 _COMPACT_FROM = 64
-"""Below this many dead entries, sweeping a heap costs more than carrying them."""
+"""Heaps below this size are not compacted: sweeping costs more than the dead entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,142 +21,143 @@ class QueueLimits:
     max_requests: int = 4096
     max_tokens: int = 16_777_216
     max_debtors: int = 1024
-    """Tenants with nothing waiting whose debts are remembered; the first to have left is forgotten first."""
+    """Tenants without waiting requests whose debts are remembered; the one that left first is dropped first."""
     quantum_tokens: int = 4096
     aging_tokens_per_s: float = 1000.0
-    """In order of the shortest: how many tokens a second of waiting makes up for."""
+    """Order `shortest`: tokens that one second of waiting makes up for."""
     promote_s: float = 10.0
-    """After so long a request has its share whatever waits with a higher priority."""
+    """Wait after which a request gets its share whatever waits with a higher priority."""
 
     def __post_init__(self) -> None:
         if min(self.max_requests, self.max_tokens, self.quantum_tokens) < 1:
-            raise ValueError("a queue needs room for one request, and turns that are worth something")
+            raise ValueError("max_requests, max_tokens and quantum_tokens must be at least 1")
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """One request, from `push` until it is taken, removed, refused or expired."""
+class QueueEntry:
+    """One request, from `push` until it is admitted, removed, refused or expired."""
 
     tokens: int
     arrived_at: float
     tenant: str | None = None
     priority: int = 0
-    kind: Hashable = None
+    constraints: Hashable = None
     deadline: float = math.inf
-    is_here: bool = field(default=False, init=False)
-    """The queue's own; so is the rest."""
-    number: int = field(default=0, init=False)
-    rank: float = field(default=0.0, init=False)
+    is_queued: bool = field(default=False, init=False)
+    """Set by the queue, like the fields below."""
+    sequence: int = field(default=0, init=False)
+    sort_key: float = field(default=0.0, init=False)
 
 
-class Line:
-    """Some that wait, in order. Who leaves from the middle is struck out when it comes to the front, or when more are
-    struck out than are left."""
+class LazyHeap:
+    """Heap of entries with lazy deletion: a removed entry is popped when it reaches the top, or swept when
+    more entries
+    are dead than alive."""
 
-    __slots__ = ("_heap", "_num_here")
+    __slots__ = ("_heap", "_num_queued")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Waiting]] = []
-        self._num_here = 0
+        self._heap: list[tuple[float, int, QueueEntry]] = []
+        self._num_queued = 0
 
     def __bool__(self) -> bool:
-        return bool(self._num_here)
+        return bool(self._num_queued)
 
-    def add(self, at: float, entry: Waiting) -> None:
-        heapq.heappush(self._heap, (at, entry.number, entry))
-        self._num_here += 1
+    def push(self, at: float, entry: QueueEntry) -> None:
+        heapq.heappush(self._heap, (at, entry.sequence, entry))
+        self._num_queued += 1
 
-    def drop(self) -> None:
-        """One of them is here no more."""
-        self._num_here -= 1
+    def note_removal(self) -> None:
+        """Count an entry as removed; its `is_queued` is False."""
+        self._num_queued -= 1
         heap = self._heap
-        if len(heap) >= _COMPACT_FROM and len(heap) > 2 * self._num_here:
-            heap[:] = [each for each in heap if each[2].is_here]
+        if len(heap) >= _COMPACT_FROM and len(heap) > 2 * self._num_queued:
+            heap[:] = [each for each in heap if each[2].is_queued]
             heapq.heapify(heap)
-        while heap and not heap[0][2].is_here:
+        while heap and not heap[0][2].is_queued:
             heapq.heappop(heap)
 
     @property
-    def front(self) -> tuple[float, int, Waiting]:
+    def first(self) -> tuple[float, int, QueueEntry]:
         return self._heap[0]
 
 
 class _Tenant:
-    """What one tenant has waiting at one priority."""
+    """Waiting requests of one tenant at one priority."""
 
-    __slots__ = ("credit", "lines", "name", "tokens", "waiting")
+    __slots__ = ("credit", "heaps", "name", "tokens", "waiting")
 
     def __init__(self, name: str | None, credit: float) -> None:
         self.name = name
         self.credit = credit
-        """Tokens that it may take in this turn; below zero it has taken more."""
-        self.waiting: OrderedDict[int, Waiting] = OrderedDict()
-        """By number: the newest last."""
+        """Tokens left in this turn; negative after an overdraft."""
+        self.waiting: OrderedDict[int, QueueEntry] = OrderedDict()
+        """By sequence number, newest last."""
         self.tokens = 0
-        self.lines: dict[Hashable, Line] = {}
-        """By kind; none is empty."""
+        self.heaps: dict[Hashable, LazyHeap] = {}
+        """By constraints; no heap is empty."""
 
-    def add(self, entry: Waiting) -> None:
-        self.waiting[entry.number] = entry
+    def add(self, entry: QueueEntry) -> None:
+        self.waiting[entry.sequence] = entry
         self.tokens += entry.tokens
-        self.lines.setdefault(entry.kind, Line()).add(entry.rank, entry)
+        self.heaps.setdefault(entry.constraints, LazyHeap()).push(entry.sort_key, entry)
 
-    def drop(self, entry: Waiting) -> None:
-        del self.waiting[entry.number]
+    def remove(self, entry: QueueEntry) -> None:
+        del self.waiting[entry.sequence]
         self.tokens -= entry.tokens
-        line = self.lines[entry.kind]
-        line.drop()
-        if not line:
-            del self.lines[entry.kind]
+        heap = self.heaps[entry.constraints]
+        heap.note_removal()
+        if not heap:
+            del self.heaps[entry.constraints]
 
-    def first(self, blocked: Collection[Hashable]) -> Waiting | None:
-        """Of those whose kind is not blocked."""
-        fronts = [line.front for kind, line in self.lines.items() if kind not in blocked]
-        return min(fronts)[2] if fronts else None
+    def first_entry(self, blocked: Collection[Hashable]) -> QueueEntry | None:
+        """First entry whose constraints are not blocked."""
+        heads = [heap.first for constraints, heap in self.heaps.items() if constraints not in blocked]
+        return min(heads)[2] if heads else None
 
 
-class Level:
-    """One priority: its tenants in the order of their turns."""
+class PriorityLevel:
+    """Waiting requests of one priority; tenants in turn order."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._turns: OrderedDict[str | None, _Tenant] = OrderedDict()
-        """Those with something waiting, and those who only owe."""
+        """Tenants with waiting requests or debts."""
         self._debtors: OrderedDict[str | None, None] = OrderedDict()
-        """With nothing waiting, the first to have left first."""
-        self._by_age: dict[Hashable, Line] = {}
-        """By kind, the oldest first; none is empty."""
+        """Tenants with debts only, the one that left first in front."""
+        self._by_arrival: dict[Hashable, LazyHeap] = {}
+        """Entries by constraints, oldest first; no heap is empty."""
         self.num_waiting = 0
         self.num_tokens = 0
 
     @property
-    def kinds(self) -> Collection[Hashable]:
-        return self._by_age.keys()
+    def constraints(self) -> Collection[Hashable]:
+        return self._by_arrival.keys()
 
-    def add(self, entry: Waiting) -> None:
+    def add(self, entry: QueueEntry) -> None:
         tenant = self._turns.get(entry.tenant)
         if tenant is None:
             tenant = self._turns[entry.tenant] = _Tenant(entry.tenant, self._limits.quantum_tokens)
         self._debtors.pop(entry.tenant, None)
         tenant.add(entry)
-        self._by_age.setdefault(entry.kind, Line()).add(entry.arrived_at, entry)
+        self._by_arrival.setdefault(entry.constraints, LazyHeap()).push(entry.arrived_at, entry)
         self.num_waiting += 1
         self.num_tokens += entry.tokens
 
-    def drop(self, entry: Waiting) -> None:
+    def remove(self, entry: QueueEntry) -> None:
         tenant = self._turns[entry.tenant]
-        tenant.drop(entry)
-        line = self._by_age[entry.kind]
-        line.drop()
-        if not line:
-            del self._by_age[entry.kind]
+        tenant.remove(entry)
+        heap = self._by_arrival[entry.constraints]
+        heap.note_removal()
+        if not heap:
+            del self._by_arrival[entry.constraints]
         self.num_waiting -= 1
         self.num_tokens -= entry.tokens
         if not tenant.waiting:
             self._leave(tenant)
 
     def _leave(self, tenant: _Tenant) -> None:
-        """What is left of a turn is lost; a debt is not."""
+        """Drop a tenant without requests. Its unused credit is lost, its debt kept."""
         if tenant.credit > 0:
             del self._turns[tenant.name]
             return
@@ -166,48 +166,56 @@ class Level:
             first, _ = self._debtors.popitem(last=False)
             del self._turns[first]
 
-    def charge(self, entry: Waiting) -> None:
+    def charge(self, entry: QueueEntry) -> None:
         self._turns[entry.tenant].credit -= max(entry.tokens, 1)
 
-    def next(self, blocked: Collection[Hashable]) -> Waiting | None:
-        """Whose turn it is. Who has one and can only not go now keeps it: when the worker that it is pinned to has
-        room, it must not find that those behind it have taken that as well."""
-        if all(kind in blocked for kind in self.kinds):
+    def next_entry(self, blocked: Collection[Hashable]) -> QueueEntry | None:
+        """Entry of the tenant whose turn it is, if its constraints are not blocked.
+
+        A tenant whose entries are all blocked keeps its turn: capacity that becomes free at the worker that it is
+        pinned to must not have been taken by tenants behind it.
+        """
+        if all(constraints in blocked for constraints in self.constraints):
             return None
         turns = self._turns
-        passed: dict[str | None, None] = {}
+        skipped: dict[str | None, None] = {}
         while True:
             name, tenant = next(iter(turns.items()))
-            if tenant.credit <= 0:  # its turn is over; the next one begins behind all others
+            if tenant.credit <= 0:  # turn over: the next one starts behind all others
                 tenant.credit += self._limits.quantum_tokens
                 turns.move_to_end(name)
                 if not tenant.waiting and tenant.credit > 0:
                     del turns[name]
                     self._debtors.pop(name)
                 continue
-            entry = tenant.first(blocked)
+            entry = tenant.first_entry(blocked)
             if entry is not None:
                 break
-            passed[name] = None
+            skipped[name] = None
             turns.move_to_end(name)
-        for name in reversed(passed):
+        for name in reversed(skipped):
             turns.move_to_end(name, last=False)
         return entry
 
-    def oldest_at(self, blocked: Collection[Hashable]) -> float:
-        """When the oldest arrived, of those whose kind is not blocked; infinite where there is none."""
+    def oldest_arrival(self, blocked: Collection[Hashable]) -> float:
+        """Arrival time of the oldest entry whose constraints are not blocked; infinity without one."""
         return min(
-            (line.front[0] for kind, line in self._by_age.items() if kind not in blocked), default=math.inf
+            (heap.first[0] for constraints, heap in self._by_arrival.items() if constraints not in blocked),
+            default=math.inf,
         )
 
-    def heaviest(self, asking: Waiting | None) -> _Tenant | None:
-        """The tenant with the most tokens; None when that is whose request asks to come in."""
-        own = most = None
-        if asking is not None:
-            own = self._turns.get(asking.tenant)
-            most = asking.tokens + (own.tokens if own is not None else 0)
+    def heaviest_tenant(self, incoming: QueueEntry | None) -> _Tenant | None:
+        """Tenant with the most waiting tokens; None if that is the tenant of `incoming`."""
+        own_tenant = max_tokens = None
+        if incoming is not None:
+            own_tenant = self._turns.get(incoming.tenant)
+            max_tokens = incoming.tokens + (own_tenant.tokens if own_tenant is not None else 0)
         heaviest: _Tenant | None = None
         for tenant in self._turns.values():
-            if tenant is not own and tenant.waiting and (most is None or tenant.tokens > most):
-                heaviest, most = tenant, tenant.tokens
+            if (
+                tenant is not own_tenant
+                and tenant.waiting
+                and (max_tokens is None or tenant.tokens > max_tokens)
+            ):
+                heaviest, max_tokens = tenant, tenant.tokens
         return heaviest

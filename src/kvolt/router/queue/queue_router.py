@@ -1,9 +1,8 @@
-"""QueueRouter: over a router that can say "not now". While every worker that could take a request has enough to do it
-waits here, and is bound to one as late as possible.
+"""QueueRouter: a queue in front of a router that can refuse while all workers are saturated.
 
-Owns who waits and for how long; in which order is `queue`'s affair. Whenever something was freed, begun or reported the
-requests whose turn it is are tried again, those of one loop tick together: never by a timer for each. It also takes
-requests back that were sent too early (`take_back`).
+A request waits until a worker has capacity and is bound as late as possible. `waiting_queue` defines the order; this
+module owns deadlines and dispatch. After a first token, a release or a load report the requests at the front are
+tried again, once per loop tick. Also withdraws requests that were sent too early (`withdrawals`).
 """
 
 from __future__ import annotations
@@ -21,43 +20,45 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
 from kvolt.router.policy.forecast import Forecast
-from kvolt.router.port import Decision, Recall, Router
+from kvolt.router.port import Decision, Router, WithdrawHook
 from kvolt.router.queue.stats import DrainRate, QueueStats
-from kvolt.router.queue.waiting_queue import Order, QueueLimits, Waiting, WaitingQueue
-from kvolt.router.queue.withdrawals import TakeBack, TakeBackOptions
+from kvolt.router.queue.waiting_queue import Order, QueueEntry, QueueLimits, WaitingQueue
+from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
 from kvolt.runtime.config.router_settings import RouterSettings
 
-_MAX_BOUND_PER_TICK = 64
-_MAX_KINDS_PER_TICK = 16
-"""That turn out to be blocked. More are tried a moment later, so that an event costs no more than that."""
-_MOMENT_S = 0.005
+_MAX_DISPATCHED_PER_TICK = 64
+_MAX_BLOCKED_PER_TICK = 16
+"""Blocked constraints tried per dispatch. The rest follows after `_RETRY_DELAY_S`, which bounds the cost of
+an event."""
+_RETRY_DELAY_S = 0.005
 _RECHECK_S = 1.0
-"""While anything waits: should a worker have got room without anybody noticing."""
+"""Interval between dispatches while requests wait, in case no event reports freed capacity."""
 _GUESSED_OUTPUT_TOKENS = 256
 _MAX_RETRY_AFTER_S = 60.0
 
 
-class LateRouter(Router, Protocol):
-    """A router that knows when it is too early to decide, and what a decision has come to."""
+class SaturationAwareRouter(Router, Protocol):
+    """A router that can refuse while all workers are saturated, and predict the outcome of a decision."""
 
-    on_relief: Callable[[], None]
-    """To be called when a worker may have got room without `begun` or `free`."""
+    on_capacity_freed: Callable[[], None]
+    """Called when capacity may have become free other than by `mark_first_token` or `release`."""
 
     def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """As `route`; None when every instance that could take it has enough to do already."""
+        """Route, or return None if all candidates are saturated."""
         ...
 
-    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
-        """Until its first token, if it were routed now; None where `try_route` would give nothing. Books nothing."""
+    def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
+        """Predicted TTFT if the request were routed now; None if `try_route` would return None. Reserves nothing."""
         ...
 
     def forecast(self, request: Request) -> Forecast:
-        """What it would come to if it were routed now, however busy all are."""
+        """Predicted outcome if the request were routed now, saturated or not."""
         ...
 
     def queue_s(self, decision: Decision) -> float:
-        """Until the prompts are computed that were sent to its place, this and later ones included; once that time is
-        over, what they were to take."""
+        """Predicted time until all prompts sent to the decision's worker rank are computed, later ones
+        included. Once
+        that time has passed: the predicted duration of the prompts still pending."""
         ...
 
 
@@ -65,8 +66,8 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
     limits: QueueLimits = QueueLimits()
     order: Order = Order.FCFS
     max_wait_s: float | None = None
-    """None: as long as who asked waits."""
-    take_back: TakeBackOptions = TakeBackOptions()
+    """None: until the caller cancels or the request's deadline."""
+    withdrawal: WithdrawalOptions = WithdrawalOptions()
 
     @classmethod
     def of(cls, settings: RouterSettings) -> QueueOptions:
@@ -77,19 +78,21 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
             aging_tokens_per_s=settings.queue_aging_tokens_per_s,
             promote_s=settings.queue_promote_s,
         )
-        take_back = TakeBackOptions(max_moves=settings.take_back_moves, min_gain_s=settings.take_back_gain_s)
+        withdrawal = WithdrawalOptions(
+            max_moves=settings.withdraw_max_moves, min_gain_s=settings.withdraw_min_gain_s
+        )
         return cls(
             limits=limits,
             order=Order(settings.queue_order),
             max_wait_s=settings.queue_wait_s,
-            take_back=take_back,
+            withdrawal=withdrawal,
         )
 
 
-class _Waiter(Waiting):
-    """A request that waits, and who waits for its place."""
+class _QueuedRequest(QueueEntry):
+    """A waiting request and the future of its decision."""
 
-    __slots__ = ("excluded", "place", "request")
+    __slots__ = ("decision", "excluded", "request")
 
     def __init__(
         self, request: Request, excluded: frozenset[InstanceId], now: float, max_wait_s: float | None
@@ -103,20 +106,20 @@ class _Waiter(Waiting):
             now,
             routing.tenant,
             routing.priority,
-            kind_of(request, excluded),
+            constraints_of(request, excluded),
             now + patience_s,
         )
         self.request = request
         self.excluded = excluded
-        self.place: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self.decision: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
 
 
 class QueueRouter:
-    """See the module; a Router. The inner one is its own: closed with it, and asked by nobody else to decide."""
+    """See the module; a Router. Owns the inner router: decides with it alone, and closes it."""
 
     def __init__(
         self,
-        inner: LateRouter,
+        inner: SaturationAwareRouter,
         now: Callable[[], float],
         options: QueueOptions | None = None,
     ) -> None:
@@ -124,18 +127,18 @@ class QueueRouter:
         self._now = now
         self._options = options or QueueOptions()
         self._queue = WaitingQueue(self._options.limits, self._options.order)
-        self._take_back = TakeBack(inner, now, self._options.take_back)
+        self._withdrawals = WithdrawalPlanner(inner, now, self._options.withdrawal)
         self._drain = DrainRate()
         self._loop = asyncio.get_running_loop()
-        self._pumping: asyncio.Handle | None = None
+        self._dispatch_handle: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._blocked: set[Hashable] = set()
-        """Kinds that were tried in this round, while there are others left to try."""
-        self._is_again = False
-        """Something happened since this round began."""
+        """Constraints tried in this round without success, while others are left to try."""
+        self._needs_another_round = False
+        """Capacity may have changed since this round began."""
         self._is_closed = False
         self.stats = QueueStats()
-        inner.on_relief = self._wake
+        inner.on_capacity_freed = self._wake
 
     @property
     def num_waiting(self) -> int:
@@ -147,92 +150,94 @@ class QueueRouter:
 
     @property
     def num_unstarted(self) -> int:
-        """That were sent and have not begun."""
-        return self._take_back.num_unstarted
+        """Requests sent to a worker without a first token."""
+        return self._withdrawals.num_unstarted
 
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if request.routing.query_only or request.has_begun:
+        if request.routing.query_only or request.has_started:
             return await self.inner.route(request, excluded)
         decision = self.route_now(request, excluded)
         return decision if decision is not None else await self._wait(request, excluded)
 
     def route_now(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """As `route`; None where there is more to it than to look who has room."""
-        if request.has_begun:
+        """Route without waiting; None if the request must use `route`."""
+        if request.has_started:
             return self.inner.try_route(request, excluded)
         decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded)
         if decision is None:
             return None
-        self.stats.num_at_once += 1
-        return self._sent(decision, request, excluded)
+        self.stats.num_immediate += 1
+        return self._track(decision, request, excluded)
 
     def forecast(self, request: Request) -> Forecast:
-        """Behind all that wait here."""
+        """Forecast of the inner router plus the wait in this queue."""
         forecast = self.inner.forecast(request)
         if not self._queue.num_waiting:
             return forecast
-        wait_s = self._drain.time_for_s(self._queue.num_tokens, self._now())
+        wait_s = self._drain.drain_time_s(self._queue.num_tokens, self._now())
         return msgspec.structs.replace(forecast, queue_s=forecast.queue_s + wait_s)
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        self._take_back.forget(decision)
-        self.inner.begun(decision, cached_tokens)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        self._withdrawals.remove(decision)
+        self.inner.mark_first_token(decision, cached_tokens)
         self._wake()
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self._take_back.forget(decision)
-        self.inner.free(decision, usage, outcome)
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self._withdrawals.remove(decision)
+        self.inner.release(decision, usage, outcome)
         self._wake()
 
     async def close(self) -> None:
-        """Who waits is sent all the same: it is not their fault, and nobody will tell us when there is room."""
+        """Route the waiting requests regardless of load: no later event would release them."""
         self._is_closed = True
         self._stop_timers()
-        self._stop_pumping()
+        self._stop_dispatching()
         self._blocked.clear()
-        while (waiter := self._next()) is not None:
-            self._queue.remove(waiter)
-            if waiter.place.done():
+        while (queued := self._next_queued()) is not None:
+            self._queue.remove(queued)
+            if queued.decision.done():
                 continue
             try:
-                waiter.place.set_result(await self.inner.route(waiter.request, waiter.excluded))
+                queued.decision.set_result(await self.inner.route(queued.request, queued.excluded))
             except KvoltError as error:
-                _refuse(waiter, error)
+                _refuse(queued, error)
         await self.inner.close()
 
     # --- waiting
 
     async def _wait(self, request: Request, excluded: frozenset[InstanceId]) -> Decision:
-        waiter = _Waiter(request, excluded, self._now(), self._options.max_wait_s)
+        queued = _QueuedRequest(request, excluded, self._now(), self._options.max_wait_s)
         is_first = not self._queue.num_waiting
-        for refused in self._queue.push(waiter):
-            if refused is waiter:
+        for refused in self._queue.push(queued):
+            if refused is queued:
                 self.stats.refused["full"] += 1
-                raise self._overloaded(f"{self._queue.num_waiting} requests wait for a worker already")
+                raise self._overloaded(f"the router queue is full: {self._queue.num_waiting} requests wait")
             self.stats.refused["displaced"] += 1
-            _refuse(refused, self._overloaded("it had to make room for another request"))
-        if not is_first:  # it may be of a kind that somebody can take
+            _refuse(refused, self._overloaded("displaced from the router queue by another request"))
+        if not is_first:  # its constraints may differ from those of the requests that wait
             self._wake()
         self._set_timer()
         try:
-            return await waiter.place
+            return await queued.decision
         except asyncio.CancelledError:
-            self._give_up(waiter)
+            self._on_cancelled(queued)
             raise
 
-    def _give_up(self, waiter: _Waiter) -> None:
-        """Cancelled: either it waits still, or it has got a place that nobody will ever use."""
-        if self._queue.remove(waiter):
+    def _on_cancelled(self, queued: _QueuedRequest) -> None:
+        """Handle cancellation: leave the queue, or release a decision that the caller will not use."""
+        if self._queue.remove(queued):
             self.stats.refused["cancelled"] += 1
-            self._wake()  # its turn is another's
-        elif waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
-            self.free(waiter.place.result(), None)
+            self._wake()  # the next request may be unblocked
+        elif (
+            queued.decision.done() and not queued.decision.cancelled() and queued.decision.exception() is None
+        ):
+            self.release(queued.decision.result(), None)
 
-    def _overloaded(self, why: str) -> Overloaded:
+    def _overloaded(self, message: str) -> Overloaded:
         return Overloaded(
-            f"{why}; no GPU work was spent on it, try again later",
+            f"{message}; no GPU work was spent on the request, retry later",
             queue="router",
             limit=self._options.limits.max_requests,
             retry_after_s=self._retry_after_s(),
@@ -240,79 +245,82 @@ class QueueRouter:
         )
 
     def _retry_after_s(self) -> float:
-        """When what waits now will have gone, at the rate at which others did."""
-        wait_s = self._drain.time_for_s(self._queue.num_tokens, self._now())
+        """Predicted time until the requests that wait now have left, at the recent rate."""
+        wait_s = self._drain.drain_time_s(self._queue.num_tokens, self._now())
         return min(max(math.ceil(wait_s), 1.0), _MAX_RETRY_AFTER_S)
 
-    # --- binding
+    # --- dispatch
 
     def _wake(self) -> None:
-        if self._is_closed or not (self._queue.num_waiting or self._take_back.is_due(self._now())):
+        if self._is_closed or not (self._queue.num_waiting or self._withdrawals.is_due(self._now())):
             return
-        self._is_again = True
-        if self._pumping is None:
-            self._pumping = self._loop.call_soon(self._pump)
+        self._needs_another_round = True
+        if self._dispatch_handle is None:
+            self._dispatch_handle = self._loop.call_soon(self._dispatch)
 
-    def _pump(self) -> None:
-        """Bind whoever can be bound. Goes on a moment later where more kinds are blocked than may be tried at once:
-        then those that were tried are left out until all were, so that none is forgotten."""
-        self._pumping = None
+    def _dispatch(self) -> None:
+        """Bind all requests that can be bound.
+
+        If more constraints are blocked than may be tried at once, continues after a delay. Constraints tried in this
+        round are skipped until all were tried.
+        """
+        self._dispatch_handle = None
         if not self._blocked:
-            self._is_again = False
-        num_bound = num_blocked = 0
-        while (waiter := self._next()) is not None:
-            if num_bound == _MAX_BOUND_PER_TICK:
-                self._pumping = self._loop.call_soon(self._pump)
+            self._needs_another_round = False
+        num_dispatched = num_blocked = 0
+        while (queued := self._next_queued()) is not None:
+            if num_dispatched == _MAX_DISPATCHED_PER_TICK:
+                self._dispatch_handle = self._loop.call_soon(self._dispatch)
                 return
-            if num_blocked == _MAX_KINDS_PER_TICK:
-                self._pumping = self._loop.call_later(_MOMENT_S, self._pump)
+            if num_blocked == _MAX_BLOCKED_PER_TICK:
+                self._dispatch_handle = self._loop.call_later(_RETRY_DELAY_S, self._dispatch)
                 return
-            if self._bind(waiter):
-                num_bound += 1
+            if self._try_dispatch(queued):
+                num_dispatched += 1
             else:
-                self._blocked.add(waiter.kind)
+                self._blocked.add(queued.constraints)
                 num_blocked += 1
         self._blocked.clear()
-        if self._is_again:
-            self._pumping = self._loop.call_later(_MOMENT_S, self._pump)
-        elif not self._queue.num_waiting:  # who waits comes before who could wait elsewhere
-            self.stats.num_moves += self._take_back.check()
+        if self._needs_another_round:
+            self._dispatch_handle = self._loop.call_later(_RETRY_DELAY_S, self._dispatch)
+        elif not self._queue.num_waiting:  # withdraw only while no request waits
+            self.stats.num_withdrawals += self._withdrawals.withdraw_late()
         self._set_timer()
 
-    def _next(self) -> _Waiter | None:
-        entry = self._queue.next(self._blocked, self._now())
-        assert entry is None or isinstance(entry, _Waiter)
+    def _next_queued(self) -> _QueuedRequest | None:
+        entry = self._queue.next_entry(self._blocked, self._now())
+        assert entry is None or isinstance(entry, _QueuedRequest)
         return entry
 
-    def _bind(self, waiter: _Waiter) -> bool:
-        """Whether it waits no longer."""
-        if waiter.place.done():  # cancelled in this very tick, and not told yet
-            return self._queue.remove(waiter)
+    def _try_dispatch(self, queued: _QueuedRequest) -> bool:
+        """Try to bind a request; return whether it has left the queue."""
+        if queued.decision.done():  # cancelled in this tick
+            return self._queue.remove(queued)
         try:
-            decision = self.inner.try_route(waiter.request, waiter.excluded)
-        except KvoltError as error:  # nobody is left who could ever take it
-            self._queue.remove(waiter)
+            decision = self.inner.try_route(queued.request, queued.excluded)
+        except KvoltError as error:  # no worker can ever take it
+            self._queue.remove(queued)
             self.stats.refused[error.code] += 1
-            _refuse(waiter, error)
+            _refuse(queued, error)
             return True
         if decision is None:
             return False
         now = self._now()
-        self._queue.take(waiter)
-        self._drain.add(waiter.tokens, now)
-        self.stats.waits_s.observe(now - waiter.arrived_at)
-        waiter.place.set_result(self._sent(decision, waiter.request, waiter.excluded))
+        self._queue.admit(queued)
+        self._drain.record(queued.tokens, now)
+        self.stats.waits_s.observe(now - queued.arrived_at)
+        queued.decision.set_result(self._track(decision, queued.request, queued.excluded))
         return True
 
-    def _sent(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> Decision:
-        decision = msgspec.structs.replace(decision, recall=Recall())
-        self._take_back.sent(decision, request, excluded)
+    def _track(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> Decision:
+        decision = msgspec.structs.replace(decision, withdraw_hook=WithdrawHook())
+        self._withdrawals.add(decision, request, excluded)
         return decision
 
     # --- time
 
     def _set_timer(self) -> None:
-        """For the next deadline, and to look again; there is one while anything waits."""
+        """Schedule the next deadline or recheck; one timer while requests wait."""
         if self._is_closed or not self._queue.num_waiting:
             return
         deadline = self._queue.next_deadline
@@ -327,7 +335,7 @@ class QueueRouter:
         for entry in self._queue.expire(self._now()):
             self.stats.refused["deadline"] += 1
             waited_s = self._now() - entry.arrived_at
-            _refuse(entry, self._overloaded(f"no worker had room for it within {waited_s:.1f} s"))
+            _refuse(entry, self._overloaded(f"no worker had capacity within {waited_s:.1f} s"))
         self._wake()
         self._set_timer()
 
@@ -336,22 +344,25 @@ class QueueRouter:
             self._timer.cancel()
             self._timer = None
 
-    def _stop_pumping(self) -> None:
-        if self._pumping is not None:
-            self._pumping.cancel()
-            self._pumping = None
+    def _stop_dispatching(self) -> None:
+        if self._dispatch_handle is not None:
+            self._dispatch_handle.cancel()
+            self._dispatch_handle = None
 
 
 def tokens_of(request: Request) -> int:
-    """What it is counted as between tenants: its prompt, and about what will come of it."""
-    asked = request.routing.expected_output_tokens or _GUESSED_OUTPUT_TOKENS
-    return request.num_prompt_tokens + min(asked, request.stop.max_tokens) * request.sampling.num_choices
+    """Tokens charged to the tenant: the prompt and the expected output."""
+    expected_tokens = request.routing.expected_output_tokens or _GUESSED_OUTPUT_TOKENS
+    return (
+        request.num_prompt_tokens
+        + min(expected_tokens, request.stop.max_tokens) * request.sampling.num_choices
+    )
 
 
-def kind_of(request: Request, excluded: frozenset[InstanceId]) -> Hashable:
-    """All that says who may take it; None for one that anybody may take."""
+def constraints_of(request: Request, excluded: frozenset[InstanceId]) -> Hashable:
+    """Everything that restricts the workers of a request; None if any worker may take it."""
     routing = request.routing
-    kind = (
+    constraints = (
         excluded,
         request.lora,
         tuple(routing.pins.items()),
@@ -359,15 +370,19 @@ def kind_of(request: Request, excluded: frozenset[InstanceId]) -> Hashable:
         routing.allowed,
         routing.required_taints,
     )
-    return kind if any(each is not None and each != () for each in kind if each != frozenset()) else None
+    return (
+        constraints
+        if any(each is not None and each != () for each in constraints if each != frozenset())
+        else None
+    )
 
 
-def _refuse(entry: Waiting, error: KvoltError) -> None:
-    assert isinstance(entry, _Waiter)
-    if not entry.place.done():
-        entry.place.set_exception(error)
+def _refuse(entry: QueueEntry, error: KvoltError) -> None:
+    assert isinstance(entry, _QueuedRequest)
+    if not entry.decision.done():
+        entry.decision.set_exception(error)
 
 
-def who_decides(router: Router) -> Router:
-    """The router itself, or the one behind it if it only lets requests wait."""
+def deciding_router(router: Router) -> Router:
+    """The router itself, or the inner router of a QueueRouter."""
     return router.inner if isinstance(router, QueueRouter) else router

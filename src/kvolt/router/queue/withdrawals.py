@@ -1,11 +1,11 @@
-"""TakeBack: requests that were sent to a worker and have not begun, and whether they would be better off elsewhere.
+"""WithdrawalPlanner: moves requests that have not started to workers that became free. Pure.
 
-A request is bound by what was known when it came. When another worker has room by then, the last one in the longest
-queue is asked back: whoever carries it is told where it could go (`Recall`), and moves it if its worker says that it
-has not begun. That costs a message to and fro and its place in the queue, so it is done only where it would begin much
-earlier, and to one request a few times at most: nothing goes back and forth.
+A request is bound by what is known at its arrival. When another worker has capacity later, the last request of the
+longest queue is withdrawn: its `WithdrawHook` receives a decision for the other worker and moves it if its worker
+confirms that it has not started. A move costs a round trip and the position in the worker's queue, so it requires a
+large gain, and the moves per request are bounded.
 
-Owns which requests those are. Knows neither loop nor clock; when to look is its owner's to say.
+The caller decides when to check.
 """
 
 from __future__ import annotations
@@ -21,182 +21,190 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
-from kvolt.router.place import Place
-from kvolt.router.port import Decision, Recall
+from kvolt.router.port import Decision, WithdrawHook
+from kvolt.router.worker_rank import WorkerDpRank
 
-_EVERY_S = 0.02
-"""Between two looks, however much happens: each asks for what a decision would come to."""
-_MOST_AT_ONCE = 4
-_MOST_LOOKED_AT = 8
-"""Of the requests at the end of a queue, until one is found that can be moved."""
-_SHARE = 0.5
-"""Of the time that it would still take where it is, what must be gained at least."""
-_LATE = 2.0
-"""So many times what was foreseen, without a token, and one that is alone there is taken to be stuck."""
-_SLOWEST = 3.0
-"""By how much a worker may be slower than foreseen, as far as one request shows."""
+_CHECK_INTERVAL_S = 0.02
+"""Minimum interval between checks: each one predicts decisions."""
+_MAX_PER_CHECK = 4
+_MAX_EXAMINED = 8
+"""Requests examined at the end of a queue until one can be moved."""
+_MIN_GAIN_SHARE = 0.5
+"""Minimum gain as a share of the remaining wait at the current worker."""
+_STUCK_FACTOR = 2.0
+"""A request alone at its worker counts as stuck after this multiple of its predicted TTFT."""
+_MAX_SLOWDOWN = 3.0
+"""Upper bound of a worker's slowdown, as estimated from one request."""
 
 
-class Movable(Protocol):
-    """The router's part that is asked: see `queued.LateRouter`."""
+class MovingRouter(Protocol):
+    """The part of a router that the planner uses: see `queue_router.SaturationAwareRouter`."""
 
     def try_route(
         self, request: Request, excluded: frozenset[InstanceId] = frozenset()
     ) -> Decision | None: ...
 
-    def free(self, decision: Decision, usage: Usage | None) -> None: ...
+    def release(self, decision: Decision, usage: Usage | None) -> None: ...
 
-    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None: ...
+    def predict_ttft_s(
+        self, request: Request, excluded: frozenset[InstanceId] = frozenset()
+    ) -> float | None: ...
 
     def queue_s(self, decision: Decision) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeBackOptions:
+class WithdrawalOptions:
     max_moves: int = 2
-    """Of one request. 0: none is ever taken back."""
+    """Moves per request; 0 disables withdrawal."""
     min_gain_s: float = 0.25
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
+class _SentRequest:
     decision: Decision
     request: Request
     excluded: frozenset[InstanceId]
-    at: float
+    sent_at: float
     num_moves: int
-    is_asked: bool = False
-    """It was asked back already; if it is still here, its worker had begun it."""
+    is_withdrawing: bool = False
+    """Withdrawal was requested. A request still here after that has started."""
 
     @property
-    def foreseen_s(self) -> float:
+    def predicted_s(self) -> float:
         return (self.decision.predicted_ms or 0.0) / 1e3
 
 
-class _Queue:
-    """Those that one place has and has not begun, the last one last."""
+class _RankQueue:
+    """Requests of one worker rank without a first token, newest last."""
 
-    __slots__ = ("num_asked", "sent")
+    __slots__ = ("num_withdrawing", "sent")
 
     def __init__(self) -> None:
-        self.sent: OrderedDict[int, _Sent] = OrderedDict()
-        """By booking."""
-        self.num_asked = 0
-        """Of these, they are as good as gone."""
+        self.sent: OrderedDict[int, _SentRequest] = OrderedDict()
+        """By reservation id."""
+        self.num_withdrawing = 0
+        """Requests among these that are being withdrawn."""
 
     @property
-    def first(self) -> _Sent:
+    def first(self) -> _SentRequest:
         return next(iter(self.sent.values()))
 
-    def pop(self, booking: int) -> None:
-        sent = self.sent.pop(booking, None)
+    def pop(self, reservation_id: int) -> None:
+        sent = self.sent.pop(reservation_id, None)
         if sent is not None:
-            self.num_asked -= sent.is_asked
+            self.num_withdrawing -= sent.is_withdrawing
 
-    def ask(self, sent: _Sent) -> None:
-        sent.is_asked = True
-        self.num_asked += 1
+    def mark_withdrawing(self, sent: _SentRequest) -> None:
+        sent.is_withdrawing = True
+        self.num_withdrawing += 1
 
 
-class TakeBack:
+class WithdrawalPlanner:
     """See the module."""
 
-    def __init__(self, router: Movable, now: Callable[[], float], options: TakeBackOptions) -> None:
+    def __init__(self, router: MovingRouter, now: Callable[[], float], options: WithdrawalOptions) -> None:
         self._router = router
         self._now = now
         self._options = options
-        self._looked_at = float("-inf")
-        self._places: dict[Place, _Queue] = {}
-        """Where something has not begun."""
+        self._checked_at = float("-inf")
+        self._queues: dict[WorkerDpRank, _RankQueue] = {}
+        """Worker ranks with unstarted requests."""
 
     @property
     def num_unstarted(self) -> int:
-        return sum(len(queue.sent) for queue in self._places.values())
+        return sum(len(queue.sent) for queue in self._queues.values())
 
-    def sent(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> None:
-        self._add(_Sent(decision, request, excluded, self._now(), 0))
+    def add(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> None:
+        self._track(_SentRequest(decision, request, excluded, self._now(), 0))
 
-    def forget(self, decision: Decision) -> None:
-        """It has begun, or is over. Not an error for one that is not here."""
-        place = _place(decision)
-        queue = self._places.get(place)
+    def remove(self, decision: Decision) -> None:
+        """Forget a request that has started or ended. Unknown requests are ignored."""
+        worker_rank = _worker_rank(decision)
+        queue = self._queues.get(worker_rank)
         if queue is not None:
-            queue.pop(decision.booking)
+            queue.pop(decision.reservation_id)
             if not queue.sent:
-                del self._places[place]
+                del self._queues[worker_rank]
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for another look, and there is anything to look at."""
-        return bool(self._places) and self._options.max_moves > 0 and now - self._looked_at >= _EVERY_S
+        """Whether the check interval has passed and there are requests to check."""
+        return (
+            bool(self._queues) and self._options.max_moves > 0 and now - self._checked_at >= _CHECK_INTERVAL_S
+        )
 
-    def check(self) -> int:
-        """Ask back what would be better off elsewhere; how many."""
+    def withdraw_late(self) -> int:
+        """Withdraw requests that another worker would start much earlier; return their number."""
         now = self._now()
         if not self.is_due(now):
             return 0
-        self._looked_at = now
-        num_asked = 0
-        while num_asked < _MOST_AT_ONCE and self._move_one(now):
-            num_asked += 1
-        return num_asked
+        self._checked_at = now
+        num_withdrawing = 0
+        while num_withdrawing < _MAX_PER_CHECK and self._move_one(now):
+            num_withdrawing += 1
+        return num_withdrawing
 
     # ---
 
-    def _add(self, sent: _Sent) -> None:
+    def _track(self, sent: _SentRequest) -> None:
         if self._options.max_moves:
-            queue = self._places.setdefault(_place(sent.decision), _Queue())
-            queue.sent[sent.decision.booking] = sent
+            queue = self._queues.setdefault(_worker_rank(sent.decision), _RankQueue())
+            queue.sent[sent.decision.reservation_id] = sent
 
     def _move_one(self, now: float) -> bool:
-        waits = [(self._stay_s(queue, now), place) for place, queue in self._places.items()]
-        stay_s, place = max(waits, default=(0.0, None))
-        if place is None or stay_s < self._options.min_gain_s:
+        waits = [(self._stay_s(queue, now), worker_rank) for worker_rank, queue in self._queues.items()]
+        stay_s, worker_rank = max(waits, default=(0.0, None))
+        if worker_rank is None or stay_s < self._options.min_gain_s:
             return False
-        queue = self._places[place]
+        queue = self._queues[worker_rank]
         sent = self._last_movable(queue)
         return sent is not None and self._move(queue, sent, stay_s, now)
 
-    def _stay_s(self, queue: _Queue, now: float) -> float:
-        """Until the last one begins that was not asked for, if it stays."""
+    def _stay_s(self, queue: _RankQueue, now: float) -> float:
+        """Predicted wait of the last request that stays at this worker rank."""
         first = queue.first
-        late_s = now - first.at
-        if len(queue.sent) == 1:  # it is being computed, unless it is late
-            return late_s if late_s >= max(_LATE * first.foreseen_s, self._options.min_gain_s) else 0.0
-        slower = min(max(late_s / max(first.foreseen_s, self._options.min_gain_s), 1.0), _SLOWEST)
-        left = 1.0 - queue.num_asked / len(queue.sent)
-        return slower * left * self._router.queue_s(first.decision)
+        late_s = now - first.sent_at
+        if len(queue.sent) == 1:  # being computed, unless it is late
+            return (
+                late_s if late_s >= max(_STUCK_FACTOR * first.predicted_s, self._options.min_gain_s) else 0.0
+            )
+        slower = min(max(late_s / max(first.predicted_s, self._options.min_gain_s), 1.0), _MAX_SLOWDOWN)
+        staying = 1.0 - queue.num_withdrawing / len(queue.sent)
+        return slower * staying * self._router.queue_s(first.decision)
 
-    def _last_movable(self, queue: _Queue) -> _Sent | None:
-        for _, sent in zip(range(_MOST_LOOKED_AT), reversed(queue.sent.values()), strict=False):
-            recall = sent.decision.recall
+    def _last_movable(self, queue: _RankQueue) -> _SentRequest | None:
+        for _, sent in zip(range(_MAX_EXAMINED), reversed(queue.sent.values()), strict=False):
+            hook = sent.decision.withdraw_hook
             is_pinned = bool(sent.request.routing.pins)
-            is_free = sent.num_moves < self._options.max_moves and not (sent.is_asked or is_pinned)
-            if is_free and recall is not None and recall.move is not None:
+            is_movable = sent.num_moves < self._options.max_moves and not (sent.is_withdrawing or is_pinned)
+            if is_movable and hook is not None and hook.try_move is not None:
                 return sent
         return None
 
-    def _move(self, queue: _Queue, sent: _Sent, stay_s: float, now: float) -> bool:
+    def _move(self, queue: _RankQueue, sent: _SentRequest, stay_s: float, now: float) -> bool:
         excluded = sent.excluded | {sent.decision.instance.id}
         try:
-            go_s = self._router.foresee_s(sent.request, excluded)
-            if go_s is None or stay_s - go_s < max(self._options.min_gain_s, _SHARE * stay_s):
+            elsewhere_s = self._router.predict_ttft_s(sent.request, excluded)
+            if elsewhere_s is None or stay_s - elsewhere_s < max(
+                self._options.min_gain_s, _MIN_GAIN_SHARE * stay_s
+            ):
                 return False
             decision = self._router.try_route(sent.request, excluded)
-        except KvoltError:  # nobody else could take it
-            queue.ask(sent)
+        except KvoltError:  # no other worker can take it
+            queue.mark_withdrawing(sent)
             return False
-        recall = sent.decision.recall
-        if decision is None or recall is None or recall.move is None:
+        hook = sent.decision.withdraw_hook
+        if decision is None or hook is None or hook.try_move is None:
             return False
-        decision = msgspec.structs.replace(decision, recall=Recall())
-        self._add(_Sent(decision, sent.request, sent.excluded, now, sent.num_moves + 1))
-        queue.ask(sent)
-        if recall.move(decision):
+        decision = msgspec.structs.replace(decision, withdraw_hook=WithdrawHook())
+        self._track(_SentRequest(decision, sent.request, sent.excluded, now, sent.num_moves + 1))
+        queue.mark_withdrawing(sent)
+        if hook.try_move(decision):
             return True
-        self.forget(decision)
-        self._router.free(decision, None)
+        self.remove(decision)
+        self._router.release(decision, None)
         return False
 
 
-def _place(decision: Decision) -> Place:
-    return Place(decision.instance.id, decision.dp_rank or 0)
+def _worker_rank(decision: Decision) -> WorkerDpRank:
+    return WorkerDpRank(decision.instance.id, decision.dp_rank or 0)

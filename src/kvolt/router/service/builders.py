@@ -1,4 +1,4 @@
-"""What a router is asked about, made by hand: for those who have tokens and figures, and no kvolt around them. Pure."""
+"""Builders of requests and worker metadata for callers without kvolt workers. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 
 UNKNOWN = 2**31 - 1
-"""A limit that nobody told."""
+"""Default of limits that are not specified."""
 
 _NO_HINTS = RoutingHints()
 
@@ -20,7 +20,7 @@ _NO_HINTS = RoutingHints()
 def hashes_of(
     token_ids: Sequence[int], block_size: int, lora: str | None = None, salt: str | None = None
 ) -> tuple[SequenceHash, ...]:
-    """Of the whole blocks of a sequence. InvalidRequest for what is no token."""
+    """Hashes of the whole blocks of a sequence. Raises InvalidRequest for invalid tokens."""
     seed = request_seed(lora, salt)
     try:
         return tuple(sequence_hashes(local_hashes(token_ids, block_size, seed)))
@@ -39,7 +39,7 @@ def request_of(
     request_id: str = "",
     model: str = "",
 ) -> Request:
-    """A prompt as far as it matters to who routes it; `max_tokens` is what its answer may come to."""
+    """A request as routers need it; `max_tokens` limits its answer."""
     return Request(
         request_id=RequestId(request_id),
         model=model,
@@ -49,7 +49,7 @@ def request_of(
         sequence_hashes=tuple(hashes),
         lora=lora,
         routing=routing,
-        paper_length=num_tokens,
+        trace_prompt_length=num_tokens,
     )
 
 
@@ -62,7 +62,7 @@ def prompt_of(
     salt: str | None = None,
     routing: RoutingHints = _NO_HINTS,
 ) -> Request:
-    """The same from its tokens."""
+    """The same, from token ids."""
     hashes = hashes_of(token_ids, block_size, lora, salt)
     return request_of(hashes, len(token_ids), block_size, max_tokens=max_tokens, lora=lora, routing=routing)
 
@@ -81,9 +81,9 @@ def worker_info(
     hash_scheme: str = HASH_SCHEME,
     model: str = "",
 ) -> EngineInfo:
-    """A worker; what is not said is not known, and does not limit. `kv_events`: whether they will be posted."""
+    """Metadata of a worker; unspecified limits do not limit. `kv_events`: whether its events will be posted."""
     return EngineInfo(
-        engine="posted",
+        engine="external",
         role=Role.AGGREGATED,
         model=model,
         card=CardHash(""),

@@ -1,7 +1,7 @@
-"""Those who ask a router process: the link of a process to it, and the Router port of each of its models.
+"""Client side of the router process: the link of a process, and a Router port per model.
 
-A frontend that cannot ask decides alone at once, and asks again by itself when it can. What the router process has
-booked for this process is booked for as long as the session with it lasts.
+While the router process is unreachable the frontend decides locally, and returns to the router process when it
+responds. Reservations at the router process last as long as the session with it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Outcome
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
-from kvolt.router.policy.forecast import Forecast, Forecasting
-from kvolt.router.port import Decision, Recall, Router, RouterContext
+from kvolt.router.policy.forecast import Forecast, SupportsForecast
+from kvolt.router.port import Decision, Router, RouterContext, WithdrawHook
 from kvolt.router.registry import NewRouter
 from kvolt.router.service.messages import (
     SESSION_ENDPOINT,
-    Attach,
-    Begun,
-    Freed,
-    Moved,
-    News,
-    RouteAnswer,
-    RouteQuestion,
-    question_of,
+    FirstTokenNotice,
+    OpenSession,
+    ReleaseNotice,
+    RerouteNotice,
+    ReservationUpdates,
+    RouteRequest,
+    RouteResponse,
     router_endpoint,
+    to_route_request,
 )
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.endpoint.address import Instance, InstanceState
@@ -41,145 +41,147 @@ from kvolt.runtime.endpoint.call import Call, Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient, open_call, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 1.0
-_REST_S = 1.0
-"""After a router that did not answer in time: a silent one must not cost every request its deadline."""
-_TELL_AFTER_S = 0.002
-"""What is over is told with the next question; without one, this much later."""
+_TIMEOUT_S = 1.0
+_COOLDOWN_S = 1.0
+"""Pause after a timeout, so that a silent router does not delay every request."""
+_SEND_DELAY_S = 0.002
+"""Delay of updates that no route request has carried by then."""
 _RETRY_S = 0.5
-_MAX_ASKS = 2
+_MAX_ATTEMPTS = 2
 _FOREVER_S = 3650 * 86_400.0
 
-_decode_answer = msgspec.msgpack.Decoder(RouteAnswer).decode
+_decode_response = msgspec.msgpack.Decoder(RouteResponse).decode
 _decode_explanation = msgspec.msgpack.Decoder(Explanation).decode
-_decode_moved = msgspec.msgpack.Decoder(Moved).decode
+_decode_notice = msgspec.msgpack.Decoder(RerouteNotice).decode
 
 
 @dataclass(slots=True)
 class LinkStats:
-    """How asking went, for metrics."""
+    """Outcomes of route requests, for metrics."""
 
     num_answered: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Requests routed without the router, by reason."""
+    """Requests routed locally, by reason."""
 
 
 class RouterSession:
-    """Our standing with one router process: the sink of the stream that keeps it."""
+    """Session with one router process: the sink of its stream."""
 
     def __init__(self, link: RouterLink, router: Instance, name: str) -> None:
         self._link = link
         self._num_tickets = 0
-        self._begun: list[Begun] = []
-        self._freed: list[Freed] = []
-        self._carried: dict[int, tuple[RemoteRouter, Decision]] = {}
-        """By ticket: requests that have not begun and could be moved."""
+        self._first_tokens: list[FirstTokenNotice] = []
+        self._releases: list[ReleaseNotice] = []
+        self._movable: dict[int, tuple[RemoteRouter, Decision]] = {}
+        """Movable requests without a first token, by ticket."""
         self.router = router
         self.name = name
         self.is_open = True
-        self.is_telling = False
+        self.is_sending = False
         self.timer: asyncio.TimerHandle | None = None
-        """For what is to be told, while no question has taken it along."""
+        """Timer of pending updates."""
         self.call: Call | None = None
 
     def new_ticket(self) -> int:
         self._num_tickets += 1
         return self._num_tickets
 
-    def carry(self, ticket: int, router: RemoteRouter, decision: Decision) -> None:
-        """Until it begins or is over, the router process may want it elsewhere."""
-        self._carried[ticket] = (router, decision)
+    def track_movable(self, ticket: int, router: RemoteRouter, decision: Decision) -> None:
+        """Accept RerouteNotices for a request until its first token or end."""
+        self._movable[ticket] = (router, decision)
 
-    def begin(self, ticket: int, cached_tokens: int | None) -> None:
-        self._carried.pop(ticket, None)
+    def report_first_token(self, ticket: int, cached_tokens: int | None) -> None:
+        self._movable.pop(ticket, None)
         if self.is_open:
-            self._begun.append(Begun(ticket, cached_tokens))
-            self._link.tell_soon(self)
+            self._first_tokens.append(FirstTokenNotice(ticket, cached_tokens))
+            self._link.send_soon(self)
 
-    def free(self, ticket: int, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self._carried.pop(ticket, None)
+    def report_release(self, ticket: int, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self._movable.pop(ticket, None)
         if self.is_open:
-            self._freed.append(Freed(ticket, usage, outcome))
-            self._link.tell_soon(self)
+            self._releases.append(ReleaseNotice(ticket, usage, outcome))
+            self._link.send_soon(self)
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._begun or self._freed)
+    def has_updates(self) -> bool:
+        return bool(self._first_tokens or self._releases)
 
-    def take_news(self) -> tuple[tuple[Begun, ...], tuple[Freed, ...]]:
-        news = tuple(self._begun), tuple(self._freed)
-        self._begun, self._freed = [], []
-        return news
+    def take_updates(self) -> tuple[tuple[FirstTokenNotice, ...], tuple[ReleaseNotice, ...]]:
+        updates = tuple(self._first_tokens), tuple(self._releases)
+        self._first_tokens, self._releases = [], []
+        return updates
 
-    def put_back(self, news: News) -> None:
-        """They could not be told; they come before what came since."""
-        self._begun[:0] = news.begun
-        self._freed[:0] = news.freed
+    def requeue_updates(self, updates: ReservationUpdates) -> None:
+        """Put updates back that could not be sent, before later ones."""
+        self._first_tokens[:0] = updates.first_tokens
+        self._releases[:0] = updates.releases
 
-    def on_item(self, moved: Moved) -> None:
-        asked = Asked(moved.answer, self, moved.to_ticket)
-        carried = self._carried.get(moved.ticket)
-        if carried is None:  # it has begun, or is over
-            asked.free(None)
+    def on_item(self, notice: RerouteNotice) -> None:
+        remote = RemoteReservation(notice.response, self, notice.to_ticket)
+        movable = self._movable.get(notice.ticket)
+        if movable is None:  # started or ended
+            remote.release(None)
         else:
-            carried[0].move(carried[1], asked)
+            movable[0].reroute(movable[1], remote)
 
     def close(self) -> None:
         if self.call is not None:
             self.call.cancel()  # `on_end` follows
 
     def on_end(self, error: KvoltError | None) -> None:
-        """Whatever was booked over there is over."""
+        """End of the session: the router process has released all reservations."""
         self.is_open = False
         if self.timer is not None:
             self.timer.cancel()
-        self._carried.clear()
-        self._begun, self._freed = [], []
-        self._link.forget(self)
+        self._movable.clear()
+        self._first_tokens, self._releases = [], []
+        self._link.drop_session(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An answer, and by which name it is known over there what was booked."""
+class RemoteReservation:
+    """A response with the session and ticket of its reservation."""
 
-    answer: RouteAnswer
+    response: RouteResponse
     session: RouterSession
     ticket: int
 
-    def begin(self, cached_tokens: int | None) -> None:
-        self.session.begin(self.ticket, cached_tokens)
+    def mark_first_token(self, cached_tokens: int | None) -> None:
+        self.session.report_first_token(self.ticket, cached_tokens)
 
-    def free(self, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.session.free(self.ticket, usage, outcome)
+    def release(self, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.session.report_release(self.ticket, usage, outcome)
 
 
 class RouterLink:
-    """A process's way to the router process, shared by all its models."""
+    """Link of a process to the router process, shared by all models."""
 
-    def __init__(self, runtime: Runtime, client: EndpointClient, ask_s: float = _ASK_S) -> None:
+    def __init__(self, runtime: Runtime, client: EndpointClient, timeout_s: float = _TIMEOUT_S) -> None:
         self._runtime = runtime
         self._client = client
-        self._ask_s = ask_s
-        self._deadlines = Deadlines(connect_s=ask_s, first_s=ask_s, between_s=ask_s, total_s=_FOREVER_S)
+        self._timeout_s = timeout_s
+        self._deadlines = Deadlines(
+            connect_s=timeout_s, first_s=timeout_s, between_s=timeout_s, total_s=_FOREVER_S
+        )
         self._loop = asyncio.get_running_loop()
-        self._resting_until = 0.0
-        self._answers = True
+        self._cooldown_until = 0.0
+        self._is_available = True
         self._sessions: dict[InstanceId, RouterSession] = {}
         self._opening = asyncio.Lock()
-        self._crew = Crew("router link")
+        self._task_group = TaskGroup("router link")
         self.stats = LinkStats()
 
     @classmethod
     async def to(cls, runtime: Runtime, namespace: str) -> RouterLink:
-        """The router process of a namespace, whether or not there is one."""
+        """Link to the router process of a namespace, whether it exists or not."""
         return cls(runtime, await runtime.client(router_endpoint(namespace)))
 
     def new_router(self, local: NewRouter) -> NewRouter:
-        """Decided by the router process, and by one made by `local` while that is away."""
+        """Wrap a router factory: decides in the router process, and with a `local` router while that is unreachable."""
 
         def make(context: RouterContext) -> RemoteRouter:
             return RemoteRouter(self, context.client, local(context), context.block_size, context.role)
@@ -187,90 +189,90 @@ class RouterLink:
         return make
 
     async def wait_synced(self, timeout_s: float) -> None:
-        """Until we know whether there is one, or give up quietly."""
+        """Wait until discovery has shown whether there is a router process, or the timeout has passed."""
         await self._client.wait_synced(timeout_s)
 
     @property
     def present(self) -> bool:
-        """Whether a router would be asked now."""
-        return bool(self._client.candidates()) and self._loop.time() >= self._resting_until
+        """Whether requests are routed by the router process now."""
+        return bool(self._client.candidates()) and self._loop.time() >= self._cooldown_until
 
     async def close(self) -> None:
-        """What is booked for us is over with this."""
-        await self._crew.close()
+        """End all sessions, which releases their reservations."""
+        await self._task_group.close()
         for session in list(self._sessions.values()):
             session.close()
 
-    async def ask(self, question: RouteQuestion) -> Asked | None:
-        """None when there is no router to be had now; says so once, and once when there is one again.
+    async def route(self, request: RouteRequest) -> RemoteReservation | None:
+        """Route a request; None if no router process is usable now, which is logged on change.
 
-        What it books is freed by `Asked.free`; when this raises or is cancelled nothing stays booked.
+        Release the reservation with `RemoteReservation.release`. A call that raises or is cancelled reserves nothing.
         """
         routers = self._client.candidates()
         if not routers:
-            self._alone("absent", "none can be reached")
+            self._fall_back("absent", "none is reachable")
             return None
-        if self._loop.time() < self._resting_until:
-            self._alone("resting", "it did not answer in time")
+        if self._loop.time() < self._cooldown_until:
+            self._fall_back("cooldown", "no response in time")
             return None
         try:
-            # The first by id, so that all frontends of a namespace ask the same one; others stand by.
-            asked = await self._ask(question, routers[0])
+            # The first by id, so that all frontends of a namespace use the same one; others stand by.
+            remote = await self._route(request, routers[0])
         except KvoltError as error:
             if isinstance(error, DeadlineExceeded):
-                self._resting_until = self._loop.time() + _REST_S
-            self._alone(error.code, error.message)
+                self._cooldown_until = self._loop.time() + _COOLDOWN_S
+            self._fall_back(error.code, error.message)
             return None
-        if not self._answers:
-            self._answers = True
-            log.info("the router answers again")
+        if not self._is_available:
+            self._is_available = True
+            log.info("router process responds again")
         self.stats.num_answered += 1
-        return asked
+        return remote
 
-    async def explain(self, question: RouteQuestion) -> Explanation | None:
-        """None when there is no router to be had now."""
+    async def explain(self, request: RouteRequest) -> Explanation | None:
+        """None if no router process is usable now."""
         if not self.present:
             return None
         to = Destination(self._client.candidates()[0].address, EXPLAIN_ENDPOINT)
         try:
             async with await open_stream(
-                self._runtime.plane, to, question, self._deadlines, _decode_explanation
+                self._runtime.plane, to, request, self._deadlines, _decode_explanation
             ) as stream:
-                told: Explanation = await anext(stream)
+                explanation: Explanation = await anext(stream)
         except NetworkFault:
             return None
-        return told
+        return explanation
 
-    async def _ask(self, question: RouteQuestion, router: Instance) -> Asked:
+    async def _route(self, request: RouteRequest, router: Instance) -> RemoteReservation:
         session = self._sessions.get(router.id) or await self._open(router)
         ticket = session.new_ticket()
-        begun, freed = session.take_news()
-        told = msgspec.structs.replace(
-            question, session=session.name, ticket=ticket, begun=begun, freed=freed
+        first_tokens, releases = session.take_updates()
+        route_request = msgspec.structs.replace(
+            request, session=session.name, ticket=ticket, first_tokens=first_tokens, releases=releases
         )
         try:
-            answer = await self._call(told, router)
+            response = await self._call(route_request, router)
         except BaseException:
-            # It may have been decided all the same, and what went with it may not have arrived.
-            session.put_back(News(session.name, begun, freed))
-            session.free(ticket, None)
+            # The router may have decided and may not have received the updates.
+            session.requeue_updates(ReservationUpdates(session.name, first_tokens, releases))
+            session.report_release(ticket, None)
             raise
-        return Asked(answer, session, ticket)
+        return RemoteReservation(response, session, ticket)
 
-    async def _call(self, question: RouteQuestion, router: Instance) -> RouteAnswer:
-        async with await self._client.stream(question, router, self._deadlines, _decode_answer) as stream:
-            answer: RouteAnswer | None = await anext(stream, None)
-            while answer is not None and answer.waits:
-                answer = await anext(stream, None)
-        if answer is None:
-            raise KvoltError("it ended without an answer")
-        return answer
+    async def _call(self, request: RouteRequest, router: Instance) -> RouteResponse:
+        async with await self._client.stream(request, router, self._deadlines, _decode_response) as stream:
+            response: RouteResponse | None = await anext(stream, None)
+            while response is not None and response.is_queued:
+                response = await anext(stream, None)
+        if response is None:
+            raise KvoltError("the response stream ended without a decision")
+        return response
 
-    def _alone(self, reason: str, why: str) -> None:
+    def _fall_back(self, reason: str, why: str) -> None:
         self.stats.fallbacks[reason] += 1
-        if self._answers:
-            self._answers = False
-            log.warning("no router (%s): choosing workers by ourselves until there is one", why)
+        if self._is_available:
+            self._is_available = False
+            log.warning("router process unavailable, routing locally: %s", why)
 
     # --- sessions
 
@@ -281,63 +283,69 @@ class RouterLink:
                 return known
             session = RouterSession(self, router, new_id(self._runtime.ports.rng))
             limits = Deadlines(
-                connect_s=self._ask_s, first_s=_FOREVER_S, between_s=_FOREVER_S, total_s=_FOREVER_S
+                connect_s=self._timeout_s, first_s=_FOREVER_S, between_s=_FOREVER_S, total_s=_FOREVER_S
             )
             session.call = Call(session, limits, automatic_credit=True)
             to = Destination(router.address, SESSION_ENDPOINT)
             try:
-                await open_call(self._runtime.plane, to, Attach(session.name), session.call, _decode_moved)
+                await open_call(
+                    self._runtime.plane, to, OpenSession(session.name), session.call, _decode_notice
+                )
             except NetworkFault:
-                self._resting_until = self._loop.time() + _REST_S
+                self._cooldown_until = self._loop.time() + _COOLDOWN_S
                 raise
             self._sessions[router.id] = session
             return session
 
-    def forget(self, session: RouterSession) -> None:
-        """It is over."""
+    def drop_session(self, session: RouterSession) -> None:
+        """Forget a session that has ended."""
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
 
-    def tell_soon(self, session: RouterSession) -> None:
-        """Something is over: the next question takes it along, or it goes by itself."""
-        if not session.is_telling and not self._crew.closed:
-            session.is_telling = True
-            session.timer = self._loop.call_later(_TELL_AFTER_S, self._start_telling, session)
+    def send_soon(self, session: RouterSession) -> None:
+        """Schedule updates: the next route request carries them, or they are sent alone."""
+        if not session.is_sending and not self._task_group.closed:
+            session.is_sending = True
+            session.timer = self._loop.call_later(_SEND_DELAY_S, self._start_sending, session)
 
-    def _start_telling(self, session: RouterSession) -> None:
+    def _start_sending(self, session: RouterSession) -> None:
         session.timer = None
-        if session.has_news:
-            self._crew.start(self._tell(session), "news")
+        if session.has_updates:
+            self._task_group.start(self._send_updates(session), "updates")
         else:
-            session.is_telling = False
+            session.is_sending = False
 
-    async def _tell(self, session: RouterSession) -> None:
-        """Until it is told, or there is nobody any more whom it matters to."""
+    async def _send_updates(self, session: RouterSession) -> None:
+        """Send updates until none are left or the session has ended."""
         limits = Deadlines(
-            connect_s=self._ask_s, first_s=self._ask_s, between_s=self._ask_s, total_s=self._ask_s
+            connect_s=self._timeout_s,
+            first_s=self._timeout_s,
+            between_s=self._timeout_s,
+            total_s=self._timeout_s,
         )
         to = Destination(session.router.address, SESSION_ENDPOINT)
         try:
-            while session.is_open and session.has_news:
-                news = News(session.name, *session.take_news())
+            while session.is_open and session.has_updates:
+                updates = ReservationUpdates(session.name, *session.take_updates())
                 try:
-                    async with await open_stream(self._runtime.plane, to, news, limits) as stream:
+                    async with await open_stream(self._runtime.plane, to, updates, limits) as stream:
                         await anext(stream, None)
                 except KvoltError as error:
-                    log.debug("the router cannot be told what is over: %s", error.message)
+                    log.debug("reservation updates failed: %s", error.message)
                     if session.is_open:
-                        session.put_back(news)
+                        session.requeue_updates(updates)
                         await asyncio.sleep(_RETRY_S)
         finally:
-            session.is_telling = False
+            session.is_sending = False
 
 
 class RemoteRouter:
-    """The Router port for one component, decided by the router process; by `local` while there is none."""
+    """Router port of one component: decides in the router process, or with `local` while that is unreachable."""
 
     forecast: Callable[[Request], Forecast]
-    """Where `local` can: of load, which it hears of. Of KV it knows what it has routed itself, so that a prompt which
-    lies at a worker counts as one that is to be computed."""
+    """Present if `local` has one. Based on reported load; the local index knows local decisions only, so
+    cached
+    prompts may count as uncached."""
 
     def __init__(
         self,
@@ -352,107 +360,107 @@ class RemoteRouter:
         self._local = local
         self._block_size = block_size
         self._role = role
-        if isinstance(local, Forecasting):
+        if isinstance(local, SupportsForecast):
             self.forecast = local.forecast
         self._endpoint = str(client.endpoint)
-        self._found: tuple[list[Instance], dict[InstanceId, Instance]] = ([], {})
-        """The candidates, and the same by id."""
-        self._num_booked = 0
-        self._booked: dict[int, Asked | Decision] = {}
-        """By our own number: what the router process has decided, or `local` has."""
+        self._candidates_by_id: tuple[list[Instance], dict[InstanceId, Instance]] = ([], {})
+        """Cache: candidate list, and the same by id."""
+        self._num_reserved = 0
+        self._reserved: dict[int, RemoteReservation | Decision] = {}
+        """Reservations of the router process, or decisions of `local`, by own reservation id."""
 
     @property
-    def num_under_way(self) -> int:
-        return len(self._booked)
+    def num_in_flight(self) -> int:
+        return len(self._reserved)
 
     async def explain(self, request: Request) -> Explanation:
-        """What the router process would do with a request; what we would alone, while there is none."""
-        told = await self._link.explain(self._question(request, frozenset()))
-        return told or explain_route(self._local, request, "this frontend, while no router answers")
+        """Explanation by the router process, or by `local` while that is unreachable."""
+        explanation = await self._link.explain(self._route_request(request, frozenset()))
+        return explanation or explain_route(self._local, request, "this frontend (no router process)")
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        left_out = excluded
-        for _ in range(_MAX_ASKS):
-            asked = await self._link.ask(self._question(request, left_out))
-            if asked is None:
+        excluded_now = excluded
+        for _ in range(_MAX_ATTEMPTS):
+            remote = await self._link.route(self._route_request(request, excluded_now))
+            if remote is None:
                 break
-            answer = asked.answer
-            if answer.refused is not None:
-                error = from_info(answer.refused)
+            response = remote.response
+            if response.refused is not None:
+                error = from_info(response.refused)
                 if not isinstance(error, Unavailable):
                     raise error
-                if answer.refused.fields.get("reason") == "no_session":
-                    asked.session.close()
+                if response.refused.fields.get("reason") == "no_session":
+                    remote.session.close()
                     continue
-                break  # it knows nobody; we may have heard of somebody already
-            instance = self._find(answer.instance)
+                break  # the router knows no worker; the local router may
+            instance = self._candidate(response.instance)
             if instance is not None:
-                return self._carry(instance, asked)
-            # Lost to us and not yet to the router, or known to it and not yet to us.
-            asked.free(None)
+                return self._accept(instance, remote)
+            # One of the two has not seen the latest change of the worker yet.
+            remote.release(None)
             self._link.stats.fallbacks["unusable_instance"] += 1
-            left_out = left_out | self._unusable() | {answer.instance or InstanceId("")}
+            excluded_now = excluded_now | self._unusable() | {response.instance or InstanceId("")}
         decision = await self._local.route(request, excluded)
-        # Not to be moved by `local`: that would be told in its numbers, not in ours.
-        return self._book(msgspec.structs.replace(decision, recall=None), decision)
+        # Without the hook: `local` would pass decisions with its own reservation ids.
+        return self._reserve(msgspec.structs.replace(decision, withdraw_hook=None), decision)
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        match self._booked.get(decision.booking):
-            case Asked() as asked:
-                asked.begin(cached_tokens)
-            case Decision() as own:
-                self._local.begun(own, cached_tokens)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        match self._reserved.get(decision.reservation_id):
+            case RemoteReservation() as remote:
+                remote.mark_first_token(cached_tokens)
+            case Decision() as local_decision:
+                self._local.mark_first_token(local_decision, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        match self._booked.pop(decision.booking, None):
-            case Asked() as asked:
-                asked.free(usage, outcome)
-            case Decision() as own:
-                self._local.free(own, usage, outcome)
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        match self._reserved.pop(decision.reservation_id, None):
+            case RemoteReservation() as remote:
+                remote.release(usage, outcome)
+            case Decision() as local_decision:
+                self._local.release(local_decision, usage, outcome)
 
     async def close(self) -> None:
-        """The way to who is asked is shared."""
+        """The link is shared and stays open."""
         await self._local.close()
 
-    def move(self, decision: Decision, asked: Asked) -> None:
-        """The router process would have it elsewhere."""
-        recall = decision.recall
-        instance = self._find(asked.answer.instance)
-        if instance is None or recall is None or recall.move is None:
-            asked.free(None)
+    def reroute(self, decision: Decision, remote: RemoteReservation) -> None:
+        """Handle a RerouteNotice: offer the new worker to the request, or release it."""
+        hook = decision.withdraw_hook
+        instance = self._candidate(remote.response.instance)
+        if instance is None or hook is None or hook.try_move is None:
+            remote.release(None)
             return
-        elsewhere = self._carry(instance, asked)
-        if not recall.move(elsewhere):
-            self.free(elsewhere, None)
+        decision_elsewhere = self._accept(instance, remote)
+        if not hook.try_move(decision_elsewhere):
+            self.release(decision_elsewhere, None)
 
-    def _question(self, request: Request, excluded: frozenset[InstanceId]) -> RouteQuestion:
-        return question_of(self._endpoint, request, excluded, self._block_size, self._role)
+    def _route_request(self, request: Request, excluded: frozenset[InstanceId]) -> RouteRequest:
+        return to_route_request(self._endpoint, request, excluded, self._block_size, self._role)
 
-    def _carry(self, instance: Instance, asked: Asked) -> Decision:
-        answer = asked.answer
+    def _accept(self, instance: Instance, remote: RemoteReservation) -> Decision:
+        response = remote.response
         decision = Decision(
             instance,
-            answer.overlap_blocks,
-            answer.predicted_ms,
-            answer.kv_sources,
-            dp_rank=answer.dp_rank,
-            recall=Recall() if answer.can_move else None,
+            response.overlap_blocks,
+            response.predicted_ms,
+            response.kv_sources,
+            dp_rank=response.dp_rank,
+            withdraw_hook=WithdrawHook() if response.can_move else None,
         )
-        booked = self._book(decision, asked)
-        if answer.can_move:
-            asked.session.carry(asked.ticket, self, booked)
-        return booked
+        reserved = self._reserve(decision, remote)
+        if response.can_move:
+            remote.session.track_movable(remote.ticket, self, reserved)
+        return reserved
 
-    def _book(self, decision: Decision, behind: Asked | Decision) -> Decision:
-        self._num_booked += 1
-        self._booked[self._num_booked] = behind
-        return msgspec.structs.replace(decision, booking=self._num_booked)
+    def _reserve(self, decision: Decision, source: RemoteReservation | Decision) -> Decision:
+        self._num_reserved += 1
+        self._reserved[self._num_reserved] = source
+        return msgspec.structs.replace(decision, reservation_id=self._num_reserved)
 
-    def _find(self, instance_id: InstanceId | None) -> Instance | None:
+    def _candidate(self, instance_id: InstanceId | None) -> Instance | None:
         candidates = self._client.candidates()
-        if self._found[0] is not candidates:
-            self._found = (candidates, {instance.id: instance for instance in candidates})
-        return None if instance_id is None else self._found[1].get(instance_id)
+        if self._candidates_by_id[0] is not candidates:
+            self._candidates_by_id = (candidates, {instance.id: instance for instance in candidates})
+        return None if instance_id is None else self._candidates_by_id[1].get(instance_id)
 
     def _unusable(self) -> frozenset[InstanceId]:
         usable = {instance.id for instance in self._client.candidates()}

@@ -1,13 +1,12 @@
-"""Gossip: what other routers have under way at the workers that we send to as well. Pure.
+"""Gossip between router replicas: the load that other routers have reserved on shared workers. Pure.
 
-Routers that share workers and no router process tell each other their own bookings: each the whole of its own, place by
-place, numbered. What is told is a state and no change, so the next word heals the loss of any before it: who has
-anything booked tells so every period. A router that has just come says so, over and over at first, and knows all when
-a period has passed since it was heard; one that has heard of nobody only sends heartbeats. Who falls silent is
-forgotten after the time that came with its last word.
+Routers that share workers without a router process publish their own reservations: numbered vectors with the complete
+load of one router per worker rank. Since a vector is a state and no change, the next one repairs any loss. A router
+with reservations publishes every period. A new router announces itself repeatedly, so that it knows all others one
+period later; a router without peers sends heartbeats only. A silent router expires with the TTL of its last vector.
 
-    ours      Teller: when to tell, and what          -> LoadVector ->
-    theirs    OtherLoads: the latest of each, summed  <- LoadVector <-
+    own load       LoadPublisher: when to publish which vector   -> LoadVector ->
+    other routers  ReplicaLoads: latest vector of each, summed   <- LoadVector <-
 """
 
 from __future__ import annotations
@@ -18,67 +17,46 @@ from typing import Annotated
 
 import msgspec
 
-from kvolt.core.ids import InstanceId
-from kvolt.router.place import Place
+from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank
 
 MAX_REPLICAS = 256
-MAX_PLACES = 16_384
-"""Of one vector; about a megabyte."""
-_MAX_LASTS_S = 60.0
-"""However long a replica says that its word lasts."""
+MAX_LOADS = 16_384
+"""Worker ranks per vector; about one megabyte."""
+_MAX_TTL_S = 60.0
+"""Upper bound of a replica's TTL."""
 
 _Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 
 
-class PlaceBookings(msgspec.Struct, frozen=True, array_like=True):
-    """What one router has under way at one place."""
-
-    instance: InstanceId
-    dp_rank: int = 0
-    requests: _Amount = 0.0
-    decoding: _Amount = 0.0
-    prefill_tokens: _Amount = 0.0
-    """Of prompts that are not computed yet."""
-    blocks: _Amount = 0.0
-    context_tokens: _Amount = 0.0
-    """Of the requests that decode."""
-    queue_s: _Amount = 0.0
-    """Until the prompts would be computed that this router has sent there."""
-
-    @property
-    def place(self) -> Place:
-        return Place(self.instance, self.dp_rank)
-
-
 class LoadVector(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that one router has under way at the workers of one endpoint. A place that is not named has nothing."""
+    """All reservations of one router at the workers of one endpoint. Worker ranks not named have none."""
 
     endpoint: str
     replica: str
     epoch: int
-    """Grows with each life of the replica."""
+    """Increases with each start of the replica."""
     version: int
-    """Grows with each word of a life."""
-    lasts_s: Annotated[float, msgspec.Meta(ge=0.0)]
-    """It counts for so long without another; 0 takes leave."""
-    places: Annotated[tuple[PlaceBookings, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+    """Increases with each vector of an epoch."""
+    ttl_s: Annotated[float, msgspec.Meta(ge=0.0)]
+    """Lifetime of this vector without a newer one; 0 when the replica leaves."""
+    loads: Annotated[tuple[ReservedLoad, ...], msgspec.Meta(max_length=MAX_LOADS)] = ()
 
 
 class GossipOptions(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float = 0.1
-    """Between two words at least; and at most, while anything is booked."""
+    """Minimum interval between vectors, and the interval while anything is reserved."""
     heartbeat_s: float = 1.0
-    """Between two words of a router with nothing booked, or nobody to tell it to."""
-    greetings: int = 20
-    """So many words come one after the other when a router is new: the first may find nobody who listens yet."""
-    lasting_periods: int = 10
-    """A router that was silent for so long is gone."""
+    """Interval of vectors from a router without reservations or without peers."""
+    announcements: int = 20
+    """Vectors that a new router publishes in a row: the first may have no listener yet."""
+    ttl_periods: int = 10
+    """TTL of a vector in periods."""
     repeats: int = 2
-    """How often it is told that nothing is booked any more before the heartbeats take over: any may be lost."""
+    """Repetitions of an empty vector after the last reservation ended, since any may be lost."""
 
 
-class Teller:
-    """What we tell of ourselves. `due` once a period."""
+class LoadPublisher:
+    """Decides when to publish which vector. Call `due` once per period."""
 
     def __init__(self, endpoint: str, replica: str, epoch: int, options: GossipOptions) -> None:
         self._endpoint = endpoint
@@ -86,125 +64,129 @@ class Teller:
         self._epoch = epoch
         self._options = options
         self._version = 0
-        self._repeats_left = options.greetings
-        self._told_at = 0.0
+        self._repeats_left = options.announcements
+        self._published_at = 0.0
 
     @property
-    def is_greeting(self) -> bool:
-        """Whether the next word is due whatever is booked."""
+    def is_announcing(self) -> bool:
+        """Whether the next vector is due without reservations, too."""
         return self._repeats_left > 0
 
-    def due(self, loads: Sequence[PlaceBookings], now: float, is_alone: bool = False) -> LoadVector | None:
-        """The word to send now, if any. Of more than MAX_PLACES the busiest are told."""
+    def due(self, loads: Sequence[ReservedLoad], now: float, is_alone: bool = False) -> LoadVector | None:
+        """Vector to publish now, if any. Beyond MAX_LOADS worker ranks only the busiest are included."""
         options = self._options
-        lasts_s = 3 * options.heartbeat_s
+        ttl_s = 3 * options.heartbeat_s
         if loads and not is_alone:
-            self._repeats_left = max(self._repeats_left, 2 + options.repeats)  # this one and the first end
-            lasts_s = options.lasting_periods * options.period_s
-        elif not self._repeats_left and now < self._told_at + options.heartbeat_s:
+            self._repeats_left = max(
+                self._repeats_left, 2 + options.repeats
+            )  # this one and the first empty one
+            ttl_s = options.ttl_periods * options.period_s
+        elif not self._repeats_left and now < self._published_at + options.heartbeat_s:
             return None
         self._repeats_left = max(self._repeats_left - 1, 0)
-        self._told_at = now
-        if len(loads) > MAX_PLACES:
-            loads = sorted(loads, key=lambda load: -load.requests)[:MAX_PLACES]
-        return self._word(tuple(loads), lasts_s)
+        self._published_at = now
+        if len(loads) > MAX_LOADS:
+            loads = sorted(loads, key=lambda load: -load.requests)[:MAX_LOADS]
+        return self._vector(tuple(loads), ttl_s)
 
     def leave(self) -> LoadVector:
-        """The last word."""
-        return self._word((), 0.0)
+        """Final vector, which ends the replica."""
+        return self._vector((), 0.0)
 
-    def _word(self, loads: tuple[PlaceBookings, ...], lasts_s: float) -> LoadVector:
+    def _vector(self, loads: tuple[ReservedLoad, ...], ttl_s: float) -> LoadVector:
         self._version += 1
-        return LoadVector(self._endpoint, self._replica, self._epoch, self._version, lasts_s, loads)
+        return LoadVector(self._endpoint, self._replica, self._epoch, self._version, ttl_s, loads)
 
 
 @dataclass(slots=True)
 class _Replica:
-    """The latest word of another router."""
+    """Latest vector of another router."""
 
     epoch: int
     version: int
-    heard_at: float
+    received_at: float
     until: float
-    loads: dict[Place, PlaceBookings]
+    loads: dict[WorkerDpRank, ReservedLoad]
 
 
-class OtherLoads:
-    """What the others told last. Bounded by MAX_REPLICAS vectors of MAX_PLACES places each."""
+class ReplicaLoads:
+    """Latest load of each replica. Bounded by MAX_REPLICAS vectors of MAX_LOADS worker ranks."""
 
-    def __init__(self, own: str, max_replicas: int = MAX_REPLICAS) -> None:
-        self._own = own
+    def __init__(self, own_id: str, max_replicas: int = MAX_REPLICAS) -> None:
+        self._own = own_id
         self._max_replicas = max_replicas
         self._replicas: dict[str, _Replica] = {}
-        self._changed: dict[Place, None] = {}
-        self.num_heard = 0
+        self._changed: dict[WorkerDpRank, None] = {}
+        self.num_received = 0
         self.num_old = 0
-        """Words that came after a later one."""
+        """Vectors that arrived after a newer one."""
         self.num_refused = 0
-        """Words of more routers than are listened to."""
+        """Vectors of replicas beyond the limit."""
 
     @property
     def num_replicas(self) -> int:
-        """Others that are alive."""
+        """Live replicas, without this one."""
         return len(self._replicas)
 
-    def hear(self, vector: LoadVector, now: float) -> None:
+    def receive(self, vector: LoadVector, now: float) -> None:
         if vector.replica == self._own:
             return
-        known = self._replicas.get(vector.replica)
-        if known is not None and (vector.epoch, vector.version) <= (known.epoch, known.version):
+        replica = self._replicas.get(vector.replica)
+        if replica is not None and (vector.epoch, vector.version) <= (replica.epoch, replica.version):
             self.num_old += 1
             return
-        if known is None and len(self._replicas) >= self._max_replicas:
+        if replica is None and len(self._replicas) >= self._max_replicas:
             self.num_refused += 1
             return
-        self.num_heard += 1
-        lasts_s = min(vector.lasts_s, _MAX_LASTS_S)
-        if lasts_s == 0.0:
-            self._forget(vector.replica)
+        self.num_received += 1
+        ttl_s = min(vector.ttl_s, _MAX_TTL_S)
+        if ttl_s == 0.0:
+            self._drop_replica(vector.replica)
             return
-        loads = {load.place: load for load in vector.places}
-        before = known.loads if known is not None else {}
-        self._note(place for place in before if place not in loads)
-        self._note(place for place, load in loads.items() if before.get(place) != load)
-        self._replicas[vector.replica] = _Replica(vector.epoch, vector.version, now, now + lasts_s, loads)
+        loads = {load.worker_rank: load for load in vector.loads}
+        before = replica.loads if replica is not None else {}
+        self._mark_changed(worker_rank for worker_rank in before if worker_rank not in loads)
+        self._mark_changed(
+            worker_rank for worker_rank, load in loads.items() if before.get(worker_rank) != load
+        )
+        self._replicas[vector.replica] = _Replica(vector.epoch, vector.version, now, now + ttl_s, loads)
 
     def expire(self, now: float) -> list[str]:
-        """Who was silent for too long, and is none of them any more."""
+        """Remove replicas whose TTL has passed; return their names."""
         silent = [name for name, replica in self._replicas.items() if now >= replica.until]
         for name in silent:
-            self._forget(name)
+            self._drop_replica(name)
         return silent
 
-    def of(self, place: Place, now: float) -> PlaceBookings:
-        """All that the others have under way there."""
+    def total(self, worker_rank: WorkerDpRank, now: float) -> ReservedLoad:
+        """Sum over all replicas for one worker rank."""
         requests = decoding = prefill_tokens = blocks = context_tokens = queue_s = 0.0
         for replica in self._replicas.values():
-            load = replica.loads.get(place)
+            load = replica.loads.get(worker_rank)
             if load is not None:
                 requests += load.requests
                 decoding += load.decoding
                 prefill_tokens += load.prefill_tokens
                 blocks += load.blocks
                 context_tokens += load.context_tokens
-                queue_s += max(load.queue_s - (now - replica.heard_at), 0.0)
-        return PlaceBookings(*place, requests, decoding, prefill_tokens, blocks, context_tokens, queue_s)
+                queue_s += max(load.queue_s - (now - replica.received_at), 0.0)
+        return ReservedLoad(*worker_rank, requests, decoding, prefill_tokens, blocks, context_tokens, queue_s)
 
-    def take_changed(self) -> list[Place]:
-        """Places of which something else was told since the last call."""
+    def pop_changed(self) -> list[WorkerDpRank]:
+        """Worker ranks whose load may have changed since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
 
-    def change_all(self) -> None:
-        """Whoever looks knows other workers than before: every place counts as changed."""
+    def mark_all_changed(self) -> None:
+        """Mark all worker ranks as changed, because the known workers have changed."""
         for replica in self._replicas.values():
-            self._note(replica.loads)
+            self._mark_changed(replica.loads)
 
-    def _forget(self, name: str) -> None:
+    def _drop_replica(self, name: str) -> None:
         replica = self._replicas.pop(name, None)
         if replica is not None:
-            self._note(replica.loads)
+            self._mark_changed(replica.loads)
 
-    def _note(self, places: Iterable[Place]) -> None:
-        self._changed.update(dict.fromkeys(places))
+    def _mark_changed(self, worker_ranks: Iterable[WorkerDpRank]) -> None:
+        self._changed.update(dict.fromkeys(worker_ranks))

@@ -1,7 +1,4 @@
-"""GossipLink: drives the gossip of one router over the event plane.
-
-Owns when it is told and heard; what that means is `gossip`'s.
-"""
+"""GossipLink: publishes and receives the gossip of one router over the event plane; see `gossip`."""
 
 from __future__ import annotations
 
@@ -13,30 +10,31 @@ from typing import Protocol
 import msgspec
 
 from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
-from kvolt.router.service.gossip import GossipOptions, LoadVector, OtherLoads, PlaceBookings, Teller
+from kvolt.router.service.gossip import GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
+from kvolt.router.worker_rank import ReservedLoad
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 
-class SharedLoads(Protocol):
-    """Who keeps a router's bookings."""
+class LoadStore(Protocol):
+    """The loads of a router."""
 
-    def own_loads(self) -> Sequence[PlaceBookings]:
-        """Its own, of the places where there are any."""
+    def own_loads(self) -> Sequence[ReservedLoad]:
+        """Loads reserved by this router; worker ranks without any are omitted."""
         ...
 
-    def set_others(self, load: PlaceBookings) -> None:
-        """What all others have at a place. Not an error for one that is not known."""
+    def set_replica_load(self, load: ReservedLoad) -> None:
+        """Set the load of all other replicas on a worker rank. Unknown ranks are ignored."""
         ...
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """A LoadVector of which only the endpoint is read: a process has a router for each model."""
+    """The endpoint of a LoadVector. Decoded first: a process has a router per model."""
 
     endpoint: str
 
@@ -53,7 +51,7 @@ class GossipLink:
         self,
         client: EndpointClient,
         runtime: Runtime,
-        loads: SharedLoads,
+        loads: LoadStore,
         options: GossipOptions | None = None,
     ) -> None:
         self._client = client
@@ -62,28 +60,28 @@ class GossipLink:
         self._options = options or GossipOptions()
         self._endpoint = str(client.endpoint)
         self._clock = runtime.ports.clock
-        # A process has another name on the event plane at each start, and may make a router for an endpoint again.
+        # The publisher id changes with each start of a process, which may create a router for an endpoint repeatedly.
         epoch = int(self._clock.wall() * 1000)
-        self._teller = Teller(self._endpoint, runtime.events.publisher, epoch, self._options)
-        self._crew = Crew(f"gossip {client.endpoint}")
+        self._publisher = LoadPublisher(self._endpoint, runtime.events.publisher, epoch, self._options)
+        self._task_group = TaskGroup(f"gossip {client.endpoint}")
         self._stream: EventStream | None = None
-        self._company = asyncio.Event()
-        """Somebody is heard."""
-        self.others = OtherLoads(runtime.events.publisher)
-        self.num_told = 0
+        self._has_replicas = asyncio.Event()
+        """Another replica was received."""
+        self.replicas = ReplicaLoads(runtime.events.publisher)
+        self.num_published = 0
         self.num_malformed = 0
 
     def start(self) -> None:
         self._stream = self._runtime.events.subscribe(ROUTER_LOAD_TOPIC)
-        self._client.on_change(self.others.change_all)
-        self._crew.start(self._read(self._stream), "read")
-        self._crew.start(self._tell(), "tell")
+        self._client.on_change(self.replicas.mark_all_changed)
+        self._task_group.start(self._read(self._stream), "read")
+        self._task_group.start(self._run(), "publish")
 
     async def close(self) -> None:
-        """Takes leave, if it was started. Safe to repeat."""
-        await self._crew.close()
+        """Publish the final vector if started. Idempotent."""
+        await self._task_group.close()
         if self._stream is not None:
-            self._publish(self._teller.leave())
+            self._publish(self._publisher.leave())
             await self._stream.aclose()
             self._stream = None
 
@@ -95,42 +93,42 @@ class GossipLink:
                 vector = _decode_vector(event.payload)
             except MALFORMED as error:
                 self.num_malformed += 1
-                log.debug("the load of another router cannot be read: %s", error)
+                log.debug("load vector dropped: %s", error)
                 continue
-            self.others.hear(vector, self._clock.monotonic())
-            if self.others.num_replicas:
-                self._company.set()
+            self.replicas.receive(vector, self._clock.monotonic())
+            if self.replicas.num_replicas:
+                self._has_replicas.set()
             self._apply()
 
-    async def _tell(self) -> None:
-        options, others = self._options, self.others
+    async def _run(self) -> None:
+        options, replicas = self._options, self.replicas
         while True:
             now = self._clock.monotonic()
-            for name in others.expire(now):
-                log.info("router %s is silent: what it had under way counts no more", name)
+            for name in replicas.expire(now):
+                log.info("router replica lost: replica=%s", name)
             self._apply()
-            vector = self._teller.due(self._loads.own_loads(), now, is_alone=not others.num_replicas)
+            vector = self._publisher.due(self._loads.own_loads(), now, is_alone=not replicas.num_replicas)
             if vector is not None:
                 self._publish(vector)
-            if others.num_replicas or self._teller.is_greeting:
+            if replicas.num_replicas or self._publisher.is_announcing:
                 await asyncio.sleep(options.period_s)
             else:
-                await self._wait_for_company(options.heartbeat_s)
+                await self._wait_for_replicas(options.heartbeat_s)
 
-    async def _wait_for_company(self, timeout_s: float) -> None:
-        """With nobody to tell it to there is nothing to do: most processes have the only router there is."""
-        self._company.clear()
+    async def _wait_for_replicas(self, timeout_s: float) -> None:
+        """Wait for another replica: most deployments have one router and nothing to publish."""
+        self._has_replicas.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._company.wait()
+                await self._has_replicas.wait()
         except TimeoutError:
             pass
 
     def _publish(self, vector: LoadVector) -> None:
-        self.num_told += 1
+        self.num_published += 1
         self._runtime.events.publish(ROUTER_LOAD_TOPIC, _encode(vector))
 
     def _apply(self) -> None:
         now = self._clock.monotonic()
-        for place in self.others.take_changed():
-            self._loads.set_others(self.others.of(place, now))
+        for worker_rank in self.replicas.pop_changed():
+            self._loads.set_replica_load(self.replicas.total(worker_rank, now))

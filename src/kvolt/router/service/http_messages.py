@@ -1,7 +1,7 @@
-"""The JSON of the router's HTTP service: what is posted, what is answered. Unknown fields are refused.
+"""JSON bodies of the router's HTTP API. Unknown fields are refused.
 
-Hashes are SequenceHashes (`core.hashing`): a list of whole numbers, or eight little-endian bytes each in base64, for
-those whose JSON has no 64-bit numbers.
+Hashes are SequenceHashes (`core.hashing`): a list of integers, or base64 of eight little-endian bytes each, for clients
+whose JSON has no 64-bit integers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import WorkerLoad
-from kvolt.core.packed_hashes import HASH_BYTES, packed, unpacked
+from kvolt.core.packed_hashes import HASH_BYTES, pack_hashes, unpack_hashes
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.breaker import Outcome
-from kvolt.router.policy.selector import Choice
+from kvolt.router.policy.choice import Choice
 from kvolt.router.service.builders import UNKNOWN, hashes_of, request_of, worker_info
-from kvolt.router.service.standalone_state import PostedEvent
+from kvolt.router.service.standalone_state import StandaloneEvent
 
 DEFAULT_MODEL = "default"
 
@@ -39,7 +39,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=UNKNOWN)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker; what is not said is not known, and does not limit."""
+    """A worker; unspecified limits do not limit."""
 
     worker: Name
     block_size: Annotated[int, Meta(ge=1, le=1_048_576)]
@@ -50,7 +50,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_total_blocks: Annotated[int, Meta(ge=0, le=2**53)] = 0
     hash_scheme: str = HASH_SCHEME
     kv_events: bool = True
-    """Whether its events will be posted; if not, it is guessed what it holds."""
+    """Whether its events will be posted; if not, its blocks are estimated from decisions."""
     latency: LatencyModel | None = None
     taints: list[str] = []
     loras: list[str] = []
@@ -77,7 +77,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stored"):
     hashes: Hashes | None = None
     token_ids: list[int] | None = None
-    """In place of hashes: the tokens of a sequence from its first on; whole blocks of it count."""
+    """Instead of hashes: tokens of a sequence from its start; whole blocks count."""
     lora: str | None = None
     salt: str | None = None
     tier: Tier = Tier.DEVICE
@@ -92,15 +92,15 @@ class ClearedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tier: Tier | None = None
 
 
-class EventToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EventBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     change: StoredBlocks | RemovedBlocks | ClearedBlocks
     dp_rank: _Rank = 0
     event_id: Annotated[int, Meta(ge=0)] | None = None
-    """Numbered events must follow one another; others are taken as they come."""
+    """Numbered events must be consecutive; others are applied in order of arrival."""
     epoch: Annotated[int, Meta(ge=0)] = 0
 
-    def event(self, block_size: int) -> PostedEvent:
-        return PostedEvent(self._change(block_size), self.dp_rank, self.event_id, self.epoch)
+    def event(self, block_size: int) -> StandaloneEvent:
+        return StandaloneEvent(self._change(block_size), self.dp_rank, self.event_id, self.epoch)
 
     def _change(self, block_size: int) -> KvChange:
         match self.change:
@@ -118,11 +118,11 @@ def _stored_hashes(stored: StoredBlocks, block_size: int) -> bytes:
     if stored.hashes is not None:
         return packed_of(stored.hashes, "hashes")
     assert stored.token_ids is not None
-    return packed(hashes_of(stored.token_ids, block_size, stored.lora, stored.salt))
+    return pack_hashes(hashes_of(stored.token_ids, block_size, stored.lora, stored.salt))
 
 
-class EventsToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    events: list[EventToPost]
+class EventsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    events: list[EventBody]
 
 
 class HeldBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,22 +131,22 @@ class HeldBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tier: Tier = Tier.DEVICE
 
 
-class BlocksToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a worker holds. Numbered events go on from `next_id`."""
+class BlocksBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Snapshot of a worker. Numbered events continue at `next_id`."""
 
     blocks: list[HeldBlocks]
     epoch: Annotated[int, Meta(ge=0)] | None = None
     next_id: Annotated[int, Meta(ge=0)] = 0
 
-    def by_place(self) -> dict[tuple[int, Tier], bytes]:
-        found: dict[tuple[int, Tier], bytes] = {}
+    def by_rank_and_tier(self) -> dict[tuple[int, Tier], bytes]:
+        packed: dict[tuple[int, Tier], bytes] = {}
         for each in self.blocks:
             key = (each.dp_rank, each.tier)
-            found[key] = found.get(key, b"") + packed_of(each.hashes, "blocks")
-        return found
+            packed[key] = packed.get(key, b"") + packed_of(each.hashes, "blocks")
+        return packed
 
 
-class LoadToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     running: _Tokens = 0
     waiting: _Tokens = 0
     kv_used_blocks: _Tokens = 0
@@ -157,11 +157,11 @@ class LoadToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return WorkerLoad(self.running, self.waiting, self.kv_used_blocks, self.kv_total_blocks, self.dp_rank)
 
 
-# --- questions
+# --- decisions
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to be placed: its tokens, or their hashes and how many there are."""
+class PlacementQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request to be routed: its tokens, or their hashes and number."""
 
     model: Name = DEFAULT_MODEL
     token_ids: list[int] | None = None
@@ -170,12 +170,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lora: str | None = None
     salt: str | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=UNKNOWN)] = UNKNOWN
-    """That the answer may come to."""
+    """Limit of the answer."""
     expected_output_tokens: _Tokens | None = None
     excluded: list[str] = []
     allowed: list[str] = []
     worker: str | None = None
-    """This one and no other."""
+    """Route to this worker only."""
     dp_rank: _Rank | None = None
     tenant: str | None = None
     session: str | None = None
@@ -185,9 +185,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     request_id: str = ""
     ttl_s: _Ttl | None = None
-    """Of the reservation; without one it lasts until it is freed."""
+    """TTL of the reservation; without one it lasts until its release."""
     refuse_saturated: bool = False
-    """429 where every worker has enough to do already."""
+    """Respond 429 if all workers are saturated."""
 
     def request(self, block_size: int) -> Request:
         hashes, num_tokens = self._content(block_size)
@@ -223,18 +223,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InvalidRequest("a prompt has at least one token", param="token_ids")
             return hashes_of(self.token_ids, block_size, self.lora, self.salt), len(self.token_ids)
         assert self.hashes is not None
-        hashes = unpacked(packed_of(self.hashes, "hashes"))
+        hashes = unpack_hashes(packed_of(self.hashes, "hashes"))
         num_tokens = len(hashes) * block_size if self.num_tokens is None else self.num_tokens
         if not len(hashes) * block_size <= num_tokens or not num_tokens:
             raise InvalidRequest(
-                f"{len(hashes)} blocks of {block_size} tokens are not in {num_tokens} tokens",
+                f"{num_tokens} tokens do not have {len(hashes)} blocks of {block_size} tokens",
                 param="num_tokens",
             )
         return hashes, num_tokens
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes, or would."""
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Chosen worker of a request."""
 
     worker: InstanceId
     dp_rank: int
@@ -248,10 +248,10 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
-def placed(choice: Choice, reservation: str | None = None, ttl_s: float | None = None) -> Placed:
-    return Placed(
-        worker=choice.place.instance_id,
-        dp_rank=choice.place.dp_rank,
+def placement_of(choice: Choice, reservation: str | None = None, ttl_s: float | None = None) -> Placement:
+    return Placement(
+        worker=choice.worker_rank.instance_id,
+        dp_rank=choice.worker_rank.dp_rank,
         overlap_blocks=choice.overlap_blocks,
         cached_tokens=choice.overlap_blocks * (choice.request.block_size or 1),
         queue_ms=choice.queue_s * 1e3,
@@ -263,22 +263,22 @@ def placed(choice: Choice, reservation: str | None = None, ttl_s: float | None =
     )
 
 
-class BegunToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FirstTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cached_tokens: _Tokens | None = None
 
 
-class RenewalToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RenewalBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ttl_s: _Ttl | None = None
 
 
-class EndToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """With counts where it was answered to its end."""
+class ReleaseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End of a request, with token counts if it was answered completely."""
 
     prompt_tokens: _Tokens = 0
     completion_tokens: _Tokens | None = None
     cached_tokens: _Tokens = 0
     outcome: Outcome | None = None
-    """For the breaker of its worker; `answered` where there are counts and nothing else is given."""
+    """Outcome for the worker's circuit breaker. Default: `answered` with token counts, else `unknown`."""
 
     @property
     def worker_outcome(self) -> Outcome:
@@ -287,7 +287,7 @@ class EndToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Outcome.UNKNOWN if self.completion_tokens is None else Outcome.ANSWERED
 
 
-# --- reading it
+# --- decoding
 
 
 def packed_of(hashes: Hashes, param: str) -> bytes:
@@ -295,14 +295,12 @@ def packed_of(hashes: Hashes, param: str) -> bytes:
         if isinstance(hashes, str):
             data = binascii.a2b_base64(hashes, strict_mode=True)
             if len(data) % HASH_BYTES:
-                raise InvalidRequest(
-                    f"{param}: {len(data)} bytes are not hashes of 8 bytes each", param=param
-                )
+                raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of 8", param=param)
             return data
-        return packed(hashes)
+        return pack_hashes(hashes)
     except (binascii.Error, struct.error, UnicodeEncodeError, ValueError):
         raise InvalidRequest(
-            f"{param} must be whole numbers of 64 bits without sign, or their bytes in base64", param=param
+            f"{param} must be unsigned 64-bit integers, or their bytes in base64", param=param
         ) from None
 
 
@@ -312,10 +310,10 @@ _PATH = re.compile(r"`\$((?:\.\w+|\[[^\]]*\])+)`|field `(\w+)`")
 
 
 def read(body: bytes, kind: type[T]) -> T:
-    """InvalidRequest names the field."""
+    """Decode a body. Raises InvalidRequest that names the field."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        found = _PATH.search(str(error))
-        param = None if found is None else (found[1] or found[2]).lstrip(".")
-        raise InvalidRequest(f"the body cannot be read: {error}", param=param) from None
+        path = _PATH.search(str(error))
+        param = None if path is None else (path[1] or path[2]).lstrip(".")
+        raise InvalidRequest(f"cannot decode the body: {error}", param=param) from None

@@ -1,12 +1,13 @@
-"""What frontends and a router process say to each other.
+"""Messages between frontends and a router process.
 
-    frontend                                          router process
-    Attach(session)       ----- stays open ----->     all that the session books ends with this stream
-    RouteQuestion         ----- one each ------->     RouteAnswer: the decision, or a refusal
-    Begun, Freed          ----- with the next question, or in News a moment later
-                          <---- in the session -      Moved: a request that has not begun would better go elsewhere
+    frontend                                    router process
+    OpenSession                  --- stream ->  reservations of the session end with this stream
+    RouteRequest                 --- one each -> RouteResponse: a decision or a refusal
+    FirstTokenNotice,
+    ReleaseNotice                --- with the next RouteRequest, or in ReservationUpdates shortly after
+                                 <- in stream -- RerouteNotice: move a request that has not started
 
-Who asks numbers its questions: what it gave up on before the answer came it frees by that number like anything else.
+A frontend numbers its requests (`ticket`), so that it can release a request whose response it never received.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import InstanceId
-from kvolt.core.packed_hashes import check_packed, packed, unpacked
+from kvolt.core.packed_hashes import check_packed_hashes, pack_hashes, unpack_hashes
 from kvolt.core.request import Handoff, KvSource, Request, Role, Sampling
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision
@@ -26,90 +27,94 @@ from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 SESSION_ENDPOINT = f"{OWN_ENDPOINTS}router.session"
-"""For Attach and News, at the address of the router's endpoint: open sessions keep no process from draining, and a
-cordoned one must still hear what is over."""
+"""Endpoint of OpenSession and ReservationUpdates, at the address of the router's endpoint. Open sessions do
+not delay
+draining, and a cordoned router still receives releases."""
 
 
 def router_endpoint(namespace: str) -> EndpointAddress:
-    """Where the router of a namespace is asked."""
+    """Endpoint of the router process of a namespace."""
     return EndpointAddress(namespace, "router", "route")
 
 
-_Told = Annotated[int, msgspec.Meta(ge=0)]
+_TokenCount = Annotated[int, msgspec.Meta(ge=0)]
 
-_MAX_RESUMED_TOKENS = 1 << 20
+_MAX_PRIOR_TOKENS = 1 << 20
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """The first token of the answer to a request has come."""
+class FirstTokenNotice(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of a request has arrived."""
 
     ticket: int
     cached_tokens: int | None = None
 
 
-class Freed(msgspec.Struct, frozen=True, array_like=True):
-    """A request is over, or was given up before it was decided."""
+class ReleaseNotice(msgspec.Struct, frozen=True, array_like=True):
+    """A request has ended, or was given up before its decision."""
 
     ticket: int
     usage: Usage | None = None
     outcome: Outcome = Outcome.UNKNOWN
-    """What that says about the worker."""
+    """Outcome for the worker's circuit breaker."""
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """From now on until this stream ends, whatever ends it."""
+class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
+    """Opens a session that lasts until this stream ends."""
 
     session: str
 
 
-class News(msgspec.Struct, frozen=True, omit_defaults=True, tag="news"):
+class ReservationUpdates(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservation_updates"):
     session: str
-    begun: tuple[Begun, ...] = ()
-    freed: tuple[Freed, ...] = ()
+    first_tokens: tuple[FirstTokenNotice, ...] = ()
+    releases: tuple[ReleaseNotice, ...] = ()
 
 
-class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which instance of an endpoint is to get this request?"""
+class RouteRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Asks for an instance of an endpoint."""
 
     endpoint: str
     request: Request
-    """Without tokens: `paper_length` says how many there are; and without hashes. Of a handoff it has what tells that
-    there is one, and whether anything of the answer was told."""
+    """Without tokens (`trace_prompt_length` is their number) and hashes. A handoff is reduced to its
+    existence and
+    progress."""
     excluded: tuple[InstanceId, ...] = ()
     block_size: int = 0
-    """Of the endpoint's workers; 0 where it does not matter."""
+    """Block size of the endpoint's workers; 0 if irrelevant."""
     hashes: bytes = b""
-    """The request's SequenceHashes, packed."""
+    """Packed SequenceHashes of the request."""
     session: str = ""
-    """Without one nothing stays booked."""
+    """Without a session nothing stays reserved."""
     ticket: int = 0
-    begun: tuple[Begun, ...] = ()
-    freed: tuple[Freed, ...] = ()
-    resumed: tuple[_Told | None, ...] = ()
-    """Of a request that resumes: how many tokens of each choice were told; None for one that is over."""
+    first_tokens: tuple[FirstTokenNotice, ...] = ()
+    releases: tuple[ReleaseNotice, ...] = ()
+    prior_token_counts: tuple[_TokenCount | None, ...] = ()
+    """Migrated requests: tokens already generated per choice; None for a choice that has ended."""
     role: Role = Role.AGGREGATED
-    """Of the endpoint's workers: a request may pin one of each role."""
+    """Role of the endpoint's workers: a request may pin one of each role."""
 
     def __post_init__(self) -> None:
-        check_packed(self.hashes)
-        if sum(number or 0 for number in self.resumed) > _MAX_RESUMED_TOKENS:
+        check_packed_hashes(self.hashes)
+        if sum(number or 0 for number in self.prior_token_counts) > _MAX_PRIOR_TOKENS:
             raise ValueError("more tokens than an answer can have")
 
-    def whole_request(self) -> Request:
-        """As a router is to see it."""
+    def full_request(self) -> Request:
+        """The request as routers expect it."""
         request = self.request
         if self.hashes:
-            request = msgspec.structs.replace(request, sequence_hashes=unpacked(self.hashes))
-        if self.resumed:
-            given = tuple(None if number is None else (0,) * number for number in self.resumed)
-            request = msgspec.structs.replace(request, resume_choices=given)
+            request = msgspec.structs.replace(request, sequence_hashes=unpack_hashes(self.hashes))
+        if self.prior_token_counts:
+            prior_tokens = tuple(
+                None if number is None else (0,) * number for number in self.prior_token_counts
+            )
+            request = msgspec.structs.replace(request, prior_tokens_by_choice=prior_tokens)
         return request
 
 
-class RouteAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Decision by name, or the router's own refusal.
+class RouteResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A decision, or the router's refusal.
 
-    A refusal is an answer and no failed call, so that it cannot be mistaken for a router that is stopping.
+    A refusal is a response and not an error of the call, which could also come from a stopping router.
     """
 
     instance: InstanceId | None = None
@@ -118,42 +123,42 @@ class RouteAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_sources: tuple[KvSource, ...] = ()
     refused: ErrorInfo | None = None
     dp_rank: int | None = None
-    waits: bool = False
-    """No answer yet: the request waits for a worker, and the router lives."""
+    is_queued: bool = False
+    """Keepalive without a decision: the request is queued."""
     can_move: bool = False
-    """It may be followed by a Moved."""
+    """A RerouteNotice may follow."""
 
 
-class Moved(msgspec.Struct, frozen=True):
-    """A request would better go elsewhere, where it is booked already: under another ticket, to be freed like any."""
+class RerouteNotice(msgspec.Struct, frozen=True):
+    """Move a request to another worker, which is reserved under its own ticket."""
 
     ticket: int
     to_ticket: int
-    answer: RouteAnswer
+    response: RouteResponse
 
 
-def answer_of(decision: Decision) -> RouteAnswer:
-    return RouteAnswer(
+def to_response(decision: Decision) -> RouteResponse:
+    return RouteResponse(
         decision.instance.id,
         decision.overlap_blocks,
         decision.predicted_ms,
         decision.kv_sources,
         dp_rank=decision.dp_rank,
-        can_move=decision.recall is not None,
+        can_move=decision.withdraw_hook is not None,
     )
 
 
-def question_of(
+def to_route_request(
     endpoint: str,
     request: Request,
     excluded: frozenset[InstanceId],
     block_size: int,
     role: Role = Role.AGGREGATED,
-) -> RouteQuestion:
-    """Content goes as packed hashes; the tokens themselves are nobody's business but the worker's. Whatever tells how
-    long the answer may become goes along."""
+) -> RouteRequest:
+    """Reduce a request to what routing needs: packed hashes instead of tokens, and everything that limits the
+    answer."""
     grammar = request.grammar
-    asked = Request(
+    outline = Request(
         request_id=request.request_id,
         model=request.model,
         token_ids=(),
@@ -164,32 +169,32 @@ def question_of(
         lora=request.lora,
         routing=request.routing,
         deadline_s=request.deadline_s,
-        paper_length=request.num_prompt_tokens,
-        handoff=None if request.handoff is None else _outline_of(request.handoff),
+        trace_prompt_length=request.num_prompt_tokens,
+        handoff=None if request.handoff is None else _handoff_outline(request.handoff),
         prefill_only=request.prefill_only,
         rendezvous=request.rendezvous,
     )
-    return RouteQuestion(
+    return RouteRequest(
         endpoint,
-        asked,
+        outline,
         excluded=tuple(sorted(excluded)),
         block_size=block_size,
-        hashes=packed(request.sequence_hashes),
-        resumed=_resumed_of(request),
+        hashes=pack_hashes(request.sequence_hashes),
+        prior_token_counts=_prior_token_counts(request),
         role=role,
     )
 
 
-def _outline_of(handoff: Handoff) -> Handoff:
-    """Its ticket is for the worker that goes on with it; the prompt's blocks are the request's."""
+def _handoff_outline(handoff: Handoff) -> Handoff:
+    """The handoff without its ticket, which is for the worker only, and without the prompt's blocks."""
     return msgspec.structs.replace(handoff, ticket=b"", block_hashes=(), token_ids=(), media=())
 
 
-def _resumed_of(request: Request) -> tuple[int | None, ...]:
-    if not request.is_resumed:
+def _prior_token_counts(request: Request) -> tuple[int | None, ...]:
+    if not request.has_prior_tokens:
         return ()
     is_open = set(request.open_choices)
     return tuple(
-        len(request.resumed(index)) if index in is_open else None
+        len(request.prior_tokens_of(index)) if index in is_open else None
         for index in range(request.sampling.num_choices)
     )

@@ -1,4 +1,4 @@
-"""What the router process and those who ask it count, for Prometheus; read off at each scrape."""
+"""Prometheus metrics of the router process and its clients; read at each scrape."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvolt.router.service.service import RouterService
 
 
 class RouterCollector(Collector):
-    """Of the router process."""
+    """Metrics of the router process."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
         decisions = CounterMetricFamily(
-            "kvolt_router_decisions", "Requests that were given a worker", labels=("endpoint",)
+            "kvolt_router_decisions", "Requests routed to a worker", labels=("endpoint",)
         )
         for endpoint, component in self._service.components.items():
             decisions.add_metric((endpoint,), component.num_decisions)
         yield decisions
         yield CounterMetricFamily(
-            "kvolt_router_refusals", "Requests that no worker could take", value=self._service.num_refused
+            "kvolt_router_refusals", "Requests refused by the router process", value=self._service.num_refused
         )
         routers = [(name, component.router) for name, component in self._service.components.items()]
         yield from queue_families(routers)
@@ -35,7 +35,7 @@ class RouterCollector(Collector):
 
 
 class LinkCollector(Collector):
-    """Of a process that asks a router."""
+    """Metrics of a client of the router process."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
@@ -43,14 +43,14 @@ class LinkCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._link.stats
         yield GaugeMetricFamily(
-            "kvolt_router_present", "1 while a router can be asked", value=self._link.present
+            "kvolt_router_present", "1 while a router process is reachable", value=self._link.present
         )
         yield CounterMetricFamily(
-            "kvolt_router_answers", "Requests that the router decided", value=stats.num_answered
+            "kvolt_router_answers", "Requests routed by the router process", value=stats.num_answered
         )
         fallbacks = CounterMetricFamily(
             "kvolt_router_fallbacks",
-            "Times that the router's word could not be had or used",
+            "Requests routed locally because the router process did not respond or its decision could not be used",
             labels=("reason",),
         )
         for reason, number in sorted(stats.fallbacks.items()):

@@ -1,8 +1,8 @@
-"""One router for several frontends, as a process: it decides for all of them and carries nothing.
+"""Router process: decides for several frontends.
 
-Watches the components that it is asked about and holds a router for each, so that one rotation, one index and one set
-of bookings stand for all frontends. What it books for a frontend lasts until that one says that it is over, or is lost:
-bookings belong to a session, which is a stream that the frontend holds open.
+Holds one router per component that is asked for, so that all frontends share one rotation, one index and one set of
+reservations. Reservations belong to a session, a stream that the frontend holds open: they end when the frontend
+releases them or the stream ends.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from kvolt.router.queue.queue_router import QueueRouter
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.router.service.messages import (
     SESSION_ENDPOINT,
-    Attach,
-    Begun,
-    Freed,
-    Moved,
-    News,
-    RouteAnswer,
-    RouteQuestion,
-    answer_of,
+    FirstTokenNotice,
+    OpenSession,
+    ReleaseNotice,
+    RerouteNotice,
+    ReservationUpdates,
+    RouteRequest,
+    RouteResponse,
     router_endpoint,
+    to_response,
 )
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 MAX_COMPONENTS = 1024
-"""Watched at once; the one not asked about for longest makes room."""
+"""Components with a router; the least recently used one is closed beyond it."""
 MAX_SESSIONS = 4096
 MAX_HELD = 1_000_000
-"""Bookings of one session."""
+"""Reservations per session."""
 
 _SYNC_S = 0.5
-_PATIENCE_S = 0.3
-"""A question that is not decided by then is told to wait, and again: so silence means that there is no router."""
+_KEEPALIVE_S = 0.3
+"""Interval of keepalives for a queued request: a silent router is treated as lost."""
 
-_decode_question = msgspec.msgpack.Decoder(RouteQuestion).decode
-_decode_word = msgspec.msgpack.Decoder(Attach | News).decode
+_decode_request = msgspec.msgpack.Decoder(RouteRequest).decode
+_decode_session_message = msgspec.msgpack.Decoder(OpenSession | ReservationUpdates).decode
 
 
 @dataclass(slots=True)
 class Component:
-    """What is asked about: its instances, and who decides among them."""
+    """One endpoint: its instances and their router."""
 
     client: EndpointClient
     router: Router
     block_size: int
     role: Role = Role.AGGREGATED
     is_synced: bool = False
-    """Discovery has told of its workers, or had its time to."""
+    """Discovery has listed its workers, or timed out."""
     num_decisions: int = 0
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class Component:
 
 
 class Session:
-    """One frontend's bookings."""
+    """Reservations of one frontend."""
 
     def __init__(self, stream: IncomingStream) -> None:
         self._stream = stream
@@ -91,82 +91,84 @@ class Session:
         return len(self._held)
 
     def hold(self, ticket: int, router: Router, decision: Decision) -> None:
-        """At once over again when the session is."""
-        self.free(ticket)
+        """Keep a reservation until its release or the end of the session."""
+        self.release(ticket)
         if self.is_over:
-            router.free(decision, None)
+            router.release(decision, None)
             return
         self._held[ticket] = (router, decision)
-        if decision.recall is not None:
-            decision.recall.move = partial(self._move, ticket, router)
+        if decision.withdraw_hook is not None:
+            decision.withdraw_hook.try_move = partial(self._move, ticket, router)
 
-    def _move(self, ticket: int, router: Router, elsewhere: Decision) -> bool:
-        """Who carries the request is told; what comes of it is told as of any other."""
+    def _move(self, ticket: int, router: Router, new_decision: Decision) -> bool:
+        """Notify the frontend of a better worker. Its outcome is reported like that of any ticket."""
         if ticket not in self._held or not self._stream.writable:
             return False
         self._num_moves += 1
-        to_ticket = -self._num_moves  # who asks counts upwards
-        self.hold(to_ticket, router, elsewhere)
-        self._stream.send(Moved(ticket, to_ticket, answer_of(elsewhere)))
+        to_ticket = -self._num_moves  # tickets of the frontend are positive
+        self.hold(to_ticket, router, new_decision)
+        self._stream.send(RerouteNotice(ticket, to_ticket, to_response(new_decision)))
         return True
 
-    def hear(self, begun: Iterable[Begun], freed: Iterable[Freed]) -> None:
-        """Of tickets that are not held nothing is said: they were never decided, or are over."""
-        for first in begun:
-            held = self._held.get(first.ticket)
-            if held is not None:
-                held[0].begun(held[1], first.cached_tokens)
-        for end in freed:
-            self.free(end.ticket, end)
+    def apply_updates(
+        self, first_tokens: Iterable[FirstTokenNotice], releases: Iterable[ReleaseNotice]
+    ) -> None:
+        """Apply updates. Tickets that are not held are ignored: never decided, or ended."""
+        for first in first_tokens:
+            reserved = self._held.get(first.ticket)
+            if reserved is not None:
+                reserved[0].mark_first_token(reserved[1], first.cached_tokens)
+        for end in releases:
+            self.release(end.ticket, end)
 
-    def free(self, ticket: int, end: Freed | None = None) -> None:
-        held = self._held.pop(ticket, None)
-        if held is None:
+    def release(self, ticket: int, end: ReleaseNotice | None = None) -> None:
+        reserved = self._held.pop(ticket, None)
+        if reserved is None:
             return
-        router, decision = held
+        router, decision = reserved
         if end is None:
-            router.free(decision, None)
+            router.release(decision, None)
         else:
-            router.free(decision, end.usage, end.outcome)
+            router.release(decision, end.usage, end.outcome)
 
     def close(self) -> None:
         self.is_over = True
         while self._held:
-            self.free(next(iter(self._held)))
+            self.release(next(iter(self._held)))
 
 
-class _Patience:
-    """A question that has to wait, and whoever asked it is told so now and then. Given up with the block."""
+class _PendingRoute:
+    """A queued request that yields keepalives. Withdrawn from the queue when the block ends."""
 
     def __init__(
-        self, crew: Crew, router: QueueRouter, request: Request, excluded: frozenset[InstanceId]
+        self, task_group: TaskGroup, router: QueueRouter, request: Request, excluded: frozenset[InstanceId]
     ) -> None:
         self._router = router
-        self._routing = crew.start(router.route(request, excluded), "wait")
-        self._is_taken = False
+        self._task = task_group.start(router.route(request, excluded), "wait")
+        self._has_result = False
 
     async def wait(self) -> bool:
-        """Whether it is decided."""
-        return bool((await asyncio.wait([self._routing], timeout=_PATIENCE_S))[0])
+        """Wait until the next keepalive; return whether there is a decision."""
+        return bool((await asyncio.wait([self._task], timeout=_KEEPALIVE_S))[0])
 
-    def take(self) -> Decision:
-        self._is_taken = True
-        decision: Decision = self._routing.result()
+    def result(self) -> Decision:
+        self._has_result = True
+        decision: Decision = self._task.result()
         return decision
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        routing = self._routing
-        if self._is_taken or routing.cancel():
+        routing = self._task
+        if self._has_result or routing.cancel():
             return
         if not routing.cancelled() and routing.exception() is None:
-            self._router.free(routing.result(), None)  # decided in the very tick in which it was given up
+            self._router.release(routing.result(), None)  # decided in the tick in which it was cancelled
 
 
 class RouterService:
-    """Answers RouteQuestions. `start` registers it; `close` ends its watching."""
+    """Serves RouteRequests. `start` registers it; `close` releases everything."""
 
     def __init__(
         self,
@@ -182,35 +184,35 @@ class RouterService:
         self._settings = settings or RouterSettings()
         self._max_components = max_components
         self._opening = asyncio.Lock()
-        self._waiting = Crew("waiting requests", on_error=lambda error: None)
-        """What they fail of is told to who asked."""
+        self._waiting = TaskGroup("waiting requests", on_error=lambda error: None)
+        """Tasks of queued requests; their errors are sent to the frontends."""
         self.components: dict[str, Component] = {}
-        """By endpoint, the one not asked about for longest first."""
+        """By endpoint, least recently used first."""
         self.sessions: dict[str, Session] = {}
         self.num_refused = 0
 
     @property
     def num_held(self) -> int:
-        """What all frontends together have under way."""
+        """Reservations of all frontends."""
         return sum(session.num_held for session in self.sessions.values())
 
     def routers(self) -> list[Router]:
-        """Of all components that are watched."""
+        """Routers of all components."""
         return [component.router for component in self.components.values()]
 
     async def start(self) -> Instance:
-        self._runtime.add_details("router", self._describe)
-        self._runtime.add_details(BREAKER_DETAILS, lambda: describe_breakers(self.routers()))
+        self._runtime.add_status_details("router", self._describe)
+        self._runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(self.routers()))
         server = self._runtime.server
-        server.add(SESSION_ENDPOINT, InstanceId(""), self._on_word)
-        explain = server.generator(self._explain, decoder(RouteQuestion))
-        server.add(EXPLAIN_ENDPOINT, InstanceId(""), explain)
-        return await self._runtime.serve_streams(self._endpoint, self._on_question)
+        server.register(SESSION_ENDPOINT, InstanceId(""), self._on_session_message)
+        explain = server.wrap_generator(self._explain, msgpack_decoder(RouteRequest))
+        server.register(EXPLAIN_ENDPOINT, InstanceId(""), explain)
+        return await self._runtime.serve_streams(self._endpoint, self._on_request)
 
     async def close(self) -> None:
-        await self._runtime.withdraw(self._endpoint)
-        self._runtime.server.remove(SESSION_ENDPOINT)
-        self._runtime.server.remove(EXPLAIN_ENDPOINT)
+        await self._runtime.stop_serving(self._endpoint)
+        self._runtime.server.unregister(SESSION_ENDPOINT)
+        self._runtime.server.unregister(EXPLAIN_ENDPOINT)
         await self._waiting.close()
         while self.sessions:
             self.sessions.popitem()[1].close()
@@ -222,25 +224,25 @@ class RouterService:
             "components": len(self.components),
             "decisions": sum(component.num_decisions for component in self.components.values()),
             "sessions": len(self.sessions),
-            "bookings": self.num_held,
+            "reservations": self.num_held,
         }
 
     # --- sessions
 
-    def _on_word(self, stream: IncomingStream) -> None:
-        match stream.decode_body(_decode_word):
-            case Attach(session=name):
-                self._attach(name, stream)
-            case News(session=name, begun=begun, freed=freed):
+    def _on_session_message(self, stream: IncomingStream) -> None:
+        match stream.decode_body(_decode_session_message):
+            case OpenSession(session=name):
+                self._open_session(name, stream)
+            case ReservationUpdates(session=name, first_tokens=first_tokens, releases=releases):
                 session = self.sessions.get(name)
                 if session is not None:
-                    session.hear(begun, freed)
+                    session.apply_updates(first_tokens, releases)
                 stream.end()
 
-    def _attach(self, name: str, stream: IncomingStream) -> None:
+    def _open_session(self, name: str, stream: IncomingStream) -> None:
         if len(self.sessions) >= MAX_SESSIONS:
             raise Overloaded(
-                f"{MAX_SESSIONS} processes ask this router already", queue="sessions", limit=MAX_SESSIONS
+                f"there are {MAX_SESSIONS} sessions already", queue="sessions", limit=MAX_SESSIONS
             )
         if name in self.sessions:
             raise KvoltError(f"there is a session {name} already")
@@ -248,122 +250,125 @@ class RouterService:
 
         def end(error: KvoltError) -> None:
             if session.num_held:
-                log.info("a frontend is gone (%s): %d requests are over", error.message, session.num_held)
+                log.info("frontend lost: released=%d reason=%s", session.num_held, error.message)
             self.sessions.pop(name, None)
             session.close()
 
         stream.on_cancel = end
 
-    # --- questions
+    # --- requests
 
-    def _on_question(self, stream: IncomingStream) -> None:
-        """Nearly every question can be answered at once: then without a task of its own."""
-        question: RouteQuestion = stream.decode_body(_decode_question)
-        answer = self._answer_now(question)
-        if answer is None:
-            self._runtime.server.generator(self._serve, lambda body: question)(stream)
+    def _on_request(self, stream: IncomingStream) -> None:
+        """Most requests can be answered at once, without a task."""
+        request_message: RouteRequest = stream.decode_body(_decode_request)
+        response = self._respond_now(request_message)
+        if response is None:
+            self._runtime.server.wrap_generator(self._serve, lambda body: request_message)(stream)
         else:
-            stream.send(answer)
+            stream.send(response)
             stream.end()
 
-    def _answer_now(self, question: RouteQuestion) -> RouteAnswer | None:
-        """None where something has to be waited for."""
-        component = self.components.pop(question.endpoint, None)
+    def _respond_now(self, request_message: RouteRequest) -> RouteResponse | None:
+        """Decide without waiting; None if that is not possible."""
+        component = self.components.pop(request_message.endpoint, None)
         if component is None:
             return None
-        self.components[question.endpoint] = component  # asked about the latest
+        self.components[request_message.endpoint] = component  # most recently used
         router = component.router
         if not isinstance(router, QueueRouter) or not component.is_synced:
             return None
-        if question.request.routing.query_only:
+        if request_message.request.routing.query_only:
             return None
         try:
-            session = self._session_of(question)
-            self._check(question, component)
-            decision = router.route_now(question.whole_request(), frozenset(question.excluded))
+            session = self._session_of(request_message)
+            self._check(request_message, component)
+            decision = router.route_now(request_message.full_request(), frozenset(request_message.excluded))
         except KvoltError as error:
-            return self._refused(error)
-        return None if decision is None else self._decided(question, session, component, decision)
+            return self._to_refusal(error)
+        return None if decision is None else self._to_response(request_message, session, component, decision)
 
-    async def _serve(self, question: RouteQuestion) -> AsyncIterator[RouteAnswer]:
+    async def _serve(self, request_message: RouteRequest) -> AsyncIterator[RouteResponse]:
         try:
-            session = self._session_of(question)
-            component = await self._component(question)
-            request, excluded = question.whole_request(), frozenset(question.excluded)
+            session = self._session_of(request_message)
+            component = await self._component(request_message)
+            request, excluded = request_message.full_request(), frozenset(request_message.excluded)
             router = component.router
             if isinstance(router, QueueRouter) and not request.routing.query_only:
-                async with _Patience(self._waiting, router, request, excluded) as patience:
-                    while not await patience.wait():
-                        yield RouteAnswer(waits=True)
-                    decision = patience.take()
+                async with _PendingRoute(self._waiting, router, request, excluded) as pending:
+                    while not await pending.wait():
+                        yield RouteResponse(is_queued=True)
+                    decision = pending.result()
             else:
                 decision = await router.route(request, excluded)
         except KvoltError as error:
-            yield self._refused(error)
+            yield self._to_refusal(error)
             return
-        yield self._decided(question, session, component, decision)
+        yield self._to_response(request_message, session, component, decision)
 
-    def _decided(
-        self, question: RouteQuestion, session: Session | None, component: Component, decision: Decision
-    ) -> RouteAnswer:
+    def _to_response(
+        self, request_message: RouteRequest, session: Session | None, component: Component, decision: Decision
+    ) -> RouteResponse:
         component.num_decisions += 1
-        if session is None or question.request.routing.query_only:
-            component.router.free(decision, None)
+        if session is None or request_message.request.routing.query_only:
+            component.router.release(decision, None)
         else:
-            session.hold(question.ticket, component.router, decision)
-        return answer_of(decision)
+            session.hold(request_message.ticket, component.router, decision)
+        return to_response(decision)
 
-    def _refused(self, error: KvoltError) -> RouteAnswer:
+    def _to_refusal(self, error: KvoltError) -> RouteResponse:
         self.num_refused += 1
-        return RouteAnswer(refused=to_info(error))
+        return RouteResponse(refused=to_info(error))
 
-    async def _explain(self, question: RouteQuestion) -> AsyncIterator[Explanation]:
-        component = await self._component(question)
-        yield explain_route(component.router, question.whole_request(), self._runtime.options.name)
+    async def _explain(self, request_message: RouteRequest) -> AsyncIterator[Explanation]:
+        component = await self._component(request_message)
+        yield explain_route(component.router, request_message.full_request(), self._runtime.options.name)
 
-    def _session_of(self, question: RouteQuestion) -> Session | None:
-        """With what it had to say besides. Unavailable for one that is over: who asks will begin another."""
-        if not question.session:
+    def _session_of(self, request_message: RouteRequest) -> Session | None:
+        """Session of a request, with its updates applied. Raises Unavailable if it ended: the caller opens a
+        new one."""
+        if not request_message.session:
             return None
-        session = self.sessions.get(question.session)
+        session = self.sessions.get(request_message.session)
         if session is None:
             raise Unavailable("the session is over", endpoint=str(self._endpoint), reason="no_session")
-        session.hear(question.begun, question.freed)
+        session.apply_updates(request_message.first_tokens, request_message.releases)
         if session.num_held >= MAX_HELD:
-            raise Overloaded(
-                f"{MAX_HELD} requests of this frontend are under way", queue="session", limit=MAX_HELD
-            )
+            raise Overloaded(f"this frontend has {MAX_HELD} reservations", queue="session", limit=MAX_HELD)
         return session
 
-    async def _component(self, question: RouteQuestion) -> Component:
-        component = self.components.pop(question.endpoint, None)
+    async def _component(self, request_message: RouteRequest) -> Component:
+        component = self.components.pop(request_message.endpoint, None)
         if component is None:
-            component = await self._open(question)
+            component = await self._open(request_message)
         else:
-            self.components[question.endpoint] = component
-        self._check(question, component)
+            self.components[request_message.endpoint] = component
+        self._check(request_message, component)
         await component.client.wait_synced(_SYNC_S)
         component.is_synced = True
         return component
 
-    def _check(self, question: RouteQuestion, component: Component) -> None:
-        if question.block_size and component.block_size and question.block_size != component.block_size:
+    def _check(self, request_message: RouteRequest, component: Component) -> None:
+        if (
+            request_message.block_size
+            and component.block_size
+            and request_message.block_size != component.block_size
+        ):
             raise Unavailable(
-                f"blocks of {question.endpoint} have {component.block_size} tokens here and "
-                f"{question.block_size} at the caller: run the same version of kvolt on both",
-                endpoint=question.endpoint,
+                f"blocks of {request_message.endpoint} have {component.block_size} tokens here and "
+                f"{request_message.block_size} at the caller: run the same version of kvolt on both",
+                endpoint=request_message.endpoint,
                 reason="block_size",
             )
-        if question.role is not component.role:
+        if request_message.role is not component.role:
             raise Unavailable(
-                f"{question.endpoint} is {component.role} here and {question.role} at the caller: "
+                f"{request_message.endpoint} is {component.role} here and {request_message.role} at the caller: "
                 "run the same version of kvolt on both",
-                endpoint=question.endpoint,
+                endpoint=request_message.endpoint,
                 reason="role",
             )
 
-    async def _open(self, question: RouteQuestion) -> Component:
-        endpoint = question.endpoint
+    async def _open(self, request_message: RouteRequest) -> Component:
+        endpoint = request_message.endpoint
         address = EndpointAddress.parse(endpoint)
         async with self._opening:
             if endpoint in self.components:
@@ -372,7 +377,11 @@ class RouterService:
                 oldest = next(iter(self.components))
                 await self.components.pop(oldest).close()
             client = await self._runtime.client(address)
-            context = RouterContext(client, self._runtime, question.block_size, self._settings, question.role)
-            component = Component(client, self._new_router(context), question.block_size, question.role)
+            context = RouterContext(
+                client, self._runtime, request_message.block_size, self._settings, request_message.role
+            )
+            component = Component(
+                client, self._new_router(context), request_message.block_size, request_message.role
+            )
             self.components[endpoint] = component
             return component

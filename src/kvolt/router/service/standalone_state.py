@@ -1,7 +1,7 @@
-"""PostedIndex: what workers hold, by the KV events that somebody posts for them. Pure.
+"""StandaloneIndex: event-fed index whose KV events are posted by the caller. Pure.
 
-For workers that are not kvolt's. Whoever posts is told at once what was missed, so nothing has to be asked for: events
-that are numbered must follow one another, and those that come again are passed over.
+For workers of other stacks. A gap is reported to the caller at once, so the index sends no recovery requests: numbered
+events must be consecutive, and repeated ones are ignored.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvolt.router.ingest.slots import InstanceSlots
 
 
 class EventsMissed(Exception):
-    """There are events before these."""
+    """Events before the posted ones are missing."""
 
-    def __init__(self, epoch: int, due_id: int | None, got_id: int) -> None:
-        due = f"where {due_id} is due" if due_id is not None else "where all blocks are to be posted anew"
-        super().__init__(f"event {got_id} came {due}")
+    def __init__(self, epoch: int, expected_id: int | None, received_id: int) -> None:
+        expected = "a snapshot" if expected_id is None else f"event {expected_id}"
+        super().__init__(f"received event {received_id}, expected {expected}")
         self.epoch = epoch
-        self.due_id = due_id
-        """None when only all blocks anew will do."""
+        self.expected_id = expected_id
+        """None if only a snapshot of all blocks can continue."""
 
 
-class PostedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One change; numbered, or in the order in which it is posted."""
+class StandaloneEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One change, numbered or not."""
 
     change: KvChange
     dp_rank: int = 0
@@ -46,12 +46,12 @@ class _Worker:
     dp_ranks: tuple[int, ...]
     epoch: int | None = None
     next_id: int = 0
-    is_doubtful: bool = False
-    """What is known of it is not what it holds."""
+    needs_resync: bool = False
+    """The index disagrees with the worker's reports; a snapshot is required."""
 
 
-class PostedIndex:
-    """See the module. What `MixedHolders` takes for exact."""
+class StandaloneIndex:
+    """See the module. The EventFedIndex of a HybridIndex."""
 
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.index = BlockIndex(max_bytes)
@@ -59,7 +59,7 @@ class PostedIndex:
         self._workers: dict[InstanceId, _Worker] = {}
         self._version = 0
 
-    # --- ExactHolders
+    # --- EventFedIndex
 
     @property
     def slots_version(self) -> int:
@@ -68,32 +68,32 @@ class PostedIndex:
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return self.index.find(hashes)
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        return self.index.find_own(hashes) if self.stats.tells_below else None
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        return self.index.find_local_tiers(hashes) if self.stats.has_lower_tiers else None
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         worker = self._workers.get(instance_id)
-        return None if worker is None else worker.slots.of(dp_rank)
+        return None if worker is None else worker.slots.slot_of(dp_rank)
 
     def resync(self, instance_id: InstanceId) -> None:
-        """Nobody can be asked: the next numbered event is refused, and then all is posted anew."""
+        """Require a snapshot: the next numbered event raises EventsMissed."""
         worker = self._workers.get(instance_id)
         if worker is not None and worker.epoch is not None:
-            worker.is_doubtful = True
+            worker.needs_resync = True
 
     # --- workers
 
-    def add(self, instance_id: InstanceId, dp_ranks: Sequence[int]) -> None:
-        """Known with the same ranks it keeps what it has. ValueError when there is no place left."""
-        known = self._workers.get(instance_id)
-        if known is not None and known.dp_ranks == tuple(dp_ranks):
+    def add_worker(self, instance_id: InstanceId, dp_ranks: Sequence[int]) -> None:
+        """Add a worker. With unchanged ranks it keeps its blocks. Raises ValueError without a free slot."""
+        worker = self._workers.get(instance_id)
+        if worker is not None and worker.dp_ranks == tuple(dp_ranks):
             return
-        self.drop(instance_id)
+        self.drop_worker(instance_id)
         slots = InstanceSlots(self.index, dp_ranks, self.stats)
         self._workers[instance_id] = _Worker(slots, tuple(dp_ranks))
         self._version += 1
 
-    def drop(self, instance_id: InstanceId) -> None:
+    def drop_worker(self, instance_id: InstanceId) -> None:
         worker = self._workers.pop(instance_id, None)
         if worker is not None:
             worker.slots.close()
@@ -101,34 +101,34 @@ class PostedIndex:
 
     # --- events
 
-    def post(self, instance_id: InstanceId, events: Sequence[PostedEvent]) -> int:
-        """How many were new. EventsMissed, and then none is taken. KeyError for a worker without a place here."""
+    def post(self, instance_id: InstanceId, events: Sequence[StandaloneEvent]) -> int:
+        """Apply events; return how many were new. Raises EventsMissed without applying any, KeyError if unknown."""
         worker = self._workers[instance_id]
         epoch, next_id = worker.epoch, worker.next_id
-        fresh: list[PostedEvent] = []
-        begins_anew = False
+        new_events: list[StandaloneEvent] = []
+        is_new_epoch = False
         for event in events:
             if event.event_id is None:
-                fresh.append(event)
+                new_events.append(event)
                 continue
             if epoch is None or event.epoch > epoch:
-                begins_anew = epoch is not None
-                if begins_anew:
-                    fresh.clear()
+                is_new_epoch = epoch is not None
+                if is_new_epoch:
+                    new_events.clear()
                 epoch, next_id = event.epoch, event.event_id
             if event.epoch < epoch or event.event_id < next_id:
                 continue
-            is_doubtful = worker.is_doubtful and not begins_anew
-            if event.event_id > next_id or is_doubtful:
-                raise EventsMissed(epoch, None if is_doubtful else next_id, event.event_id)
-            fresh.append(event)
+            needs_resync = worker.needs_resync and not is_new_epoch
+            if event.event_id > next_id or needs_resync:
+                raise EventsMissed(epoch, None if needs_resync else next_id, event.event_id)
+            new_events.append(event)
             next_id += 1
-        if begins_anew:
+        if is_new_epoch:
             worker.slots.clear()
-            worker.is_doubtful = False
+            worker.needs_resync = False
         worker.epoch, worker.next_id = epoch, next_id
-        worker.slots.apply([KvEvent(0, 0, event.change, event.dp_rank) for event in fresh])
-        return len(fresh)
+        worker.slots.apply([KvEvent(0, 0, event.change, event.dp_rank) for event in new_events])
+        return len(new_events)
 
     def replace(
         self,
@@ -137,25 +137,25 @@ class PostedIndex:
         epoch: int | None = None,
         next_id: int = 0,
     ) -> None:
-        """All that it holds, packed, by rank and tier; events from `next_id` on follow."""
+        """Replace all blocks of a worker (packed, by rank and tier). Events continue at `next_id`."""
         worker = self._workers[instance_id]
         worker.slots.replace(blocks)
-        worker.epoch, worker.next_id, worker.is_doubtful = epoch, next_id, False
+        worker.epoch, worker.next_id, worker.needs_resync = epoch, next_id, False
 
-    # --- for people
+    # --- display
 
     def digests(self, instance_id: InstanceId) -> list[KvDigest]:
-        """Of each rank and tier where it holds anything."""
+        """Digests of each non-empty rank and tier."""
         worker = self._workers.get(instance_id)
-        found = []
+        digests = []
         for dp_rank in () if worker is None else worker.dp_ranks:
             slot = self.slot_of(instance_id, dp_rank)
             assert slot is not None
             for tier, level in TIER_LEVEL.items():
                 num_blocks, digest = self.index.digest(slot, level)
                 if num_blocks:
-                    found.append(KvDigest(num_blocks, digest, dp_rank, tier))
-        return found
+                    digests.append(KvDigest(num_blocks, digest, dp_rank, tier))
+        return digests
 
     def contents(self, instance_id: InstanceId, dp_rank: int, tier: Tier) -> list[int]:
         slot = self.slot_of(instance_id, dp_rank)

@@ -1,8 +1,7 @@
-"""Loads the config tree and remembers where each value came from.
+"""Loads the config tree and records the origin of each value.
 
-Order, the later wins: defaults, TOML file, environment, flags. Each layer is checked by itself, so an
-error names the place that a person has to change. `environ` and the working directory come in as
-arguments; what the settings mean is known in `kvolt.runtime.config.settings` only.
+Precedence, lowest first: defaults, TOML file, environment, flags. Each layer is validated separately, so an error
+names the place to change. `environ` and the working directory are arguments; `config.settings` defines the settings.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from kvolt.runtime.config.toml_writer import literal
 
 ENV_PREFIX = "KVOLT_"
 ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER")
-"""Names with our prefix that are not settings."""
+"""Variables with the prefix that are not settings."""
 
 DEFAULT_FILE = "kvolt.toml"
 _LAYERS = ("default", "file", "env", "flag")
-_LIST_NAMES = "`kvolt config env` lists all settings"
+_LIST_NAMES = "`kvolt config describe` lists all settings"
 
 
 class Override(msgspec.Struct, frozen=True):
-    """A setting given on the command line: its key, the text given, and the flag as typed."""
+    """A setting from the command line: its key, its text, and the flag as typed."""
 
     key: str
     text: str
@@ -39,10 +38,10 @@ class Override(msgspec.Struct, frozen=True):
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
-    """The settings in force, and for each dotted key `default`, `file PATH`, `env NAME` or `flag --x`.
+    """The effective settings, and the origin of each dotted key: `default`, `file PATH`, `env NAME` or `flag --x`.
 
-    Keys of a worker entry are `workers.0.name` and so on. `discovery.path` and `supervisor.log_dir` are
-    always filled in, and absolute.
+    Keys of a worker entry are `workers.0.name` and so on. `discovery.path` and `supervisor.log_dir` are always set
+    and absolute.
     """
 
     settings: Settings
@@ -52,13 +51,13 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 def load(
     *, environ: Mapping[str, str], cwd: Path, file: str | None = None, overrides: Sequence[Override] = ()
 ) -> LoadedConfig:
-    """The config in force; ConfigError (fields: key, remedy) for the first thing that is wrong."""
+    """Load the configuration; raises ConfigError (fields: key, remedy) for the first problem."""
     layers = _Layers(environ)
     path, named_by = _config_path(environ, cwd, file)
     if path is not None:
-        layers.lay_file(path, _read_toml(cwd / path, str(path), named_by), cwd)
-    layers.lay_environment(cwd)
-    layers.lay_flags(overrides, cwd)
+        layers.apply_file(path, _read_toml(cwd / path, str(path), named_by), cwd)
+    layers.apply_environment(cwd)
+    layers.apply_flags(overrides, cwd)
     loaded = layers.finish()
     if layers.problems:
         raise layers.problems[0]
@@ -72,13 +71,13 @@ def check_file(
     cwd: Path,
     check_worker: Callable[[WorkerSettings], object] | None = None,
 ) -> list[ConfigError]:
-    """Everything that is wrong with one file, seen without environment settings and flags.
+    """All problems of one file, without environment settings and flags.
 
-    `check_worker` knows more of a `[[workers]]` entry than its types; it raises ConfigError.
+    `check_worker` validates a `[[workers]]` entry beyond its types; it raises ConfigError.
     """
     layers = _Layers({name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)})
     try:
-        layers.lay_file(path, _read_toml(cwd / path, str(path), ""), cwd)
+        layers.apply_file(path, _read_toml(cwd / path, str(path), ""), cwd)
     except ConfigError as error:
         return [error]
     loaded = layers.finish()
@@ -94,27 +93,27 @@ def check_file(
 
 
 def default_discovery_path(environ: Mapping[str, str]) -> str:
-    """Where discovery is when nobody has named a directory; the one above it is this user's own."""
+    """Default directory of file discovery; its parent belongs to this user."""
     return os.path.join(state_dir(environ), "discovery")
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that gets a resolved config file.
+    """Environment for a child process that gets a resolved config file.
 
-    Settings left in it would win over that file, and so over the flags its parent was given.
+    Settings in the environment would override that file, and so the flags of its parent.
     """
     names = {leaf.env for leaf in leaves().values()}
     return {name: value for name, value in environ.items() if name not in names}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean NAME?` for the most similar known name, or nothing."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    """`; did you mean NAME?` for the most similar known name, or an empty string."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 class _Layers:
-    """The layers as they are laid over each other. Problems are collected, not raised."""
+    """Merges the layers. Problems are collected, not raised."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -123,32 +122,32 @@ class _Layers:
         self._origins: dict[str, str] = dict.fromkeys([*leaves(), "workers"], "default")
         self.problems: list[ConfigError] = []
 
-    def lay_file(self, path: Path, tables: dict[str, Any], cwd: Path) -> None:
+    def apply_file(self, path: Path, tables: dict[str, Any], cwd: Path) -> None:
         origin, base = f"file {path}", (cwd / path).parent
         for name, value in tables.items():
             if name == "workers":
-                self._lay_workers(value, origin)
+                self._apply_workers(value, origin)
             elif name not in sections():
-                self._lay_file_value(name, value, origin, base)
+                self._apply_file_value(name, value, origin, base)
             elif not isinstance(value, dict):
-                what = f"expected a table, got {_shown(value)}"
-                self._wrong(_place(origin, name), name, what, f"write it as [{name}]")
+                problem = f"expected a table, got {_format_value(value)}"
+                self._add_problem(_location(origin, name), name, problem, f"write it as [{name}]")
             else:
                 for inner, item in value.items():
-                    self._lay_file_value(f"{name}.{inner}", item, origin, base)
+                    self._apply_file_value(f"{name}.{inner}", item, origin, base)
 
-    def _lay_file_value(self, key: str, value: Any, origin: str, base: Path) -> None:
+    def _apply_file_value(self, key: str, value: Any, origin: str, base: Path) -> None:
         leaf = leaves().get(key)
         if leaf is None:
-            self._unknown_key(_place(origin, key), key, [*leaves(), *sections(), "workers"])
+            self._unknown_key(_location(origin, key), key, [*leaves(), *sections(), "workers"])
         else:
-            self._lay(leaf, value, origin, base)
+            self._apply(leaf, value, origin, base)
 
-    def _lay_workers(self, entries: Any, origin: str) -> None:
+    def _apply_workers(self, entries: Any, origin: str) -> None:
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            what = f"expected a list of tables, got {_shown(entries)}"
-            self._wrong(
-                _place(origin, "workers"), "workers", what, "write each entry under a [[workers]] line"
+            problem = f"expected a list of tables, got {_format_value(entries)}"
+            self._add_problem(
+                _location(origin, "workers"), "workers", problem, "write each entry under a [[workers]] line"
             )
             return
         self._workers, self._origins["workers"] = [], origin
@@ -158,7 +157,7 @@ class _Layers:
                 if name not in worker_leaves():
                     key = f"workers.{index}.{name}"
                     self._unknown_key(
-                        _place(origin, key), key, [f"workers.{index}.{known}" for known in worker_leaves()]
+                        _location(origin, key), key, [f"workers.{index}.{known}" for known in worker_leaves()]
                     )
             for name, leaf in worker_leaves().items():
                 key = f"workers.{index}.{name}"
@@ -167,41 +166,44 @@ class _Layers:
                     try:
                         worker[name] = _checked(leaf, entry[name])
                     except ValueError as error:
-                        self._wrong(_place(origin, key), key, str(error), _remedy(leaf))
+                        self._add_problem(_location(origin, key), key, str(error), _remedy(leaf))
             self._workers.append(worker)
 
-    def lay_environment(self, cwd: Path) -> None:
+    def apply_environment(self, cwd: Path) -> None:
         by_name = {leaf.env: leaf for leaf in leaves().values()}
         for name in sorted(self._environ):
             if not name.startswith(ENV_PREFIX) or name in ENV_OTHER:
                 continue
             if name in by_name:
-                self._lay(by_name[name], _from_text(by_name[name], self._environ[name]), f"env {name}", cwd)
+                self._apply(by_name[name], _from_text(by_name[name], self._environ[name]), f"env {name}", cwd)
             elif name.startswith("KVOLT_WORKERS"):
-                self._wrong(
-                    name, "workers", "workers have no environment name", "write [[workers]] in a config file"
+                self._add_problem(
+                    name,
+                    "workers",
+                    "workers cannot be set by environment",
+                    "write [[workers]] in a config file",
                 )
             else:
-                what = "unknown setting" + nearest(name, [*by_name, *ENV_OTHER])
-                self._wrong(name, name, what, _LIST_NAMES)
+                problem = "unknown setting" + nearest(name, [*by_name, *ENV_OTHER])
+                self._add_problem(name, name, problem, _LIST_NAMES)
 
-    def lay_flags(self, overrides: Sequence[Override], cwd: Path) -> None:
+    def apply_flags(self, overrides: Sequence[Override], cwd: Path) -> None:
         for override in overrides:
             leaf = leaves()[override.key]
-            self._lay(leaf, _from_text(leaf, override.text), f"flag {override.flag}", cwd)
+            self._apply(leaf, _from_text(leaf, override.text), f"flag {override.flag}", cwd)
 
-    def _lay(self, leaf: Leaf, value: Any, origin: str, base: Path) -> None:
+    def _apply(self, leaf: Leaf, value: Any, origin: str, base: Path) -> None:
         try:
             value = _checked(leaf, value)
         except ValueError as error:
-            self._wrong(_place(origin, leaf.key), leaf.key, str(error), _remedy(leaf))
+            self._add_problem(_location(origin, leaf.key), leaf.key, str(error), _remedy(leaf))
             return
         if leaf.extra.get("path") and value is not None:
             value = _absolute(value, base, self._environ)
         self._values[leaf.key], self._origins[leaf.key] = value, origin
 
     def finish(self) -> LoadedConfig:
-        self._settle_discovery()
+        self._resolve_discovery_kind()
         self._fill_directories()
         tree: dict[str, Any] = {name: {} for name in sections()}
         for key, value in self._values.items():
@@ -211,20 +213,20 @@ class _Layers:
             tree["workers"] = self._workers
         settings = msgspec.convert(tree, Settings)
         if self._workers is None:
-            own = [
+            default_keys = [
                 f"workers.{index}.{name}"
                 for index in range(len(settings.workers))
                 for name in worker_leaves()
             ]
-            self._origins.update(dict.fromkeys(own, "default"))
-        for keys, what, remedy in _contradictions(settings):
-            # The strongest layer is the one that was changed last: that is where to look.
+            self._origins.update(dict.fromkeys(default_keys, "default"))
+        for keys, problem, remedy in _conflicts(settings):
+            # Report the key of the strongest layer, which is probably the one changed last.
             key = max(keys, key=lambda name: _rank(self._origins[name]))
-            self._wrong(_place(self._origins[key], key), key, what, remedy)
+            self._add_problem(_location(self._origins[key], key), key, problem, remedy)
         return LoadedConfig(settings, self._origins)
 
-    def _settle_discovery(self) -> None:
-        """`join` implies its kind, unless a kind of the same or a stronger layer says otherwise."""
+    def _resolve_discovery_kind(self) -> None:
+        """`join` implies its kind, unless a layer of the same or higher precedence sets another kind."""
         kind, join = self._origins["discovery.kind"], self._origins["discovery.join"]
         if self._values.get("discovery.join") is None or self._values.get("discovery.kind") == "join":
             return
@@ -240,39 +242,43 @@ class _Layers:
             self._values["supervisor.log_dir"] = os.path.join(os.path.dirname(path), "logs")
 
     def _unknown_key(self, where: str, key: str, known: list[str]) -> None:
-        self._wrong(where, key, "unknown key" + nearest(key, known), _LIST_NAMES)
+        self._add_problem(where, key, "unknown key" + nearest(key, known), _LIST_NAMES)
 
-    def _wrong(self, where: str, key: str, what: str, remedy: str) -> None:
-        self.problems.append(ConfigError(f"{where}: {what}", key=key, remedy=remedy))
+    def _add_problem(self, where: str, key: str, problem: str, remedy: str) -> None:
+        self.problems.append(ConfigError(f"{where}: {problem}", key=key, remedy=remedy))
 
 
-def _contradictions(settings: Settings) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Values that are right by themselves and wrong together: the keys, what is wrong, what to do."""
+def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Values that are valid separately but not together: keys, problem, remedy."""
     plane, discovery, supervisor = settings.plane, settings.discovery, settings.supervisor
     if plane.dead_after_s <= plane.heartbeat_s:
-        what = "plane.dead_after_s must be above plane.heartbeat_s"
-        yield ("plane.dead_after_s", "plane.heartbeat_s"), what, "three heartbeats are a good limit"
+        problem = "plane.dead_after_s must be above plane.heartbeat_s"
+        yield ("plane.dead_after_s", "plane.heartbeat_s"), problem, "use at least three heartbeats"
     if plane.max_message_bytes < plane.max_frame_bytes:
-        what = "plane.max_message_bytes must not be below plane.max_frame_bytes"
-        yield ("plane.max_message_bytes", "plane.max_frame_bytes"), what, "raise the one or lower the other"
+        problem = "plane.max_message_bytes must not be below plane.max_frame_bytes"
+        yield (
+            ("plane.max_message_bytes", "plane.max_frame_bytes"),
+            problem,
+            "raise the first or lower the second",
+        )
     if supervisor.restart_backoff_max_s < supervisor.restart_backoff_s:
-        what = "supervisor.restart_backoff_max_s must not be below supervisor.restart_backoff_s"
+        problem = "supervisor.restart_backoff_max_s must not be below supervisor.restart_backoff_s"
         keys = ("supervisor.restart_backoff_max_s", "supervisor.restart_backoff_s")
-        yield keys, what, "raise the one or lower the other"
+        yield keys, problem, "raise the first or lower the second"
     if discovery.kind == "join" and discovery.join is None:
         yield (
             ("discovery.kind",),
-            "join needs the address of a join server",
+            "discovery.kind=join requires the address of a join server",
             "set discovery.join or give --join HOST:PORT",
         )
     if discovery.kind != "join" and discovery.join is not None:
-        what = f'discovery.join is set, but discovery.kind is "{discovery.kind}"'
-        yield ("discovery.join",), what, "leave one of them out"
+        problem = f'discovery.join is set, but discovery.kind is "{discovery.kind}"'
+        yield ("discovery.join",), problem, "remove one of them"
     names = [worker.name for worker in settings.workers]
     for index, name in enumerate(names):
         if name in names[:index]:
-            what = f'a second worker entry is named "{name}"'
-            yield (f"workers.{index}.name", "workers"), what, "give each entry its own name"
+            problem = f'duplicate worker name "{name}"'
+            yield (f"workers.{index}.name", "workers"), problem, "give each entry its own name"
 
 
 def _config_path(environ: Mapping[str, str], cwd: Path, file: str | None) -> tuple[Path | None, str]:
@@ -289,21 +295,21 @@ def _read_toml(path: Path, shown: str, named_by: str) -> dict[str, Any]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"{named_by}{shown}: {reason}", key="config", remedy="name a readable TOML file"
+            f"{named_by}{shown}: {reason}", key="config", remedy="specify a readable TOML file"
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{shown}: not UTF-8 text", key="config", remedy="name a TOML file") from None
+        raise ConfigError(f"{shown}: not UTF-8 text", key="config", remedy="specify a TOML file") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         reason, _, position = str(error).partition(" (at ")
-        found = re.match(r"line (\d+), column (\d+)", position)
-        # The decoder names no line when the text ends too early.
+        matches = re.match(r"line (\d+), column (\d+)", position)
+        # The decoder reports no position if the text ends unexpectedly.
         end = (text.count("\n") + 1, len(text) - text.rfind("\n"))
-        line, column = (found[1], found[2]) if found else end
+        line, column = (matches[1], matches[2]) if matches else end
         where = f"{shown}:{line}:{column}"
         raise ConfigError(
-            f"{where}: broken TOML: {reason}", key="config", remedy="correct this line"
+            f"{where}: invalid TOML: {reason}", key="config", remedy="correct this line"
         ) from None
 
 
@@ -311,7 +317,7 @@ _CONVERTED = (msgspec.inspect.IntType, msgspec.inspect.FloatType, msgspec.inspec
 
 
 def _from_text(leaf: Leaf, text: str) -> Any:
-    """What the text of a variable or flag stands for; text that fits nothing is left to the check."""
+    """Convert the text of a variable or flag; invalid text is returned unchanged for validation."""
     if isinstance(leaf.info, msgspec.inspect.ListType):
         return [item.strip() for item in text.split(",") if item.strip()]
     if leaf.optional and not text:
@@ -326,28 +332,32 @@ def _from_text(leaf: Leaf, text: str) -> Any:
 
 
 def _checked(leaf: Leaf, value: Any) -> Any:
-    """The value as its type wants it; ValueError says in words what it should have been."""
+    """Validate and convert a value; raises ValueError with the expected values."""
     try:
         checked = msgspec.convert(value, leaf.type)
         if checked is not None:
-            literal(checked)  # what to_toml cannot write would not reach a child process
+            literal(checked)  # a value that to_toml cannot write would not reach a child process
     except (msgspec.ValidationError, TypeError):
         hint = nearest(str(value), leaf.choices)
-        raise ValueError(f"expected {leaf.expects}, got {_shown(value)}{hint}") from None
+        raise ValueError(f"expected {leaf.expects}, got {_format_value(value)}{hint}") from None
     if leaf.extra.get("address") and checked is not None:
-        from kvolt.runtime.network import split_address  # brings asyncio, which most loads do without
+        from kvolt.runtime.network import split_address  # imports asyncio, which most loads do not need
 
         try:
             split_address(checked)
         except ConfigError:
-            raise ValueError(f"expected HOST:PORT, got {_shown(value)}") from None
+            raise ValueError(f"expected HOST:PORT, got {_format_value(value)}") from None
     return checked
 
 
 def _remedy(leaf: Leaf) -> str:
     if leaf.extra.get("address"):
         return "for example 127.0.0.1:7400"
-    return "leave it out" if leaf.default is None else f"leave it out for the default, {_shown(leaf.default)}"
+    return (
+        "remove it"
+        if leaf.default is None
+        else f"remove it to use the default, {_format_value(leaf.default)}"
+    )
 
 
 def _absolute(text: str, base: Path, environ: Mapping[str, str]) -> str:
@@ -357,7 +367,7 @@ def _absolute(text: str, base: Path, environ: Mapping[str, str]) -> str:
 
 
 def state_dir(environ: Mapping[str, str]) -> str:
-    """Directory of this user's processes on this machine."""
+    """Runtime directory of this user's processes on this machine."""
     if environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(environ["XDG_RUNTIME_DIR"], "kvolt")
     return os.path.join(environ.get("TMPDIR") or "/tmp", f"kvolt-{os.getuid()}")
@@ -367,12 +377,12 @@ def _rank(origin: str) -> int:
     return _LAYERS.index(origin.partition(" ")[0])
 
 
-def _place(origin: str, key: str) -> str:
+def _location(origin: str, key: str) -> str:
     layer, _, name = origin.partition(" ")
     return {"default": key, "file": f"{name}:{key}"}.get(layer, name)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         text = "nothing" if value is None else literal(value)
     except TypeError:

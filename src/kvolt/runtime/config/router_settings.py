@@ -1,7 +1,4 @@
-"""The `router` section of the config tree: how the routers that know the workers' KV weigh things.
-
-Part of `settings`, and like it knows nothing of where values come from.
-"""
+"""The `router` section of the config tree: KV-aware routing. Part of `settings`."""
 
 from __future__ import annotations
 
@@ -44,148 +41,172 @@ RouterName = Annotated[
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The routers that know what workers hold (`latency`, `classic` and one's own)."""
+    """KV-aware routing (`latency`, `classic` and custom policies)."""
 
     process: Annotated[
         bool,
         Meta(
-            description="Let the namespace's router process (`kvolt router`) decide while there is one; several HTTP "
-            "processes on one port always do."
+            description="Route through the router process of the namespace (`kvolt router`) while one is running. "
+            "Always on with several frontend processes."
         ),
     ] = False
     shadow: Annotated[
         _Text | None,
         Meta(
-            description="A second policy (latency, classic, FILE.py:FUNCTION) that is asked beside and decides "
-            "nothing: metrics tell how often it agrees and what it would change.",
+            description="Second routing policy (`latency`, `classic` or FILE.py:FUNCTION), evaluated for metrics "
+            "only. Use it to compare a policy with the active one. Default: none.",
             extra={"metavar": "NAME"},
         ),
     ] = None
     reload_s: Annotated[
         _Grace,
-        Meta(description="How often the file of one's own policy is looked at for a change; 0 is never."),
+        Meta(description="Poll interval for changes of a custom policy file. 0 disables reloading."),
     ] = 1.0
     gossip: Annotated[
         bool,
-        Meta(
-            description="Tell other routers of the same workers what is booked here, and hear what they have booked."
-        ),
+        Meta(description="Exchange load reservations with other routers of the same workers."),
     ] = True
     temperature: Annotated[
         _Weight,
-        Meta(description="0 takes the least costly worker; above it others too, the more the higher it is."),
+        Meta(
+            description="Softmax temperature over the normalized worker costs. 0 always picks the cheapest worker."
+        ),
     ] = 0.0
     overlap_weight: Annotated[
         _Weight,
-        Meta(description="Of `classic`: what a block to compute counts beside a block in use."),
+        Meta(
+            description="`classic`: weight of a block to prefill relative to a block in use. Raise it to favour "
+            "cache hits."
+        ),
     ] = 1.0
     host_weight: Annotated[
         _Share,
-        Meta(
-            description="What a block in the memory of a worker's host counts beside one on its device, which need not "
-            "be brought there."
-        ),
+        Meta(description="Value of a cached block in host memory, as a fraction of one on the device."),
     ] = 0.9
-    disk_weight: Annotated[_Share, Meta(description="And one on its disk.")] = 0.7
+    disk_weight: Annotated[
+        _Share, Meta(description="Value of a cached block on disk, as a fraction of one on the device.")
+    ] = 0.7
     room_weight: Annotated[
         _Weight,
-        Meta(description="Of `latency`: what a second counts of waiting for room in a worker's cache."),
+        Meta(description="`latency`: weight of a second spent waiting for free KV blocks."),
     ] = 1.0
     saturated_seqs: Annotated[
         _Factor,
         Meta(
-            description="A worker with so many times the requests that it computes at once has enough: while all "
-            "have, requests wait here. Above 1 some wait there already when it ends others."
+            description="A worker is saturated at this multiple of its maximum batch size, in requests. While all "
+            "workers are saturated, requests wait in the router queue."
         ),
     ] = 1.25
     saturated_batches: Annotated[
         _Factor,
-        Meta(description="So has one with more prompt tokens to compute than so many of its steps hold."),
+        Meta(
+            description="A worker is also saturated when its pending prefill tokens exceed this many full steps."
+        ),
     ] = 2.0
     queue: Annotated[
         bool,
         Meta(
-            description="Whether requests wait here while all workers have enough, or are sent all the same."
+            description="Queue requests in the router while all workers are saturated. If false, they are sent to "
+            "workers immediately."
         ),
     ] = True
     queue_requests: Annotated[
         _Count,
         Meta(
-            description="Requests that wait here while all workers have enough; beyond it some are refused."
+            description="Maximum number of requests in the router queue. Beyond it, requests are rejected with a "
+            "429."
         ),
     ] = 4096
     queue_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 40)],
-        Meta(description="The same in tokens of prompts and answers."),
+        Meta(description="Maximum number of prompt and expected output tokens in the router queue."),
     ] = 16_777_216
     queue_wait_s: Annotated[
         _Seconds | None,
-        Meta(description="A request that waits longer is refused; as long as its own time lasts if not set."),
+        Meta(
+            description="Maximum queueing time of a request before it is rejected. Default: the request's own "
+            "timeout."
+        ),
     ] = None
     queue_order: Annotated[
         Literal["fcfs", "shortest"],
-        Meta(description="Of a tenant: who came first, or the shortest less what it has waited for."),
+        Meta(
+            description="Order within a tenant. `fcfs`: by arrival. `shortest`: fewest tokens first, with aging."
+        ),
     ] = "fcfs"
     queue_quantum_tokens: Annotated[
         Annotated[int, Meta(ge=256, le=10_000_000)],
-        Meta(description="What a turn is worth that tenants take while their requests wait."),
+        Meta(description="Deficit-round-robin quantum per tenant, in tokens."),
     ] = 4096
     queue_aging_tokens_per_s: Annotated[
-        _Weight, Meta(description="Of `shortest`: tokens that a second of waiting makes up for.")
+        _Weight,
+        Meta(description="`shortest`: tokens deducted from a request's length per second of waiting."),
     ] = 1000.0
     queue_promote_s: Annotated[
         _Grace,
         Meta(
-            description="Seconds after which a waiting request of a lower priority gets a share: one of every eight "
-            "requests that leave the queue is such a one, whatever waits above it."
+            description="Waiting time after which a lower-priority request may be promoted: one of eight dequeued "
+            "requests is a promoted one. Prevents starvation."
         ),
     ] = 10.0
     max_priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
         Meta(
-            description="Highest priority that a client may ask for; a higher one counts as this one, and a response "
-            "header says so. No limit if not set.",
+            description="Maximum priority that clients can request. Higher values are clamped and reported in a "
+            "response header. Default: no limit.",
         ),
     ] = None
-    take_back_moves: Annotated[
+    withdraw_max_moves: Annotated[
         Annotated[int, Meta(ge=0, le=16)],
-        Meta(description="How often a request that has not begun may be sent elsewhere; 0 for never."),
+        Meta(
+            description="Maximum number of times that a request queued at a worker is moved to another worker. 0 "
+            "disables moving."
+        ),
     ] = 2
-    take_back_gain_s: Annotated[
-        _Seconds, Meta(description="By how much earlier it must begin there, and in half the time.")
+    withdraw_min_gain_s: Annotated[
+        _Seconds,
+        Meta(
+            description="Minimum predicted TTFT gain before a queued request moves to another worker; its TTFT must"
+            " also be at least halved."
+        ),
     ] = 0.25
     affinity_s: Annotated[
         _Weight,
-        Meta(description="Of `latency`: seconds that the worker which served a session last is favoured by."),
+        Meta(description="`latency`: bonus for the worker that last served the session, in seconds."),
     ] = 0.01
-    affinity_blocks: Annotated[_Weight, Meta(description="The same of `classic`, in blocks.")] = 1.0
+    affinity_blocks: Annotated[
+        _Weight, Meta(description="`classic`: bonus for the worker that last served the session, in blocks.")
+    ] = 1.0
     affinity_half_life_s: Annotated[
-        _Seconds, Meta(description="After so long without a request of the session half of that is left.")
+        _Seconds, Meta(description="Half-life of the session bonus after the session's last request.")
     ] = 60.0
     affinity_sessions: Annotated[
         _Count,
-        Meta(description="Sessions that are remembered; beyond it those of longest ago are forgotten."),
+        Meta(description="Maximum number of tracked sessions. The least recently used are dropped first."),
     ] = 65_536
     events: Annotated[
         bool,
         Meta(
-            description="Follow the KV events of workers; else all are known by this router's own decisions alone."
+            description="Follow the KV events of workers. If false, cached prefixes are estimated from routing "
+            "decisions."
         ),
     ] = True
     index_max_bytes: Annotated[
         _Bytes,
         Meta(
-            description="Memory for what workers hold; beyond it the blocks used longest ago are forgotten."
+            description="Memory limit of the prefix index. The least recently used blocks are dropped first."
         ),
     ] = 1024 * 1024 * 1024
     approximate_ttl_s: Annotated[
         _Seconds,
-        Meta(description="How long a worker without KV events is taken to hold a prompt after its last use."),
+        Meta(
+            description="How long a prompt is assumed to stay cached on a worker that publishes no KV events."
+        ),
     ] = 120.0
     approximate_max_bytes: Annotated[
-        _Bytes, Meta(description="Memory for what such workers hold; beyond it the oldest are forgotten.")
+        _Bytes, Meta(description="Memory limit of the prefix index for workers without KV events.")
     ] = 256 * 1024 * 1024
     correct_times: Annotated[
         bool,
-        Meta(description="Correct the step times that a worker registered by when its answers really begin."),
+        Meta(description="Correct a worker's published step times by its observed TTFT."),
     ] = True

@@ -1,8 +1,7 @@
-"""The config tree: every setting of kvolt with its type, limits, default and one line of help.
+"""The config tree: every setting with its type, limits, default and help text.
 
-Flags, environment names, `kvolt config` and the checks of a config file are all derived from these
-classes, so a setting is added here and nowhere else. This module must not know where values come
-from: it reads no file and no environment.
+Flags, environment names, `kvolt config` and the validation of config files are derived from these classes, so a new
+setting is added only here. Reads no file and no environment; see `loader`.
 """
 
 from __future__ import annotations
@@ -35,333 +34,415 @@ _ADDRESS = {"address": True, "metavar": "HOST:PORT"}
 _PATH = {"path": True, "metavar": "DIR"}
 
 
-class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How this process starts, listens and stops."""
+AliasScheme = Literal["none", "dynamo"]
 
-    host: Annotated[Host, Meta(description="Address the request plane listens on.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="Port of the request plane; 0 takes any free one.")] = 0
+
+class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Listen addresses, startup and shutdown of a process."""
+
+    host: Annotated[
+        Host,
+        Meta(
+            description="Listen address of the request plane. Set it when other machines connect to this process."
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Listen port of the request plane. 0 picks a free port.")] = 0
     advertise: Annotated[
         Text | None,
-        Meta(description="Address at which other machines reach this one; runtime.host if not set."),
+        Meta(
+            description="Address that other machines use to reach this process, for NAT or wildcard listen "
+            "addresses. Default: runtime.host."
+        ),
     ] = None
     start_timeout_s: Annotated[
-        Seconds, Meta(description="A process not ready after this long is given up.")
+        Seconds, Meta(description="Maximum time for a process to become ready before it exits with an error.")
     ] = 30.0
     drain_timeout_s: Annotated[
-        Grace, Meta(description="Time that running requests get to finish when a process stops.")
+        Grace, Meta(description="Time that running requests get to finish after a stop signal.")
     ] = 30.0
 
 
 class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How processes find each other."""
+    """Discovery of processes."""
 
     kind: Annotated[
         Literal["mem", "file", "join"],
         Meta(
-            description="mem: this process only; file: this machine; join: a join server on another machine."
+            description="Discovery backend. `file`: processes of one machine share a directory. `join`: register "
+            "with a join server on another machine. `mem`: a single process."
         ),
     ] = "file"
     path: Annotated[
         Text | None,
         Meta(
-            description="Directory that the processes of one machine share; per user if not set.", extra=_PATH
+            description="Directory of file discovery on this machine. Default: one per user.",
+            extra=_PATH,
         ),
     ] = None
     join: Annotated[
         Text | None,
         Meta(
-            description="Join server to register with; setting it makes discovery.kind join.", extra=_ADDRESS
+            description="Join server to register with (see --discovery-join-listen). Implies discovery.kind=join. "
+            "Default: none.",
+            extra=_ADDRESS,
         ),
     ] = None
     join_listen: Annotated[
-        Text | None, Meta(description="Serve discovery to other machines on this address.", extra=_ADDRESS)
+        Text | None,
+        Meta(
+            description="Run a join server on this address, for `--join` on other machines. Default: none.",
+            extra=_ADDRESS,
+        ),
     ] = None
     ttl_s: Annotated[
         Seconds,
         Meta(
-            description="A process silent for this long is taken off the list; by a join server after 60 s at most."
+            description="Lease time-to-live. A process that does not renew its lease for this long is deregistered;"
+            " a join server waits at most 60 s."
         ),
     ] = 5.0
-    poll_s: Annotated[Seconds, Meta(description="How often file discovery looks for changes.")] = 0.25
+    poll_s: Annotated[Seconds, Meta(description="Poll interval of file discovery.")] = 0.25
 
 
 class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The request plane: calls and their streams between processes."""
+    """Request plane: calls and response streams between processes."""
 
-    connect_timeout_s: Annotated[Seconds, Meta(description="Limit for opening a connection.")] = 5.0
+    connect_timeout_s: Annotated[Seconds, Meta(description="Connect timeout of the request plane.")] = 5.0
     first_response_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="Limit until a call's first response; for a prompt, at least three times the predicted time "
-            "to the first token."
+            description="Maximum time to the first response of a call. Prefill calls get at least three times their"
+            " predicted TTFT."
         ),
     ] = 60.0
-    between_responses_timeout_s: Annotated[Seconds, Meta(description="Limit between a call's responses.")] = (
-        30.0
-    )
-    total_timeout_s: Annotated[Seconds, Meta(description="Limit for a whole call.")] = 600.0
-    heartbeat_s: Annotated[Seconds, Meta(description="How often an idle connection says that it lives.")] = (
-        1.0
-    )
+    between_responses_timeout_s: Annotated[
+        Seconds, Meta(description="Maximum time between two responses of a call.")
+    ] = 30.0
+    total_timeout_s: Annotated[Seconds, Meta(description="Maximum duration of a call.")] = 600.0
+    heartbeat_s: Annotated[Seconds, Meta(description="Interval of heartbeats on an idle connection.")] = 1.0
     dead_after_s: Annotated[
         Seconds,
         Meta(
-            description="A process whose connection is silent for this long gets no new calls. One whose connection "
-            "closes is lost at once."
+            description="A process whose connection is silent for this long gets no new calls. A closed connection "
+            "counts as a lost process at once."
         ),
     ] = 3.0
     stall_grace_s: Annotated[
         Grace,
         Meta(
             description="How long a stalled process (stopped, swapping, out of CPU) keeps its streams while its "
-            "connection stays open, and how long requests wait while no instance can be reached. Raise it for machines "
-            "that pause longer, such as VMs under live migration; 0 ends streams after plane.dead_after_s."
+            "connection stays open, and how long requests wait while no instance is reachable. Raise it"
+            " for machines that pause longer, such as VMs under live migration. 0 ends streams after "
+            "plane.dead_after_s."
         ),
     ] = 30.0
-    max_frame_bytes: Annotated[Bytes, Meta(description="Largest frame on the wire.")] = MIB
-    max_message_bytes: Annotated[Bytes, Meta(description="Largest message, in however many frames.")] = (
+    max_frame_bytes: Annotated[
+        Bytes,
+        Meta(description="Maximum frame size of the request plane. Larger messages are split into frames."),
+    ] = MIB
+    max_message_bytes: Annotated[Bytes, Meta(description="Maximum message size of the request plane.")] = (
         64 * MIB
     )
     window_items: Annotated[
-        Count, Meta(description="Responses a stream may have unread before deltas merge.")
+        Count,
+        Meta(
+            description="Flow-control window of a stream: number of unread responses. Deltas are merged while the "
+            "window is full."
+        ),
     ] = 256
-    max_streams: Annotated[Count, Meta(description="Open streams per connection.")] = 20_000
+    max_streams: Annotated[Count, Meta(description="Maximum number of open streams per connection.")] = 20_000
 
 
 class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The event plane: KV events and load figures."""
+    """Event plane: KV events and load reports."""
 
     kind: Annotated[
         Literal["mem", "zmq"],
-        Meta(description="mem: this process only; zmq: between processes and machines."),
+        Meta(description="Event plane. `zmq`: between processes and machines. `mem`: a single process."),
     ] = "zmq"
-    host: Annotated[Host, Meta(description="Address that events are published on.")] = "127.0.0.1"
+    host: Annotated[Host, Meta(description="Listen address of the event publishers.")] = "127.0.0.1"
     queue_limit: Annotated[
-        Count, Meta(description="Events held for a slow reader before the oldest drop.")
+        Count,
+        Meta(
+            description="Event queue length per subscriber. The oldest events are dropped when a slow subscriber "
+            "fills it."
+        ),
     ] = 10_000
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How KV moves between workers."""
+    """KV transfer between workers."""
 
     shared_memory: Annotated[
-        bool, Meta(description="Read the memory of workers on this machine; off, they use TCP, too.")
+        bool,
+        Meta(
+            description="Transfer KV between workers of one machine through shared memory. If false, they use TCP."
+        ),
     ] = True
     nixl: Annotated[
-        bool, Meta(description="Use NIXL with workers that have it on, too; it must be installed.")
+        bool,
+        Meta(
+            description="Transfer KV by NIXL between workers that both enable it. Requires the `nixl` package."
+        ),
     ] = False
     self_test: Annotated[
-        bool, Meta(description="Measure the paths to a worker when KV first came from it: about 8 MiB.")
+        bool,
+        Meta(description="Measure the bandwidth to a worker after its first KV transfer, with about 8 MiB."),
     ] = True
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The admin port of each process: health, metrics, state."""
+    """Admin port of each process: health, metrics, state."""
 
-    host: Annotated[Host, Meta(description="Address the admin port listens on.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="Admin port; 0 takes any free one.")] = 0
-    enabled: Annotated[bool, Meta(description="Whether there is an admin port at all.")] = True
+    host: Annotated[Host, Meta(description="Listen address of the admin port.")] = "127.0.0.1"
+    port: Annotated[
+        Port, Meta(description="Admin port of the process. 0 picks a free port, shown by `kvolt status`.")
+    ] = 0
+    enabled: Annotated[bool, Meta(description="Serve the admin port.")] = True
+
+
+class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prometheus metrics."""
+
+    aliases: Annotated[
+        AliasScheme,
+        Meta(
+            description="`dynamo`: also serve metrics under Dynamo's names, for its dashboards and alerts. "
+            "`none`: kvolt's names only."
+        ),
+    ] = "none"
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is logged, and how."""
+    """Logging."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Least important level that is logged."),
+        Meta(description="Minimum log level: debug, info, warning or error."),
     ] = "info"
     format: Annotated[
-        Literal["auto", "human", "json"], Meta(description="auto: human on a terminal, json elsewhere.")
+        Literal["auto", "human", "json"],
+        Meta(description="`human`, `json`, or `auto`: human on a terminal, JSON otherwise."),
     ] = "auto"
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP edge that clients talk to."""
+    """OpenAI-compatible HTTP frontend."""
 
-    host: Annotated[Host, Meta(description="Address the HTTP API listens on.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="Port of the HTTP API; 0 takes any free one.")] = 8000
+    host: Annotated[
+        Host,
+        Meta(description="Listen address of the HTTP API. 0.0.0.0 accepts remote clients."),
+    ] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port of the HTTP API. 0 picks a free port.")] = 8000
     processes: Annotated[
         int,
         Meta(
             ge=1,
             le=256,
-            description="HTTP processes that share the port; more than one get a router process besides.",
+            description="Number of HTTP processes that share the port. Above 1, a router process is started too. "
+            "Raise it when the frontend saturates a CPU core.",
         ),
     ] = 1
     router: Annotated[
         RouterName,
         Meta(
-            description="Who gets a request: by the KV that workers hold, where it adds the fewest seconds (latency) "
-            "or blocks, as Dynamo counts them (classic); each worker in turn; the one with the fewest of this "
-            "process's requests under way, of all or of two that are drawn; any; only whom the caller names (direct); "
-            "or by one's own function (FILE.py:FUNCTION, MODULE:FUNCTION)."
+            description="Routing policy. `latency`: lowest predicted latency given each worker's cached prefix and "
+            "load. `classic`: Dynamo's KV cost. `round-robin`, `least-loaded`, `power-of-two` and "
+            "`random` ignore the KV cache. `direct`: the worker named by the request. FILE.py:FUNCTION "
+            "or MODULE:FUNCTION: a custom policy."
         ),
     ] = ROUTER_NAMES[0]
-    max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB
-    request_timeout_s: Annotated[Seconds, Meta(description="Limit for one request, queueing included.")] = (
-        600.0
-    )
+    max_body_bytes: Annotated[
+        Bytes, Meta(description="Maximum size of a request body. Larger requests get a 413.")
+    ] = 16 * MIB
+    request_timeout_s: Annotated[
+        Seconds, Meta(description="Maximum duration of a request, including queueing.")
+    ] = 600.0
     header_timeout_s: Annotated[
-        Seconds, Meta(description="Limit for a request's headers to arrive, however slowly they drip.")
+        Seconds, Meta(description="Maximum time to receive the headers of a request.")
     ] = 10.0
-    body_timeout_s: Annotated[Seconds, Meta(description="Limit for a request's body to arrive.")] = 60.0
+    body_timeout_s: Annotated[Seconds, Meta(description="Maximum time to receive the body of a request.")] = (
+        60.0
+    )
     write_timeout_s: Annotated[
-        Seconds, Meta(description="A client that leaves its answer unread for this long is cut off.")
+        Seconds, Meta(description="Close a connection whose client has not read its response for this long.")
     ] = 60.0
     namespaces: Annotated[
         Text | None,
-        Meta(description="Namespaces whose models are served, with commas between; its own if not set."),
+        Meta(
+            description="Comma-separated namespaces whose models are served. Default: the frontend's own namespace."
+        ),
     ] = None
     max_requests: Annotated[
-        Count, Meta(description="Requests answered at once, over all processes; more get a 429.")
+        Count,
+        Meta(
+            description="Maximum number of concurrent requests over all frontend processes. Further requests get a "
+            "429."
+        ),
     ] = 10_000
     hold_headers_s: Annotated[
         Seconds,
-        Meta(description="How long a stream's headers wait for its first token or an early error."),
+        Meta(
+            description="Maximum time to hold back the headers of a streaming response, so that an error before the"
+            " first token still sets the HTTP status."
+        ),
     ] = 5.0
     strict_fields: Annotated[
-        bool, Meta(description="Refuse requests with unknown fields; else a header names the ignored ones.")
+        bool,
+        Meta(
+            description="Reject requests with unknown fields. If false, a response header lists the ignored fields."
+        ),
     ] = False
     max_attempts: Annotated[
-        Count, Meta(description="Workers that a request is tried on before its first token.")
+        Count, Meta(description="Maximum number of workers to try for a request before its first token.")
     ] = 3
     migration_limit: Annotated[
         int,
         Meta(
             ge=0,
             le=1000,
-            description="Migrations that a request may make to other workers when its worker is lost; 0: it fails.",
+            description="Maximum number of migrations of a request to another worker when its worker is lost. 0 "
+            "fails the request instead.",
         ),
     ] = 3
     prefill_choice: Annotated[
         Literal["predicted", "threshold"],
         Meta(
-            description="Whether a prompt goes to a prefill worker, where there are any: `predicted`, by what each way "
-            "would cost; `threshold`, whenever it is long enough and their queue short enough."
+            description="When to use the prefill workers. `predicted`: when it has the lowest predicted cost. "
+            "`threshold`: above prefill_min_tokens uncached tokens, up to prefill_max_queue_s."
         ),
     ] = "predicted"
     prefill_min_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="Prompts of which a decode worker lacks as many tokens or fewer are computed there, though "
-            "there are prefill workers; and so is what fits into one KV block.",
+            description="Compute a prompt on the decode worker if at most this many of its tokens are uncached "
+            "there. Prompts within one KV block are always computed there.",
         ),
     ] = 0
     decode_first: Annotated[
         str,
         Meta(
-            description="Models, separated by commas, whose decode workers have a request at the same time as who "
-            "computes its prompt, and fetch the KV meanwhile; `*` for all. Else prefill comes first."
+            description="Comma-separated models (`*`: all) whose decode worker gets the request at once and pulls "
+            "KV during prefill. Default: prefill-first."
         ),
     ] = ""
     prefill_max_queue_s: Annotated[
         Seconds | None,
         Meta(
-            description="With a longer queue at the prefill workers a prompt is computed where it is answered.",
+            description="Compute a prompt on the decode worker if the predicted queueing time at the prefill "
+            "workers is longer. Default: no limit.",
         ),
     ] = None
     target_ttft_s: Annotated[
         Seconds | None,
         Meta(
-            description="The first token is promised within this time: while prefill workers keep that, they compute "
-            "all prompts, whatever each way would cost."
+            description="TTFT target. While the targets are met, all prompts go to prefill workers. Default: none."
         ),
     ] = None
     target_itl_s: Annotated[
         Seconds | None,
-        Meta(description="Likewise: the time between two tokens of an answer, on average."),
+        Meta(description="Target for the mean inter-token latency of a request. Default: none."),
     ] = None
-    token_cache_bytes: Annotated[
-        Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
-    ] = 8 * MIB
+    token_cache_bytes: Annotated[Bytes, Meta(description="Memory for the tokenizer cache of each model.")] = (
+        8 * MIB
+    )
     processor: Annotated[
         Text,
         Meta(
-            description="Whose code renders prompts and reads tool calls and reasoning: `card`, kvolt's own; `vllm`, "
-            "vLLM's, which must be installed here, for a model whose parser only vLLM has or answers as those of "
-            "`vllm serve`; or one that a package offers."
+            description="Renders prompts and parses tool calls and reasoning. `card`: kvolt's own. `vllm`: vLLM's "
+            "(must be installed), for parsers that only vLLM has. Or the name of a plugin."
         ),
     ] = "card"
     tool_parser: Annotated[
         Text | None,
         Meta(
-            description="Parser of tool calls for all models, of those that the processor has; `none` for none. If not "
-            "set, by each one's chat template; with `vllm` none."
+            description="Tool-call parser for all models, or `none`. Default: chosen by the chat template; none "
+            "with the `vllm` processor."
         ),
     ] = None
     reasoning_parser: Annotated[
         Text | None,
-        Meta(
-            description="Parser of reasoning for all models, of those that the processor has; `none` for none. If not "
-            "set, by each one's chat template; with `vllm` none."
-        ),
+        Meta(description="Reasoning parser for all models, or `none`. Default: as for the tool-call parser."),
     ] = None
-    metrics_prefix: Annotated[Text, Meta(description="What the names of the edge's metrics begin with.")] = (
-        "dynamo_frontend"
-    )
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kvolt serve`, which starts the other processes and keeps them alive."""
+    """Process supervision by `kvolt serve`."""
 
     log_dir: Annotated[
         Text | None,
         Meta(
-            description="Directory for the processes' logs; beside the discovery directory if not set.",
+            description="Directory for the log files of the processes. Default: next to the discovery directory.",
             extra=_PATH,
         ),
     ] = None
-    restart_backoff_s: Annotated[Seconds, Meta(description="Wait before the first restart of a process.")] = (
-        0.5
-    )
-    restart_backoff_max_s: Annotated[Seconds, Meta(description="Longest wait between restarts.")] = 30.0
-    stop_timeout_s: Annotated[Grace, Meta(description="Wait for a process to stop before it is killed.")] = (
-        10.0
-    )
+    restart_backoff_s: Annotated[
+        Seconds,
+        Meta(
+            description="Delay before the first restart of a failed process. It doubles with each further restart."
+        ),
+    ] = 0.5
+    restart_backoff_max_s: Annotated[Seconds, Meta(description="Maximum delay between restarts.")] = 30.0
+    stop_timeout_s: Annotated[
+        Grace, Meta(description="Time that a process gets to stop before it is killed.")
+    ] = 10.0
 
 
 MAX_PER_PROCESS = 1024
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `[[workers]]` entry: `count` equal processes."""
+    """One `[[workers]]` entry: `count` identical worker processes."""
 
-    name: Annotated[Name, Meta(description="Name of this group, in logs and in `kvolt status`.")] = "worker"
-    role: Annotated[Role, Meta(description="What these workers do.")] = "aggregated"
-    engine: Annotated[
-        Text, Meta(description="What computes; auto is sim for a model named sim-..., and native for others.")
-    ] = "auto"
-    model: Annotated[Text, Meta(description="Model that is served: a name, a folder or a file.")] = (
-        "smollm2-135m"
+    name: Annotated[Name, Meta(description="Name of this worker group in logs and in `kvolt status`.")] = (
+        "worker"
     )
-    count: Annotated[int, Meta(ge=0, le=4096, description="How many processes.")] = 1
+    role: Annotated[
+        Role,
+        Meta(
+            description="Role of the workers: `prefill` computes prompts for `decode` workers, `aggregated` does "
+            "both, `encode` computes media embeddings."
+        ),
+    ] = "aggregated"
+    engine: Annotated[
+        Text,
+        Meta(
+            description="Inference engine. `auto` is `sim` for models named sim-... and `native` otherwise."
+        ),
+    ] = "auto"
+    model: Annotated[
+        Text,
+        Meta(description="Model to serve: a built-in name, a Hugging Face name, a folder or a GGUF file."),
+    ] = "smollm2-135m"
+    count: Annotated[int, Meta(ge=0, le=4096, description="Number of processes.")] = 1
     per_process: Annotated[
         int,
         Meta(
             ge=1,
             le=MAX_PER_PROCESS,
-            description="Workers in each process, for engines that can have several (sim).",
+            description="Number of workers per process, for engines that support it (`sim`).",
         ),
     ] = 1
-    devices: Annotated[list[str], Meta(description="Devices that each process may use, by index or id.")] = []
+    devices: Annotated[list[str], Meta(description="GPUs of each process, by index or UUID.")] = []
     taints: Annotated[
-        list[str], Meta(description="Properties that requests may demand or prefer, such as gpu=h100.")
+        list[str], Meta(description="Labels that requests can require or prefer, such as gpu=h100.")
     ] = []
     stuck_after_s: Annotated[
         Seconds,
         Meta(
-            description="An engine with work and no step for this long is unhealthy; ten times as long at first."
+            description="Report the worker as unhealthy if its engine has work but completes no step for this long."
+            " Before the first step the limit is ten times as long."
         ),
     ] = 30.0
     tiers: Annotated[
         TierSettings,
-        Meta(description="Where KV goes that leaves the device: a table with host, disk and more."),
+        Meta(description="KV cache tiers below the device: a table with `host`, `disk` and other keys."),
     ] = TierSettings()
     args: Annotated[
         dict[str, Any],
         Meta(
-            description="Arguments of the engine, checked by the engine.",
+            description="Engine arguments, validated by the engine. `kvolt engine list NAME` shows them.",
             extra={"expects": "a table without dates"},
         ),
     ] = {}
@@ -372,9 +453,9 @@ def _default_workers() -> list[WorkerSettings]:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole tree."""
+    """The config tree."""
 
-    namespace: Annotated[Name, Meta(description="Processes see each other only within one namespace.")] = (
+    namespace: Annotated[Name, Meta(description="Processes only see others of the same namespace.")] = (
         "default"
     )
     runtime: RuntimeSettings = RuntimeSettings()
@@ -383,6 +464,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     events: EventsSettings = EventsSettings()
     transfer: TransferSettings = TransferSettings()
     admin: AdminSettings = AdminSettings()
+    metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
     frontend: FrontendSettings = FrontendSettings()
     router: RouterSettings = RouterSettings()
@@ -391,7 +473,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One setting, as flags, environment, file checks and help need to know it."""
+    """One setting, as used by flags, environment, file validation and help."""
 
     section: str | None
     name: str
@@ -415,7 +497,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
     @property
     def expects(self) -> str:
-        """The values it takes, in words: `a whole number from 0 to 65535`."""
+        """Description of the accepted values, such as `a whole number from 0 to 65535`."""
         return str(self.extra.get("expects") or _in_words(self.info))
 
     @property
@@ -437,32 +519,33 @@ class Leaf(msgspec.Struct, frozen=True):
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every scalar setting by its dotted key, in the order of the tree. `workers` is not among them."""
-    found = [leaf for leaf in _leaves_of(Settings, None) if leaf.name not in (*sections(), "workers")]
+    """Every scalar setting by its dotted key, in tree order; without `workers`."""
+    settings = [leaf for leaf in leaves_of(Settings, None) if leaf.name not in (*sections(), "workers")]
     for name, section in sections().items():
-        found += _leaves_of(section, name)
-    return {leaf.key: leaf for leaf in found}
+        settings += leaves_of(section, name)
+    return {leaf.key: leaf for leaf in settings}
 
 
 @cache
 def worker_leaves() -> dict[str, Leaf]:
-    """The fields of one `[[workers]]` entry by name."""
-    return {leaf.name: leaf for leaf in _leaves_of(WorkerSettings, None)}
+    """Fields of a `[[workers]]` entry by name."""
+    return {leaf.name: leaf for leaf in leaves_of(WorkerSettings, None)}
 
 
 @cache
 def sections() -> dict[str, type[msgspec.Struct]]:
-    """The sections of the tree, by name."""
+    """Sections of the tree by name."""
     fields = msgspec.structs.fields(Settings)
     return {field.name: field.type for field in fields if isinstance(field.type, type(msgspec.Struct))}
 
 
-def _leaves_of(struct: type[msgspec.Struct], section: str | None) -> list[Leaf]:
-    found = []
+def leaves_of(struct: type[msgspec.Struct], section: str | None) -> list[Leaf]:
+    """Settings of one section class, with keys below `section`."""
+    settings = []
     for field in msgspec.structs.fields(struct):
         info = inspect.type_info(field.type)
         meta = info if isinstance(info, inspect.Metadata) else inspect.Metadata(info)
-        found.append(
+        settings.append(
             Leaf(
                 section=section,
                 name=field.name,
@@ -473,7 +556,7 @@ def _leaves_of(struct: type[msgspec.Struct], section: str | None) -> list[Leaf]:
                 extra=meta.extra or {},
             )
         )
-    return found
+    return settings
 
 
 def _in_words(info: inspect.Type) -> str:
@@ -482,6 +565,8 @@ def _in_words(info: inspect.Type) -> str:
             return "one of " + ", ".join(map(str, info.values))
         case inspect.BoolType():
             return "true or false"
+        case inspect.IntType(le=None):
+            return f"a whole number from {info.ge}" if info.ge is not None else "a whole number"
         case inspect.IntType():
             return f"a whole number from {info.ge} to {info.le}"
         case inspect.FloatType() if info.gt is not None:

@@ -1,4 +1,4 @@
-"""The `tiers` of a `[[workers]]` entry: where KV goes that leaves a worker's device."""
+"""The `tiers` table of a `[[workers]]` entry: KV tiers below the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from msgspec import Meta
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where KV goes that leaves a worker's device, to be brought back when a prompt can use it."""
+    """KV cache tiers of a worker: blocks evicted from the device are kept here for reuse."""
 
     host: Annotated[
         str,
         Meta(
-            description="Memory of the host: 4GiB, 1000blocks, or 2x what the device holds. Empty for no tiers."
+            description="Host memory for KV blocks: 4GiB, 1000blocks, or 2x the device capacity. Empty: no tiers."
         ),
     ] = ""
     host_high_water: Annotated[
@@ -22,26 +22,27 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             le=0.5,
-            description="Share of it for blocks that wait for a tier below: the next ones stay until they are there.",
+            description="Maximum fraction of the host tier for blocks that wait to be written to a lower tier.",
         ),
     ] = 0.25
     disk: Annotated[
-        str, Meta(description="Room on a disk below that, which survives restarts. Empty for none.")
+        str, Meta(description="Disk space for KV blocks, which survive restarts. Empty: no disk tier.")
     ] = ""
     disk_dir: Annotated[
         str,
         Meta(
-            description="Folder for it; each worker has a part of its own. Empty: in the user's cache folder."
+            description="Directory of the disk tier; each worker uses its own subdirectory. Empty: the user's cache"
+            " directory."
         ),
     ] = ""
     disk_touches: Annotated[
         int,
-        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to the disk."),
+        Meta(ge=1, le=15, description="Write a block to disk after it has been used this many times."),
     ] = 1
     disk_compression: Annotated[
         Literal["none", "fp8"],
         Meta(
-            description="fp8: eight bits for each value there, lossy, for two to four times as many blocks."
+            description="`fp8` stores KV on disk with 8 bits per value: lossy, two to four times the capacity."
         ),
     ] = "none"
     disk_low_water: Annotated[
@@ -49,59 +50,74 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             le=0.5,
-            description="Share of the disk's slots: with fewer free, room is made ahead of what is written next.",
+            description="Start evicting when less than this fraction of the disk slots is free.",
         ),
     ] = 0.01
     disk_high_water: Annotated[
         float,
-        Meta(ge=0, le=0.5, description="And as many are free then as this share. 0: none ahead of need."),
+        Meta(
+            ge=0,
+            le=0.5,
+            description="Evict until this fraction of the disk slots is free. 0 evicts only when the disk tier is "
+            "full.",
+        ),
     ] = 0.02
     disk_direct: Annotated[
         bool,
         Meta(
-            description="Bring blocks from the disk straight into the engine's memory by NIXL, which takes GPUDirect "
-            "Storage where the system has it."
+            description="Onboard blocks from disk to the device by NIXL, bypassing host memory where GPUDirect "
+            "Storage is available."
         ),
     ] = False
     object: Annotated[
         str,
         Meta(
-            description="A store that all workers share: s3://bucket/folder, gs://, az://, or a folder. Empty for none."
+            description="Object store shared by all workers: s3://BUCKET/PREFIX, gs://, az:// or a directory. "
+            "Empty: none."
         ),
     ] = ""
     object_touches: Annotated[
         int,
-        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to that store."),
+        Meta(
+            ge=1,
+            le=15,
+            description="Write a block to the object store after it has been used this many times.",
+        ),
     ] = 2
     object_compression: Annotated[
-        Literal["none", "zstd"], Meta(description="How blocks are written there. Read is whatever there is.")
+        Literal["none", "zstd"],
+        Meta(description="Compression of blocks written to the object store. Both formats can be read."),
     ] = "none"
     pool: Annotated[
         str,
-        Meta(description="Socket of a `kvolt cache serve` on this host, whose pool is used. Empty for none."),
+        Meta(description="Socket of a `kvolt cache serve` on this host whose pool to use. Empty: none."),
     ] = ""
     peers: Annotated[
         bool,
         Meta(
-            description="Fetch blocks from the tiers of other workers, where a router knows of more there, and give "
-            "them ours. For all workers of a model."
+            description="Onboard blocks from the tiers of other workers, and serve blocks to them. Set it for all "
+            "workers of a model."
         ),
     ] = False
     shared: Annotated[
         bool,
         Meta(
-            description="`kvolt serve` keeps all of this in one pool for its workers, in place of one for each."
+            description="`kvolt serve` creates one pool for all workers of this machine instead of one per worker."
         ),
     ] = False
     depth: Annotated[
-        int, Meta(ge=0, description="Keep of a prompt the first so many blocks only; 0 keeps all of it.")
+        int,
+        Meta(
+            ge=0, description="Offload only the first blocks of each prompt, at most this many. 0: no limit."
+        ),
     ] = 0
     min_priority: Annotated[
-        int | None, Meta(description="Keep only KV of requests with this priority or a higher one.")
+        int | None,
+        Meta(description="Offload only KV of requests with at least this priority. Default: all requests."),
     ] = None
     tenants: Annotated[
-        tuple[str, ...], Meta(description="Keep only KV of these tenants' requests. Empty: of all.")
+        tuple[str, ...], Meta(description="Offload only KV of these tenants. Empty: all tenants.")
     ] = ()
     eviction: Annotated[
-        Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
+        Literal["lru", "s3fifo", "tinylfu"], Meta(description="Eviction policy of the tiers.")
     ] = "lru"

@@ -1,4 +1,4 @@
-"""Writes the config tree as TOML, in the one form that `config` reads back unchanged."""
+"""Writes the config tree as TOML that the loader reads back unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvolt.runtime.config.settings import Settings, sections
 
 
 def to_toml(settings: Settings) -> str:
-    """The tree as a TOML file that loads to the same settings; a value of None is left out."""
+    """Encode the tree as a TOML file that loads to the same settings; None values are omitted."""
     lines = [f"namespace = {literal(settings.namespace)}"]
     if not settings.workers:
         lines.append("workers = []")
@@ -25,23 +25,23 @@ def to_toml(settings: Settings) -> str:
 
 
 def literal(value: Any) -> str:
-    """A TOML value on one line; TypeError for what config may not hold (dates, None inside a table)."""
+    """Encode a value as TOML on one line; raises TypeError for unsupported types (dates, None inside a table)."""
     match value:
         case bool():
             return "true" if value else "false"
         case int() | float():
             return repr(value)
         case str():
-            # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
+            # JSON's escapes are valid TOML, except that TOML also requires DEL to be escaped.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(literal(item) for item in value) + "]"
         case msgspec.Struct():
-            said = msgspec.structs.asdict(value)
-            return literal({name: each for name, each in said.items() if each is not None})
+            fields = msgspec.structs.asdict(value)
+            return literal({name: field for name, field in fields.items() if field is not None})
         case dict():
             return (
                 "{" + ", ".join(f"{literal(str(key))} = {literal(item)}" for key, item in value.items()) + "}"
             )
         case _:
-            raise TypeError(f"{type(value).__name__} has no place in a config file")
+            raise TypeError(f"{type(value).__name__} is not supported in a config file")

@@ -1,20 +1,20 @@
-"""The files of `file` discovery: reading, writing and removing them, all of it blocking.
+"""Blocking file operations of `file` discovery.
 
     <directory>/
         leases/
-            5d1c0a9be7f2a340          {"ttl_s": 10.0, "pid": 4711}; its mtime is the sign of life
-            90cc1e6f0b5a7d12.ended    revoked: its keys are gone at once
+            5d1c0a9be7f2a340          {"ttl_s": 10.0, "pid": 4711}; its mtime is the last renewal
+            90cc1e6f0b5a7d12.ended    revoked: its keys are invisible at once
         keys/
             instances%2Fns%2Fa        msgpack [key, lease, value]; value nil is a tombstone
-            instances%2F...@6f1d...   a long key: the name is cut and ends with a hash
-        tmp/                          files being written, or about to be removed
+            instances%2F...@6f1d...   a long key: the name is truncated and ends with a hash
+        tmp/                          files being written or removed
 
-A file is written in `tmp/` and renamed, so a reader never sees half of one; nothing is synced to the
-disk, since after a power failure no lease is alive anyway. Its mtime has random low digits, so that
-inode, mtime and size together change with every write, however coarse the kernel's clock is.
+Files are written in `tmp/` and renamed, so readers never see a partial file. Nothing is synced to disk, since no lease
+survives a power failure. The mtime has random low digits, so that inode, mtime and size together change with every
+write even if the kernel's clock is coarse.
 
-Owns names, formats and its cache of what was read; it is called by one thread at a time. Raises
-OSError. Must not know the loop, expiry or who watches.
+Owns file names, formats and a cache of parsed files; single-threaded. Raises OSError. Must not depend on the loop,
+expiry or watches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import msgspec
 
 from kvolt.core.errors import KeyConflict
 from kvolt.runtime.discovery.port import LeaseId
-from kvolt.runtime.discovery.view import LeaseSeen, Record, Snapshot
+from kvolt.runtime.discovery.view import LeaseObservation, Record, Snapshot
 from kvolt.runtime.host.private_directory import make_private
 from kvolt.runtime.plane.wire import MALFORMED
 
@@ -49,34 +49,34 @@ _ENDED = ".ended"
 _LEASE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Signature = tuple[int, int, int]
-"""Inode, mtime and size: equal as long as nobody wrote the file again."""
+"""Inode, mtime and size: equal while the file is not rewritten."""
 
 
 class LeaseFile(msgspec.Struct, frozen=True):
     ttl_s: float
     pid: int
-    """For people."""
+    """For diagnosis only."""
 
 
-class OwnKey(msgspec.Struct, frozen=True):
-    """What a lease's owner wants a key to be, and the file it last wrote for it."""
+class OwnedKey(msgspec.Struct, frozen=True):
+    """A key's value as its owner set it, and the file last written for it."""
 
     value: bytes
     signature: Signature
 
 
 class Renewal(msgspec.Struct, frozen=True):
-    """What the owner of a lease learned when it looked after its files."""
+    """Result of renewing a lease: rewritten and lost keys."""
 
-    keys: dict[str, OwnKey]
+    keys: dict[str, OwnedKey]
     lost: list[str]
-    """Keys that another lease has now."""
+    """Keys that another lease has acquired."""
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
     signature: Signature
     record: Record | None
-    """None when the file is not one of ours."""
+    """None when the file is not a discovery key."""
 
 
 _decode_record = msgspec.msgpack.Decoder(Record).decode
@@ -84,8 +84,8 @@ _decode_lease = msgspec.json.Decoder(LeaseFile).decode
 
 
 def file_name(key: str) -> str:
-    """A file name for any key; two keys never share one."""
-    # quote() leaves dots alone, and '.' and '..' are no file names; it never leaves an '@'.
+    """Map a key to a unique file name."""
+    # quote() keeps dots, and '.' and '..' are no valid file names; it always escapes '@'.
     name = quote(key, safe="").replace(".", "%2E")
     if len(name) <= _MAX_NAME_CHARS:
         return name
@@ -94,7 +94,7 @@ def file_name(key: str) -> str:
 
 
 class Directory:
-    """One directory as one process sees it. `tag` tells this object's temporary files from all others'."""
+    """A process's access to the directory. `tag` distinguishes this object's temporary files."""
 
     def __init__(self, root: Path, tag: str) -> None:
         self._leases = root / "leases"
@@ -105,10 +105,10 @@ class Directory:
         self._lease_files: dict[str, tuple[Signature, LeaseFile | None]] = {}
         self._key_files: dict[str, _KeyFile] = {}
         self._records: Mapping[str, Record] = {}
-        self._keys_seen: tuple[int, int] | None = None
+        self._keys_folder_id: tuple[int, int] | None = None
 
     def ensure(self, wall_s: float) -> None:
-        """Create what is missing, and clear away what crashed writers left in tmp/."""
+        """Create missing folders, and delete stale temporary files of crashed writers."""
         for folder in (self._leases, self._keys, self._temp):
             make_private(folder)
         for entry in _entries(self._temp):
@@ -119,13 +119,13 @@ class Directory:
     # -- reading
 
     def scan(self, relist: bool) -> Snapshot:
-        """All leases and keys. Without `relist`, keys are listed only if the folder's mtime changed."""
-        # Keys first: a lease is written before its keys, so each key found has its lease found too.
+        """Read all leases and keys. Without `relist`, keys are listed only if the folder's mtime changed."""
+        # Keys first: a lease is written before its keys, so the lease of each key read is found too.
         folder = os.stat(self._keys)
-        seen = (folder.st_ino, folder.st_mtime_ns)
-        if relist or seen != self._keys_seen:
+        folder_id = (folder.st_ino, folder.st_mtime_ns)
+        if relist or folder_id != self._keys_folder_id:
             self._list_keys()
-            self._keys_seen = seen
+            self._keys_folder_id = folder_id
         return Snapshot(self._list_leases(), self._records)
 
     def _list_keys(self) -> None:
@@ -133,64 +133,66 @@ class Directory:
         for entry in _entries(self._keys):
             with suppress(FileNotFoundError):
                 info = entry.stat(follow_symlinks=False)
-                known = self._key_files.get(entry.name)
-                if known is None or known.signature != _signature(info):
+                cached = self._key_files.get(entry.name)
+                if cached is None or cached.signature != _signature(info):
                     record = _read_record(Path(entry.path), info)
-                    if record is None and (known is None or known.record is not None):
-                        log.warning("%s is not a discovery key: left alone", entry.path)
-                    known = _KeyFile(_signature(info), record)
-                files[entry.name] = known
+                    if record is None and (cached is None or cached.record is not None):
+                        log.warning("file ignored: path=%s reason=not a discovery key", entry.path)
+                    cached = _KeyFile(_signature(info), record)
+                files[entry.name] = cached
         if files != self._key_files:
             self._key_files = files
             records = [file.record for file in files.values() if file.record is not None]
             self._records = {record.key: record for record in sorted(records, key=lambda record: record.key)}
 
-    def _list_leases(self) -> dict[LeaseId, LeaseSeen]:
+    def _list_leases(self) -> dict[LeaseId, LeaseObservation]:
         files: dict[str, tuple[Signature, LeaseFile | None]] = {}
-        leases: dict[LeaseId, LeaseSeen] = {}
+        leases: dict[LeaseId, LeaseObservation] = {}
         for entry in sorted(_entries(self._leases), key=lambda entry: entry.name):
             with suppress(FileNotFoundError):
                 info = entry.stat(follow_symlinks=False)
                 identity = (info.st_ino, 0, info.st_size)  # a renewal changes the mtime, not the content
-                known = self._lease_files.get(entry.name)
-                if known is None or known[0] != identity:
+                cached = self._lease_files.get(entry.name)
+                if cached is None or cached[0] != identity:
                     content = _read_lease(Path(entry.path), info)
-                    if content is None and (known is None or known[1] is not None):
-                        log.warning("%s is not a discovery lease: left alone", entry.path)
-                    known = (identity, content)
-                files[entry.name] = known
-                if known[1] is not None:
+                    if content is None and (cached is None or cached[1] is not None):
+                        log.warning("file ignored: path=%s reason=not a discovery lease", entry.path)
+                    cached = (identity, content)
+                files[entry.name] = cached
+                if cached[1] is not None:
                     # `x.ended` sorts after `x` and wins.
                     name = LeaseId(entry.name.removesuffix(_ENDED))
-                    leases[name] = LeaseSeen(known[1].ttl_s, info.st_mtime_ns, entry.name.endswith(_ENDED))
+                    leases[name] = LeaseObservation(
+                        cached[1].ttl_s, info.st_mtime_ns, entry.name.endswith(_ENDED)
+                    )
         self._lease_files = files
         return leases
 
     # -- writing
 
     def write_lease(self, lease: LeaseId, ttl_s: float, stamp_ns: int) -> None:
-        with suppress(FileNotFoundError):  # the same lease, taken up again after its end
+        with suppress(FileNotFoundError):  # the same lease, continued after its end
             os.unlink(self._leases / f"{lease}{_ENDED}")
         content = msgspec.json.encode(LeaseFile(ttl_s, os.getpid()))
         self._write(self._leases / lease, content, stamp_ns)
 
     def claim(
-        self, record: Record, stamp_ns: int, is_alive: Callable[[LeaseId, LeaseSeen], bool]
+        self, record: Record, stamp_ns: int, is_alive: Callable[[LeaseId, LeaseObservation], bool]
     ) -> Signature:
-        """Write a record unless another live lease has the key: then KeyConflict.
+        """Write a record; raises KeyConflict if another live lease owns the key.
 
-        Of two leases that claim a free key at the same instant the later write stays, and the other lease
-        learns of it at its next renewal.
+        If two leases claim a free key at the same time, the later write wins, and the other lease detects the loss
+        at its next renewal.
         """
-        present = _record_at(self._keys / file_name(record.key))
-        if present is not None and present.lease != record.lease and present.value is not None:
-            owner = self._lease_at(present.lease)
-            if owner is not None and is_alive(present.lease, owner):
+        current = _record_at(self._keys / file_name(record.key))
+        if current is not None and current.lease != record.lease and current.value is not None:
+            owner = self._lease_at(current.lease)
+            if owner is not None and is_alive(current.lease, owner):
                 raise KeyConflict(f"another live lease owns {record.key}", key=record.key)
         return self.write_record(record, stamp_ns)
 
-    def _lease_at(self, lease: LeaseId) -> LeaseSeen | None:
-        """A lease's file as it is now; None if it is missing or no lease, as after the end of a lease."""
+    def _lease_at(self, lease: LeaseId) -> LeaseObservation | None:
+        """Read a lease's file; None if it is missing or malformed, as after the end of a lease."""
         if not _LEASE_NAME.fullmatch(lease):
             return None
         path = self._leases / lease
@@ -199,17 +201,17 @@ class Directory:
             content = _read_lease(path, info)
         except FileNotFoundError:
             return None
-        return None if content is None else LeaseSeen(content.ttl_s, info.st_mtime_ns, ended=False)
+        return None if content is None else LeaseObservation(content.ttl_s, info.st_mtime_ns, ended=False)
 
     def write_record(self, record: Record, stamp_ns: int) -> Signature:
         return self._write(self._keys / file_name(record.key), msgspec.msgpack.encode(record), stamp_ns)
 
     def renew(
-        self, lease: LeaseId, ttl_s: float, keys: Mapping[str, OwnKey], stamp_ns: int, rewrite: bool
+        self, lease: LeaseId, ttl_s: float, keys: Mapping[str, OwnedKey], stamp_ns: int, rewrite: bool
     ) -> Renewal:
-        """A sign of life, and every key put back that is missing or damaged.
+        """Renew a lease and restore keys whose files are missing or damaged.
 
-        `rewrite` after a loss: prove that writing works, and remove what a late write may have left.
+        `rewrite` (after a loss): also verify that writing works, and remove keys left by late writes.
         """
         path = self._leases / lease
         try:
@@ -218,35 +220,35 @@ class Directory:
             rewrite = True
         if rewrite:
             self.write_lease(lease, ttl_s, stamp_ns)
-            self._remove_unwanted(lease, keys)
-        renewed: dict[str, OwnKey] = {}
+            self._remove_stray_keys(lease, keys)
+        renewed: dict[str, OwnedKey] = {}
         lost: list[str] = []
         for key, own in keys.items():
             path = self._keys / file_name(key)
             if _signature_of(path) == own.signature:
                 continue
-            present = _record_at(path)
-            if present is not None and present.lease != lease:
+            current = _record_at(path)
+            if current is not None and current.lease != lease:
                 lost.append(key)
             else:
-                renewed[key] = OwnKey(own.value, self.write_record(Record(key, lease, own.value), stamp_ns))
+                renewed[key] = OwnedKey(own.value, self.write_record(Record(key, lease, own.value), stamp_ns))
         return Renewal(renewed, lost)
 
     def end_lease(self, lease: LeaseId, keys: list[str]) -> None:
-        """Revoke: one rename hides all keys from every reader, then the files go."""
+        """Revoke a lease: one rename hides all its keys from readers, then the files are removed."""
         with suppress(FileNotFoundError):
             os.rename(self._leases / lease, self._leases / f"{lease}{_ENDED}")
         for key in keys:
             self.remove_key(key, lease)
 
     def remove_key(self, key: str, lease: LeaseId) -> None:
-        """Remove a key's file if it is still that lease's."""
+        """Remove a key's file if it still belongs to the lease."""
         self._remove_if(self._keys / file_name(key), lambda path: _lease_of(path) == lease)
 
     def remove_dead(self, leases: Mapping[LeaseId, int | None]) -> None:
-        """Clear away what has been dead for long, given with its last known mtime (None: no file).
+        """Remove files of dead leases, given with their last known mtime (None: no file).
 
-        Any number of readers may do it at the same time, and an owner may wake up meanwhile.
+        Safe if several readers do it concurrently, or if an owner becomes active again.
         """
         dead = {lease: mtime_ns for lease, mtime_ns in leases.items() if self._mtime_of(lease) == mtime_ns}
         for file in list(self._key_files.values()):
@@ -264,7 +266,7 @@ class Directory:
                 return (self._leases / name).lstat().st_mtime_ns
         return None
 
-    def _remove_unwanted(self, lease: LeaseId, keys: Mapping[str, OwnKey]) -> None:
+    def _remove_stray_keys(self, lease: LeaseId, keys: Mapping[str, OwnedKey]) -> None:
         self._list_keys()
         for record in self._records.values():
             if record.lease == lease and record.value is not None and record.key not in keys:
@@ -283,20 +285,20 @@ class Directory:
             raise
         return signature
 
-    def _remove_if(self, path: Path, doomed: Callable[[Path], bool]) -> None:
-        """Unlink a file, but never one that was replaced between the look and the removal.
+    def _remove_if(self, path: Path, should_remove: Callable[[Path], bool]) -> None:
+        """Unlink a file, but never one that was replaced after the check.
 
-        Moved aside first and looked at again there; a wrong catch goes back unless a newer one is in place.
+        The file is moved aside and checked again there; on a mismatch it is linked back unless a newer one exists.
         """
         aside = self._temp_path()
         try:
-            if not doomed(path):
+            if not should_remove(path):
                 return
             os.rename(path, aside)
         except FileNotFoundError:
             return
         try:
-            if not doomed(aside):
+            if not should_remove(aside):
                 with suppress(FileExistsError):
                     os.link(aside, path)
         finally:
@@ -336,7 +338,7 @@ def _record_at(path: Path) -> Record | None:
 
 
 def _lease_of(path: Path) -> LeaseId | None:
-    """The lease of whatever record lies there, under whatever name."""
+    """The lease named in a record file, whatever the file's name."""
     try:
         return _decode_record(path.read_bytes()).lease
     except MALFORMED:
@@ -366,7 +368,7 @@ def _read_lease(path: Path, info: os.stat_result) -> LeaseFile | None:
 
 
 def _read(path: Path, info: os.stat_result) -> bytes | None:
-    # Opening a pipe that somebody left here would wait for its writer.
+    # Regular files only: opening a named pipe would block.
     if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_FILE_BYTES:
         return None
     try:

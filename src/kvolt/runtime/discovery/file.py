@@ -1,14 +1,14 @@
-"""Discovery through a directory shared by the processes of one host: no server to run.
+"""`file` discovery: a directory shared by the processes of one host; no server.
 
-Owns the tasks: one keeper per lease, which renews it and puts back what is missing, and one poller
-for all watches. The files are `discovery_directory`'s, the verdict on who lives is `discovery_view`'s.
+Owns the tasks: one keep-alive task per lease, which renews it and restores missing keys, and one poller for all
+watches. `directory` does the file operations, `view` decides which leases are alive.
 
     put / renew ----> Directory (one blocking call at a time) ----> files
                           ^
     poller ---- scan -----+----> View ---- changes ----> watch queues
 
-Losing the directory (removed, read-only, full, hung) is DiscoveryLost for a caller, silence for a
-watch, and a retry for keeper and poller. Must not know what the keys mean.
+Loss of the directory (removed, read-only, full, hung) is DiscoveryLost for a caller, silence for a watch, and a
+retry for the tasks. Must not depend on the meaning of keys.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime.blocking_lane import BlockingLane
 from kvolt.runtime.clock import Blocking, Clock, new_id
-from kvolt.runtime.discovery.directory import MAX_VALUE_BYTES, Directory, OwnKey, Signature
+from kvolt.runtime.discovery.directory import MAX_VALUE_BYTES, Directory, OwnedKey, Signature
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
-from kvolt.runtime.discovery.view import DEAD_TTLS_KEPT, LeaseSeen, Record, View
+from kvolt.runtime.discovery.view import DEAD_TTLS_KEPT, LeaseObservation, Record, View
 from kvolt.runtime.discovery.watch import Watches
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _RELIST_S = 1.0
-"""A folder's mtime may miss a change within one tick of the kernel's clock: list it this often anyway."""
+"""Interval for listing unconditionally: a folder's mtime may miss a change within one tick of the kernel's clock."""
 
 _RETRY_S = 1.0
 
@@ -53,17 +53,17 @@ _RETRY_S = 1.0
 @dataclass(slots=True)
 class _OwnLease:
     ttl_s: float
-    keeper: asyncio.Task[Any] | None = None
-    keys: dict[str, OwnKey] = field(default_factory=dict)
+    keepalive: asyncio.Task[Any] | None = None
+    keys: dict[str, OwnedKey] = field(default_factory=dict)
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     tombstones: dict[str, float] = field(default_factory=dict)
-    """Deleted keys and when."""
-    doubtful: bool = False
-    """A write was given up: it may have happened, or happen late."""
+    """Deleted keys with the time of deletion."""
+    has_uncertain_write: bool = False
+    """A write timed out: it may have happened, or may happen late."""
 
 
 class FileDiscovery:
-    """One process's client of a shared directory. `on_state` is told when it is lost and when it is back."""
+    """A process's client of a shared directory. `on_state` gets False when it is lost and True when it is back."""
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class FileDiscovery:
         self._poll_s = poll_s
         self._root = Path(directory)
         self._directory = Directory(self._root, new_id(rng))
-        self._directory_made = False
+        self._is_directory_ready = False
         self._lane = BlockingLane(blocking, clock, timeout_s)
-        # Whoever holds the turn may use the lane and change what is recorded as our own. Waiting for it
-        # is bounded by the lane's time-out: once a call hangs, those behind it fail at once.
-        self._turn = asyncio.Lock()
+        # Guards the lane and the record of own leases. Waiting for it is bounded by the lane's time-out: once a
+        # call hangs, the calls behind it fail at once.
+        self._lock = asyncio.Lock()
         self._health = _Health(self._root, on_state)
         self._view = View(max_step_s=4 * poll_s)
         self._watches = Watches()
-        self._own: dict[LeaseId, _OwnLease] = {}
-        self._crew = Crew("discovery-file")
+        self._leases: dict[LeaseId, _OwnLease] = {}
+        self._task_group = TaskGroup("discovery-file")
         self._polling = False
         self._poll_now = asyncio.Event()
         self._relisted_at = -_RELIST_S
@@ -99,47 +99,47 @@ class FileDiscovery:
     # -- the port
 
     async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
-        continued = name is not None
+        is_continued = name is not None
         name = name or LeaseId(new_id(self._rng))
-        async with self._turn:
+        async with self._lock:
             self._check_open()
-            if name in self._own:
+            if name in self._leases:
                 return name
             stamp_ns = self._stamp()
             await self._do("write", lambda: self._directory.write_lease(name, ttl_s, stamp_ns))
-            # What it left behind and is not put again goes with the first renewal.
-            own = self._own[name] = _OwnLease(ttl_s, doubtful=continued)
+            # Keys of the previous process that are not put again are removed by the first renewal.
+            own = self._leases[name] = _OwnLease(ttl_s, has_uncertain_write=is_continued)
             if not self._closed:
-                own.keeper = self._crew.start(self._keep(name, ttl_s), f"keeper-{name}")
+                own.keepalive = self._task_group.start(self._keep_alive(name, ttl_s), f"keeper-{name}")
         return name
 
     async def put(
         self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
     ) -> None:
         _check_entry(key, value)
-        async with self._turn:
+        async with self._lock:
             self._check_open()
-            own = self._own.get(lease)
+            own = self._leases.get(lease)
             if own is None:
                 raise NotFound("no such lease in this process", kind="lease", name=lease)
             signature = await self._write_record(Record(key, lease, value), own)
-            for other in self._own.values():
+            for other in self._leases.values():
                 other.tombstones.pop(key, None)
-            own.keys[key] = OwnKey(value, signature)
+            own.keys[key] = OwnedKey(value, signature)
             own.on_lost.pop(key, None)
             if on_lost is not None:
                 own.on_lost[key] = on_lost
 
     async def delete(self, key: str) -> None:
-        async with self._turn:
+        async with self._lock:
             self._check_open()
-            for lease, own in self._own.items():
+            for lease, own in self._leases.items():
                 if key in own.keys:
-                    # Before the attempt: even if it fails, the key must not be put back.
+                    # Before the attempt: even if it fails, the key must not be restored.
                     del own.keys[key]
                     own.on_lost.pop(key, None)
                     own.tombstones[key] = self._clock.monotonic()
-                    with suppress(KeyConflict):  # it is another lease's key by now
+                    with suppress(KeyConflict):  # another lease owns the key by now
                         await self._write_record(Record(key, lease, None), own)
                     return
 
@@ -157,42 +157,42 @@ class FileDiscovery:
         return queue
 
     async def revoke(self, lease: LeaseId) -> None:
-        async with self._turn:
+        async with self._lock:
             await self._end(lease)
 
     async def close(self) -> None:
         if self._closed:
             return
         await self._stop()
-        async with self._turn:
-            for lease in list(self._own):
+        async with self._lock:
+            for lease in list(self._leases):
                 with suppress(DiscoveryLost):
                     await self._end(lease)
 
     async def abandon(self) -> None:
-        """Stop without revoking, as a crash would: the leases run out after their ttl. For tests."""
+        """Stop without revoking, like a crash: the leases expire after their ttl. For tests."""
         await self._stop()
-        self._own.clear()
+        self._leases.clear()
 
     # -- owning
 
     async def _write_record(self, record: Record, own: _OwnLease) -> Signature:
-        stamp_ns, doubtful, wall_s = self._stamp(), own.doubtful, self._clock.wall()
+        stamp_ns, has_uncertain_write, wall_s = self._stamp(), own.has_uncertain_write, self._clock.wall()
 
-        def is_alive(lease: LeaseId, seen: LeaseSeen) -> bool:
-            # After a pause of the whole machine the clock alone would call every lease dead.
-            return wall_s - seen.mtime_ns / 1e9 < seen.ttl_s or self._view.believes_alive(lease)
+        def is_alive(lease: LeaseId, observation: LeaseObservation) -> bool:
+            # After a pause of the machine every lease would look expired by the clock alone.
+            return wall_s - observation.mtime_ns / 1e9 < observation.ttl_s or self._view.is_alive(lease)
 
-        own.doubtful = True
+        own.has_uncertain_write = True
         try:
             signature = await self._do("write", lambda: self._directory.claim(record, stamp_ns, is_alive))
         except KeyConflict:
-            own.doubtful = doubtful
+            own.has_uncertain_write = has_uncertain_write
             raise
-        own.doubtful = doubtful
+        own.has_uncertain_write = has_uncertain_write
         return signature
 
-    async def _keep(self, lease: LeaseId, ttl_s: float) -> None:
+    async def _keep_alive(self, lease: LeaseId, ttl_s: float) -> None:
         delay_s = ttl_s / 3
         while True:
             await asyncio.sleep(delay_s)
@@ -203,19 +203,19 @@ class FileDiscovery:
                 delay_s = min(ttl_s / 3, _RETRY_S)
 
     async def _renew(self, lease: LeaseId) -> None:
-        async with self._turn:
-            own = self._own.get(lease)
+        async with self._lock:
+            own = self._leases.get(lease)
             if own is None:
                 return
             keys, stamp_ns = dict(own.keys), self._stamp()
-            rewrite = own.doubtful or self._health.failing("write")
+            rewrite = own.has_uncertain_write or self._health.failing("write")
             renewal = await self._do(
                 "write", lambda: self._directory.renew(lease, own.ttl_s, keys, stamp_ns, rewrite)
             )
-            own.doubtful = False
+            own.has_uncertain_write = False
             own.keys.update(renewal.keys)
             if renewal.keys and not rewrite:
-                log.warning("discovery keys missing or damaged, written again: keys=%s", list(renewal.keys))
+                log.warning("discovery keys missing or damaged; restored: keys=%s", list(renewal.keys))
             for key in renewal.lost:
                 del own.keys[key]
                 on_lost = own.on_lost.pop(key, None)
@@ -231,11 +231,11 @@ class FileDiscovery:
             del own.tombstones[key]
 
     async def _end(self, lease: LeaseId) -> None:
-        own = self._own.pop(lease, None)
+        own = self._leases.pop(lease, None)
         if own is None:
             return
-        if own.keeper is not None:
-            own.keeper.cancel()
+        if own.keepalive is not None:
+            own.keepalive.cancel()
         keys = [*own.keys, *own.tombstones]
         await self._do("write", lambda: self._directory.end_lease(lease, keys))
 
@@ -244,7 +244,7 @@ class FileDiscovery:
     def _start_polling(self) -> None:
         if not self._polling:
             self._polling = True
-            self._crew.start(self._poll(), "poller")
+            self._task_group.start(self._poll(), "poller")
 
     async def _poll(self) -> None:
         while True:
@@ -257,27 +257,27 @@ class FileDiscovery:
                     await self._poll_now.wait()
 
     async def _read(self, relist: bool = False) -> None:
-        """Scan, tell the open watches what changed, and give those that wait their first content."""
-        async with self._turn:
-            new = self._watches.waiting()
+        """Scan, publish changes to the open watches, and give new watches their initial content."""
+        async with self._lock:
+            new_watches = self._watches.not_started()
             now = self._clock.monotonic()
-            relist = relist or bool(new) or now - self._relisted_at >= _RELIST_S
+            relist = relist or bool(new_watches) or now - self._relisted_at >= _RELIST_S
             try:
                 snapshot = await self._do("read", lambda: self._directory.scan(relist))
             except DiscoveryLost:
-                self._view.lost()
+                self._view.mark_unreadable()
                 raise
             if relist:
                 self._relisted_at = now
-            changes = self._view.update(snapshot, self._clock.monotonic(), self._clock.wall())
+            changes = self._view.apply_snapshot(snapshot, self._clock.monotonic(), self._clock.wall())
             self._watches.publish(changes)
-            for queue in new:
-                queue.begin(self._view.content(queue.prefix))
+            for queue in new_watches:
+                queue.set_initial(self._view.content(queue.prefix))
 
     async def _remove_garbage(self) -> None:
-        leases = self._view.garbage()
+        leases = self._view.collect_dead_leases()
         if leases:
-            async with self._turn:
+            async with self._lock:
                 await self._do("read", lambda: self._directory.remove_dead(leases))
 
     # -- both
@@ -285,28 +285,28 @@ class FileDiscovery:
     async def _stop(self) -> None:
         self._closed = True
         self._watches.close()
-        await self._crew.close()
+        await self._task_group.close()
 
-    async def _do(self, side: str, work: Callable[[], T]) -> T:
-        """One piece of file work; the caller holds the turn."""
-        made, wall_s = self._directory_made, self._clock.wall()
+    async def _do(self, side: str, operation: Callable[[], T]) -> T:
+        """Run one file operation; the caller holds the lock."""
+        created, wall_s = self._is_directory_ready, self._clock.wall()
 
         def attempt() -> T:
-            if not made:
+            if not created:
                 self._directory.ensure(wall_s)
-            return work()
+            return operation()
 
         try:
             result = await self._lane.run(attempt)
         except (OSError, DeadlineExceeded, Overloaded, Unavailable) as error:
-            self._directory_made = False
+            self._is_directory_ready = False
             reason = str(error)
-            self._health.failed(side, reason)
+            self._health.mark_failed(side, reason)
             raise DiscoveryLost(
                 f"discovery directory {self._root}: {reason}", address=str(self._root)
             ) from error
-        self._directory_made = True
-        self._health.works(side)
+        self._is_directory_ready = True
+        self._health.mark_working(side)
         return result
 
     def _check_open(self) -> None:
@@ -314,14 +314,14 @@ class FileDiscovery:
             raise DiscoveryLost("this discovery client is closed", address=str(self._root))
 
     def _stamp(self) -> int:
-        """An mtime in nanoseconds that is now to the millisecond and unique below it."""
+        """Current time as mtime in nanoseconds; the bits below one millisecond are random."""
         return (int(self._clock.wall() * 1e9) & ~0xFFFFF) | self._rng.getrandbits(20)
 
 
 class _Health:
-    """Whether the directory can be read and written; says so once per change.
+    """Whether the directory is readable and writable; reports each change once.
 
-    Two sides, since on a full disk reading goes on working: one success must not hide the other's failure.
+    Reads and writes are tracked separately: on a full disk reads still work and must not hide failing writes.
     """
 
     def __init__(self, root: Path, on_state: Callable[[bool], None] | None) -> None:
@@ -333,21 +333,23 @@ class _Health:
     def failing(self, side: str) -> bool:
         return side in self._failing
 
-    def failed(self, side: str, reason: str) -> None:
+    def mark_failed(self, side: str, reason: str) -> None:
         self._failing[side] = None
         if self._connected is not False:
-            log.warning("discovery directory %s is lost, going on with what is known: %s", self._root, reason)
-            self._turn(connected=False)
+            log.warning(
+                "discovery lost: directory=%s reason=%s; using the last known state", self._root, reason
+            )
+            self._set_connected(connected=False)
 
-    def works(self, side: str) -> None:
+    def mark_working(self, side: str) -> None:
         self._failing.pop(side, None)
         if self._failing or self._connected:
             return
         if self._connected is False:
-            log.warning("discovery directory %s is back", self._root)
-        self._turn(connected=True)
+            log.warning("discovery restored: directory=%s", self._root)
+        self._set_connected(connected=True)
 
-    def _turn(self, connected: bool) -> None:
+    def _set_connected(self, connected: bool) -> None:
         self._connected = connected
         if self._on_state is not None:
             self._on_state(connected)

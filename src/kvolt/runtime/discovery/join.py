@@ -1,13 +1,13 @@
-"""Discovery through a join server: `--join HOST:PORT`, nothing to install.
+"""`join` discovery: client of a join server (`--join HOST:PORT`); nothing to install.
 
-Owns reconnecting: one keeper per lease holds it and, after every loss, brings what the server has in line
-with what this process owns; one follower per watched prefix mirrors it. While the server is away the
-mirrors stand still, and when it is back what is missing is believed for a while longer. A silent server is
-away: what it would say after a stall or a partition, of leases that expired in that time, is not news.
+Owns reconnecting. One keep-alive task per lease holds it, and after every loss makes the server's keys equal to
+the keys of this process. One task per watched prefix mirrors it. While the server is away the mirrors keep their
+state; after a reconnect missing keys are kept for a grace period. A silent server counts as away: leases that it
+expired during a stall or a partition are no information about their owners.
 
-    put / delete --- turn of the lease ---> server
-    keeper --------- hold, put back ------> server, whenever the hold broke or a change was left in doubt
-    follower <------ watch ---------------- server ----> mirror ----> watch queues
+    put / delete --- lock of the lease ---> server
+    keep-alive ----- hold, resync --------> server, whenever the hold broke or a change is uncertain
+    mirror task <--- watch ---------------- server ----> mirror ----> watch queues
 
 The connection to the server may carry other calls, in both directions. Only our own calls end when it is silent.
 """
@@ -33,7 +33,7 @@ from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
 from kvolt.runtime.endpoint.client import open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 _FOREVER_S = 1e9
 
@@ -45,24 +45,24 @@ _decode_watch: Decode = msgspec.msgpack.Decoder(join.WatchItem).decode
 @dataclass(slots=True, eq=False)
 class _OwnLease:
     secret: LeaseId
-    """Not from the injected generator: its other output is public, and would let others predict this."""
-    task: str
+    """Not from the injected random generator: its other output is public and would make this predictable."""
+    task_name: str
     ttl_s: float
     keys: dict[str, bytes] = field(default_factory=dict)
-    """What was put and not deleted: put back whenever the server lost it."""
+    """Keys put and not deleted; restored whenever the server lost them."""
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Whoever has it may change what the lease has at the server."""
-    held: asyncio.Event = field(default_factory=asyncio.Event)
-    hold: ResponseStream | None = None
-    keeper: asyncio.Task[Any] | None = None
-    in_doubt: bool = False
-    """The hold was given up by ourselves, for the keeper to go over what the server has."""
-    trouble: str = ""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Serialises changes of the lease at the server."""
+    is_held: asyncio.Event = field(default_factory=asyncio.Event)
+    hold_stream: ResponseStream | None = None
+    keepalive: asyncio.Task[Any] | None = None
+    needs_resync: bool = False
+    """The hold was cancelled locally, so that the keep-alive task resynchronises the keys."""
+    last_error: str = ""
 
 
 class JoinDiscovery:
-    """One process's client of a join server. `on_state` is told when it is lost and when it is back."""
+    """A process's client of a join server. `on_state` gets False when it is lost and True when it is back."""
 
     def __init__(
         self,
@@ -75,27 +75,27 @@ class JoinDiscovery:
         retry_max_s: float = 2.0,
         grace_s: float = 5.0,
     ) -> None:
-        """`grace_s`: after a loss owners come back one by one, each after at most `retry_max_s` and a dial."""
+        """`grace_s`: time for owners to restore their keys after a loss, each within `retry_max_s` and a dial."""
         self._plane = plane
         self._address = address
         self._rng = rng
         self._timeout_s = timeout_s
         self._retry_max_s = retry_max_s
         self._grace_s = grace_s
-        self._limits = Deadlines(
+        self._call_deadlines = Deadlines(
             connect_s=timeout_s, first_s=timeout_s, between_s=timeout_s, total_s=timeout_s
         )
-        self._standing = Deadlines(
+        self._stream_deadlines = Deadlines(
             connect_s=timeout_s, first_s=timeout_s, between_s=_FOREVER_S, total_s=_FOREVER_S
         )
         self._state = ServerState(address, on_state)
-        self._own: dict[LeaseId, _OwnLease] = {}
+        self._leases: dict[LeaseId, _OwnLease] = {}
         self._num_leases = 0
         self._mirrors: dict[str, Mirror] = {}
-        self._followers: dict[str, asyncio.Task[Any]] = {}
+        self._mirror_tasks: dict[str, asyncio.Task[Any]] = {}
         self._streams: dict[ResponseStream, None] = {}
         """Open calls to the server."""
-        self._crew = Crew("discovery-join")
+        self._task_group = TaskGroup("discovery-join")
         self._closed = False
         plane.on_silent(self._on_silent)
 
@@ -103,20 +103,20 @@ class JoinDiscovery:
 
     async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
         self._check_open()
-        if name is not None and name in self._own:
+        if name is not None and name in self._leases:
             return name
         self._num_leases += 1
         own = _OwnLease(name or LeaseId(secrets.token_hex(16)), f"keeper {self._num_leases}", ttl_s)
-        self._own[own.secret] = own
-        own.keeper = self._crew.start(self._keep(own), own.task)
+        self._leases[own.secret] = own
+        own.keepalive = self._task_group.start(self._keep_alive(own), own.task_name)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await own.held.wait()
+                await own.is_held.wait()
         except TimeoutError:
-            self._drop(own.secret)
-            raise self._lost(own.trouble or f"no answer within {self._timeout_s:g} s") from None
+            self._drop_lease(own.secret)
+            raise self._lost_error(own.last_error or f"no answer within {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._drop(own.secret)
+            self._drop_lease(own.secret)
             raise
         return own.secret
 
@@ -125,30 +125,30 @@ class JoinDiscovery:
     ) -> None:
         check_key(key)
         self._check_open()
-        own = self._own.get(lease)
+        own = self._leases.get(lease)
         if own is None:
             raise NotFound("no such lease in this process", kind="lease")
-        async with self._in_time():
+        async with self._time_limit():
             while not await self._try_put(own, key, value):
-                await own.held.wait()
+                await own.is_held.wait()
         own.on_lost.pop(key, None)
         if on_lost is not None:
             own.on_lost[key] = on_lost
 
     async def delete(self, key: str) -> None:
         self._check_open()
-        own = next((own for own in self._own.values() if key in own.keys), None)
+        own = next((own for own in self._leases.values() if key in own.keys), None)
         if own is None:
             return
-        # Before the attempt: even if it fails, the key must not be put back.
+        # Before the attempt: even if it fails, the key must not be restored.
         del own.keys[key]
         own.on_lost.pop(key, None)
-        async with self._in_time():
+        async with self._time_limit():
             await self._change(own, join.DELETE, join.KeyRequest(own.secret, key))
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         self._check_open()
-        content: dict[str, bytes] = await self._ask(join.GET, prefix)
+        content: dict[str, bytes] = await self._call_server(join.GET, prefix)
         return dict(sorted(content.items()))
 
     def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
@@ -156,155 +156,157 @@ class JoinDiscovery:
             closed = Mirror(prefix)
             closed.close()
             return closed.watch()
-        self._stop_idle_followers(prefix)
+        self._stop_idle_mirrors(prefix)
         mirror = self._mirrors.get(prefix)
         if mirror is None:
             mirror = self._mirrors[prefix] = Mirror(prefix)
-            self._followers[prefix] = self._crew.start(self._follow(mirror), f"follow {prefix}")
+            self._mirror_tasks[prefix] = self._task_group.start(self._run_mirror(mirror), f"follow {prefix}")
         return mirror.watch()
 
     async def revoke(self, lease: LeaseId) -> None:
-        if self._drop(lease):
-            await self._ask(join.REVOKE, lease)
+        if self._drop_lease(lease):
+            await self._call_server(join.REVOKE, lease)
 
     async def close(self) -> None:
         if self._closed:
             return
         self._end_watches()
         try:
-            # All of them in the time of one: with the server away they end by themselves.
+            # One time-out for all leases: without the server they expire by themselves.
             async with asyncio.timeout(self._timeout_s):
-                for lease in list(self._own):
+                for lease in list(self._leases):
                     with suppress(DiscoveryLost):
                         await self.revoke(lease)
         except TimeoutError:
             pass
         finally:
-            await self._crew.close()
+            await self._task_group.close()
 
     async def abandon(self) -> None:
-        """Stop without revoking, as a crash would. For tests."""
+        """Stop without revoking, like a crash. For tests."""
         self._end_watches()
-        self._own.clear()
-        await self._crew.close()
+        self._leases.clear()
+        await self._task_group.close()
 
     # -- owning
 
-    async def _keep(self, own: _OwnLease) -> None:
-        """Hold the lease; whenever the hold breaks, take it again and put everything back."""
+    async def _keep_alive(self, own: _OwnLease) -> None:
+        """Hold the lease; whenever the hold breaks, hold it again and resynchronise its keys."""
         backoff = Backoff(self._rng, self._retry_max_s)
         while True:
             try:
-                await self._hold(own, backoff)
+                await self._hold_lease(own, backoff)
             except KvoltError as error:
-                if not own.in_doubt:
-                    own.trouble = str(error.fields.get("reason", error.message))
-                    self._state.failed(own.task, error.message)
-            own.held.clear()
-            own.hold, own.in_doubt = None, False
+                if not own.needs_resync:
+                    own.last_error = str(error.fields.get("reason", error.message))
+                    self._state.mark_failed(own.task_name, error.message)
+            own.is_held.clear()
+            own.hold_stream, own.needs_resync = None, False
             await backoff.pause()
 
-    async def _hold(self, own: _OwnLease, backoff: Backoff) -> None:
+    async def _hold_lease(self, own: _OwnLease, backoff: Backoff) -> None:
         async with AsyncExitStack() as stack:
-            async with own.turn:
+            async with own.lock:
                 request = join.HoldRequest(own.secret, own.ttl_s)
                 stream = await stack.enter_async_context(
-                    self._open(join.HOLD, request, self._standing, _decode_hold)
+                    self._open(join.HOLD, request, self._stream_deadlines, _decode_hold)
                 )
                 held = await self._next(stream)
-                await self._put_back(own, held.keys)
-                own.hold = stream
+                await self._resync_keys(own, held.keys)
+                own.hold_stream = stream
             backoff.reset()
-            self._state.works(own.task)
-            own.held.set()
+            self._state.mark_working(own.task_name)
+            own.is_held.set()
             while True:
-                self._lose(own, (await self._next(stream)).key)
+                self._on_key_lost(own, (await self._next(stream)).key)
 
-    async def _put_back(self, own: _OwnLease, there: tuple[str, ...]) -> None:
-        """Make the server have what we own: no more, no less, and nothing that another lease owns by now."""
-        for key in there:
+    async def _resync_keys(self, own: _OwnLease, server_keys: tuple[str, ...]) -> None:
+        """Make the server's keys equal to ours, except keys that another lease has acquired."""
+        for key in server_keys:
             if key not in own.keys:
-                await self._ask(join.DELETE, join.KeyRequest(own.secret, key))
+                await self._call_server(join.DELETE, join.KeyRequest(own.secret, key))
         for key in list(own.keys):
             value = own.keys.get(key)
             if value is not None:
                 try:
-                    await self._ask(join.PUT, join.PutRequest(own.secret, key, value))
+                    await self._call_server(join.PUT, join.PutRequest(own.secret, key, value))
                 except KeyConflict:
-                    self._lose(own, key)
+                    self._on_key_lost(own, key)
 
     @staticmethod
-    def _lose(own: _OwnLease, key: str) -> None:
+    def _on_key_lost(own: _OwnLease, key: str) -> None:
         own.keys.pop(key, None)
         on_lost = own.on_lost.pop(key, None)
         if on_lost is not None:
             on_lost()
 
     async def _try_put(self, own: _OwnLease, key: str, value: bytes) -> bool:
-        """False: the server does not know our lease (it was restarted), so the keeper has to go there first."""
+        """False if the server does not know the lease (it was restarted) and the hold must come first."""
         try:
             await self._change(own, join.PUT, join.PutRequest(own.secret, key, value))
         except NotFound:
-            if self._own.get(own.secret) is not own:
+            if self._leases.get(own.secret) is not own:
                 raise
             return False
         own.keys[key] = value
         return True
 
     async def _change(self, own: _OwnLease, endpoint: str, request: Any) -> None:
-        in_doubt = True
+        needs_resync = True
         try:
-            async with own.turn:
-                await self._ask(endpoint, request)
-            in_doubt = False
+            async with own.lock:
+                await self._call_server(endpoint, request)
+            needs_resync = False
         except (InvalidRequest, KeyConflict):
-            in_doubt = False
+            needs_resync = False
             raise
         finally:
-            if in_doubt:
-                self._break_hold(own)
+            if needs_resync:
+                self._restart_hold(own)
 
-    def _break_hold(self, own: _OwnLease) -> None:
-        """A change may have been made or not, or may be made late: let the keeper go over it."""
-        own.held.clear()
-        if own.hold is not None:
-            own.in_doubt = True
-            own.hold.call.cancel()
+    def _restart_hold(self, own: _OwnLease) -> None:
+        """Cancel the hold to resynchronise: a change may or may not have been made, or may be made late."""
+        own.is_held.clear()
+        if own.hold_stream is not None:
+            own.needs_resync = True
+            own.hold_stream.call.cancel()
 
-    def _drop(self, lease: LeaseId) -> bool:
-        own = self._own.pop(lease, None)
+    def _drop_lease(self, lease: LeaseId) -> bool:
+        own = self._leases.pop(lease, None)
         if own is None:
             return False
-        if own.keeper is not None:
-            own.keeper.cancel()
-        self._state.forget(own.task)
+        if own.keepalive is not None:
+            own.keepalive.cancel()
+        self._state.remove_task(own.task_name)
         return True
 
     # -- reading
 
-    async def _follow(self, mirror: Mirror) -> None:
+    async def _run_mirror(self, mirror: Mirror) -> None:
         backoff = Backoff(self._rng, self._retry_max_s)
         name = f"watch {mirror.prefix}"
         while True:
             try:
-                async with self._open(join.WATCH, mirror.prefix, self._standing, _decode_watch) as stream:
+                async with self._open(
+                    join.WATCH, mirror.prefix, self._stream_deadlines, _decode_watch
+                ) as stream:
                     start = await self._next(stream)
                     backoff.reset()
                     grace_s = max(start.settles_in_s, self._grace_s)
-                    await mirror.follow(stream, grace_s, lambda: self._state.works(name))
-                    raise self._lost("ended our watch")
+                    await mirror.apply_stream(stream, grace_s, lambda: self._state.mark_working(name))
+                    raise self._lost_error("ended our watch")
             except KvoltError as error:
-                self._state.failed(name, error.message)
+                self._state.mark_failed(name, error.message)
             await backoff.pause()
 
-    def _stop_idle_followers(self, wanted: str) -> None:
+    def _stop_idle_mirrors(self, requested: str) -> None:
         idle = [mirror.prefix for mirror in self._mirrors.values() if not mirror.is_watched]
         for prefix in idle:
-            if prefix == wanted:
+            if prefix == requested:
                 continue
             del self._mirrors[prefix]
-            self._followers.pop(prefix).cancel()
-            self._state.forget(f"watch {prefix}")
+            self._mirror_tasks.pop(prefix).cancel()
+            self._state.remove_task(f"watch {prefix}")
 
     def _on_silent(self, address: str, is_silent: bool) -> None:
         if is_silent and address == self._address:
@@ -313,25 +315,25 @@ class JoinDiscovery:
 
     def _end_watches(self) -> None:
         self._closed = True
-        self._plane.forget(self._on_silent)
+        self._plane.remove_listeners(self._on_silent)
         for mirror in self._mirrors.values():
             mirror.close()
 
     # -- both
 
-    async def _ask(self, endpoint: str, request: Any) -> Any:
-        async with self._open(endpoint, request, self._limits, _decode_any) as stream:
+    async def _call_server(self, endpoint: str, request: Any) -> Any:
+        async with self._open(endpoint, request, self._call_deadlines, _decode_any) as stream:
             return await self._next(stream)
 
     @asynccontextmanager
     async def _open(
-        self, endpoint: str, request: Any, limits: Deadlines, decode: Decode
+        self, endpoint: str, request: Any, deadlines: Deadlines, decode: Decode
     ) -> AsyncIterator[ResponseStream]:
         to = Destination(self._address, endpoint)
         try:
-            stream = await open_stream(self._plane, to, request, limits, decode)
+            stream = await open_stream(self._plane, to, request, deadlines, decode)
         except KvoltError as error:
-            raise self._translated(error) from error
+            raise self._to_port_error(error) from error
         self._streams[stream] = None
         try:
             async with stream:
@@ -343,27 +345,27 @@ class JoinDiscovery:
         try:
             return await anext(stream)
         except StopAsyncIteration:
-            raise self._lost("ended the stream") from None
+            raise self._lost_error("ended the stream") from None
         except KvoltError as error:
-            raise self._translated(error) from error
+            raise self._to_port_error(error) from error
 
-    def _translated(self, error: KvoltError) -> KvoltError:
-        """What a caller of the port may see: its own mistakes as they are, all else as a loss."""
+    def _to_port_error(self, error: KvoltError) -> KvoltError:
+        """Map errors for callers of the port: their own mistakes unchanged, everything else to DiscoveryLost."""
         unknown_lease = isinstance(error, NotFound) and error.fields.get("kind") == "lease"
         own_mistake = unknown_lease or isinstance(error, InvalidRequest | KeyConflict)
-        return error if own_mistake else self._lost(error.message)
+        return error if own_mistake else self._lost_error(error.message)
 
     @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    async def _time_limit(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except TimeoutError:
-            raise self._lost(f"no answer within {self._timeout_s:g} s") from None
+            raise self._lost_error(f"no answer within {self._timeout_s:g} s") from None
 
-    def _lost(self, reason: str) -> DiscoveryLost:
+    def _lost_error(self, reason: str) -> DiscoveryLost:
         return DiscoveryLost(f"join server {self._address}: {reason}", address=self._address, reason=reason)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise self._lost("this client is closed")
+            raise self._lost_error("this client is closed")

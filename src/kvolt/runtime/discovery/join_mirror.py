@@ -1,7 +1,7 @@
-"""What one watched prefix of a join server is known to hold, and those who watch it.
+"""Local mirror of one watched prefix of a join server, and its watches.
 
-Owns the rule for coming back: what was known and is not there is gone only after a grace, time enough
-for its owner to put it back. Must not know how to reach the server.
+After a reconnect, known keys that are missing are deleted only after a grace period, so that their owners can restore
+them. Must not depend on the connection to the server.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from kvolt.runtime.discovery.watch import Watches
 
 
 class Mirror:
-    """Stands still while nobody feeds it. Has watches of its own: another prefix's mirror may be behind."""
+    """Keeps its state without a stream. Has its own watches: the mirror of another prefix may be behind."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self._content: dict[str, bytes] = {}
         self._unconfirmed: dict[str, None] = {}
-        """Known before the present stream, and not yet seen in it."""
+        """Keys known before the current stream and not yet seen in it."""
         self._synced = False
         self._watches = Watches()
 
     @property
     def is_watched(self) -> bool:
-        return self._watches.any_open
+        return self._watches.has_open
 
     def watch(self) -> AsyncIterator[WatchEvent]:
         queue = self._watches.open(self.prefix)
         if self._synced:
-            queue.begin(dict(sorted(self._content.items())))
+            queue.set_initial(dict(sorted(self._content.items())))
         return queue
 
     def close(self) -> None:
         self._watches.close()
 
-    async def follow(
+    async def apply_stream(
         self, stream: AsyncIterator[WatchItem], grace_s: float, on_synced: Callable[[], None]
     ) -> None:
-        """Follow one watch stream, which has begun, to its end."""
+        """Apply the events of one started watch stream until it ends."""
         self._unconfirmed = dict.fromkeys(self._content)
         grace: asyncio.TimerHandle | None = None
         try:
@@ -52,18 +52,18 @@ class Mirror:
                     self._set(item.key, None)
                 elif grace is None:
                     on_synced()
-                    self._begin()
-                    grace = asyncio.get_running_loop().call_later(grace_s, self._forget_unconfirmed)
+                    self._start_watches()
+                    grace = asyncio.get_running_loop().call_later(grace_s, self._drop_unconfirmed)
         finally:
             if grace is not None:
                 grace.cancel()
 
-    def _begin(self) -> None:
+    def _start_watches(self) -> None:
         self._synced = True
-        for queue in self._watches.waiting():
-            queue.begin(dict(sorted(self._content.items())))
+        for queue in self._watches.not_started():
+            queue.set_initial(dict(sorted(self._content.items())))
 
-    def _forget_unconfirmed(self) -> None:
+    def _drop_unconfirmed(self) -> None:
         for key in sorted(self._unconfirmed):
             self._set(key, None)
 

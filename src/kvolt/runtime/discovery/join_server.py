@@ -1,21 +1,20 @@
-"""The join server: this process's discovery, served to other machines over the request plane.
+"""Join server: serves this process's discovery to other machines over the request plane.
 
-What clients put goes into the store it stands on (`mem` in a process of its own, `file` in `kvolt
-serve`), so both see the same cluster; the store refuses a put over another lease's key. A client's lease
-lives as long as its `hold` stream; when the stream breaks or its client falls silent, the lease gets its ttl
-to be held again. A client whose stall outlasts the lease sees its `hold` end, and puts everything back.
+Clients' keys are stored in the underlying store (`mem` in a process of its own, `file` in `kvolt serve`), so both
+see the same cluster; the store refuses a put over another lease's key. A client's lease lives as long as its `hold`
+stream. When the stream breaks or the client falls silent, the lease can be held again within its ttl. A client
+whose stall outlasts the lease sees its `hold` end, and restores everything.
 
-A full server gives up leases of the address that has the most (see `join_shares`).
+A full server evicts leases of the address with the highest use (see `join_shares`).
 
-A lease id is a secret of its client: 128 random bits that are never shown or logged here. A connection
-that does not know it can neither hold, use nor revoke the lease; a client that reconnects proves by it
-that the lease is its own.
+A lease id is a secret of its client: 128 random bits, never shown or logged here. A connection without it can neither
+hold, use nor revoke the lease; a reconnecting client proves with it that it owns the lease.
 
-    hold    keeps a lease; says what the lease has here, then the keys that it loses
-    put     sets a key; KeyConflict if another live lease has it
-    watch   what the store's own watch says, after how long the server is still settling
+    hold    keeps a lease; reports the lease's keys on this server, then the keys that it loses
+    put     sets a key; KeyConflict if another live lease owns it
+    watch   the store's watch events, preceded by the remaining settling time of the server
 
-After a restart the server settles: until then nobody may take "not back yet" for "gone".
+After a restart the server settles: until then clients must not treat a missing key as deleted.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery.join_shares import LeaseShares
 from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put
-from kvolt.runtime.endpoint.server import EndpointServer, decoder
+from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,9 @@ HOLD, PUT, DELETE, REVOKE, GET, WATCH = (
 
 MAX_LEASES = 16_384
 MAX_BYTES = 256 << 20
-"""Of keys and values that clients put."""
+"""Limit of keys and values of all clients."""
 MAX_TTL_S = 60.0
-"""How long a lease lasts from the loss of its connection, whatever its client asks for and whichever others return."""
+"""Maximum lifetime of a lease after its connection is lost, whatever ttl the client requests."""
 
 LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -60,17 +59,17 @@ LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
 class HoldRequest(msgspec.Struct, frozen=True):
     lease: LeaseSecret
     ttl_s: Annotated[float, Meta(gt=0, le=86_400)]
-    """Bounded, and nan is out of bounds: it becomes a timer here."""
+    """Bounded, which also excludes NaN, because it sets a timer."""
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
-    """First item of a hold: the lease is kept, and has these keys here."""
+    """First item of a hold: the lease is held and has these keys on this server."""
 
     keys: tuple[str, ...]
 
 
 class KeyLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The store lost this key to another lease while the server's own lease there had expired."""
+    """Another lease acquired this key while the server's own lease in the store had expired."""
 
     key: str
 
@@ -90,7 +89,7 @@ class KeyRequest(msgspec.Struct, frozen=True):
 
 
 class WatchStart(msgspec.Struct, frozen=True, tag="start"):
-    """First item of a watch. While the server settles, a missing key is no news."""
+    """First item of a watch. While the server settles, a missing key is not a deleted key."""
 
     settles_in_s: float
 
@@ -113,39 +112,39 @@ WatchItem = WatchStart | WatchPut | WatchDelete | WatchSynced
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """One stream that keeps a lease."""
+    """A stream that holds a lease."""
 
-    over: bool = False
-    lost: dict[str, None] = field(default_factory=dict)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False
+    lost_keys: dict[str, None] = field(default_factory=dict)
+    wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
     def report_lost(self, key: str) -> None:
-        self.lost[key] = None
-        self.news.set()
+        self.lost_keys[key] = None
+        self.wakeup.set()
 
     def end(self) -> None:
-        self.over = True
-        self.news.set()
+        self.has_ended = True
+        self.wakeup.set()
 
 
 @dataclass(slots=True, eq=False)
 class _Lease:
     name: str
-    """The secret of its client."""
-    stored: LeaseId
+    """The client's secret."""
+    store_lease: LeaseId
     ttl_s: float
     peer_host: str
     num_bytes: int = 0
-    """Of its keys, and of puts that are not done."""
+    """Bytes of its keys and of pending puts."""
     keys: dict[str, int] = field(default_factory=dict)
-    """With the bytes of each."""
+    """Keys with their size in bytes."""
     hold: _Hold | None = None
     expiry: asyncio.TimerHandle | None = None
-    """Running while nobody holds it."""
+    """Timer that runs while no connection holds the lease."""
     lost_at: float = 0.0
-    """When `expiry` was first started."""
-    spared: bool = False
-    """Its time was started anew once, since the loss seems to be our own."""
+    """When the connection was lost."""
+    was_extended: bool = False
+    """The expiry was restarted once, because the loss was probably the server's own."""
 
     def stop_expiry(self) -> None:
         if self.expiry is not None:
@@ -154,7 +153,7 @@ class _Lease:
 
 
 class JoinServer:
-    """Serves a Discovery. Its endpoints are added to the process's EndpointServer."""
+    """Serves a Discovery through endpoints of the process's EndpointServer."""
 
     def __init__(self, store: Discovery, clock: Clock, settle_s: float) -> None:
         self._store = store
@@ -162,11 +161,11 @@ class JoinServer:
         self._settled_at = clock.monotonic() + settle_s
         self._leases: dict[str, _Lease] = {}
         self._shares: LeaseShares[_Lease] = LeaseShares()
-        self._num_shed = 0
-        self._crew = Crew("join-server")
+        self._num_evicted = 0
+        self._task_group = TaskGroup("join-server")
 
-    def add_to(self, server: EndpointServer) -> None:
-        server.add(HOLD, InstanceId(""), partial(self._on_hold, server))
+    def register_endpoints(self, server: EndpointServer) -> None:
+        server.register(HOLD, InstanceId(""), partial(self._on_hold, server))
         for endpoint, handler, kind in (
             (PUT, self._put, PutRequest),
             (DELETE, self._delete, KeyRequest),
@@ -174,20 +173,22 @@ class JoinServer:
             (GET, self._get, str),
             (WATCH, self._watch, str),
         ):
-            server.add(endpoint, InstanceId(""), server.generator(handler, decoder(kind)))
+            server.register(endpoint, InstanceId(""), server.wrap_generator(handler, msgpack_decoder(kind)))
 
     async def close(self) -> None:
-        """End every hold. The leases stay with the store, which ends them when it is closed."""
+        """End every hold. The leases remain in the store, which ends them when it is closed."""
         for lease in self._leases.values():
             lease.stop_expiry()
             if lease.hold is not None:
                 lease.hold.end()
-        await self._crew.close()
+        await self._task_group.close()
 
     # -- leases
 
     def _on_hold(self, server: EndpointServer, stream: IncomingStream) -> None:
-        server.generator(lambda request: self._hold(request, stream), decoder(HoldRequest))(stream)
+        server.wrap_generator(lambda request: self._hold(request, stream), msgpack_decoder(HoldRequest))(
+            stream
+        )
 
     async def _hold(self, request: HoldRequest, stream: IncomingStream) -> AsyncIterator[HoldItem]:
         lease = self._leases.get(request.lease)
@@ -197,7 +198,7 @@ class JoinServer:
             self._shares.move_lease(lease, stream.peer_host)
         self._stop_expiry(lease)
         if lease.hold is not None:
-            lease.hold.end()  # the same client over an older connection, of whose end we have not heard
+            lease.hold.end()  # the same client over an older connection whose end was not detected yet
         hold = lease.hold = _Hold()
 
         def on_silent(is_silent: bool) -> None:
@@ -209,12 +210,12 @@ class JoinServer:
         stream.on_silent = on_silent
         try:
             yield Held(tuple(lease.keys))
-            while not hold.over:
-                await hold.news.wait()  # ends with the stream: the caller goes, or its connection
-                hold.news.clear()
-                while hold.lost:
-                    key = next(iter(hold.lost))
-                    del hold.lost[key]
+            while not hold.has_ended:
+                await hold.wakeup.wait()  # cancelled when the stream ends
+                hold.wakeup.clear()
+                while hold.lost_keys:
+                    key = next(iter(hold.lost_keys))
+                    del hold.lost_keys[key]
                     yield KeyLost(key)
         finally:
             if lease.hold is hold:
@@ -223,38 +224,38 @@ class JoinServer:
                     self._start_expiry(lease)
 
     async def _new_lease(self, request: HoldRequest, peer_host: str) -> _Lease:
-        if self._crew.closed:
-            raise Unavailable("the join server is going away", reason="draining")
+        if self._task_group.closed:
+            raise Unavailable("the join server is shutting down", reason="draining")
         while self._shares.num_leases >= MAX_LEASES:
             victim = self._shares.lease_to_replace(peer_host)
             if victim is None:
                 raise Overloaded("the join server has too many leases", queue="leases", limit=MAX_LEASES)
-            self._shed(victim)
-        # Named after the secret: after a restart of this server the lease goes on, and its keys with it.
+            self._evict_lease(victim)
+        # Derived from the secret: after a restart of this server the lease continues with its keys.
         name = LeaseId(hashlib.blake2b(request.lease.encode(), digest_size=16).hexdigest())
         ttl_s = min(request.ttl_s, MAX_TTL_S)
-        self._shares.count_leases(peer_host, 1)  # before the wait: many may be made at once
+        self._shares.count_leases(peer_host, 1)  # before the await: many may be created concurrently
         try:
-            stored = await self._store.lease(ttl_s, name)
+            store_lease = await self._store.lease(ttl_s, name)
         finally:
             self._shares.count_leases(peer_host, -1)
         other = self._leases.get(request.lease)
-        if other is not None:  # its client came twice while the store was slow
+        if other is not None:  # the client connected twice while the store was slow
             return other
-        lease = self._leases[request.lease] = _Lease(request.lease, stored, ttl_s, peer_host)
+        lease = self._leases[request.lease] = _Lease(request.lease, store_lease, ttl_s, peer_host)
         self._shares.add_lease(lease)
         return lease
 
     def _stop_expiry(self, lease: _Lease) -> None:
-        """A live connection holds the lease."""
+        """Mark the lease as held by a live connection."""
         self._shares.set_held(lease, True)
-        lease.spared = False
+        lease.was_extended = False
         if lease.expiry is not None:
             lease.stop_expiry()
-            self._spare_others()
+            self._extend_other_leases()
 
     def _start_expiry(self, lease: _Lease) -> None:
-        """The connection is silent or gone. One that is first silent and then gone was lost once."""
+        """Start the expiry when the connection falls silent or closes; a closed silent connection counts once."""
         if lease.expiry is None:
             self._shares.set_held(lease, False)
             lease.lost_at = asyncio.get_running_loop().time()
@@ -262,40 +263,40 @@ class JoinServer:
 
     def _set_expiry(self, lease: _Lease) -> None:
         lease.stop_expiry()
-        if not self._crew.closed:
+        if not self._task_group.closed:
             loop = asyncio.get_running_loop()
             expires_at = min(loop.time() + lease.ttl_s, lease.lost_at + MAX_TTL_S)
             lease.expiry = loop.call_at(expires_at, self._expire, lease)
 
-    def _spare_others(self) -> None:
-        """One who was lost is back: the others may be on their way, so their time starts anew, once."""
+    def _extend_other_leases(self) -> None:
+        """Restart the expiry of the other leases once: after one client returns, the others may follow."""
         for lease in self._leases.values():
-            if lease.expiry is not None and not lease.spared:
-                lease.spared = True
+            if lease.expiry is not None and not lease.was_extended:
+                lease.was_extended = True
                 self._set_expiry(lease)
 
     def _expire(self, lease: _Lease) -> None:
-        log.warning("lease of a joined process expired: keys=%s", list(lease.keys))
-        self._forget(lease)
-        self._crew.start(self._end_stored(lease.stored), "expire")
+        log.warning("lease expired: keys=%s", list(lease.keys))
+        self._remove_lease(lease)
+        self._task_group.start(self._end_stored(lease.store_lease), "expire")
 
-    def _shed(self, lease: _Lease) -> None:
-        self._num_shed += 1
-        if self._num_shed & (self._num_shed - 1) == 0:  # an attack must not fill the log
+    def _evict_lease(self, lease: _Lease) -> None:
+        self._num_evicted += 1
+        if self._num_evicted & (self._num_evicted - 1) == 0:  # an attack must not fill the log
             log.warning(
-                "join server full, lease given up: peer=%s keys=%d bytes=%d held=%s so far=%d",
+                "lease evicted: reason=join server full peer=%s keys=%d bytes=%d held=%s evicted=%d",
                 lease.peer_host,
                 len(lease.keys),
                 lease.num_bytes,
                 lease.hold is not None,
-                self._num_shed,
+                self._num_evicted,
             )
-        self._forget(lease)
-        if not self._crew.closed:  # else the store ends it when it is closed
-            self._crew.start(self._end_stored(lease.stored), "shed")
+        self._remove_lease(lease)
+        if not self._task_group.closed:  # else the store ends it on close
+            self._task_group.start(self._end_stored(lease.store_lease), "shed")
 
-    def _forget(self, lease: _Lease) -> None:
-        """At once and whole, so that whoever comes back under this name starts with a new lease."""
+    def _remove_lease(self, lease: _Lease) -> None:
+        """Remove a lease completely, so that a returning client starts with a new one."""
         lease.stop_expiry()
         del self._leases[lease.name]
         self._shares.remove_lease(lease)
@@ -305,15 +306,15 @@ class JoinServer:
             lease.hold.end()
             lease.hold = None  # its stream may still be open, and fall silent
 
-    async def _end_stored(self, stored: LeaseId) -> None:
+    async def _end_stored(self, store_lease: LeaseId) -> None:
         with suppress(DiscoveryLost):  # the store lets it expire
-            await self._store.revoke(stored)
+            await self._store.revoke(store_lease)
 
     async def _revoke(self, name: str) -> AsyncIterator[bool]:
         lease = self._leases.get(name)
         if lease is not None:
-            self._forget(lease)
-            await self._end_stored(lease.stored)
+            self._remove_lease(lease)
+            await self._end_stored(lease.store_lease)
         yield True
 
     # -- keys
@@ -326,16 +327,16 @@ class JoinServer:
         while self._shares.num_bytes + num_bytes > MAX_BYTES:
             victim = self._shares.lease_to_empty(lease, num_bytes)
             if victim is None:
-                raise Overloaded("the join server has too much to keep", queue="values", limit=MAX_BYTES)
-            self._shed(victim)
-        on_lost = partial(self._lose, lease, request.key)
-        self._shares.add_bytes(lease, num_bytes)  # before the wait: many may be written at once
+                raise Overloaded("the join server is full", queue="values", limit=MAX_BYTES)
+            self._evict_lease(victim)
+        on_lost = partial(self._on_key_lost, lease, request.key)
+        self._shares.add_bytes(lease, num_bytes)  # before the await: many puts may run concurrently
         try:
-            await self._store.put(request.key, request.value, lease.stored, on_lost)
+            await self._store.put(request.key, request.value, lease.store_lease, on_lost)
         except BaseException as error:
             self._shares.add_bytes(lease, -num_bytes)
             if isinstance(error, KeyConflict):
-                log.warning("put refused, another live lease owns the key: key=%r", request.key)
+                log.warning("put refused: key=%r reason=another live lease owns the key", request.key)
             raise
         if self._leases.get(request.lease) is lease:
             self._drop_key(lease, request.key)
@@ -345,12 +346,12 @@ class JoinServer:
         yield True
 
     def _drop_key(self, lease: _Lease, key: str) -> bool:
-        """Whether the lease had it."""
+        """Remove a key from a lease; returns whether it had the key."""
         num_bytes = lease.keys.pop(key, None)
         self._shares.add_bytes(lease, -(num_bytes or 0))
         return num_bytes is not None
 
-    def _lose(self, lease: _Lease, key: str) -> None:
+    def _on_key_lost(self, lease: _Lease, key: str) -> None:
         if self._drop_key(lease, key) and lease.hold is not None:
             lease.hold.report_lost(key)
 

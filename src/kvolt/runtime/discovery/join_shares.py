@@ -1,9 +1,9 @@
-"""Which lease a full join server gives up for another one. Pure.
+"""Eviction policy of a full join server: which lease gives way to another. Pure.
 
 Nothing is reserved: while there is room, one address (a NAT, or a host with all workers) may use all of it. When
-it is full, the address that uses the most pays, so that the others always find room: first with leases that no
-connection holds, and for another address also with leases that are held. The address that uses the most gets
-nothing more than what it frees itself.
+the server is full, the address with the highest use pays, so that the others always find room: first with leases
+without a connection, and for another address also with connected ones. The address with the highest use gets only
+what it frees itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvolt.runtime.network import peer_group
 
 
 class SharedLease(Protocol):
-    """A lease as far as shares are concerned. Compared by identity."""
+    """The fields of a lease that shares need. Compared by identity."""
 
     peer_host: str
     num_bytes: int
@@ -33,12 +33,12 @@ class LeaseShares(Generic[L]):
         self._bytes: Counter[str] = Counter()
         self._num_leases: Counter[str] = Counter()
         self._held: dict[str, dict[L, None]] = {}
-        """By address, in the order in which they were held last."""
+        """Leases with a connection by address, least recently connected first."""
         self._idle: dict[str, dict[L, None]] = {}
-        """By address, in the order in which they were lost."""
+        """Leases without a connection by address, longest disconnected first."""
 
     def count_leases(self, peer_host: str, change: int) -> None:
-        """A lease of this address is being made, or was not made after all."""
+        """Adjust the lease count of an address, also for leases still being created."""
         self.num_leases += change
         _count(self._num_leases, peer_group(peer_host), change)
 
@@ -47,7 +47,7 @@ class LeaseShares(Generic[L]):
         self.set_held(lease, False)
 
     def remove_lease(self, lease: L) -> None:
-        """Its bytes stay counted until they are released."""
+        """Remove a lease; its bytes stay counted until they are released."""
         group = peer_group(lease.peer_host)
         _discard(self._held, group, lease)
         _discard(self._idle, group, lease)
@@ -60,7 +60,7 @@ class LeaseShares(Generic[L]):
         to.setdefault(group, {})[lease] = None
 
     def move_lease(self, lease: L, peer_host: str) -> None:
-        """Its client is back from another address."""
+        """Account a lease to the new address of its client."""
         self.remove_lease(lease)
         _count(self._bytes, peer_group(lease.peer_host), -lease.num_bytes)
         lease.peer_host = peer_host
@@ -68,34 +68,34 @@ class LeaseShares(Generic[L]):
         self.add_lease(lease)
 
     def add_bytes(self, lease: L, num_bytes: int) -> None:
-        """Or release them, with a negative number."""
+        """Add bytes to a lease, or release them with a negative number."""
         lease.num_bytes += num_bytes
         self.num_bytes += num_bytes
         _count(self._bytes, peer_group(lease.peer_host), num_bytes)
 
     def lease_to_replace(self, peer_host: str) -> L | None:
-        """Which lease to give up for a new one of this address; None: the new one is refused."""
-        payer, is_own = _payer(self._num_leases, peer_group(peer_host), 1)
-        idle = self._idle.get(payer)
+        """The lease to evict for a new one of this address; None: refuse the new one."""
+        largest, is_largest = _largest_user(self._num_leases, peer_group(peer_host), 1)
+        idle = self._idle.get(largest)
         if idle:
             return next(iter(idle))
-        return None if is_own else next(reversed(self._held.get(payer, {})), None)
+        return None if is_largest else next(reversed(self._held.get(largest, {})), None)
 
     def lease_to_empty(self, lease: L, num_bytes: int) -> L | None:
-        """Which lease to give up for bytes of this one; None: they are refused."""
-        payer, is_own = _payer(self._bytes, peer_group(lease.peer_host), num_bytes)
-        for leases in (self._idle, {} if is_own else self._held):
-            others = [other for other in leases.get(payer, ()) if other is not lease and other.num_bytes]
+        """The lease to evict for more bytes of this one; None: refuse them."""
+        largest, is_largest = _largest_user(self._bytes, peer_group(lease.peer_host), num_bytes)
+        for leases in (self._idle, {} if is_largest else self._held):
+            others = [other for other in leases.get(largest, ()) if other is not lease and other.num_bytes]
             if others:
                 return max(others, key=lambda other: other.num_bytes)
         return None
 
 
-def _payer(used: Counter[str], group: str, more: int) -> tuple[str, bool]:
-    """The address that uses the most once this one has more, and whether it is this one."""
+def _largest_user(used: Counter[str], group: str, more: int) -> tuple[str, bool]:
+    """The address with the highest use after adding `more` to `group`, and whether it is `group`."""
     most = max(used, key=used.__getitem__, default=group)
-    is_own = used[group] + more >= used[most]
-    return (group if is_own else most), is_own
+    is_largest = used[group] + more >= used[most]
+    return (group if is_largest else most), is_largest
 
 
 def _discard(leases: dict[str, dict[L, None]], group: str, lease: L) -> None:

@@ -1,4 +1,4 @@
-"""Whether a join server can be reached, as its client's tasks find out; and how long they wait between tries."""
+"""Connection state of a join server as seen by its client, and the client's retry back-off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RETRY_FIRST_S = 0.1
 
 
 class Backoff:
-    """The pauses between tries: doubled each time, never twice the same for two processes."""
+    """Pauses between attempts: exponential, with jitter."""
 
     def __init__(self, rng: random.Random, max_s: float) -> None:
         self._rng = rng
@@ -29,7 +29,7 @@ class Backoff:
 
 
 class ServerState:
-    """Lost as soon as one task fails, back when none does any more; each is said once."""
+    """Lost as soon as one task fails, restored when none fails; each change is reported once."""
 
     def __init__(self, address: str, on_state: Callable[[bool], None] | None) -> None:
         self._address = address
@@ -37,29 +37,29 @@ class ServerState:
         self._works: dict[str, bool] = {}
         self._connected: bool | None = None
 
-    def failed(self, task: str, reason: str) -> None:
+    def mark_failed(self, task: str, reason: str) -> None:
         self._works[task] = False
         if self._connected is not False:
-            log.warning("%s; going on with what is known", reason)
-            self._turn(connected=False)
+            log.warning("discovery lost: %s; using the last known state", reason)
+            self._set_connected(connected=False)
 
-    def works(self, task: str) -> None:
+    def mark_working(self, task: str) -> None:
         self._works[task] = True
-        self._turn_if_all_work()
+        self._set_connected_if_all_work()
 
-    def forget(self, task: str) -> None:
-        """The task is over; what it found out says nothing any more."""
+    def remove_task(self, task: str) -> None:
+        """Remove a finished task from the state."""
         self._works.pop(task, None)
-        self._turn_if_all_work()
+        self._set_connected_if_all_work()
 
-    def _turn_if_all_work(self) -> None:
+    def _set_connected_if_all_work(self) -> None:
         if self._connected or not self._works or not all(self._works.values()):
             return
         if self._connected is False:
-            log.warning("join server %s is back", self._address)
-        self._turn(connected=True)
+            log.warning("discovery restored: join_server=%s", self._address)
+        self._set_connected(connected=True)
 
-    def _turn(self, connected: bool) -> None:
+    def _set_connected(self, connected: bool) -> None:
         self._connected = connected
         if self._on_state is not None:
             self._on_state(connected)

@@ -1,8 +1,8 @@
-"""Discovery inside one process: for tests, the twin and a single-process server.
+"""`mem` discovery inside one process: for tests, the twin and a single-process server.
 
-`MemStore` is the store; each participant has a `MemDiscovery` on it. The store can be lost (`offline`),
-emptied (`wipe`), and a client can crash (`abandon`). Leases need no keep-alive here: a client lives
-until it is closed or abandoned. Must not know threads, files or sockets.
+`MemStore` is the store; each participant has a `MemDiscovery` on it. The store can be lost (`offline`) or emptied
+(`wipe`), and a client can crash (`abandon`). Leases need no renewal: a client lives until it is closed or abandoned.
+Must not use threads, files or sockets.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class _Lease:
     clock: Clock
     keys: dict[str, bytes] = field(default_factory=dict)
     expires_at: float | None = None
-    """Set when nobody keeps it alive any more."""
+    """Set when the client is gone."""
 
 
 class MemStore:
-    """What all clients share."""
+    """The store shared by all clients."""
 
     def __init__(self) -> None:
         self._connected = True
         self._leases: dict[LeaseId, _Lease] = {}
         self._owners: dict[str, LeaseId] = {}
         self._clients: dict[MemDiscovery, None] = {}
-        self._shown: dict[str, bytes] = {}
+        self._published: dict[str, bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     # -- faults, for tests and the twin
 
     def offline(self) -> None:
-        """Every call raises DiscoveryLost and every watch is silent, until `online`."""
+        """Make every call raise DiscoveryLost and every watch silent, until `online`."""
         self._connected = False
         self._set_timer()
 
@@ -51,27 +51,27 @@ class MemStore:
         for lease in self._leases.values():
             if lease.expires_at is not None:
                 lease.expires_at = lease.clock.monotonic() + lease.ttl_s
-        self._catch_up()
+        self._publish_difference()
 
     def wipe(self) -> None:
-        """Forget everything; living clients put their keys back before anybody looks."""
+        """Lose everything; live clients restore their keys before any read."""
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires_at is None}
         self._owners = {key: name for name, lease in self._leases.items() for key in lease.keys}
-        self._catch_up()
+        self._publish_difference()
 
     def drop_client(self, client: MemDiscovery) -> None:
-        """Let a client's leases run out; MemDiscovery.abandon() calls it."""
+        """Let a crashed client's leases expire; called by `MemDiscovery.abandon`."""
         for name in client.leases:
-            self.let_expire(name)
-        self.leave(client)
+            self.start_expiry(name)
+        self.remove_client(client)
 
     # -- for MemDiscovery
 
-    def join(self, client: MemDiscovery) -> None:
+    def add_client(self, client: MemDiscovery) -> None:
         self._clients[client] = None
         self._set_timer()
 
-    def leave(self, client: MemDiscovery) -> None:
+    def remove_client(self, client: MemDiscovery) -> None:
         self._clients.pop(client, None)
         self._set_timer()
 
@@ -80,8 +80,8 @@ class MemStore:
             raise DiscoveryLost("the in-memory store is offline", address="mem")
 
     def add_lease(self, name: LeaseId, ttl_s: float, clock: Clock) -> None:
-        left_behind = self._leases.get(name)
-        self._leases[name] = _Lease(ttl_s, clock, {} if left_behind is None else left_behind.keys)
+        previous = self._leases.get(name)
+        self._leases[name] = _Lease(ttl_s, clock, {} if previous is None else previous.keys)
 
     def put(self, key: str, value: bytes, name: LeaseId) -> None:
         if self._owners.setdefault(key, name) != name:
@@ -90,8 +90,8 @@ class MemStore:
         self._publish([(key, value)])
 
     def delete(self, key: str) -> None:
-        """Seen at once, or, while the store is offline, when it is back."""
-        if self._forget(key) and self._connected:
+        """Delete a key; visible at once, or when the store is back online."""
+        if self._remove_key(key) and self._connected:
             self._publish([(key, None)])
 
     def owner(self, key: str) -> LeaseId | None:
@@ -106,23 +106,23 @@ class MemStore:
         self._publish([(key, None) for key in sorted(lease.keys)])
         self._set_timer()
 
-    def let_expire(self, name: LeaseId) -> None:
+    def start_expiry(self, name: LeaseId) -> None:
         lease = self._leases.get(name)
         if lease is not None and lease.expires_at is None:
             lease.expires_at = lease.clock.monotonic() + lease.ttl_s
             self._set_timer()
 
-    def begin_watches(self, client: MemDiscovery) -> None:
+    def start_watches(self, client: MemDiscovery) -> None:
         if self._connected:
-            for queue in client.watches.waiting():
-                queue.begin(dict(sorted(self._shown.items())))
+            for queue in client.watches.not_started():
+                queue.set_initial(dict(sorted(self._published.items())))
 
     def content(self, prefix: str) -> dict[str, bytes]:
-        return {key: self._shown[key] for key in sorted(self._shown) if key.startswith(prefix)}
+        return {key: self._published[key] for key in sorted(self._published) if key.startswith(prefix)}
 
     # -- inside
 
-    def _forget(self, key: str) -> bool:
+    def _remove_key(self, key: str) -> bool:
         owner = self._owners.pop(key, None)
         if owner is None:
             return False
@@ -132,28 +132,28 @@ class MemStore:
     def _publish(self, changes: list[Change]) -> None:
         for key, value in changes:
             if value is None:
-                del self._shown[key]
+                del self._published[key]
             else:
-                self._shown[key] = value
+                self._published[key] = value
         for client in self._clients:
             client.watches.publish(changes)
 
-    def _catch_up(self) -> None:
-        """Tell the watches the difference between what they last saw and what is there now."""
+    def _publish_difference(self) -> None:
+        """Publish the difference between the published and the actual content."""
         if not self._connected:
             return
         actual = {key: self._leases[owner].keys[key] for key, owner in self._owners.items()}
-        gone: list[Change] = [(key, None) for key in sorted(self._shown) if key not in actual]
-        new: list[Change] = [
-            (key, actual[key]) for key in sorted(actual) if self._shown.get(key) != actual[key]
+        removed: list[Change] = [(key, None) for key in sorted(self._published) if key not in actual]
+        added: list[Change] = [
+            (key, actual[key]) for key in sorted(actual) if self._published.get(key) != actual[key]
         ]
-        self._publish(gone + new)
+        self._publish(removed + added)
         for client in self._clients:
-            self.begin_watches(client)
+            self.start_watches(client)
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """One timer for the next expiry, and none while nobody could see it."""
+        """Set one timer for the next expiry, and none without clients or while offline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -177,7 +177,7 @@ class MemStore:
 
 
 class MemDiscovery:
-    """One client of a MemStore."""
+    """A client of a MemStore."""
 
     def __init__(self, store: MemStore, clock: Clock, rng: random.Random) -> None:
         self._store = store
@@ -186,7 +186,7 @@ class MemDiscovery:
         self._closed = False
         self.leases: dict[LeaseId, None] = {}
         self.watches = Watches()
-        store.join(self)
+        store.add_client(self)
 
     async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
         self._check()
@@ -217,7 +217,7 @@ class MemDiscovery:
 
     def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
         queue = self.watches.open(prefix)
-        self._store.begin_watches(self)
+        self._store.start_watches(self)
         return queue
 
     async def revoke(self, lease: LeaseId) -> None:
@@ -227,7 +227,7 @@ class MemDiscovery:
         try:
             self._check()
         except DiscoveryLost:
-            self._store.let_expire(lease)
+            self._store.start_expiry(lease)
             raise
         self._store.end_lease(lease)
 
@@ -238,10 +238,10 @@ class MemDiscovery:
             with suppress(DiscoveryLost):
                 await self.revoke(lease)
         self._end()
-        self._store.leave(self)
+        self._store.remove_client(self)
 
     def abandon(self) -> None:
-        """Crash: the watches end, the leases run out after their ttl."""
+        """Simulate a crash: watches end, leases expire after their ttl."""
         if not self._closed:
             self._end()
             self._store.drop_client(self)

@@ -1,15 +1,14 @@
-"""Discovery: a small key-value store with leases, behind one Protocol.
+"""Discovery port: a small key-value store with leases.
 
-Keys are slash-separated paths; values are opaque bytes. What is put under a lease lives as long as
-the process that holds the lease keeps it alive; keeping it alive, and putting everything back after
-the store was lost, is the implementation's work, not the caller's.
+Keys are slash-separated paths; values are opaque bytes. A key put under a lease lives as long as the process that
+holds the lease. Implementations keep leases alive and restore all keys after the store was lost.
 
-A key belongs to the lease that put it until it is deleted or the lease ends. A put by any other lease
-raises KeyConflict. A key should contain its owner's id (an instance, a process): then a restarted owner
-need not wait until the lease it left behind has expired.
+A key belongs to the lease that put it until it is deleted or the lease ends. A put by another lease raises
+KeyConflict. A key should contain its owner's id (instance, process), so that a restarted owner need not wait for its
+previous lease to expire.
 
-Losing the store is never news about the cluster: a watch reports no deletes for it. It goes on with
-the last known state and catches up when the store is back.
+Loss of the store is no information about the cluster: a watch reports no deletes for it. It keeps the last known
+state and catches up when the store is back.
 """
 
 from __future__ import annotations
@@ -25,88 +24,87 @@ LeaseId = NewType("LeaseId", str)
 
 
 class Put(msgspec.Struct, frozen=True):
-    """A key appeared or changed its value."""
+    """A key was created or changed its value."""
 
     key: str
     value: bytes
 
 
 class Delete(msgspec.Struct, frozen=True):
-    """A key is gone: revoked, or its lease expired."""
+    """A key was deleted: its lease was revoked or expired, or its owner deleted it."""
 
     key: str
 
 
 class Synced(msgspec.Struct, frozen=True):
-    """All that existed when the watch began has been reported. Sent once per watch."""
+    """The initial content of the watch has been reported. Sent once per watch."""
 
 
 WatchEvent = Put | Delete | Synced
 
 
 def check_key(key: str) -> None:
-    """For implementations: InvalidRequest unless it is a key."""
+    """Raise InvalidRequest unless `key` is valid. For implementations."""
     try:
         if key.encode():
             return
     except UnicodeEncodeError:
         pass
-    raise InvalidRequest("a discovery key is not empty and has a UTF-8 form", param="key")
+    raise InvalidRequest("a discovery key must be non-empty and encodable as UTF-8", param="key")
 
 
 class Discovery(Protocol):
-    """The port. All methods raise DiscoveryLost when the store does not answer in time, except where said.
+    """The port. All methods raise DiscoveryLost when the store does not answer in time, unless stated otherwise.
 
-    After `close()` every call raises DiscoveryLost, but for those that have nothing left to do: `revoke`
-    and `close` return, and a watch ends at once.
+    After `close()` every call raises DiscoveryLost, except that `revoke` and `close` return and a watch ends at
+    once.
     """
 
     async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
-        """A new lease, kept alive until revoked, closed, or this process dies.
+        """Create a lease, kept alive until it is revoked, this client closes, or the process dies.
 
-        With a `name`, a lease of that name which an earlier process left behind goes on with its keys. The
-        name must be known to its owner only: letters and digits, at most 64.
+        With a `name`, continue the lease of that name left by an earlier process, with its keys. The name (letters
+        and digits, at most 64) must be known to its owner only.
         """
         ...
 
     async def put(
         self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Set a key. Once it returned, the key is put back by itself if the store loses it.
+        """Set a key. After it returns, the key is restored automatically if the store loses it.
 
-        A key of another live lease is a KeyConflict, also when both leases are this client's. A key that is
-        empty or has no UTF-8 form is an InvalidRequest; a lease that this client does not have (another's,
-        revoked) is NotFound. When it raises DiscoveryLost the key is, in the end, what it was before: a late
-        write is undone.
+        Raises KeyConflict for a key of another live lease, even if this client holds both; InvalidRequest for a key
+        that is empty or not encodable as UTF-8; NotFound for a lease that this client does not hold. After
+        DiscoveryLost the key eventually has its previous value: a late write is undone.
 
-        `on_lost` is called once if the key passes to another lease later, which can happen only after this
-        lease expired unnoticed (the process or its network stood still). The key is then not put back: the
-        caller puts it again.
+        `on_lost` is called once if another lease acquires the key later, which can happen only after this lease
+        expired unnoticed (the process or its network was stalled). The key is then not restored: the caller has to
+        put it again.
         """
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove a key of one's own before its lease ends. Removing what is not there is no error.
+        """Delete an own key before its lease ends. Deleting a missing key is no error.
 
-        When it raises DiscoveryLost the key goes once the store is back.
+        After DiscoveryLost the key is deleted once the store is back.
         """
         ...
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
-        """What lies under the prefix now, in key order."""
+        """Current entries under the prefix, in key order."""
         ...
 
     def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
-        """The present content as Puts, then Synced, then changes in order, without end.
+        """Yield the current content as Puts, then Synced, then changes in order, without end.
 
-        Never raises DiscoveryLost: it waits and catches up. Ends when the discovery is closed.
+        Never raises DiscoveryLost: it waits and catches up. Ends when this client is closed.
         """
         ...
 
     async def revoke(self, lease: LeaseId) -> None:
-        """End a lease and all its keys at once. Unknown leases are no error."""
+        """End a lease and delete its keys. Unknown leases are no error."""
         ...
 
     async def close(self) -> None:
-        """Revoke this process's leases (as far as the store answers) and end its watches."""
+        """Revoke this client's leases (best effort) and end its watches."""
         ...

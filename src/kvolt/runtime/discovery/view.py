@@ -1,13 +1,13 @@
-"""What a reader of a shared directory believes: which leases live, which keys are there.
+"""A reader's view of a shared directory: live leases and visible keys.
 
-Owns expiry and the rule that absence is not news: a key goes when its owner says so (a tombstone, an
-ended lease) or when its lease has been silent for its ttl. A file that merely vanished (somebody
-removed the directory) is believed for one ttl more, time enough for its owner to put it back.
+Owns expiry, and the rule that a missing file is no delete: a key is deleted when its owner says so (a tombstone, an
+ended lease) or when its lease was silent for its ttl. A file that vanished (the directory was removed) stays visible
+for one more ttl, so that its owner can restore it.
 
-Silence is counted in time that was observed: a reader that was stopped, or could not read, grants
-every living lease a new ttl instead of declaring all of them dead at once.
+Silence is counted in observed time: a reader that was stopped, or could not read, grants every live lease a new ttl
+instead of declaring all of them dead at once.
 
-Pure: knows no file, no clock and no task; times come in as arguments.
+Pure: no files, clock or tasks; times are arguments.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvolt.runtime.discovery.port import LeaseId
 from kvolt.runtime.discovery.watch import Change
 
 DEAD_TTLS_KEPT = 4
-"""Ttls that a dead lease and its keys are left lying before a reader removes them."""
+"""Number of ttls after which a reader removes the files of a dead lease."""
 
 _ORPHAN_TTL_S = 30.0
-"""Taken for a lease that no file tells the ttl of."""
+"""Assumed ttl of a lease without a file."""
 
 
-class LeaseSeen(msgspec.Struct, frozen=True):
-    """A lease as one scan found it."""
+class LeaseObservation(msgspec.Struct, frozen=True):
+    """A lease file as read by one scan."""
 
     ttl_s: float
     mtime_ns: int
@@ -44,9 +44,9 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One scan. `records` is the same object as in the scan before when nothing in it changed."""
+    """Result of one scan. `records` is the same object as in the previous scan if unchanged."""
 
-    leases: Mapping[LeaseId, LeaseSeen]
+    leases: Mapping[LeaseId, LeaseObservation]
     records: Mapping[str, Record]
 
 
@@ -54,13 +54,13 @@ class Snapshot(msgspec.Struct, frozen=True):
 class _Lease:
     ttl_s: float
     mtime_ns: int | None
-    """None while there is no file."""
+    """None while the file is missing."""
     alive: bool
     silent_s: float = 0.0
-    """While alive, observed time since its last sign of life; then, observed time since its death."""
+    """While alive, observed time since its last renewal; afterwards, observed time since its death."""
 
-    def turn(self, alive: bool) -> bool:
-        """Returns whether that is a change."""
+    def set_alive(self, alive: bool) -> bool:
+        """Set `alive`; returns whether it changed."""
         if self.alive == alive:
             return False
         self.alive = alive
@@ -69,7 +69,7 @@ class _Lease:
 
 
 class View:
-    """The state of one reader, fed with snapshots."""
+    """State of one reader, updated from snapshots."""
 
     def __init__(self, max_step_s: float) -> None:
         self._max_step_s = max_step_s
@@ -77,74 +77,76 @@ class View:
         self._leases: dict[LeaseId, _Lease] = {}
         self._records: Mapping[str, Record] = {}
         self._visible: dict[str, Record] = {}
-        self._vanished_s: dict[str, float] = {}
+        self._missing_s: dict[str, float] = {}
 
-    def lost(self) -> None:
-        """The store could not be read: what is known stays, and time stands still until it can."""
+    def mark_unreadable(self) -> None:
+        """Keep the known state and stop counting time: the directory could not be read."""
         self._last_update_at = None
         for lease in self._leases.values():
             lease.silent_s = 0.0
-        for key in self._vanished_s:
-            self._vanished_s[key] = 0.0
+        for key in self._missing_s:
+            self._missing_s[key] = 0.0
 
     def content(self, prefix: str = "") -> dict[str, bytes]:
-        """In key order."""
+        """Visible entries under the prefix, in key order."""
         return {
             key: record.value
             for key in sorted(self._visible)
             if (record := self._visible[key]).value is not None and key.startswith(prefix)
         }
 
-    def believes_alive(self, lease: LeaseId) -> bool:
+    def is_alive(self, lease: LeaseId) -> bool:
         known = self._leases.get(lease)
         return known is not None and known.alive
 
-    def update(self, snapshot: Snapshot, now_s: float, wall_s: float) -> list[Change]:
-        """Returns what changed, in key order."""
+    def apply_snapshot(self, snapshot: Snapshot, now_s: float, wall_s: float) -> list[Change]:
+        """Apply a snapshot; returns the changes in key order."""
         elapsed_s = 0.0
         if self._last_update_at is not None:
             elapsed_s = min(now_s - self._last_update_at, self._max_step_s)
         self._last_update_at = now_s
-        turned = self._age_leases(snapshot.leases, elapsed_s, wall_s)
-        if snapshot.records is self._records and not turned and not self._vanished_s:
+        changed = self._age_leases(snapshot.leases, elapsed_s, wall_s)
+        if snapshot.records is self._records and not changed and not self._missing_s:
             return []
         self._records = snapshot.records
         return self._refresh(elapsed_s)
 
-    def garbage(self) -> dict[LeaseId, int | None]:
-        """Leases dead for so long that their files may go, with the mtime last seen of each.
+    def collect_dead_leases(self) -> dict[LeaseId, int | None]:
+        """Leases whose files may be removed, with their last mtime.
 
-        Each is named once per such time.
+        A lease is returned once per `DEAD_TTLS_KEPT` ttls.
         """
-        found: dict[LeaseId, int | None] = {}
+        dead: dict[LeaseId, int | None] = {}
         for name, lease in list(self._leases.items()):
             if not lease.alive and lease.silent_s >= DEAD_TTLS_KEPT * lease.ttl_s:
-                found[name] = lease.mtime_ns
+                dead[name] = lease.mtime_ns
                 lease.silent_s = 0.0
                 if lease.mtime_ns is None:
                     del self._leases[name]
-        return found
+        return dead
 
-    def _age_leases(self, seen: Mapping[LeaseId, LeaseSeen], elapsed_s: float, wall_s: float) -> bool:
-        turned = False
-        for name, file in seen.items():
+    def _age_leases(
+        self, observed: Mapping[LeaseId, LeaseObservation], elapsed_s: float, wall_s: float
+    ) -> bool:
+        changed = False
+        for name, file in observed.items():
             lease = self._leases.get(name)
             if lease is None or (lease.mtime_ns is None and not lease.alive):
                 fresh = wall_s - file.mtime_ns / 1e9 < file.ttl_s
                 self._leases[name] = _Lease(file.ttl_s, file.mtime_ns, fresh and not file.ended)
-                turned = True
+                changed = True
                 continue
             lease.silent_s += elapsed_s
             if file.ended:
-                turned |= lease.turn(alive=False)
+                changed |= lease.set_alive(alive=False)
             elif file.mtime_ns != lease.mtime_ns:
-                turned |= lease.turn(alive=True)
+                changed |= lease.set_alive(alive=True)
                 lease.silent_s = 0.0
             elif lease.alive and lease.silent_s >= lease.ttl_s:
-                turned |= lease.turn(alive=False)
+                changed |= lease.set_alive(alive=False)
             lease.ttl_s, lease.mtime_ns = file.ttl_s, file.mtime_ns
         for name, lease in self._leases.items():
-            if name in seen:
+            if name in observed:
                 continue
             if lease.mtime_ns is not None:
                 lease.mtime_ns = None
@@ -152,12 +154,12 @@ class View:
             else:
                 lease.silent_s += elapsed_s
             if lease.alive and lease.silent_s >= lease.ttl_s:
-                turned |= lease.turn(alive=False)
-        return turned
+                changed |= lease.set_alive(alive=False)
+        return changed
 
     def _refresh(self, elapsed_s: float) -> list[Change]:
-        before, vanished_before = self._visible, self._vanished_s
-        self._visible, self._vanished_s = {}, {}
+        before, missing_before = self._visible, self._missing_s
+        self._visible, self._missing_s = {}, {}
         for key, record in self._records.items():
             lease = self._leases.get(record.lease)
             if lease is None:
@@ -166,15 +168,15 @@ class View:
                 self._visible[key] = record
         for key, record in before.items():
             if key not in self._records:
-                self._believe(key, record, vanished_before.get(key, -elapsed_s) + elapsed_s)
+                self._keep_missing(key, record, missing_before.get(key, -elapsed_s) + elapsed_s)
         return _difference(before, self._visible)
 
-    def _believe(self, key: str, record: Record, vanished_s: float) -> None:
-        """Keep a key whose file is missing, unless its lease or its time is over."""
+    def _keep_missing(self, key: str, record: Record, missing_s: float) -> None:
+        """Keep a key whose file is missing, until its lease or its time is over."""
         lease = self._leases.get(record.lease)
-        if lease is not None and lease.alive and vanished_s < lease.ttl_s:
+        if lease is not None and lease.alive and missing_s < lease.ttl_s:
             self._visible[key] = record
-            self._vanished_s[key] = vanished_s
+            self._missing_s[key] = missing_s
 
 
 def _difference(before: Mapping[str, Record], after: Mapping[str, Record]) -> list[Change]:

@@ -1,7 +1,7 @@
-"""Watch queues: what one reader of a prefix has yet to be told.
+"""Watch queues: pending events of the readers of a prefix.
 
-Owns coalescing: a queue keeps the latest state per key, so its memory is bounded by the number of
-keys and not by how slowly it is read. Must not know where changes come from.
+Owns coalescing: a queue keeps the latest state per key, so its memory is bounded by the number of keys and not by
+the reader's speed. Must not depend on the source of changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Self
 from kvolt.runtime.discovery.port import Delete, Put, Synced, WatchEvent
 
 Change = tuple[str, bytes | None]
-"""A key and its new value; None when it is gone."""
+"""A key and its new value; None when it was deleted."""
 
 
 class WatchQueue:
@@ -31,24 +31,24 @@ class WatchQueue:
         self._reported: dict[str, bytes] = {}
         self._synced = False
         self._closed = False
-        self._wake = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         return self._initial is not None
 
-    def begin(self, content: Mapping[str, bytes]) -> None:
-        """The content at the start, in key order; what lies outside the prefix is left out."""
+    def set_initial(self, content: Mapping[str, bytes]) -> None:
+        """Set the initial content, in key order; keys outside the prefix are ignored."""
         self._initial = OrderedDict(
             (key, value) for key, value in content.items() if key.startswith(self.prefix)
         )
-        self._wake.set()
+        self._wakeup.set()
 
-    def change(self, key: str, value: bytes | None) -> None:
+    def push_change(self, key: str, value: bytes | None) -> None:
         if self._initial is None or not key.startswith(self.prefix):
             return
         if key in self._initial:
-            # Not read yet: it still has to come before Synced, with its newest value.
+            # Not read yet: it must be reported before Synced, with its newest value.
             if value is None:
                 del self._initial[key]
             else:
@@ -57,11 +57,11 @@ class WatchQueue:
         self._changes.pop(key, None)
         if self._reported.get(key) != value:
             self._changes[key] = value
-            self._wake.set()
+            self._wakeup.set()
 
     def close(self) -> None:
         self._closed = True
-        self._wake.set()
+        self._wakeup.set()
 
     async def aclose(self) -> None:
         self.close()
@@ -74,8 +74,8 @@ class WatchQueue:
             event = self._next()
             if event is not None:
                 return event
-            self._wake.clear()
-            await self._wake.wait()
+            self._wakeup.clear()
+            await self._wakeup.wait()
         raise StopAsyncIteration
 
     def _next(self) -> WatchEvent | None:
@@ -103,9 +103,9 @@ class WatchQueue:
 
 
 class Watches:
-    """The open watches of one client, in opening order.
+    """Open watches of one client, in opening order.
 
-    Held weakly: a reader that leaves its `async for` need not say so.
+    Held weakly: a reader may leave its `async for` without closing the watch.
     """
 
     def __init__(self) -> None:
@@ -121,18 +121,18 @@ class Watches:
         return queue
 
     @property
-    def any_open(self) -> bool:
+    def has_open(self) -> bool:
         return bool(self._live())
 
-    def waiting(self) -> list[WatchQueue]:
-        """Those that have not been given their first content."""
-        return [queue for queue in self._live() if not queue.begun]
+    def not_started(self) -> list[WatchQueue]:
+        """Watches without initial content."""
+        return [queue for queue in self._live() if not queue.has_started]
 
     def publish(self, changes: Iterable[Change]) -> None:
         queues = self._live()
         for key, value in changes:
             for queue in queues:
-                queue.change(key, value)
+                queue.push_change(key, value)
 
     def close(self) -> None:
         self._closed = True

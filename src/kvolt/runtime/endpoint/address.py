@@ -17,7 +17,7 @@ INSTANCES = "instances/"
 
 
 class EndpointAddress(msgspec.Struct, frozen=True, order=True):
-    """What is called: a function of a component in a namespace."""
+    """Address of an endpoint: `namespace.component.endpoint`."""
 
     namespace: str
     component: str
@@ -43,7 +43,7 @@ class EndpointAddress(msgspec.Struct, frozen=True, order=True):
 
 
 class InstanceState(StrEnum):
-    """Whether an instance wants new requests."""
+    """Whether an instance accepts new requests."""
 
     READY = "ready"
     CORDONED = "cordoned"
@@ -56,14 +56,14 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: InstanceId
     endpoint: EndpointAddress
     address: str
-    """HOST:PORT of its request plane."""
+    """Request plane address, HOST:PORT."""
     process: str = ""
-    """Name of its process, for people."""
+    """Process name, for display."""
     state: InstanceState = InstanceState.READY
     admin: str | None = None
-    """HOST:PORT of its admin server."""
+    """Admin server address, HOST:PORT."""
     info: msgspec.Raw = msgspec.Raw(b"\xc0")
-    """What the component tells about itself (a worker: its EngineInfo), msgpack."""
+    """Component metadata (a worker: its EngineInfo), msgpack."""
 
     @property
     def key(self) -> str:
@@ -71,7 +71,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def target(self) -> str:
-        """How a request names this instance and no other on the same address."""
+        """Stream target that matches this instance only, not another one at the same address."""
         return f"{self.endpoint}#{self.id}"
 
 
@@ -83,7 +83,7 @@ def encode_instance(instance: Instance) -> bytes:
 
 
 def decode_instance(value: bytes) -> Instance | None:
-    """None for what is not an instance of a version we know."""
+    """Decode a registration; None when it is malformed or of an unknown version."""
     try:
         return _decode_instance(value)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

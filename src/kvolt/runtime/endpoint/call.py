@@ -1,4 +1,4 @@
-"""A caller's view of one call: deadlines, and an async iterator over the answers."""
+"""Client side of one call: deadlines, and an async iterator over the responses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvolt.runtime.plane.port import OutgoingStream
 from kvolt.runtime.plane.streams import Sink, StepSink
 
 _LATE_S = 0.5
-"""A timer that fires so much later than it should: the process stood still."""
+"""A timer that fires this much late means that this process was stalled."""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """How long each wait of a call may take. Between responses only the sender's silence counts."""
+    """Time limits of one call. Between responses only time waiting for the sender counts."""
 
     connect_s: float = 5.0
     first_s: float = 60.0
     between_s: float = 30.0
     total_s: float = 600.0
     stall_s: float = 0.0
-    """How much longer the first and the next response may take while the peer seems to be stalled."""
+    """Extra time for the first and the next response while the peer may be stalled."""
 
 
 class Call:
-    """Watches the deadlines of one call. Items go from the stream to the sink past it, the end comes through.
+    """Deadlines of one call. Items go directly from the stream to the sink; the end passes through here.
 
-    The sink sees exactly one end: the peer's, a lost connection's, a deadline's, or Cancelled.
+    The sink gets exactly one end: from the peer, a lost connection, a deadline, or Cancelled.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def remaining_s(self) -> float:
-        """Time left in total, to be told to the peer."""
+        """Time left until the total deadline; sent to the peer."""
         return max(self._started + self.deadlines.total_s - self._loop.time(), 0.0)
 
     @property
@@ -73,7 +73,7 @@ class Call:
         return self._stream
 
     def attach(self, stream: OutgoingStream) -> None:
-        """The stream is open: its deadlines run. If the call ended meanwhile, the stream is cancelled."""
+        """Start the deadlines of the opened stream. If the call has already ended, cancel the stream."""
         if self.ended:
             stream.cancel()
             return
@@ -81,16 +81,16 @@ class Call:
         self._waiting_since = self._loop.time()
         self._arm(self._due()[0], self._waiting_since)
 
-    def reader_waits(self) -> None:
-        """The reader has just taken all there was: only from now on is the sender's silence its own."""
+    def restart_wait(self) -> None:
+        """Restart the wait: the reader has consumed everything, so only now is it waiting for the sender."""
         self._waiting_since = self._loop.time()
 
     def _reader_is_behind(self) -> bool:
-        held = self._stream is not None and self._stream.held
+        held = self._stream is not None and self._stream.is_reading_paused
         return held or getattr(self.sink, "num_queued", 0) > 0
 
     def cancel(self, error: KvoltError | None = None) -> None:
-        """Stop the call here and at the peer."""
+        """Cancel the call locally and at the peer."""
         if self.ended:
             return
         stream = self._stream
@@ -99,29 +99,29 @@ class Call:
         self.on_end(error or Cancelled("the caller cancelled"))
 
     def abandon(self) -> None:
-        """The call never started: the sink hears nothing."""
+        """End a call that was never sent, without notifying the sink."""
         self.ended = True
 
     def on_end(self, error: KvoltError | None) -> None:
         if self.ended:
             return
         self.ended = True
-        self._stream = None  # which knows us: without the circle all that hangs on the call is freed at once
+        self._stream = None  # breaks the reference cycle, so that everything is freed at once
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self.sink.on_end(error)
 
     def _arm(self, due: float, now: float) -> None:
-        # Not later than `between` from now: the first item may come at once and be the last for long.
+        # At most `between_s` from now: the first item may come at once and be the last for a long time.
         self._armed_for = min(due, now + self.deadlines.between_s)
         self._timer = self._loop.call_at(self._armed_for, self._on_timer)
 
     def _due(self) -> tuple[float, str, float]:
-        """When the next deadline is, which one, and its length."""
+        """The next deadline: time, stage and length."""
         limits = self.deadlines
         stream = self._stream
-        arrival = stream.seen_at() if stream is not None else None
+        arrival = stream.last_item_at() if stream is not None else None
         stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
         since = max(self._waiting_since, arrival or 0.0)
         due = since + length
@@ -131,39 +131,39 @@ class Call:
         return (due, stage, length) if due < total else (total, "total", limits.total_s)
 
     def _on_timer(self) -> None:
-        # One timer per call, re-armed when it fires early: an item only notes its arrival.
+        # One timer per call, re-armed when it fires early: an arriving item only records its time.
         due, stage, length = self._due()
         now = self._loop.time()
         late_s = now - self._armed_for
         if due <= now and stage != "total" and late_s > _LATE_S:
             due = (
                 now + _LATE_S
-            )  # this process stood still: bytes that have arrived, and the connection, go first
+            )  # this process was stalled: first handle received bytes and the connection state
         if due <= now and stage == "between" and self._reader_is_behind():
-            self._waiting_since = now  # our own reader is behind: the sender may lack credit
+            self._waiting_since = now  # our own reader is slow: the sender may lack credit
             due = self._due()[0]
         if due > now:
             self._arm(due, now)
         else:
             self.cancel(
-                DeadlineExceeded(f"no answer within {length:g} s ({stage})", stage=stage, after_s=length)
+                DeadlineExceeded(f"no response within {length:g} s ({stage})", stage=stage, after_s=length)
             )
 
 
 class ResponseStream(AsyncIterator[Any]):
-    """The answers of one call, in order. Leaving it early (`aclose`, or the `async with` block) cancels the call.
+    """The responses of one call, in order. Leaving it early (`aclose` or the `async with` block) cancels the call.
 
-    The queue is bounded by the stream's window: the peer sends no more than was taken.
+    The queue is bounded by the stream's window: the peer cannot send more than was consumed.
     """
 
-    __slots__ = ("_call", "_error", "_items", "_over", "_taken", "_waiter")
+    __slots__ = ("_call", "_error", "_has_ended", "_items", "_read_since_wait", "_waiter")
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._over = False
-        self._taken = False
-        """Something was read since the reader last waited."""
+        self._has_ended = False
+        self._read_since_wait = False
+        """An item was read since the reader last waited."""
         self._error: KvoltError | None = None
         self._call = Call(self, deadlines)
 
@@ -181,7 +181,7 @@ class ResponseStream(AsyncIterator[Any]):
             self._wake()
 
     def on_end(self, error: KvoltError | None) -> None:
-        self._over = True
+        self._has_ended = True
         self._error = error
         if self._waiter is not None:
             self._wake()
@@ -195,33 +195,33 @@ class ResponseStream(AsyncIterator[Any]):
         if not self._items:
             await self._wait()
         if self._items:
-            self._took(1)
+            self._mark_consumed(1)
             return self._items.popleft()
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
 
-    async def batch(self) -> list[Any]:
-        """All that is there, at least one item; an empty list at the end. Cheaper than one by one."""
+    async def read_batch(self) -> list[Any]:
+        """All queued items, at least one; an empty list at the end. Cheaper than reading one by one."""
         if not self._items:
             await self._wait()
         if not self._items and self._error is not None:
             raise self._error
         items = list(self._items)
         self._items.clear()
-        self._took(len(items))
+        self._mark_consumed(len(items))
         return items
 
-    def _took(self, num_items: int) -> None:
-        self._taken = True
+    def _mark_consumed(self, num_items: int) -> None:
+        self._read_since_wait = True
         if self._call.stream is not None:
-            self._call.stream.consumed(num_items)
+            self._call.stream.mark_consumed(num_items)
 
     async def _wait(self) -> None:
-        if self._taken:
-            self._taken = False
-            self._call.reader_waits()
-        while not self._items and not self._over:
+        if self._read_since_wait:
+            self._read_since_wait = False
+            self._call.restart_wait()
+        while not self._items and not self._has_ended:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

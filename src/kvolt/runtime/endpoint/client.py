@@ -1,11 +1,10 @@
-"""Calling an endpoint: which instances there are, which can be reached, and a stream to one of them.
+"""Client side of an endpoint: the set of instances, their reachability, and calls to them.
 
-An instance whose connection fails is out of the candidate set at once, whatever discovery says, and
-comes back when it can be reached again: a task dials it in the background, so that no request is
-spent on finding out.
+An instance whose connection fails leaves the candidate set at once, whatever discovery says. A background
+task redials it and puts it back when it answers, so no request is spent on probing.
 
-An instance that is silent while its connection stays open may be stalled. It is out of the candidate set, too, but
-calls to it go on; they end if, a moment later, another instance could take them over.
+An instance that is silent while its connection stays open may be stalled. It also leaves the candidate set, but
+its calls continue. They end shortly afterwards if another instance can take them over.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream
 from kvolt.runtime.logs import current_context
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode, Sink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 _TIMER_GRAIN_S = 0.002
-"""How much too early a timer of the loop may fire."""
+"""A loop timer may fire this much early."""
 
 _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
 
 _REGISTER_S = 5.0
-"""For an instance that was stalled to register again, or for one whose registration ended to turn out to be stalled:
-longer than a silent connection takes to be noticed."""
+"""Time allowed for a stalled instance to register again, and for an instance whose registration expired to be
+recognised as stalled. Longer than it takes to detect a silent connection."""
 
-_TAKE_OVER_AFTER_S = 1.0
-"""From the silence of an instance until its calls end for another one's: instances that stall together, as on one
-machine, do not come back in the same instant. Nor do they fall silent in the same: see `_drop_silent`."""
+_FAILOVER_DELAY_S = 1.0
+"""Delay between the silence of an instance and moving its calls: instances that stall together (same machine) recover
+at slightly different times. They also fall silent at different times: see `_fail_over_silent`."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_any: Decode = msgspec.msgpack.Decoder().decode
@@ -70,9 +69,9 @@ async def open_call(
     call: Call,
     decode: Decode,
 ) -> None:
-    """Open a stream for a call. When it raises, nothing was sent and the call is over.
+    """Open a stream for a call. If it raises, nothing was sent and the call is over.
 
-    DeadlineExceeded when the whole call's time ended first: that says nothing of the peer.
+    Raises DeadlineExceeded when the call's total deadline expired first, which is no evidence against the peer.
     """
     try:
         body = _encode_request(request)
@@ -99,10 +98,10 @@ async def open_call(
 
 
 async def open_stream(
-    plane: RequestPlane, to: Destination, request: Any, limits: Deadlines, decode: Decode = _decode_any
+    plane: RequestPlane, to: Destination, request: Any, deadlines: Deadlines, decode: Decode = _decode_any
 ) -> ResponseStream:
-    """Call a known process directly."""
-    responses = ResponseStream(limits)
+    """Call a known process directly, without discovery."""
+    responses = ResponseStream(deadlines)
     await open_call(plane, to, request, responses.call, decode)
     return responses
 
@@ -110,7 +109,7 @@ async def open_stream(
 class EndpointClient:
     """Live view of one endpoint's instances, and calls to them.
 
-    `start` before use; `close` ends the watching, not the calls.
+    `start` before use; `close` ends the watch, not the calls.
     """
 
     def __init__(
@@ -125,11 +124,11 @@ class EndpointClient:
     ) -> None:
         self.endpoint = endpoint
         self.stall_grace_s = stall_grace_s
-        """How long requests wait while no instance can be reached."""
-        self.may_move = True
-        """Calls to a silent instance end when another could take them over; else they are kept for the whole grace."""
+        """How long requests wait while no instance is reachable."""
+        self.may_migrate = True
+        """End calls to a silent instance when another can take them over; otherwise keep them for `stall_grace_s`."""
         self.has_fallback = False
-        """Callers have another way than these instances: calls to a silent one end whether or not there are others."""
+        """Callers have an alternative to these instances: calls to a silent one end even if it is the only one."""
         self._plane = plane
         self._rng = rng
         self._discovery = discovery
@@ -137,23 +136,23 @@ class EndpointClient:
         self._instances: dict[InstanceId, Instance] = {}
         self._unreachable: dict[InstanceId, KvoltError] = {}
         self._silent: dict[str, None] = {}
-        """Addresses that may be stalled: their calls go on."""
+        """Addresses that may be stalled; their calls continue."""
         self._expired: dict[InstanceId, Instance] = {}
-        """Of silent addresses, without a registration: a stall may outlast a lease."""
-        self._returning: dict[InstanceId, tuple[Instance, float]] = {}
-        """Without a registration and not known to be silent, and until when they may register again: those whose
-        silence ended, and those that went without draining. We may hear of an expired lease first, and of the
-        silence later, if we were stalled ourselves."""
+        """Instances at silent addresses whose registration expired: a stall may outlast a lease."""
+        self._unregistered: dict[InstanceId, tuple[Instance, float]] = {}
+        """Unregistered instances that are not known to be silent, with the time until which they may register again:
+        instances whose silence ended, and instances that vanished without draining. If this process was stalled
+        itself, it may see the expired lease before it detects the silence."""
         self._lost_all_at: float | None = None
-        """When the last instance was lost, as far as it was not draining."""
-        self._take_over: asyncio.TimerHandle | None = None
+        """When the last instance vanished without draining."""
+        self._failover_timer: asyncio.TimerHandle | None = None
         self._candidates: list[Instance] | None = None
-        """Worked out once per change, not once per request."""
-        self._crew = Crew(f"client {endpoint}")
+        """Cached until the next change."""
+        self._task_group = TaskGroup(f"client {endpoint}")
         self._turn = 0
         self._synced = asyncio.Event()
-        self._changed: list[Callable[[], None]] = []
-        self._change = asyncio.Event()
+        self._change_listeners: list[Callable[[], None]] = []
+        self._change_event = asyncio.Event()
         for address in static:
             instance_id = InstanceId(f"static-{address}")
             self._instances[instance_id] = Instance(id=instance_id, endpoint=endpoint, address=address)
@@ -163,40 +162,40 @@ class EndpointClient:
 
     async def start(self) -> None:
         if self._discovery is not None:
-            self._crew.start(self._watch(self._discovery), "watch")
+            self._task_group.start(self._watch(self._discovery), "watch")
         else:
             self._synced.set()
 
     async def wait_synced(self, timeout_s: float) -> None:
-        """Wait for discovery's first answer, or give up quietly: what is not known yet will come."""
+        """Wait for the initial discovery snapshot. On time-out logs a warning and returns; instances appear later."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._synced.wait()
         except TimeoutError:
-            log.warning("discovery has not answered within %g s; going on without", timeout_s)
+            log.warning("discovery snapshot not received: waited=%g s; continuing without it", timeout_s)
 
     async def close(self) -> None:
-        self._plane.forget(self._on_peer_lost, self._on_silent)
-        self._stop_timer()
-        await self._crew.close()
+        self._plane.remove_listeners(self._on_peer_lost, self._on_silent)
+        self._cancel_failover()
+        await self._task_group.close()
 
     @property
     def closed(self) -> bool:
-        return self._crew.closed
+        return self._task_group.closed
 
     @property
     def plane(self) -> RequestPlane:
-        """For who has more to say to an instance than this endpoint takes."""
+        """For calls to an instance beyond this endpoint."""
         return self._plane
 
     # --- instances
 
     def instances(self) -> list[Instance]:
-        """All that are registered, reachable or not, in order of id."""
+        """All registered instances, reachable or not, sorted by id."""
         return [self._instances[instance_id] for instance_id in sorted(self._instances)]
 
     def candidates(self) -> list[Instance]:
-        """Those that want requests and can be reached as far as we know, in order of id."""
+        """Ready and reachable instances, sorted by id."""
         if self._candidates is None:
             self._candidates = [
                 instance
@@ -205,61 +204,61 @@ class EndpointClient:
             ]
         return self._candidates
 
-    def awaited(self) -> frozenset[InstanceId]:
-        """Those that want requests, cannot be reached now, and may come back: redialed, or stalled."""
+    def recovering(self) -> frozenset[InstanceId]:
+        """Ready instances that are unreachable now and may recover: being redialed, or stalled."""
         unreachable = [
             instance_id
             for instance_id in self._unreachable
             if (instance := self._instances.get(instance_id)) is not None
             and instance.state is InstanceState.READY
         ]
-        self._prune_returning()
-        return frozenset([*unreachable, *self._expired, *self._returning])
+        self._prune_unregistered()
+        return frozenset([*unreachable, *self._expired, *self._unregistered])
 
     @property
     def awaits_replacement(self) -> bool:
-        """No instance is left, the last one was lost, and a supervisor may still be starting another one."""
+        """No instance is left, the last one was lost, and a supervisor may still be restarting it."""
         if self._instances or self._lost_all_at is None:
             return False
         return asyncio.get_running_loop().time() < self._lost_all_at + self.stall_grace_s
 
     async def wait_change(self, timeout_s: float) -> None:
-        """Until the set of candidates, or of those awaited, may have changed, or the time is over."""
-        self._prune_returning()
+        """Wait until the candidates or the recovering instances may have changed, or until the time-out."""
+        self._prune_unregistered()
         now = asyncio.get_running_loop().time()
-        timeout_s = min([timeout_s, *(until - now for _, until in self._returning.values())])
+        timeout_s = min([timeout_s, *(until - now for _, until in self._unregistered.values())])
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._change.wait()
+                await self._change_event.wait()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Be told when the set of candidates may have changed."""
-        self._changed.append(listener)
+        """Call `listener` whenever the candidate set may have changed."""
+        self._change_listeners.append(listener)
 
-    def round_robin(self) -> Instance:
-        candidates = self._some_candidates()
+    def pick_round_robin(self) -> Instance:
+        candidates = self._require_candidates()
         self._turn += 1
         return candidates[self._turn % len(candidates)]
 
-    def random(self) -> Instance:
-        candidates = self._some_candidates()
+    def pick_random(self) -> Instance:
+        candidates = self._require_candidates()
         return candidates[self._rng.randrange(len(candidates))]
 
-    def instance(self, instance_id: InstanceId) -> Instance:
-        """A certain one; Unavailable when it is not registered."""
-        found = self._instances.get(instance_id)
-        if found is None:
+    def get_instance(self, instance_id: InstanceId) -> Instance:
+        """The instance with this id. Raises Unavailable when it is not registered."""
+        instance = self._instances.get(instance_id)
+        if instance is None:
             raise Unavailable(
                 f"{self.endpoint} has no instance {instance_id}",
                 endpoint=str(self.endpoint),
                 reason="unknown_instance",
             )
-        return found
+        return instance
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         return instance_id in self._instances
 
-    def _some_candidates(self) -> list[Instance]:
+    def _require_candidates(self) -> list[Instance]:
         candidates = self.candidates()
         if not candidates:
             reason = "no_instances" if not self._instances else "none_reachable"
@@ -277,9 +276,9 @@ class EndpointClient:
         deadlines: Deadlines | None = None,
         decode: Decode = _decode_any,
     ) -> ResponseStream:
-        """Call an instance (round-robin when none is given); the answers come from the stream returned.
+        """Call an instance (default: round-robin); responses come from the returned stream.
 
-        ConnectFailed: nothing was sent. Once it returns, errors come out of the stream.
+        ConnectFailed means that nothing was sent. After it returns, errors come from the stream.
         """
         responses = ResponseStream(deadlines or self._deadlines)
         await self._open(request, instance, decode, responses.call)
@@ -293,9 +292,9 @@ class EndpointClient:
         deadlines: Deadlines | None = None,
         decode: Decode = _decode_any,
     ) -> Call:
-        """As `stream`, but the answers go to a sink as they arrive, without a task switch.
+        """Like `stream`, but responses go to a sink as they arrive, without a task switch.
 
-        An item counts as read when the sink has it; a sink that falls behind says so by `Call.stream.hold`.
+        An item counts as read once the sink has it; a sink that falls behind calls `Call.stream.pause_reading`.
         """
         call = Call(sink, deadlines or self._deadlines, automatic_credit=True)
         await self._open(request, instance, decode, call)
@@ -303,7 +302,7 @@ class EndpointClient:
 
     async def _open(self, request: Any, instance: Instance | None, decode: Decode, call: Call) -> None:
         try:
-            chosen = instance or self.round_robin()
+            chosen = instance or self.pick_round_robin()
         except BaseException:
             call.abandon()
             raise
@@ -318,26 +317,26 @@ class EndpointClient:
 
     def _on_peer_lost(self, address: str, reason: KvoltError) -> None:
         self._end_silence(address)
-        if self._take_returning(address):
-            self._tell_changed()
+        if self._pop_unregistered(address):
+            self._notify_changed()
         for instance in self.instances():
             if instance.address == address:
                 self._mark_unreachable(instance.id, reason)
 
     def _on_silent(self, address: str, is_silent: bool) -> None:
-        here = [instance for instance in self.instances() if instance.address == address]
-        expired = self._take_returning(address) if is_silent else []
-        if is_silent and (here or expired):
+        registered = [instance for instance in self.instances() if instance.address == address]
+        expired = self._pop_unregistered(address) if is_silent else []
+        if is_silent and (registered or expired):
             self._silent[address] = None
             self._expired.update((instance.id, instance) for instance in expired)
             reason = Unavailable(f"{address} is silent", endpoint=str(self.endpoint), reason="silent")
-            for instance in here:
+            for instance in registered:
                 self._mark_unreachable(instance.id, reason)
-            self._set_timer()
+            self._arm_failover()
         elif not is_silent:
             self._expect_registrations(address)
             self._end_silence(address)
-            for instance in here:
+            for instance in registered:
                 self._mark_reachable(instance.id)
 
     def _expect_registrations(self, address: str) -> None:
@@ -346,68 +345,68 @@ class EndpointClient:
                 self._expect_registration(instance)
 
     def _expect_registration(self, instance: Instance) -> None:
-        self._prune_returning()
-        self._returning[instance.id] = (instance, asyncio.get_running_loop().time() + _REGISTER_S)
+        self._prune_unregistered()
+        self._unregistered[instance.id] = (instance, asyncio.get_running_loop().time() + _REGISTER_S)
 
-    def _prune_returning(self) -> None:
+    def _prune_unregistered(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._returning = {key: each for key, each in self._returning.items() if now < each[1]}
+        self._unregistered = {key: each for key, each in self._unregistered.items() if now < each[1]}
 
-    def _take_returning(self, address: str) -> list[Instance]:
-        """Those at the address, which are no longer counted among the returning."""
-        taken = [instance for instance, _ in self._returning.values() if instance.address == address]
-        for instance in taken:
-            del self._returning[instance.id]
-        return taken
+    def _pop_unregistered(self, address: str) -> list[Instance]:
+        """Remove and return the instances at `address` that were expected to register again."""
+        instances = [instance for instance, _ in self._unregistered.values() if instance.address == address]
+        for instance in instances:
+            del self._unregistered[instance.id]
+        return instances
 
     def _end_silence(self, address: str) -> None:
         self._silent.pop(address, None)
-        kept = {key: each for key, each in self._expired.items() if each.address != address}
-        if len(kept) != len(self._expired):
-            self._expired = kept
-            self._tell_changed()
+        remaining = {key: each for key, each in self._expired.items() if each.address != address}
+        if len(remaining) != len(self._expired):
+            self._expired = remaining
+            self._notify_changed()
 
-    def _set_timer(self) -> None:
-        """After every change: an instance may have come that can take over calls to a silent one."""
-        if self._silent and self._take_over is None and not self._crew.closed:
+    def _arm_failover(self) -> None:
+        """Called after every change: a new instance may be able to take over calls to a silent one."""
+        if self._silent and self._failover_timer is None and not self._task_group.closed:
             loop = asyncio.get_running_loop()
-            self._take_over = loop.call_later(_TAKE_OVER_AFTER_S, self._drop_silent)
+            self._failover_timer = loop.call_later(_FAILOVER_DELAY_S, self._fail_over_silent)
 
-    def _stop_timer(self) -> None:
-        if self._take_over is not None:
-            self._take_over.cancel()
-            self._take_over = None
+    def _cancel_failover(self) -> None:
+        if self._failover_timer is not None:
+            self._failover_timer.cancel()
+            self._failover_timer = None
 
-    def _drop_silent(self) -> None:
-        """Unless the others may be stalled as well, and not silent for long enough to be known for it: later, then."""
-        self._take_over = None
-        others = self.candidates() if self.may_move else []
-        if self.has_fallback or any(self._plane.is_heard(each.address) for each in others):
+    def _fail_over_silent(self) -> None:
+        """Move the calls of silent instances, or retry later while the other candidates may be stalled as well."""
+        self._failover_timer = None
+        alternatives = self.candidates() if self.may_migrate else []
+        if self.has_fallback or any(self._plane.is_responsive(each.address) for each in alternatives):
             for address in list(self._silent):
-                self._plane.drop_silent(address)
-        elif others:
-            self._set_timer()
+                self._plane.close_silent(address)
+        elif alternatives:
+            self._arm_failover()
 
     def _mark_unreachable(self, instance_id: InstanceId, reason: KvoltError) -> None:
         if instance_id in self._instances and instance_id not in self._unreachable:
             self._unreachable[instance_id] = reason
-            self._tell_changed()
-            if not self._crew.closed:
-                self._crew.start(self._redial(instance_id, reason), f"redial {instance_id}")
+            self._notify_changed()
+            if not self._task_group.closed:
+                self._task_group.start(self._redial(instance_id, reason), f"redial {instance_id}")
 
     def _mark_reachable(self, instance_id: InstanceId) -> None:
         if self._unreachable.pop(instance_id, None) is not None:
-            self._tell_changed()
+            self._notify_changed()
 
     async def _redial(self, instance_id: InstanceId, reason: KvoltError) -> None:
-        """Try to reach an instance until it answers or is no longer registered."""
+        """Dial an instance until it answers or is unregistered."""
         pause_s = _REDIAL_FIRST_S
         while (instance := self._instances.get(instance_id)) is not None:
             await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
             if self._unreachable.get(instance_id) is not reason:
-                return  # it answers again by itself
+                return  # recovered by itself
             try:
-                await self._plane.reach(instance.address, self._deadlines.connect_s)
+                await self._plane.ensure_connected(instance.address, self._deadlines.connect_s)
             except NetworkFault:
                 pause_s = min(pause_s * 2, _REDIAL_MAX_S)
                 continue
@@ -422,30 +421,30 @@ class EndpointClient:
             if isinstance(event, Put):
                 instance = decode_instance(event.value)
                 if instance is None:
-                    log.warning("%s is not an instance that this version understands", event.key)
+                    log.warning("instance ignored: key=%s reason=not decodable by this version", event.key)
                     continue
                 self._instances[instance.id] = instance
                 self._expired.pop(instance.id, None)
-                self._returning.pop(instance.id, None)
-                self._tell_changed()
+                self._unregistered.pop(instance.id, None)
+                self._notify_changed()
             elif isinstance(event, Delete):
                 instance_id = InstanceId(event.key.rsplit("/", 1)[-1])
-                gone = None if instance_id in self._static else self._instances.pop(instance_id, None)
-                if gone is not None:
-                    if gone.address in self._silent:
-                        self._expired[instance_id] = gone
-                    elif gone.state is InstanceState.READY and instance_id not in self._unreachable:
-                        self._expect_registration(gone)
-                    if not self._instances and gone.state is InstanceState.READY:
+                removed = None if instance_id in self._static else self._instances.pop(instance_id, None)
+                if removed is not None:
+                    if removed.address in self._silent:
+                        self._expired[instance_id] = removed
+                    elif removed.state is InstanceState.READY and instance_id not in self._unreachable:
+                        self._expect_registration(removed)
+                    if not self._instances and removed.state is InstanceState.READY:
                         self._lost_all_at = asyncio.get_running_loop().time()
-                    self._tell_changed()
+                    self._notify_changed()
             else:
                 self._synced.set()
 
-    def _tell_changed(self) -> None:
+    def _notify_changed(self) -> None:
         self._candidates = None
-        self._change.set()
-        self._change = asyncio.Event()
-        self._set_timer()
-        for listener in self._changed:
+        self._change_event.set()
+        self._change_event = asyncio.Event()
+        self._arm_failover()
+        for listener in self._change_listeners:
             listener()

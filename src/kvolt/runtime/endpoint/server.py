@@ -1,11 +1,11 @@
-"""Serving endpoints: finds the handler of each stream that a peer opens, and runs it.
+"""Server side of endpoints: dispatches each incoming stream to its handler.
 
 Two kinds of handler:
 
-* a `StreamHandler` gets the stream itself and answers by `send` / `end` whenever it likes; the
-  worker shell uses it, since an engine's step answers hundreds of streams at once;
-* a `Handler` is an async generator over one decoded request; each runs in a task of its own, paused
-  while its reader is slow, cancelled when its caller gives up.
+* a `StreamHandler` gets the stream and calls `send` / `end` itself. The worker uses it because one engine step responds
+  on hundreds of streams at once;
+* a `Handler` is an async generator over one decoded request. Each runs in its own task, paused while its
+  reader is slow and cancelled when its caller gives up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvolt.core.ids import InstanceId
 from kvolt.runtime.logs import bind_context
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.streams import Decode
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 OWN_ENDPOINTS = "kvolt."
-"""Prefix of what every process serves for other processes; never counted as work."""
+"""Prefix of the endpoints that every process serves for other processes; not counted as active work."""
 
 StreamHandler = Callable[[IncomingStream], None]
 Handler = Callable[[Any], AsyncIterator[Any]]
@@ -38,59 +38,61 @@ class EndpointServer:
 
     def __init__(self) -> None:
         self._handlers: dict[str, tuple[InstanceId, StreamHandler]] = {}
-        self._refusing: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         self._active: dict[str, int] = {}
         self._idle: asyncio.Event | None = None
-        self._crew = Crew("handlers")
+        self._task_group = TaskGroup("handlers")
 
     @property
     def num_active(self) -> int:
-        """Streams being served now, but for the runtime's own (status, control, discovery for others)."""
+        """Streams being served now, except the runtime's own (status, control, discovery server)."""
         return sum(
             count for endpoint, count in self._active.items() if not endpoint.startswith(OWN_ENDPOINTS)
         )
 
-    def active(self, endpoint: str) -> int:
+    def num_active_streams(self, endpoint: str) -> int:
         return self._active.get(endpoint, 0)
 
-    def add(self, endpoint: str, instance: InstanceId, handler: StreamHandler) -> None:
+    def register(self, endpoint: str, instance: InstanceId, handler: StreamHandler) -> None:
         if endpoint in self._handlers:
             raise KvoltError(f"{endpoint} is served by this process already")
         self._handlers[endpoint] = (instance, handler)
         self._active.setdefault(endpoint, 0)
 
-    def remove(self, endpoint: str) -> None:
+    def unregister(self, endpoint: str) -> None:
         self._handlers.pop(endpoint, None)
-        self._refusing.pop(endpoint, None)
+        self._refusals.pop(endpoint, None)
 
-    def refuse(self, endpoint: str, reason: str | None) -> None:
-        """Refuse new streams of an endpoint (`cordoned`, `draining`), or take them again with None."""
+    def set_refusal(self, endpoint: str, reason: str | None) -> None:
+        """Refuse new streams of an endpoint (`cordoned`, `draining`), or accept them again with None."""
         if reason is None:
-            self._refusing.pop(endpoint, None)
+            self._refusals.pop(endpoint, None)
         else:
-            self._refusing[endpoint] = reason
+            self._refusals[endpoint] = reason
 
-    def generator(self, handler: Handler, decode: Decode) -> StreamHandler:
-        """A Handler as a StreamHandler."""
+    def wrap_generator(self, handler: Handler, decode: Decode) -> StreamHandler:
+        """Adapt a Handler to a StreamHandler."""
 
         def serve(stream: IncomingStream) -> None:
-            _GeneratorRun(stream, handler, decode).start(self._crew)
+            _GeneratorRun(stream, handler, decode).start(self._task_group)
 
         return serve
 
     def on_open(self, stream: IncomingStream) -> None:
-        """A peer opened a stream."""
-        endpoint, _, wanted = stream.target.partition("#")
-        known = self._handlers.get(endpoint)
-        if known is None:
+        """Dispatch a stream that a peer opened."""
+        endpoint, _, instance_id = stream.target.partition("#")
+        entry = self._handlers.get(endpoint)
+        if entry is None:
             stream.end(NotFound(f"{endpoint} is not served here", kind="endpoint", name=endpoint))
             return
-        instance, handler = known
-        if wanted and wanted != instance:
-            # The process at this address was restarted; the caller's view of it is old.
-            stream.end(Unavailable(f"instance {wanted} is gone", endpoint=endpoint, reason="stale_instance"))
+        instance, handler = entry
+        if instance_id and instance_id != instance:
+            # The process at this address was restarted; the caller has a stale registration.
+            stream.end(
+                Unavailable(f"instance {instance_id} is gone", endpoint=endpoint, reason="stale_instance")
+            )
             return
-        reason = self._refusing.get(endpoint)
+        reason = self._refusals.get(endpoint)
         if reason is not None:
             stream.end(Unavailable(f"{endpoint} is {reason} here", endpoint=endpoint, reason=reason))
             return
@@ -99,20 +101,20 @@ class EndpointServer:
             handler(stream)
         except KvoltError as error:
             stream.fail(error)
-        except Exception as error:  # a handler's bug must not take the connection along
-            log.exception("the handler of %s failed", endpoint)
+        except Exception as error:  # a handler's bug must not break the connection
+            log.exception("handler failed: endpoint=%s", endpoint)
             stream.fail(KvoltError(f"internal error ({type(error).__name__})"))
 
     async def drain(self, endpoint: str | None = None) -> None:
-        """Wait until nothing is being served (of one endpoint, or at all)."""
-        while self.num_active if endpoint is None else self.active(endpoint):
+        """Wait until no stream is active, of one endpoint or of all."""
+        while self.num_active if endpoint is None else self.num_active_streams(endpoint):
             if self._idle is None:
                 self._idle = asyncio.Event()
             await self._idle.wait()
 
     async def close(self) -> None:
-        """Cancel every running handler and wait for it."""
-        await self._crew.close()
+        """Cancel all running handlers and wait for them."""
+        await self._task_group.close()
 
     def _track(self, endpoint: str, stream: IncomingStream) -> None:
         self._active[endpoint] = self._active.get(endpoint, 0) + 1
@@ -126,7 +128,7 @@ class EndpointServer:
 
 
 class _GeneratorRun:
-    """One run of an async generator handler: pulls from it while the stream can take more."""
+    """One run of an async generator handler: pulls items while the stream is writable."""
 
     def __init__(self, stream: IncomingStream, handler: Handler, decode: Decode) -> None:
         self._stream = stream
@@ -135,10 +137,10 @@ class _GeneratorRun:
         self._writable: asyncio.Event | None = None
         self._task: asyncio.Task[Any] | None = None
 
-    def start(self, crew: Crew) -> None:
+    def start(self, task_group: TaskGroup) -> None:
         self._stream.on_cancel = self._on_cancel
         self._stream.on_writable = self._on_writable
-        self._task = crew.start(self._run(), self._stream.target)
+        self._task = task_group.start(self._run(), self._stream.target)
 
     async def _run(self) -> None:
         stream = self._stream
@@ -150,22 +152,24 @@ class _GeneratorRun:
         except KvoltError as error:
             stream.end(error)
         except asyncio.CancelledError:
-            # Retryable: nobody but us wants this request to stop, so another instance may go on with it.
+            # Retryable: only this process stops, so another instance may continue the request.
             stream.fail(Unavailable("the server is stopping", endpoint=stream.target, reason="stopping"))
             raise
         except Exception as error:  # the task boundary of a user's handler
             if isinstance(error, TimeoutError) and deadline.expired():
                 stream.fail(
-                    DeadlineExceeded("the request's time is over", stage="total", after_s=stream.deadline_s)
+                    DeadlineExceeded(
+                        "the request's deadline expired", stage="total", after_s=stream.deadline_s
+                    )
                 )
                 return
-            log.exception("the handler of %s failed", stream.target)
+            log.exception("handler failed: endpoint=%s", stream.target)
             stream.end(KvoltError(f"internal error ({type(error).__name__})"))
 
-    async def _pump(self, answers: AsyncIterator[Any]) -> None:
+    async def _pump(self, responses: AsyncIterator[Any]) -> None:
         stream = self._stream
         try:
-            async for item in answers:
+            async for item in responses:
                 stream.send(item)
                 while not stream.writable and not stream.closed:
                     self._writable = asyncio.Event()
@@ -174,7 +178,7 @@ class _GeneratorRun:
                 if stream.closed:
                     return
         finally:
-            close = getattr(answers, "aclose", None)
+            close = getattr(responses, "aclose", None)
             if close is not None:
                 await close()
 
@@ -187,6 +191,6 @@ class _GeneratorRun:
             self._task.cancel()
 
 
-def decoder(kind: Any) -> Decode:
-    """Decodes msgpack into the type given."""
+def msgpack_decoder(kind: Any) -> Decode:
+    """A msgpack decoder for a type."""
     return msgspec.msgpack.Decoder(kind).decode

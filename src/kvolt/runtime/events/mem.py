@@ -1,7 +1,4 @@
-"""The `mem` event plane: for one process and for virtual clusters, with losses and delays that a test chooses.
-
-Must not know: sockets, discovery, what a payload means.
-"""
+"""The `mem` event plane: for a single process and for virtual clusters, with injected losses and delays."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ _MAX_IN_FLIGHT_PER_LINK = 100_000
 
 @dataclass(slots=True)
 class _Link:
-    """Events on their way from one publisher to one subscriber, in order.
+    """Events in flight from one publisher to one subscriber, in order.
 
-    One timer, for the head: nothing overtakes it, and what was due before it comes with it. A link
-    lives while something is on its way.
+    Has one timer, for the first event. Events never overtake each other: an event due earlier than its predecessor is
+    delivered with it. Exists while events are in flight.
     """
 
     deliver: Callable[[Event], None]
@@ -42,15 +39,15 @@ class _Link:
 
     def send(self, event: Event, delay_s: float) -> None:
         if len(self.in_flight) >= _MAX_IN_FLIGHT_PER_LINK:
-            return  # shows as a gap
+            return  # appears as a gap
         self.in_flight.append((asyncio.get_running_loop().time() + delay_s, event))
         self._arm()
 
     def _arm(self) -> None:
         if self.timer is None and self.in_flight:
-            self.timer = asyncio.get_running_loop().call_at(self.in_flight[0][0], self._arrive)
+            self.timer = asyncio.get_running_loop().call_at(self.in_flight[0][0], self._deliver_due)
 
-    def _arrive(self) -> None:
+    def _deliver_due(self) -> None:
         self.timer = None
         due = self.in_flight[0][0]
         while self.in_flight and self.in_flight[0][0] <= due:
@@ -59,7 +56,7 @@ class _Link:
             self.on_empty()
         self._arm()
 
-    def cut(self) -> None:
+    def discard(self) -> None:
         self.in_flight.clear()
         if self.timer is not None:
             self.timer.cancel()
@@ -67,19 +64,19 @@ class _Link:
 
 
 class MemBus:
-    """What joins the `MemEvents` of one process. Without `delay_s` an event is there at once."""
+    """Connects the `MemEvents` of one process. Without `delay_s`, delivery is immediate."""
 
     def __init__(self, delay_s: LinkDelay | None = None) -> None:
         self._delay_s = delay_s
         self._members: dict[str, Subscriptions] = {}
         self._readers: dict[str, dict[str, Subscriptions]] = {}
-        """By topic: of many members few read any, and an event should cost nothing at the others."""
+        """By topic: few of many members read a topic, and an event should cost nothing at the others."""
         self._links: dict[tuple[str, str], _Link] = {}
-        self._to_lose: dict[str, int] = {}
+        self._num_to_drop: dict[str, int] = {}
 
-    def lose(self, publisher: str, num_events: int) -> None:
-        """The publisher's next events reach nobody."""
-        self._to_lose[publisher] = self._to_lose.get(publisher, 0) + num_events
+    def drop_next(self, publisher: str, num_events: int) -> None:
+        """Lose the publisher's next events."""
+        self._num_to_drop[publisher] = self._num_to_drop.get(publisher, 0) + num_events
 
     def join(self, publisher: str, subscriptions: Subscriptions) -> None:
         if publisher in self._members:
@@ -89,29 +86,29 @@ class MemBus:
             self.read(publisher, topic)
 
     def read(self, publisher: str, topic: str) -> None:
-        """From now on the member has a subscription to the topic."""
+        """Add the member's subscription to the topic."""
         subscriptions = self._members.get(publisher)
         if subscriptions is not None:
             self._readers.setdefault(topic, {})[publisher] = subscriptions
 
-    def ignore(self, publisher: str, topic: str) -> None:
-        """It has none any more."""
+    def unread(self, publisher: str, topic: str) -> None:
+        """Remove the member's subscription to the topic."""
         readers = self._readers.get(topic, {})
         readers.pop(publisher, None)
         if not readers:
             self._readers.pop(topic, None)
 
     def leave(self, publisher: str) -> None:
-        """What this member had sent still arrives; what was on its way to it does not."""
+        """Remove a member. Events that it sent are still delivered; events in flight to it are not."""
         subscriptions = self._members.pop(publisher, None)
         for topic in subscriptions.topics if subscriptions is not None else ():
-            self.ignore(publisher, topic)
+            self.unread(publisher, topic)
         for ends in [ends for ends in self._links if ends[1] == publisher]:
-            self._links.pop(ends).cut()
+            self._links.pop(ends).discard()
 
     def send(self, event: Event) -> None:
-        if self._to_lose.get(event.publisher, 0) > 0:
-            self._to_lose[event.publisher] -= 1
+        if self._num_to_drop.get(event.publisher, 0) > 0:
+            self._num_to_drop[event.publisher] -= 1
             return
         if self._delay_s is None:
             for subscriptions in tuple(self._readers.get(event.topic, {}).values()):
@@ -130,7 +127,7 @@ class MemBus:
 
 
 class MemEvents:
-    """An event plane on a `MemBus`. What is published before start or after close is dropped and counted."""
+    """An event plane on a `MemBus`. Events published before start or after close are dropped and counted."""
 
     def __init__(self, bus: MemBus, publisher: str, counters: EventCounters = NO_COUNTERS) -> None:
         self._bus = bus
@@ -138,7 +135,7 @@ class MemEvents:
         self._counters = counters
         self._numbering = Numbering()
         self._subscriptions = Subscriptions(
-            counters, partial(bus.read, publisher), partial(bus.ignore, publisher)
+            counters, partial(bus.read, publisher), partial(bus.unread, publisher)
         )
         self._open = False
 

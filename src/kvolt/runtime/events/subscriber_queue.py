@@ -1,6 +1,6 @@
-"""The subscriber's end of every event plane: bounded queues, gap counting, numbering, counters.
+"""Subscriber side shared by all event planes: bounded queues, gap detection, numbering, counters.
 
-Must not know how an event travels, or what a payload means.
+Independent of transport and payload.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.events.port import Event
 
 Count = Callable[[str, int], None]
-"""Adds the number to the counter of the label."""
+"""Adds a number to the counter of a label."""
 
 _MAX_TRACKED_PUBLISHERS = 16_384
 _EVENTS_PER_TURN = 128
@@ -29,16 +29,16 @@ def _ignore(_label: str, _number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EventCounters:
-    """Where a plane counts. The label is the topic, for `rejected` the reason."""
+    """Counters of an event plane. The label is the topic; for `rejected`, the reason."""
 
     published: Count = _ignore
     received: Count = _ignore
     missed: Count = _ignore
-    """Counted when the reader meets the gap."""
+    """Events missed, counted when the reader reaches the gap."""
     dropped: Count = _ignore
-    """Own events that went nowhere: not started, closed, or the send buffer was full."""
+    """Own events that were not sent: not started, closed, or send buffer full."""
     rejected: Count = _ignore
-    """Messages and registrations that were skipped."""
+    """Ignored messages and registrations."""
 
 
 NO_COUNTERS = EventCounters()
@@ -64,26 +64,26 @@ class Numbering:
 def check_topic(topic: str) -> None:
     if not topic or not topic.isprintable():
         raise InvalidRequest(
-            f"{topic!r} is not a topic: it is empty or has unprintable characters", param="topic"
+            f"{topic!r} is not a valid topic: it must be non-empty and printable", param="topic"
         )
 
 
 class Subscription(AsyncIterator[Event]):
-    """One reader's bounded queue; when it is full the oldest event goes.
+    """Bounded queue of one reader; drops the oldest event when full.
 
-    Gaps are counted where they are read, from sequence numbers alone, so an event lost on the way and
-    one dropped here look the same. A cancelled read loses nothing. After the plane's close the reader
-    still gets what is queued, then the iteration ends. A reader that stops early calls `aclose()`.
+    Gaps are computed on reading from the sequence numbers alone, so an event lost in transit and one dropped here are
+    equal. A cancelled read loses nothing. After the plane is closed, queued events can still be read, then the
+    iteration ends. A reader that leaves early calls `aclose()`.
     """
 
     def __init__(
         self, topic: str, queue_limit: int, counters: EventCounters, on_close: Callable[[Subscription], None]
     ) -> None:
         if queue_limit < 1:
-            raise InvalidRequest("a subscription needs room for one event", param="queue_limit")
+            raise InvalidRequest("queue_limit must be at least 1", param="queue_limit")
         self.topic = topic
         self._queue: deque[Event] = deque(maxlen=queue_limit)
-        self._read_up_to: dict[str, int] = {}
+        self._last_read: dict[str, int] = {}
         self._counters = counters
         self._on_close = on_close
         self._waiter: asyncio.Future[None] | None = None
@@ -93,11 +93,11 @@ class Subscription(AsyncIterator[Event]):
     def deliver(self, event: Event) -> None:
         if self._closed:
             return
-        if event.publisher not in self._read_up_to:
-            # Whoever joins late has missed nothing; what is dropped from here on counts.
-            if len(self._read_up_to) >= _MAX_TRACKED_PUBLISHERS:
-                del self._read_up_to[next(iter(self._read_up_to))]
-            self._read_up_to[event.publisher] = event.sequence - 1
+        if event.publisher not in self._last_read:
+            # A new subscriber has missed nothing so far; drops from here on count.
+            if len(self._last_read) >= _MAX_TRACKED_PUBLISHERS:
+                del self._last_read[next(iter(self._last_read))]
+            self._last_read[event.publisher] = event.sequence - 1
         self._queue.append(event)
         self._wake()
 
@@ -106,7 +106,7 @@ class Subscription(AsyncIterator[Event]):
         self._wake()
 
     async def aclose(self) -> None:
-        """Stop listening and forget what is queued."""
+        """Unsubscribe and discard queued events."""
         self._queue.clear()
         self.close()
         self._on_close(self)
@@ -123,20 +123,20 @@ class Subscription(AsyncIterator[Event]):
                 self._turn = 0
                 continue
             if self._turn >= _EVENTS_PER_TURN:
-                # A full queue would otherwise be read in one go, with the loop standing still.
+                # Yield: reading a full queue without a pause would block the loop.
                 self._turn = 0
                 await asyncio.sleep(0)
                 continue
             self._turn += 1
-            event = self._counted(self._queue.popleft())
+            event = self._check_gap(self._queue.popleft())
             if event is not None:
                 return event
 
-    def _counted(self, event: Event) -> Event | None:
-        # Taken out and put back: the dict's order is then least recently read first.
-        before = self._read_up_to.pop(event.publisher, event.sequence - 1)
-        self._read_up_to[event.publisher] = max(before, event.sequence)
-        missed = event.sequence - before - 1
+    def _check_gap(self, event: Event) -> Event | None:
+        # Removed and inserted again, so that the dict is in order of the last read.
+        last_read = self._last_read.pop(event.publisher, event.sequence - 1)
+        self._last_read[event.publisher] = max(last_read, event.sequence)
+        missed = event.sequence - last_read - 1
         if missed < 0:
             self._counters.rejected("repeated", 1)
             return None
@@ -147,7 +147,7 @@ class Subscription(AsyncIterator[Event]):
 
     async def _wait(self) -> None:
         if self._waiter is not None:
-            raise RuntimeError(f"two readers on one subscription of {self.topic!r}")
+            raise RuntimeError(f"two concurrent readers on one subscription of {self.topic!r}")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -159,21 +159,21 @@ class Subscription(AsyncIterator[Event]):
             self._waiter.set_result(None)
 
 
-def _nothing(_topic: str) -> None:
+def _ignore_topic(_topic: str) -> None:
     pass
 
 
 class Subscriptions:
     """All subscriptions of one plane, by topic.
 
-    `on_first` and `on_last` are told when a topic gets its first and loses its last subscription.
+    `on_first` and `on_last` are called when a topic gets its first subscription and loses its last.
     """
 
     def __init__(
         self,
         counters: EventCounters,
-        on_first: Callable[[str], None] = _nothing,
-        on_last: Callable[[str], None] = _nothing,
+        on_first: Callable[[str], None] = _ignore_topic,
+        on_last: Callable[[str], None] = _ignore_topic,
     ) -> None:
         self._counters = counters
         self._on_first = on_first
@@ -191,9 +191,9 @@ class Subscriptions:
         if self._closed:
             subscription.close()
             return subscription
-        siblings = self._by_topic.setdefault(topic, [])
-        siblings.append(subscription)
-        if len(siblings) == 1:
+        same_topic = self._by_topic.setdefault(topic, [])
+        same_topic.append(subscription)
+        if len(same_topic) == 1:
             self._on_first(topic)
         return subscription
 
@@ -213,10 +213,10 @@ class Subscriptions:
         self._by_topic.clear()
 
     def _remove(self, subscription: Subscription) -> None:
-        siblings = self._by_topic.get(subscription.topic)
-        if siblings is None or subscription not in siblings:
+        same_topic = self._by_topic.get(subscription.topic)
+        if same_topic is None or subscription not in same_topic:
             return
-        siblings.remove(subscription)
-        if not siblings:
+        same_topic.remove(subscription)
+        if not same_topic:
             del self._by_topic[subscription.topic]
             self._on_last(subscription.topic)

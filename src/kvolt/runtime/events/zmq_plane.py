@@ -1,16 +1,14 @@
-"""The `zmq` event plane: no broker; each publisher binds a PUB socket and is found through discovery.
+"""The `zmq` event plane: no broker; each publisher binds a PUB socket and registers it in discovery.
 
     publisher --put events/<namespace>/<publisher> = {address, version}--> discovery
-    subscriber --watch events/<namespace>/--> connects its one SUB socket to every address
+    subscriber --watch events/<namespace>/--> connects its SUB socket to every address
 
-A message has four parts: topic and a NUL, publisher, sequence (u64 little-endian), payload. zmq filters
-by prefix, so the NUL keeps `kv` from matching `kv2`.
+A message has four parts: topic and a NUL, publisher, sequence (u64 little-endian), payload. zmq filters by prefix;
+the NUL prevents `kv` from matching `kv2`.
 
-Plain zmq sockets with a reader on their descriptor, not `zmq.asyncio`: one wake-up drains all that has
-come, with no future per message. That descriptor tells of changes only, and any call on the socket may
-consume the news, so every call on the SUB socket outside the drain is followed by a drain.
-
-Must not know: what a payload means, which discovery it is.
+Uses plain zmq sockets with a reader on their descriptor instead of `zmq.asyncio`: one wake-up drains all received
+messages, without a future per message. The descriptor signals changes only, and any call on the socket may consume
+the signal, so every call on the SUB socket outside the drain is followed by a drain.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from kvolt.runtime.events.subscriber_queue import (
 )
 from kvolt.runtime.network import is_wildcard
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
@@ -49,26 +47,26 @@ _SEQUENCE = Packing("<Q")
 _SEPARATOR = b"\0"
 _MESSAGES_PER_TURN = 256
 _MAX_SUBSCRIPTION_BYTES = 4096
-"""Largest message that a publisher accepts; a subscriber that sends more is disconnected."""
+"""Limit of messages to a publisher; a subscriber that sends a larger one is disconnected."""
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
 _RECONNECT_MAX_MS = 5_000
 
 
 class ZmqOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a plane binds, how it is found, how much may wait."""
+    """Addresses and limits of an event plane."""
 
     namespace: str
     host: str = "127.0.0.1"
     advertise_host: str | None = None
-    """What others connect to, where it is not `host`: needed when that is a wildcard."""
+    """Address that other processes connect to; required if `host` is a wildcard. Default: `host`."""
     lease_ttl_s: float = 10.0
     high_water_messages: int = 4_096
-    """Messages that may wait per connection on each side; beyond it the newest are lost: a gap."""
+    """Limit of queued messages per connection on each side. Beyond it the newest are dropped: a gap."""
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What a publisher puts into discovery. Fields of newer versions are ignored."""
+    """Registration of a publisher in discovery. Fields of newer versions are ignored."""
 
     address: str
     version: int
@@ -83,7 +81,7 @@ def encode(topic: str, publisher: str, sequence: int, payload: bytes) -> list[by
 
 
 def decode(parts: Sequence[bytes]) -> Event | None:
-    """The event in a message, or None when it is none."""
+    """Decode a message; None if it is malformed."""
     if len(parts) != 4:
         return None
     topic, publisher, sequence, payload = parts
@@ -99,28 +97,28 @@ def decode(parts: Sequence[bytes]) -> Event | None:
 
 
 class _Sender:
-    """The PUB socket. A slow subscriber loses events; it never holds up the publisher or the others."""
+    """The PUB socket. A slow subscriber loses events; it never delays the publisher or other subscribers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions) -> None:
         self._socket = context.socket(zmq.PUB)
         try:
-            self._tune(options)
+            self._set_common_options(options)
             self.address = _bind(self._socket, options)
         except BaseException:
             self._socket.close(linger=0)
             raise
-        # An idle PUB socket takes in new and lost subscribers only when it is called.
+        # An idle PUB socket processes new and lost subscribers only when it is called.
         self._descriptor = self._socket.fileno()
         asyncio.get_running_loop().add_reader(self._descriptor, self._socket.getsockopt, zmq.EVENTS)
 
-    def _tune(self, options: ZmqOptions) -> None:
-        _tune(self._socket)
+    def _set_common_options(self, options: ZmqOptions) -> None:
+        _set_common_options(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, options.high_water_messages)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(":" in options.host))
 
     def send(self, parts: list[bytes]) -> bool:
-        """False when the message went nowhere."""
+        """Send a message; False if it was dropped."""
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
@@ -151,7 +149,7 @@ class _Receiver:
         self._loop = asyncio.get_running_loop()
         self._next_drain: asyncio.Handle | None = None
         self._socket = context.socket(zmq.SUB)
-        _tune(self._socket)
+        _set_common_options(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, self._high_water_messages)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -159,25 +157,27 @@ class _Receiver:
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self._drain)
 
-    def listen(self, topic: str) -> None:
+    def subscribe_topic(self, topic: str) -> None:
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode() + _SEPARATOR)
         self._drain_soon()
 
-    def unlisten(self, topic: str) -> None:
+    def unsubscribe_topic(self, topic: str) -> None:
         self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.encode() + _SEPARATOR)
         self._drain_soon()
 
-    async def follow(self, discovery: Discovery) -> None:
-        """Connect and disconnect as publishers come and go. Ends when the discovery is closed: what is
-        connected then stays so."""
+    async def follow_publishers(self, discovery: Discovery) -> None:
+        """Connect to publishers that register and disconnect from those that leave.
+
+        Ends when discovery is closed; existing connections stay.
+        """
         async for change in discovery.watch_prefix(self._prefix):
             try:
                 if isinstance(change, Put):
-                    self._appeared(change.key, change.value)
+                    self._on_registered(change.key, change.value)
                 elif isinstance(change, Delete):
-                    self._forget(change.key)
-            except Exception:  # whatever one publisher did, the others are followed on
-                log.exception("cannot follow a publisher of events: %.200r", change)
+                    self._remove_publisher(change.key)
+            except Exception:  # one publisher's fault must not affect the others
+                log.exception("event publisher not followed: change=%.200r", change)
                 self._counters.rejected("registration", 1)
 
     def close(self) -> None:
@@ -186,22 +186,22 @@ class _Receiver:
         self._loop.remove_reader(self._descriptor)
         self._socket.close(linger=0)
 
-    def _appeared(self, key: str, value: bytes) -> None:
+    def _on_registered(self, key: str, value: bytes) -> None:
         publisher = key.removeprefix(self._prefix)
         try:
             registration = msgspec.msgpack.decode(value, type=Registration)
         except MALFORMED as error:
-            self._skip(key, "registration", f"cannot be read: {error}")
+            self._skip(key, "registration", f"malformed registration: {error}")
             return
         if registration.version != MESSAGE_VERSION:
-            self._skip(key, "version", f"has message version {registration.version}, not {MESSAGE_VERSION}")
+            self._skip(key, "version", f"message version {registration.version}, expected {MESSAGE_VERSION}")
             return
         if self._addresses.get(publisher) == registration.address:
             return
         if not self._connect(registration.address):
-            self._skip(key, "address", f"has no usable address: {registration.address!r}")
+            self._skip(key, "address", f"invalid address: {registration.address!r}")
             return
-        self._forget(key)
+        self._remove_publisher(key)
         self._addresses[publisher] = registration.address
 
     def _connect(self, address: str) -> bool:
@@ -214,26 +214,25 @@ class _Receiver:
         self._drain_soon()
         return True
 
-    def _skip(self, key: str, reason: str, why: str) -> None:
-        """Said once, until the publisher leaves or registers well."""
+    def _skip(self, key: str, label: str, reason: str) -> None:
+        """Ignore a publisher until it leaves or registers correctly; logged once."""
         if key in self._skipped:
             return
-        self._forget(key)
+        self._remove_publisher(key)
         self._skipped[key] = None
-        self._counters.rejected(reason, 1)
-        log.warning("events of publisher %s are not received: its registration %s", key, why)
+        self._counters.rejected(label, 1)
+        log.warning("event publisher ignored: key=%s reason=%s", key, reason)
 
-    def _forget(self, key: str) -> None:
+    def _remove_publisher(self, key: str) -> None:
         self._skipped.pop(key, None)
         publisher = key.removeprefix(self._prefix)
         address = self._addresses.get(publisher)
         if address is None:
             return
-        # Disconnecting throws away what has come and was not read.
+        # Disconnecting discards messages that were received and not read.
         self._read(self._high_water_messages)
         del self._addresses[publisher]
-        # A restarted publisher may have got the port of the one before it, and zmq keeps one connection
-        # per address.
+        # A restarted publisher may have its predecessor's port, and zmq keeps one connection per address.
         if address not in self._addresses.values():
             self._socket.disconnect(address)
         self._drain_soon()
@@ -250,7 +249,7 @@ class _Receiver:
             self._drain_soon()
 
     def _read(self, max_messages: int) -> bool:
-        """Whether all that has come is read."""
+        """Read messages; True if none is left."""
         for _ in range(max_messages):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -264,17 +263,16 @@ class _Receiver:
         if event is None:
             self._counters.rejected("malformed", 1)
         elif event.publisher not in self._addresses:
-            # Another namespace, or a version we skip, on a port that a publisher of ours had before.
+            # Another namespace, or an ignored version, on a port that one of our publishers had before.
             self._counters.rejected("unregistered", 1)
         else:
             self._subscriptions.deliver(event)
 
 
 class ZmqEvents:
-    """An event plane over zmq. What is published before start or after close is dropped and counted.
+    """An event plane over zmq. Events published before start or after close are dropped and counted.
 
-    `publisher` is this process's id, new at each start. A plane that never subscribes has no SUB socket
-    and watches nothing.
+    `publisher` is this process's id, new at each start. A plane without subscriptions has no SUB socket and no watch.
     """
 
     def __init__(
@@ -289,8 +287,8 @@ class ZmqEvents:
         self._discovery = discovery
         self._counters = counters
         self._numbering = Numbering()
-        self._subscriptions = Subscriptions(counters, self._listen, self._unlisten)
-        self._crew = Crew(f"events/{publisher}")
+        self._subscriptions = Subscriptions(counters, self._subscribe, self._unsubscribe)
+        self._task_group = TaskGroup(f"events/{publisher}")
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sender: _Sender | None = None
         self._receiver: _Receiver | None = None
@@ -302,18 +300,18 @@ class ZmqEvents:
         return self._publisher
 
     async def start(self) -> None:
-        """Bind, and be found. A plane that fails to start is closed.
+        """Bind and register. A plane that fails to start is closed.
 
-        Raises ConfigError for a bad host, DiscoveryLost when discovery is silent.
+        Raises ConfigError for an invalid host, DiscoveryLost if discovery is unreachable.
         """
         if self._started:
-            raise RuntimeError("an event plane starts once")
+            raise RuntimeError("the event plane was already started")
         self._started = True
         self._context = zmq.Context()
         try:
             self._sender = _Sender(self._context, self._options)
             for topic in self._subscriptions.topics:
-                self._listen(topic)
+                self._subscribe(topic)
             await self._register(self._sender.address)
         except BaseException:
             await self.close()
@@ -326,18 +324,18 @@ class ZmqEvents:
             self._discovery,
             self._lease,
             key,
-            self._crew,
+            self._task_group,
             random.Random(self._publisher),
             lambda missing: None,
         )
         await registered.publish(msgspec.msgpack.encode(Registration(address, MESSAGE_VERSION)))
         if self._sender is None:
-            raise Unavailable("the event plane was closed while it started", reason="closed")
+            raise Unavailable("the event plane was closed while starting", reason="closed")
 
     def publish(self, topic: str, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise PayloadTooLarge(
-                f"an event of {len(payload)} bytes is over the limit",
+                f"event of {len(payload)} bytes exceeds the limit",
                 limit_bytes=MAX_PAYLOAD_BYTES,
                 size_bytes=len(payload),
             )
@@ -354,7 +352,7 @@ class ZmqEvents:
         self._started = True
         self._subscriptions.close()
         try:
-            await self._crew.close()
+            await self._task_group.close()
             await self._unregister()
         finally:
             self._close_sockets()
@@ -362,7 +360,7 @@ class ZmqEvents:
     async def _unregister(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            # Where discovery is silent the lease ends by itself.
+            # If discovery is unreachable, the lease expires by itself.
             with suppress(DiscoveryLost):
                 await self._discovery.revoke(lease)
 
@@ -377,31 +375,31 @@ class ZmqEvents:
             self._context.term()
             self._context = None
 
-    def _listen(self, topic: str) -> None:
+    def _subscribe(self, topic: str) -> None:
         if self._context is None:
             return
         if self._receiver is None:
             self._receiver = _Receiver(self._context, self._options, self._subscriptions, self._counters)
-            self._crew.start(self._receiver.follow(self._discovery), "follow")
-        self._receiver.listen(topic)
+            self._task_group.start(self._receiver.follow_publishers(self._discovery), "follow")
+        self._receiver.subscribe_topic(topic)
 
-    def _unlisten(self, topic: str) -> None:
+    def _unsubscribe(self, topic: str) -> None:
         if self._receiver is not None:
-            self._receiver.unlisten(topic)
+            self._receiver.unsubscribe_topic(topic)
 
 
-def _tune(socket: zmq.Socket[bytes]) -> None:
+def _set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    # A peer whose machine vanished sends no reset: without a heartbeat the connection stays up, and silent.
+    # A host that vanishes sends no reset: without heartbeats the connection would stay open.
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
 def _bind(socket: zmq.Socket[bytes], options: ZmqOptions) -> str:
-    """Bind to a port of the system's choice; returns the address that others connect to."""
+    """Bind to a free port; returns the advertised address."""
     if is_wildcard(options.host) and options.advertise_host is None:
         raise ConfigError(
-            f"others cannot connect to {options.host}",
+            f"{options.host} is not an address that other processes can connect to",
             key="advertise_host",
             remedy="set this machine's address",
         )

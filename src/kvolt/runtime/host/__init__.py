@@ -1,1 +1,1 @@
-"""The machine below a process: cores, memory limits, environment, directories."""
+"""The host of a process: cores, memory limits, environment, directories."""

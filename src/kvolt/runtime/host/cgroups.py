@@ -1,4 +1,4 @@
-"""The control groups of this process, its own first: a container's limits are written there (cgroup v2)."""
+"""Control groups of this process, whose limits apply to it in a container (cgroup v2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def own_groups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[Path]:
-    """Their folders. Inside a container the outer ones are not visible, and files may be missing in any."""
+    """Directories of the process's groups, innermost first.
+
+    In a container the outer groups are not visible, and any file may be missing.
+    """
     group = _own_group(membership)
     if group is None:
         return
-    place = root / group.lstrip("/")
-    for folder in (place, *place.parents):
+    own_folder = root / group.lstrip("/")
+    for folder in (own_folder, *own_folder.parents):
         yield folder
         if folder == root:
             break

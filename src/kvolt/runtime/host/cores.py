@@ -1,8 +1,7 @@
-"""The machine's cores, and each local engine's share of them.
+"""CPU cores of the machine, and how they are divided among local engines.
 
-Two engines that both believe they own all cores spend their time waiting for each other's threads
-(two threads each on two cores already collapse), so every engine gets cores of its own and is told
-how many threads that makes.
+Two engines that both use all cores spend their time waiting for each other's threads (two threads each on two cores
+are enough), so every engine gets its own cores and the matching number of threads.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class UsableCores(msgspec.Struct, frozen=True):
-    """The cores that this process may use."""
+    """Cores that this process may use."""
 
     ids: tuple[int, ...]
     pinnable: bool
-    """False when a time quota, not a mask, sets the number: then the ids only count, and pinning to them
-    would press every container of the machine onto the same first cores."""
+    """False if a CPU quota instead of an affinity mask limits the number. The ids are then only a count: pinning to
+    them would put every container of the machine on the same cores."""
 
 
 def share_cores(available: Sequence[int], num_engines: int, reserved: int) -> list[list[int]]:
-    """Each engine's cores: neighbours, and as many for one as for another (at most one apart).
+    """Divide cores among engines: contiguous shares whose sizes differ by at most one.
 
-    `reserved` cores at the front stay free for the frontend and the rest, as long as every engine still
-    has one of its own. With more engines than cores, they share in turn, one core each.
+    The first `reserved` cores stay free for the frontend and other processes, as long as every engine still gets one.
+    With more engines than cores, each gets one core, in rotation.
     """
     if not available:
-        raise ConfigError("there is no core to share", remedy="allow this process at least one core")
+        raise ConfigError("no CPU core is available", remedy="allow this process at least one core")
     if num_engines >= len(available):
         return [[available[engine % len(available)]] for engine in range(num_engines)]
     if num_engines <= 0:
         return []
     free = available[min(max(reserved, 0), len(available) - num_engines) :]
-    each, extra = divmod(len(free), num_engines)
+    share_size, extra = divmod(len(free), num_engines)
     shares: list[list[int]] = []
-    begin = 0
+    start = 0
     for engine in range(num_engines):
-        end = begin + each + (1 if engine < extra else 0)
-        shares.append(list(free[begin:end]))
-        begin = end
+        end = start + share_size + (1 if engine < extra else 0)
+        shares.append(list(free[start:end]))
+        start = end
     return shares
 
 
 def thread_env(cores: Sequence[int]) -> dict[str, str]:
-    """The environment that keeps a child's thread pools within its share."""
+    """Environment that limits a child's thread pools to its share of cores."""
     env = dict.fromkeys(_THREAD_COUNTS, str(max(1, len(cores))))
-    # Engines take tokens, so a pool of tokenizer threads would only compete with the compute threads.
+    # Engines get token ids, so tokenizer threads would only compete with the compute threads.
     return {**env, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def usable_cores(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> UsableCores:
-    """Ask the system: the affinity mask, cut to the cgroup's cpu quota where one is set."""
-    # macOS has no affinity mask: there all cores count.
+    """Usable cores: the affinity mask, limited by the cgroup's CPU quota if there is one."""
+    # macOS has no affinity mask; use all cores.
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     ids = tuple(sorted(mask))
     quota = cpu_quota(cgroup_root, membership)
@@ -71,7 +70,7 @@ def usable_cores(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> Usa
 
 
 def cpu_quota(cgroup_root: Path, membership: Path) -> float | None:
-    """The smallest cgroup v2 quota, in cores, from this process's group up to the root; None without one."""
+    """Smallest cgroup v2 CPU quota in cores, from this process's group up to the root; None: no quota."""
     quotas = []
     for folder in own_groups(cgroup_root, membership):
         with contextlib.suppress(OSError):  # the root group has none

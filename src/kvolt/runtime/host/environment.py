@@ -1,4 +1,4 @@
-"""The environment of this process and its children, for libraries that can be told in no other way."""
+"""Environment variables of this process, for libraries that have no other configuration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def set_default(name: str, value: str) -> str:
-    """What a user has set stays; what is set now."""
+    """Set a variable unless the user has set it; return its value."""
     return os.environ.setdefault(name, value)
 
 
 def environment(name: str) -> str | None:
-    """What the process was started with, or has been told since."""
+    """Value of a variable; None if it is unset or empty."""
     return os.environ.get(name) or None

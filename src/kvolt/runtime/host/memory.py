@@ -1,8 +1,7 @@
-"""A process and its memory: how much it may have, and that freed blocks go back and old objects are left alone.
+"""Memory of this process: available memory, returning freed memory to the system, garbage collector settings.
 
-glibc takes a large block that was freed as a sign that more of that size will come: from then on it keeps
-such blocks, up to 32 MiB each, and per thread. For a process that meets an unusual request now and then,
-the largest it has ever met would be its size for good.
+By default glibc raises its mmap threshold when a large block is freed, and then keeps such blocks (up to 32 MiB each,
+per thread). A process would keep the size of its largest request ever.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 _LARGE_BYTES = 256 * 1024
-"""Blocks from this size on are the system's as soon as they are freed."""
+"""Blocks of at least this size are returned to the system as soon as they are freed."""
 _SPARE_BYTES = 4 * 1024 * 1024
-"""What may stay free at the end of the heap."""
+"""Limit of free memory at the end of the heap."""
 _MAX_ARENAS = 2
-"""Heaps for threads: one for the loop's, one that the others share."""
+"""Number of heaps: one for the event loop's thread, one shared by all other threads."""
 
 
 def return_freed_memory() -> bool:
-    """For the whole process, best before it has threads. False where the C library has no such setting."""
+    """Set the malloc options of the process, best before it starts threads. False if the C library has none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    wanted = {_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _SPARE_BYTES, _M_ARENA_MAX: _MAX_ARENAS}
-    taken = [mallopt(option, value) for option, value in wanted.items()]
-    return all(taken)
+    options = {_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _SPARE_BYTES, _M_ARENA_MAX: _MAX_ARENAS}
+    accepted = [mallopt(option, value) for option, value in options.items()]
+    return all(accepted)
 
 
 def settle_garbage_collector() -> None:
-    """Once all is loaded: what is there now stays, so no collection needs to look at it again.
+    """Exclude existing objects from garbage collection and collect less often. Call it after start-up.
 
-    Requests and answers free themselves; the collector is for what forms a circle by accident, and need
-    not come every seven hundred objects.
+    Requests and responses are freed by reference counting; the collector only handles accidental cycles.
     """
     gc.collect()
     gc.freeze()
@@ -51,14 +49,15 @@ def settle_garbage_collector() -> None:
 def free_bytes(
     meminfo: Path = Path("/proc/meminfo"), root: Path = ROOT, membership: Path = MEMBERSHIP
 ) -> int:
-    """What can be taken without swapping or being killed: the machine's, or less where a container's limit is."""
-    left = [_available(meminfo)]
+    """Memory that can be allocated without swapping or being killed: of the machine, or within the container's
+    limit."""
+    available = [_available(meminfo)]
     for folder in own_groups(root, membership):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text()) - _reclaimable(folder)
-            left.append(max(0, limit - used))
-    return min(left)
+            available.append(max(0, limit - used))
+    return min(available)
 
 
 def _available(meminfo: Path) -> int:
@@ -70,7 +69,7 @@ def _available(meminfo: Path) -> int:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File pages that the kernel drops when memory is short; they count as used until then."""
+    """File pages of a cgroup that the kernel drops under memory pressure; they count as used."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")

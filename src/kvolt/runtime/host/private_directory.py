@@ -1,7 +1,6 @@
-"""Directories of one user: made so that no other can enter, and trusted only when no other can write.
+"""Private directories of a user: created without access for other users, and trusted only if no other user can write.
 
-The default place is under a name that anybody on the machine can foresee, so somebody else may have made
-it first.
+The default path is predictable, so another user may have created it first.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from pathlib import Path
 
 
 def make_private(path: Path) -> None:
-    """Make the directory and every missing one above it, each for its owner alone. Raises OSError."""
-    for place in (*reversed(path.parents), path):  # `mkdir(parents=True)` gives the mode to the last only
-        place.mkdir(mode=0o700, exist_ok=True)
+    """Create the directory and missing parents, accessible to the owner only. Raises OSError."""
+    for folder in (*reversed(path.parents), path):  # `mkdir(parents=True)` sets the mode of the last one only
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def distrust(path: Path) -> str | None:
-    """Why what lies in this directory may be somebody else's; None when it is ours alone. Raises OSError."""
-    found = path.lstat()  # a link is followed by nobody: where it leads may change
-    if not stat.S_ISDIR(found.st_mode):
+def untrusted_reason(path: Path) -> str | None:
+    """Why the contents of a directory may be from another user; None if they are not. Raises OSError."""
+    info = path.lstat()  # not stat: the target of a link may change
+    if not stat.S_ISDIR(info.st_mode):
         return "is not a directory"
-    if found.st_uid != os.geteuid():
+    if info.st_uid != os.geteuid():
         return "belongs to another user"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written by other users"
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "is writable by other users"
     return None

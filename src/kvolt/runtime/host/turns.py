@@ -1,8 +1,8 @@
-"""Turns: exclusive use of cores or devices among the processes of one user on one machine.
+"""Exclusive use of cores or devices among the processes of one user on one machine.
 
-For measurements that others' would falsify, such as the steps that engines measure at start. A turn is a lock file per
-name in the user's state directory; the kernel releases it when its process ends, however it ends. The wait is
-bounded, and where there can be no turn (an unusable directory, a wait that was too long) the caller goes ahead.
+For measurements that concurrent ones would distort, such as the steps that engines measure at start. There is one
+lock file per name in the user's state directory; the kernel releases a lock when its process ends. The wait is
+bounded; if the lock cannot be acquired (unusable directory, time-out), the caller continues without it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from time import sleep as sleep_s
 
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import state_dir
-from kvolt.runtime.host.private_directory import distrust, make_private
+from kvolt.runtime.host.private_directory import make_private, untrusted_reason
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 30.0
-"""Longest wait for a turn: a dozen engines that measure one after the other."""
+"""Maximum wait: enough for a dozen engines that measure one after the other."""
 _RETRY_S = 0.05
 
 
 @contextmanager
 def host_turn(names: Sequence[str]) -> Iterator[None]:
-    """A turn among all processes of this user on this machine."""
+    """Hold the named locks among all processes of this user on this machine."""
     with turn(names, Path(state_dir(os.environ)) / "turns", WAIT_S, SystemClock().monotonic, sleep_s):
         yield
 
@@ -41,24 +41,24 @@ def turn(
     now: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> Iterator[None]:
-    """Hold the locks of all names, in their order in the alphabet so that two processes cannot block each other."""
-    give_up_at = now() + wait_s
-    with ExitStack() as held:
+    """Hold the locks of all names, acquired in sorted order to prevent deadlocks."""
+    deadline = now() + wait_s
+    with ExitStack() as locks:
         try:
             make_private(folder)
-            doubt = distrust(folder)
-            if doubt is not None:
-                raise OSError(f"{folder} {doubt}")
+            reason = untrusted_reason(folder)
+            if reason is not None:
+                raise OSError(f"{folder} {reason}")
             for name in sorted(names):
                 descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                held.callback(os.close, descriptor)
+                locks.callback(os.close, descriptor)
                 while not _try_lock(descriptor):
-                    if now() >= give_up_at:
+                    if now() >= deadline:
                         raise OSError(f"{name} is in use after {wait_s:g} s")
                     sleep(_RETRY_S)
         except OSError as error:
-            log.warning("measuring without a turn: reason=%s", error)
-            held.close()
+            log.warning("measuring without exclusive use: reason=%s", error)
+            locks.close()
         yield
 
 

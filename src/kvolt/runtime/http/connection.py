@@ -1,10 +1,8 @@
-"""One HTTP connection: an `asyncio.Protocol` that reads requests and writes their responses in order.
+"""Server side of one HTTP connection: an `asyncio.Protocol` that reads requests and writes responses in order.
 
-Owns the connection's timers, its back-pressure in both directions and its one running task. Knows
-nothing of routes or of what an error means: it asks its `Host`.
-
-Requests are answered one at a time, oldest first. A task starts when the first one is complete and
-ends when none is left, so an idle connection costs no task. A client that hangs up cancels it.
+Has timers, back-pressure in both directions and at most one task. Requests are processed one at a time, oldest first.
+A task starts when a request is complete and ends when none is left, so an idle connection has no task. It is
+cancelled when the client disconnects. `Host` routes the requests.
 """
 
 from __future__ import annotations
@@ -40,23 +38,23 @@ from kvolt.runtime.network import join_address, tune_socket
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 16 * 1024
-"""Parsed at a time: bounds how far the requests of one read can pass `max_pipelined`."""
+"""Bytes parsed at a time; bounds how far the requests of one read can exceed `max_pipelined`."""
 
 _JOIN_BYTES = 64 * 1024
-"""Below this, copying a body behind its head is cheaper than a second buffer."""
+"""Up to this size, concatenating head and body is cheaper than two buffers."""
 
 _LINGER_S = 1.0
-"""After a refusal the client may still be sending; closing at once would reset the answer away."""
+"""Wait before closing after a refusal: the client may still be sending, and a reset would discard the response."""
 
-_HUNG_UP = 499
-"""Counted, never sent: the client left before its response was complete."""
+_CLIENT_DISCONNECTED = 499
+"""Status for metrics only: the client disconnected before its response was complete."""
 
 _BUSY = json_error(503, "too many connections", "overloaded", headers={"retry-after": "1"})
 _STOPPING = json_error(503, "the server is stopping", "unavailable")
 
 
 class Host(Protocol):
-    """What a connection needs of its server."""
+    """Interface of the server that a connection needs."""
 
     limits: HttpLimits
     draining: bool
@@ -65,7 +63,7 @@ class Host(Protocol):
 
     def admit(self, connection: Connection) -> bool: ...
 
-    def forget(self, connection: Connection) -> None: ...
+    def remove_connection(self, connection: Connection) -> None: ...
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
 
@@ -80,12 +78,12 @@ class Host(Protocol):
     def date_line(self) -> str: ...
 
     def identify(self, request: HttpRequest | None) -> str:
-        """The id of a request, or of one that could not be read."""
+        """Return the id of a request, or a new id for one that could not be read."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """See the module's docstring."""
+    """One client connection."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -99,12 +97,12 @@ class Connection(asyncio.Protocol):
         self._backlog = b""
         self._reading_paused = False
         self._closing = False
-        self._gone = False
+        self._disconnected = False
         self._lost = False
         self._writer: ResponseWriter | None = None
         self._drain_waiter: asyncio.Future[None] | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._timer = LazyTimer(self._loop, self._time_out)
+        self._timer = LazyTimer(self._loop, self._on_timeout)
         self._watched_mark = 0
 
     # transport events
@@ -114,7 +112,7 @@ class Connection(asyncio.Protocol):
         limits = self._host.limits
         self._reader = RequestReader(limits, _peer(transport), self._host.bodies)
         if not self._host.admit(self):
-            self._write_last_words(_BUSY)
+            self._write_final(_BUSY)
             self.close()
             return
         tune_socket(transport)
@@ -130,8 +128,8 @@ class Connection(asyncio.Protocol):
         self._feed(data)
 
     def eof_received(self) -> None:
-        # A half-closed client looks the same as one that died with nothing to reset; both have hung up.
-        self._hang_up()
+        # A half-closed connection cannot be distinguished from a client that died, so both count as disconnected.
+        self._on_disconnect()
         self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -139,8 +137,8 @@ class Connection(asyncio.Protocol):
         self._timer.close()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
-        self._host.forget(self)
-        self._hang_up()
+        self._host.remove_connection(self)
+        self._on_disconnect()
         self._reader.release()
 
     def pause_writing(self) -> None:
@@ -157,15 +155,15 @@ class Connection(asyncio.Protocol):
         if self._writer is not None:
             self._writer.on_resume()
 
-    # what the server asks for
+    # called by the server
 
     def finish(self) -> None:
-        """Close after the request that is being read or answered; at once if there is none."""
+        """Close after the current request, or immediately if there is none."""
         if self._task is None and self._reader.phase is Phase.IDLE:
             self.close()
 
     def close(self) -> None:
-        """Flush what is written, then close; a client that does not take it is cut off."""
+        """Flush written data, then close; a client that does not read is disconnected after the write time-out."""
         self._closing = True
         if self._lost:
             return
@@ -177,7 +175,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def stop_reading(self) -> None:
-        """Take no further request."""
+        """Accept no further requests."""
         self._reader.stop()
 
     # reading
@@ -197,7 +195,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(reader.refusal)
             elif reader.wants_continue:
                 self._send_continue()
-        self._watch()
+        self._arm_read_timer()
 
     def _feed_slices(self, data: bytes) -> None:
         view = memoryview(data)
@@ -214,7 +212,7 @@ class Connection(asyncio.Protocol):
 
     def _resume_reading(self) -> None:
         self._reading_paused = False
-        self._watched_mark = -1  # the time that we did not read is not the client's
+        self._watched_mark = -1  # time in which reading was paused does not count against the client
         data, self._backlog = self._backlog, b""
         self._feed(data)
         if not self._reading_paused and not self._transport.is_closing():
@@ -224,13 +222,13 @@ class Connection(asyncio.Protocol):
         self._reader.wants_continue = False
         self._transport.write(CONTINUE)
 
-    # answering
+    # responding
 
     async def _serve(self) -> None:
         requests = self._reader.requests
         try:
             while requests:
-                self._current = self._reader.take()
+                self._current = self._reader.next_request()
                 self._head_sent = False
                 if self._reading_paused and len(requests) < self._host.limits.max_pipelined:
                     self._resume_reading()
@@ -241,12 +239,12 @@ class Connection(asyncio.Protocol):
                 if self._stall_timer is not None:
                     await self._drained()
         except asyncio.CancelledError:
-            if self._gone:
+            if self._disconnected:
                 if self._current is not None:
-                    self._host.observe(self._current.method, _HUNG_UP, self._started)
+                    self._host.observe(self._current.method, _CLIENT_DISCONNECTED, self._started)
             else:
                 if self._current is not None and not self._head_sent:
-                    self._write_last_words(_STOPPING)
+                    self._write_final(_STOPPING)
                 self.close()
             raise
         except Exception:
@@ -254,10 +252,10 @@ class Connection(asyncio.Protocol):
             raise
         finally:
             self._task = self._current = None
-        self._rest()
+        self._after_requests()
 
-    def _rest(self) -> None:
-        """The last complete request is answered: what waited for that, and the idle timer."""
+    def _after_requests(self) -> None:
+        """Continue after the last complete request: send a pending refusal or 100 Continue, or arm the idle timer."""
         reader = self._reader
         if reader.refusal is not None:
             self._refuse(reader.refusal)
@@ -270,51 +268,51 @@ class Connection(asyncio.Protocol):
             self._send_continue()
 
     async def _answer(self, request: HttpRequest) -> bool:
-        """Write the response to `request`; False when the connection must end with it."""
+        """Write the response to `request`; False if the connection must close afterwards."""
         self._started = self._host.now()
         request.id = self._host.identify(request)
         response = await self._host.respond(request)
-        if self._gone:
+        if self._disconnected:
             await _close_body(response)
             return False
         if isinstance(response, StreamingResponse):
-            keep, status = await self._stream(request, response)
+            keep_alive, status = await self._stream(request, response)
         elif isinstance(response, WrittenResponse):
-            keep, status = await self._let_write(request, response)
+            keep_alive, status = await self._run_producer(request, response)
         else:
-            keep, status = self._send(request, response), response.status
+            keep_alive, status = self._send(request, response), response.status
         self._host.observe(request.method, status, self._started)
-        request.answered()
-        return keep
+        request.response_sent()
+        return keep_alive
 
-    def _keeps(self, request: HttpRequest) -> bool:
+    def _keeps_alive(self, request: HttpRequest) -> bool:
         return request.keep_alive and not self._host.draining
 
-    def _own_lines(self, request_id: str) -> str:
-        """Headers that every response has."""
+    def _common_headers(self, request_id: str) -> str:
+        """Headers of every response."""
         return f"{self._host.date_line()}x-request-id: {request_id}\r\n"
 
     def _send(self, request: HttpRequest, response: Response) -> bool:
-        keep = self._keeps(request)
-        line, own = _connection_line(request, keep), self._own_lines(request.id)
+        keep_alive = self._keeps_alive(request)
+        line, common = _connection_line(request, keep_alive), self._common_headers(request.id)
         try:
-            head, body = encode_whole(response, request.method, line, own)
+            head, body = encode_whole(response, request.method, line, common)
         except ValueError as error:
-            head, body = encode_whole(self._host.failure(error, request.id), request.method, line, own)
+            head, body = encode_whole(self._host.failure(error, request.id), request.method, line, common)
         self._head_sent = True
         if len(body) <= _JOIN_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        return keep
+        return keep_alive
 
     async def _stream(self, request: HttpRequest, response: StreamingResponse) -> tuple[bool, int]:
         chunked = request.version != "1.0"
-        keep = chunked and self._keeps(request)
+        keep_alive = chunked and self._keeps_alive(request)
         try:
             framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
-            own = self._own_lines(request.id)
-            head = encode_head(response, framing, _connection_line(request, keep), own)
+            common = self._common_headers(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep_alive), common)
             if has_body(request.method, response.status):
                 await self._write_chunks(head, response, chunked)
             else:
@@ -323,20 +321,20 @@ class Connection(asyncio.Protocol):
             failure = self._host.failure(error, request.id)
             if not self._head_sent:
                 return self._send(request, failure), failure.status
-            # The status is out; a body that ends without its last chunk is how the client learns of it.
+            # The status is already sent; a body without its last chunk signals the error to the client.
             self._transport.abort()
             return False, failure.status
         finally:
             await _close_body(response)
-        return keep, response.status
+        return keep_alive, response.status
 
-    async def _let_write(self, request: HttpRequest, response: WrittenResponse) -> tuple[bool, int]:
+    async def _run_producer(self, request: HttpRequest, response: WrittenResponse) -> tuple[bool, int]:
         chunked = request.version != "1.0"
-        keep = chunked and self._keeps(request)
+        keep_alive = chunked and self._keeps_alive(request)
         try:
             framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
-            own = self._own_lines(request.id)
-            head = encode_head(response, framing, _connection_line(request, keep), own)
+            common = self._common_headers(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep_alive), common)
             with_body = has_body(request.method, response.status)
             writer = ResponseWriter(self._transport, self._host.tick, head, chunked, with_body)
             self._writer = writer
@@ -354,13 +352,13 @@ class Connection(asyncio.Protocol):
                 self._writer.flush()
                 self._head_sent = self._writer.head_sent
                 self._writer = None
-        return keep, response.status
+        return keep_alive, response.status
 
     async def _write_chunks(self, head: bytes, response: StreamingResponse, chunked: bool) -> None:
         transport = self._transport
         async for chunk in response.body:
-            if self._gone:
-                raise asyncio.CancelledError  # a body that swallowed its cancellation does not go on
+            if self._disconnected:
+                raise asyncio.CancelledError  # the body swallowed its cancellation
             size = len(chunk)
             if not chunked or not size:
                 transport.write(head + chunk)
@@ -377,17 +375,17 @@ class Connection(asyncio.Protocol):
             transport.write(head + LAST_CHUNK if chunked else head)
 
     async def _drained(self) -> None:
-        """Until the client has read enough; the stall timer is the deadline, it cuts the connection."""
+        """Wait until the client has read enough; the stall timer aborts the connection otherwise."""
         self._drain_waiter = self._loop.create_future()
         try:
             await self._drain_waiter
         finally:
             self._drain_waiter = None
 
-    # ending
+    # closing
 
     def _refuse(self, refusal: Response) -> None:
-        self._write_last_words(refusal)
+        self._write_final(refusal)
         if not self._transport.can_write_eof():
             self.close()
             return
@@ -395,30 +393,32 @@ class Connection(asyncio.Protocol):
         self._closing = True
         self._timer.arm(_LINGER_S)
 
-    def _write_last_words(self, response: Response) -> None:
+    def _write_final(self, response: Response) -> None:
         current = self._current
         method = current.method if current is not None else ""
-        own = self._own_lines((current.id if current is not None else "") or self._host.identify(current))
-        head, body = encode_whole(response, method, CLOSE_LINE, own)
+        common = self._common_headers(
+            (current.id if current is not None else "") or self._host.identify(current)
+        )
+        head, body = encode_whole(response, method, CLOSE_LINE, common)
         self._transport.write(head + body)
         self._host.observe(method or "unread", response.status, self._host.now())
 
-    def _hang_up(self) -> None:
-        """The client is gone: the one path by which its request is cancelled."""
-        if self._gone:
+    def _on_disconnect(self) -> None:
+        """Cancel the current request because the client disconnected."""
+        if self._disconnected:
             return
-        self._gone = True
+        self._disconnected = True
         if self._writer is not None:
-            self._writer.gone = True
+            self._writer.disconnected = True
         self.stop_reading()
         if self._task is not None:
             self._task.cancel()
         if self._current is not None:
-            self._current.disconnected()
+            self._current.on_disconnected()
 
-    # waiting
+    # time-outs
 
-    def _watch(self) -> None:
+    def _arm_read_timer(self) -> None:
         reader = self._reader
         if self._closing or self._reading_paused or reader.mark == self._watched_mark:
             return
@@ -430,7 +430,7 @@ class Connection(asyncio.Protocol):
         elif self._task is not None:
             self._timer.disarm()
 
-    def _time_out(self) -> None:
+    def _on_timeout(self) -> None:
         reader = self._reader
         if self._closing:
             self._transport.abort()
@@ -443,8 +443,8 @@ class Connection(asyncio.Protocol):
                 self._refuse(reader.refusal)
 
 
-def _connection_line(request: HttpRequest, keep: bool) -> str:
-    if not keep:
+def _connection_line(request: HttpRequest, keep_alive: bool) -> str:
+    if not keep_alive:
         return CLOSE_LINE
     return KEEP_ALIVE_LINE if request.version == "1.0" else NO_CONNECTION_LINE
 

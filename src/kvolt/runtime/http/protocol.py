@@ -1,8 +1,4 @@
-"""HTTP/1.x messages: requests, responses and what they may cost; `Response` in, bytes out.
-
-Knows nothing of sockets, tasks, timers or routes, so all of it runs without an event loop. Bytes become
-requests in `http_reader`.
-"""
+"""HTTP/1.x messages and limits, and encoding of responses. Needs no event loop; `reader` parses requests."""
 
 from __future__ import annotations
 
@@ -26,30 +22,30 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one client may cost."""
+    """Limits of an HTTP server."""
 
     max_connections: int = 4096
     max_body_bytes: int = 32 * 1024 * 1024
     max_buffered_bytes: int = 256 * 1024 * 1024
-    """Of all clients together: bodies that are still coming, or wait behind the request being answered."""
+    """Total of all clients: bodies that are being received, or queued behind a request in progress."""
     max_header_bytes: int = 32 * 1024
     max_pipelined: int = 16
-    """Requests read ahead of the one being answered; reading pauses there."""
+    """Requests read ahead of the current one; reading pauses at this limit."""
     header_timeout_s: float = 10.0
     """From the first byte of a request to the end of its headers."""
     body_timeout_s: float = 60.0
-    """From the end of the headers to the end of the body: a total, so that dripping does not help."""
+    """From the end of the headers to the end of the body, however slowly bytes arrive."""
     idle_timeout_s: float = 75.0
     write_timeout_s: float = 60.0
-    """How long a client may leave a full write buffer unread."""
+    """How long a client may leave the write buffer full."""
     write_buffer_bytes: int = 64 * 1024
 
 
 class HttpRequest:
-    """One request, complete with its body.
+    """A complete request.
 
-    `path` is as sent, still percent-encoded; `params` (from the route) and `query` are decoded. Header
-    names are lower-case; repeated ones are joined by a comma.
+    `path` is still percent-encoded; `params` (from the route) and `query` are decoded. Header names are in lower
+    case; repeated headers are joined by commas.
     """
 
     __slots__ = (
@@ -84,7 +80,7 @@ class HttpRequest:
         self.peer = peer
         self.version = version
         self.id = ""
-        """`x-request-id` of the response: the client's own, or one that the server has made."""
+        """Request id for `x-request-id` of the response: sent by the client, or generated."""
         self.keep_alive = True
         self.params: Mapping[str, str] = _NO_HEADERS
         self._query: dict[str, str] | None = None
@@ -93,13 +89,13 @@ class HttpRequest:
 
     @property
     def query(self) -> Mapping[str, str]:
-        """Decoded query parameters; of a repeated one, the last."""
+        """Decoded query parameters; the last one wins."""
         if self._query is None:
             self._query = dict(parse_qsl(self.query_string, keep_blank_values=True))
         return self._query
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once if the client hangs up before its response is complete."""
+        """Call `callback` once if the client disconnects before its response is complete."""
         if self._disconnected:
             callback()
         elif self._disconnect_callbacks is None:
@@ -107,13 +103,12 @@ class HttpRequest:
         else:
             self._disconnect_callbacks.append(callback)
 
-    def answered(self) -> None:
-        """Told by the connection: nobody need hear of a client that hangs up now. What the callbacks held is
-        freed at once, which they would keep in a circle if they know the request."""
+    def response_sent(self) -> None:
+        """Drop the callbacks. Called by the connection after the response; breaks reference cycles."""
         self._disconnect_callbacks = None
 
-    def disconnected(self) -> None:
-        """Told by the connection; runs the callbacks in the order they were added."""
+    def on_disconnected(self) -> None:
+        """Run the callbacks in the order they were added. Called by the connection."""
         self._disconnected = True
         callbacks, self._disconnect_callbacks = self._disconnect_callbacks, None
         for callback in callbacks or ():
@@ -121,7 +116,7 @@ class HttpRequest:
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A whole response. Framing headers (length, encoding, connection, date) are the server's to add."""
+    """A whole response. The server adds framing headers (length, encoding, connection, date)."""
 
     status: int = 200
     body: bytes = b""
@@ -132,8 +127,8 @@ class Response(msgspec.Struct, frozen=True):
 class StreamingResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response written as it is produced.
 
-    The head leaves with the first chunk, so that a failure before it still gets its own status; an empty
-    first chunk sends the head alone. `body.aclose()` is awaited however the response ends.
+    The head is sent with the first chunk, so that an earlier failure can still set the status; an empty first chunk
+    sends the head alone. `body.aclose()` is always awaited.
     """
 
     body: AsyncIterator[bytes]
@@ -153,7 +148,7 @@ def json_error(
     headers: Mapping[str, str] = _NO_HEADERS,
     details: Mapping[str, str] = _NO_HEADERS,
 ) -> Response:
-    """An error in the shape that OpenAI clients read; details are ours, which they pass over."""
+    """Error response in OpenAI's format; `details` are additional fields, which clients ignore."""
     kind = (
         "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     )
@@ -166,7 +161,7 @@ def has_body(request_method: str, status: int) -> bool:
 
 
 class Head(Protocol):
-    """What of a response goes before its body."""
+    """Status and headers of a response."""
 
     @property
     def status(self) -> int: ...
@@ -178,23 +173,25 @@ class Head(Protocol):
     def content_type(self) -> str: ...
 
 
-def encode_head(response: Head, framing: str, connection: str, own: str) -> bytes:
-    """Status line and headers, up to and with the empty line; `own` are lines of the server's.
+def encode_head(response: Head, framing: str, connection: str, common: str) -> bytes:
+    """Encode status line and headers, including the empty line; `common` are the server's header lines.
 
-    ValueError when a header would break out.
+    Raises ValueError if a header contains a line break.
     """
     lines = "".join([f"{name}: {value}\r\n" for name, value in response.headers.items()])
     if response.content_type:
         lines = f"content-type: {response.content_type}\r\n{lines}"
     num_lines = len(response.headers) + bool(response.content_type)
     if lines.count("\n") != num_lines or lines.count("\r") != num_lines or "\0" in lines:
-        raise ValueError("a response header holds a line break")
+        raise ValueError("a response header contains a line break")
     phrase = _PHRASES.get(response.status, "Unknown")
-    return f"HTTP/1.1 {response.status} {phrase}\r\n{own}{lines}{framing}{connection}\r\n".encode("latin-1")
+    return f"HTTP/1.1 {response.status} {phrase}\r\n{common}{lines}{framing}{connection}\r\n".encode(
+        "latin-1"
+    )
 
 
-def encode_whole(response: Response, method: str, connection: str, own: str) -> tuple[bytes, bytes]:
-    """Head and body of a whole response; the body is empty where the protocol forbids one."""
+def encode_whole(response: Response, method: str, connection: str, common: str) -> tuple[bytes, bytes]:
+    """Encode head and body of a whole response; the body is empty where the protocol forbids one."""
     framing = "" if response.status in BODILESS else f"content-length: {len(response.body)}\r\n"
-    head = encode_head(response, framing, connection, own)
+    head = encode_head(response, framing, connection, common)
     return head, response.body if has_body(method, response.status) else b""

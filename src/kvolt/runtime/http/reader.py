@@ -1,7 +1,4 @@
-"""Bytes to requests, or to a refusal: the parser, and what it may take.
-
-Knows nothing of sockets, tasks, timers or routes, so all of it runs without an event loop.
-"""
+"""Parses bytes into requests, or into a refusal, within limits. Needs no event loop."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from kvolt.runtime.http.protocol import HttpLimits, HttpRequest, Response, json_
 
 _MANY_CHUNKS = 16_384
 _SMALL_CHUNK_BYTES = 64
-"""On average. A body of millions of tiny chunks would hold up everybody else for seconds."""
+"""Minimum mean chunk size. A body of millions of tiny chunks would delay all other requests for seconds."""
 
 
 class Phase(IntEnum):
-    """What the next byte belongs to."""
+    """Part of a request that the next byte belongs to."""
 
     IDLE = 0
     HEAD = 1
@@ -27,37 +24,37 @@ class Phase(IntEnum):
 
 
 class _Stop(Exception):
-    """Leaves the parser from inside a callback; the reason is in `RequestReader.refusal`."""
+    """Leaves the parser from a callback; `RequestReader.refusal` has the reason."""
 
 
 class BodyBudget:
-    """What the bodies that all connections of a server hold may still take."""
+    """Bytes that request bodies of all connections of a server may still use."""
 
-    __slots__ = ("left",)
+    __slots__ = ("available_bytes",)
 
     def __init__(self, num_bytes: int) -> None:
-        self.left = num_bytes
+        self.available_bytes = num_bytes
 
 
 _TOO_MANY_BODIES = json_error(
-    503, "too many bodies are on their way; try again", "overloaded", headers={"retry-after": "1"}
+    503, "too many request bodies in progress; try again", "overloaded", headers={"retry-after": "1"}
 )
 
 
 class RequestReader:
-    """Feeds bytes to llhttp and collects complete requests, oldest first, in `requests`.
+    """Feeds bytes to llhttp and collects complete requests in `requests`, oldest first.
 
-    After a refusal, or after a request that ends its connection, `done` is set and input is ignored.
-    `mark` changes whenever `phase` may have, so that a caller sees a new request in the same phase.
+    After a refusal, or after the last request of a connection, `done` is set and input is ignored. `mark` changes
+    whenever `phase` may have changed, so that a caller notices a new request in the same phase.
     """
 
     def __init__(self, limits: HttpLimits, peer: str, budget: BodyBudget | None = None) -> None:
         self._limits = limits
         self._peer = peer
         self._budget = budget if budget is not None else BodyBudget(limits.max_buffered_bytes)
-        self._num_coming = 0
+        self._num_receiving_bytes = 0
         """Bytes of the body being read."""
-        self._num_waiting = 0
+        self._num_queued_bytes = 0
         """Bytes of the bodies in `requests`."""
         self._num_chunks = 0
         self._parser = httptools.HttpRequestParser(self)
@@ -65,8 +62,8 @@ class RequestReader:
         self._headers: dict[str, str] = {}
         self._body: bytes | bytearray = b""
         self._head_bytes = 0
-        self._silent_bytes = 0
-        self._stirred = False
+        self._unparsed_bytes = 0
+        self._had_callback = False
         self._upgrading = False
         self.requests: deque[HttpRequest] = deque()
         self.phase = Phase.IDLE
@@ -78,7 +75,7 @@ class RequestReader:
     def feed(self, data: bytes | memoryview) -> None:
         if self.done:
             return
-        self._stirred = False
+        self._had_callback = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -90,9 +87,9 @@ class RequestReader:
         except httptools.HttpParserError:
             if not self.done:
                 self.refuse(400, "the request is not valid HTTP/1.1", "malformed_request")
-        # The parser buffers an unfinished header line or trailer on its own and says nothing until its end.
-        self._silent_bytes = 0 if self._stirred else self._silent_bytes + len(data)
-        if self._silent_bytes > self._limits.max_header_bytes and not self.done:
+        # The parser buffers an incomplete header line or trailer without a callback until its end.
+        self._unparsed_bytes = 0 if self._had_callback else self._unparsed_bytes + len(data)
+        if self._unparsed_bytes > self._limits.max_header_bytes and not self.done:
             self._refuse_headers()
 
     def refuse(self, status: int, message: str, code: str) -> None:
@@ -104,47 +101,47 @@ class RequestReader:
         self._drop_body()
 
     def _drop_body(self) -> None:
-        self._budget.left += self._num_coming
-        self._num_coming = 0
+        self._budget.available_bytes += self._num_receiving_bytes
+        self._num_receiving_bytes = 0
         self._body = b""
 
-    def take(self) -> HttpRequest:
-        """The oldest request."""
+    def next_request(self) -> HttpRequest:
+        """Remove and return the oldest request."""
         request = self.requests.popleft()
-        self._budget.left += len(request.body)
-        self._num_waiting -= len(request.body)
+        self._budget.available_bytes += len(request.body)
+        self._num_queued_bytes -= len(request.body)
         return request
 
     def stop(self) -> None:
-        """No further request is wanted, not even those that are here."""
+        """Accept no further requests, and drop those that are queued."""
         self.done = True
         self.requests.clear()
-        self._budget.left += self._num_waiting
-        self._num_waiting = 0
+        self._budget.available_bytes += self._num_queued_bytes
+        self._num_queued_bytes = 0
         self._drop_body()
 
     def release(self) -> None:
-        """Break the cycle between reader and parser, so that a closed connection is freed at once."""
+        """Break the reference cycle between reader and parser, so that a closed connection is freed immediately."""
         self.stop()
         del self._parser
 
     def _refuse_headers(self) -> None:
-        self.refuse(431, f"headers are over {self._limits.max_header_bytes} bytes", "headers_too_large")
+        self.refuse(431, f"headers exceed {self._limits.max_header_bytes} bytes", "headers_too_large")
 
     def _read_as_plain_request(self, rest: bytes | memoryview) -> None:
-        # An upgrade may be ignored (RFC 9110, 7.8), and some HTTP/2-capable clients offer one with every
-        # plain-text request. llhttp would skip the body then, so the head is read again without the offer.
+        # A server may ignore an upgrade (RFC 9110, 7.8), and some HTTP/2-capable clients offer one with every
+        # plain-text request. llhttp would skip the body then, so the head is parsed again without the offer.
         method = self._parser.get_method()
         if method == b"CONNECT":
             self.refuse(501, "CONNECT is not supported", "unsupported")
             return
-        dropped = {"upgrade", "http2-settings"}
+        removed = {"upgrade", "http2-settings"}
         options = [option.strip().lower() for option in self._headers.pop("connection", "").split(",")]
-        kept = "connection: close\r\n" if "close" in options else ""
+        connection = "connection: close\r\n" if "close" in options else ""
         lines = "".join(
-            [f"{name}: {value}\r\n" for name, value in self._headers.items() if name not in dropped]
+            [f"{name}: {value}\r\n" for name, value in self._headers.items() if name not in removed]
         )
-        head = f"{kept}{lines}\r\n".encode("latin-1")
+        head = f"{connection}{lines}\r\n".encode("latin-1")
         line = b"%b %b HTTP/%b\r\n" % (method, self._target, self._parser.get_http_version().encode())
         self._parser = httptools.HttpRequestParser(self)
         self.feed(line + head)
@@ -154,7 +151,7 @@ class RequestReader:
     # llhttp's callbacks
 
     def on_message_begin(self) -> None:
-        self._stirred = True
+        self._had_callback = True
         self._target = b""
         self._headers = {}
         self._body = b""
@@ -172,20 +169,20 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
         if self.phase is Phase.BODY:
-            return  # a trailer: nothing here has a use for one
+            return  # trailers are ignored
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1").rstrip(" \t")
         self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
 
     def _count_head(self, num_bytes: int) -> None:
-        self._stirred = True
+        self._had_callback = True
         self._head_bytes += num_bytes
         if self._head_bytes > self._limits.max_header_bytes:
             self._refuse_headers()
             raise _Stop
 
     def on_headers_complete(self) -> None:
-        self._stirred = True
+        self._had_callback = True
         if self._parser.should_upgrade():
             self._upgrading = True
             return
@@ -193,30 +190,33 @@ class RequestReader:
         self.mark += 1
         headers = self._headers
         if "content-length" in headers:
-            # The parser has seen that it fits 64 bits, and lets any number of zeros stand before it.
+            # The parser has checked that the value fits in 64 bits, but allows any number of leading zeros.
             if int(headers["content-length"].lstrip("0") or "0") > self._limits.max_body_bytes:
                 self._refuse_body()
         elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
-            self._refuse_request(501, "only chunked is known as a transfer encoding", "unsupported")
+            self._refuse_request(501, "the only supported transfer encoding is chunked", "unsupported")
         if "," in headers.get("host", ""):
-            self._refuse_request(400, "there is more than one host", "malformed_request")
+            self._refuse_request(400, "more than one Host header", "malformed_request")
         if "expect" in headers and self._parser.get_http_version() == "1.1":
             self.wants_continue = headers["expect"].lower() == "100-continue"
 
     def on_chunk_header(self) -> None:
-        self._stirred = True
-        if self._num_chunks > _MANY_CHUNKS and self._num_coming < _SMALL_CHUNK_BYTES * self._num_chunks:
-            self._refuse_request(400, "the body comes in very many very small chunks", "malformed_request")
+        self._had_callback = True
+        if (
+            self._num_chunks > _MANY_CHUNKS
+            and self._num_receiving_bytes < _SMALL_CHUNK_BYTES * self._num_chunks
+        ):
+            self._refuse_request(400, "the body has too many small chunks", "malformed_request")
         self._num_chunks += 1
 
     def on_body(self, part: bytes) -> None:
-        self._stirred = True
+        self._had_callback = True
         size = len(part)
-        self._num_coming += size
-        self._budget.left -= size
-        if self._num_coming > self._limits.max_body_bytes:
+        self._num_receiving_bytes += size
+        self._budget.available_bytes -= size
+        if self._num_receiving_bytes > self._limits.max_body_bytes:
             self._refuse_body()
-        if self._budget.left < 0:
+        if self._budget.available_bytes < 0:
             self._end(_TOO_MANY_BODIES)
             raise _Stop
         if not self._body:
@@ -228,7 +228,7 @@ class RequestReader:
             self._body += part
 
     def _refuse_body(self) -> NoReturn:
-        message = f"the body is over {self._limits.max_body_bytes} bytes"
+        message = f"the body exceeds {self._limits.max_body_bytes} bytes"
         self._refuse_request(413, message, "payload_too_large")
 
     def _refuse_request(self, status: int, message: str, code: str) -> NoReturn:
@@ -241,7 +241,7 @@ class RequestReader:
         parser = self._parser
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            self._refuse_request(505, "only HTTP/1.1 and HTTP/1.0 are spoken here", "http_version")
+            self._refuse_request(505, "only HTTP/1.1 and HTTP/1.0 are supported", "http_version")
         target = (
             self._target.decode("latin-1") if self._target.startswith(b"/") else self._target_without_host()
         )
@@ -250,8 +250,8 @@ class RequestReader:
         )
         request.keep_alive = parser.should_keep_alive()
         self._body = b""
-        self._num_waiting += self._num_coming
-        self._num_coming = 0
+        self._num_queued_bytes += self._num_receiving_bytes
+        self._num_receiving_bytes = 0
         self.requests.append(request)
         self.done = not request.keep_alive
         self.wants_continue = False
@@ -259,13 +259,13 @@ class RequestReader:
         self.mark += 1
 
     def _target_without_host(self) -> str:
-        """The path of an absolute target, as a client of a proxy sends it; `*` stays as it is."""
+        """Path of an absolute target, as sent to a proxy; `*` is returned unchanged."""
         if self._target == b"*":
             return "*"
         try:
             url = httptools.parse_url(self._target)
         except httptools.HttpParserError:
-            self.refuse(400, "the request target is not valid", "malformed_request")
+            self.refuse(400, "invalid request target", "malformed_request")
             raise _Stop from None
         path = (url.path or b"/").decode("latin-1")
         return f"{path}?{url.query.decode('latin-1')}" if url.query else path

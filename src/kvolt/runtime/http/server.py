@@ -1,7 +1,7 @@
-"""The small HTTP server behind admin, frontend and router: routes, error mapping, start and stop.
+"""HTTP server of the frontend, the admin port and the router: routes, error mapping, start and stop.
 
-Owns the table of handlers and the life of the server. Messages are `http_protocol`'s, bytes
-`http_reader`'s, one connection is `http_connection`'s. Knows no API format beyond the shape of an error body.
+`protocol` has the messages, `reader` parses requests, `connection` serves one client. Independent of API formats,
+except for the shape of an error body.
 
     routes = Routes()
     routes.add("GET", "/v1/models/{model}", show_model)
@@ -47,7 +47,7 @@ from kvolt.runtime.http.protocol import (
 from kvolt.runtime.http.reader import BodyBudget
 from kvolt.runtime.http.writer import TickWrites, WrittenResponse
 from kvolt.runtime.network import Listener, Network
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 __all__ = [
     "AnyResponse",
@@ -68,10 +68,10 @@ log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[AnyResponse | WrittenResponse]]
 ErrorResponse = Callable[[KvoltError], Response]
 Observe = Callable[[str, int, float], None]
-"""Told (method, status, seconds) of every response, at its end."""
+"""Called with (method, status, seconds) at the end of every response."""
 
 _FLUSH_S = 1.0
-"""For last words to leave after the drain deadline, before connections are cut."""
+"""Time for final responses to be sent after the drain deadline, before connections are aborted."""
 
 _STATUS_OF: dict[type[KvoltError], int] = {
     InvalidRequest: 400,
@@ -87,13 +87,13 @@ _STATUS_OF: dict[type[KvoltError], int] = {
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _SHOWN_CHARS = 200
-"""Of a path that nobody serves."""
+"""Characters of an unknown path that are repeated in an error."""
 
 _INTERNAL = json_error(500, "internal error", "internal")
 
 
 def error_response(error: KvoltError) -> Response:
-    """The default mapping: the nearest type in the error's ancestry decides; others are a 500."""
+    """Default mapping: the nearest mapped base type decides; other errors are a 500."""
     status = next((_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF), 500)
     param = error.fields.get("param")
     wait_s = error.fields.get("retry_after_s", 1 if status == 429 else None)
@@ -102,7 +102,7 @@ def error_response(error: KvoltError) -> Response:
 
 
 class _Pattern:
-    """A path with parameters: `{name}` takes one segment, a last `{name:path}` takes all that is left."""
+    """A path with parameters: `{name}` matches one segment, a final `{name:path}` the rest of the path."""
 
     __slots__ = ("_rest_name", "_segments", "methods")
 
@@ -113,17 +113,17 @@ class _Pattern:
         self.methods: dict[str, Handler] = {}
 
     def match(self, segments: list[str]) -> dict[str, str] | None:
-        """Parameters, decoded after the split so that an encoded slash stays inside its value."""
+        """Match and return the parameters, decoded after splitting so that an encoded slash stays in its value."""
         count = len(self._segments)
         if len(segments) <= count if self._rest_name is not None else len(segments) != count:
             return None
         params: dict[str, str] = {}
-        for wanted, found in zip(self._segments, segments, strict=False):
-            if wanted.startswith("{"):
-                if not found:
+        for expected, segment in zip(self._segments, segments, strict=False):
+            if expected.startswith("{"):
+                if not segment:
                     return None
-                params[wanted[1:-1]] = unquote(found)
-            elif wanted != found:
+                params[expected[1:-1]] = unquote(segment)
+            elif expected != segment:
                 return None
         if self._rest_name is not None:
             params[self._rest_name] = unquote("/".join(segments[count:]))
@@ -131,7 +131,7 @@ class _Pattern:
 
 
 class Routes:
-    """Handlers by path and method. Exact paths win; among patterns, the one added first."""
+    """Handlers by path and method. Exact paths take precedence; among patterns, the one added first."""
 
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, Handler]] = {}
@@ -143,23 +143,23 @@ class Routes:
         else:
             methods = self._exact.setdefault(path, {})
         if method in methods:
-            raise ConfigError(f"{method} {path} has two handlers", key=path, remedy="remove one")
+            raise ConfigError(f"duplicate handler for {method} {path}", key=path, remedy="remove one")
         methods[method] = handler
 
     def resolve(self, request: HttpRequest) -> Handler | Response:
-        """The handler, with `request.params` filled in; or the 404 / 405 to answer with."""
+        """Return the handler and set `request.params`, or return a 404 or 405 response."""
         methods = self._exact.get(request.path)
         if methods is None and self._patterns:
             methods = self._resolve_pattern(request)
         if methods is None:
-            return json_error(404, f"there is nothing at {request.path[:_SHOWN_CHARS]}", "not_found")
+            return json_error(404, f"unknown path {request.path[:_SHOWN_CHARS]}", "not_found")
         handler = methods.get(request.method)
         if handler is None and request.method == "HEAD":
             handler = methods.get("GET")
         if handler is not None:
             return handler
         allowed = [*methods, "HEAD"] if "GET" in methods and "HEAD" not in methods else list(methods)
-        message = f"{request.path[:_SHOWN_CHARS]} does not take {request.method}"
+        message = f"{request.path[:_SHOWN_CHARS]} does not support {request.method}"
         return json_error(405, message, "method_not_allowed", headers={"allow": ", ".join(allowed)})
 
     def _resolve_pattern(self, request: HttpRequest) -> dict[str, Handler] | None:
@@ -173,7 +173,7 @@ class Routes:
 
 
 class HttpServer:
-    """Serves `routes` on one address. Stopping: no new connections, drain to a deadline, cancel."""
+    """Serves `routes` on one address. On close: refuse new connections, drain until the deadline, cancel the rest."""
 
     def __init__(
         self,
@@ -196,9 +196,9 @@ class HttpServer:
         self._error_response = error_response
         self._observe = observe
         self._request_id_headers = request_id_headers
-        """A client's own name for its request, the first that is fit to be sent back."""
+        """Headers in which a client may send a request id; the first valid one is used."""
         self._rng = rng if rng is not None else random.SystemRandom()
-        self._crew = Crew("http")
+        self._task_group = TaskGroup("http")
         self._listener: Listener | None = None
         self._connections: dict[Connection, None] = {}
         self._all_closed = asyncio.Event()
@@ -210,12 +210,12 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self, address: str) -> str:
-        """Listen; the real address comes back, with the port that the system chose."""
+        """Listen; returns the bound address, with the port chosen by the system."""
         self._listener = await self._network.listen(address, lambda: Connection(self))
         return self._listener.address
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop accepting, let running requests end within `drain_s`, cancel the rest. Safe to repeat."""
+        """Stop accepting, let running requests finish within `drain_s`, cancel the rest. Idempotent."""
         self.draining = True
         if self._listener is not None:
             await self._listener.close()
@@ -224,7 +224,7 @@ class HttpServer:
         await self._wait_closed(drain_s)
         for connection in list(self._connections):
             connection.stop_reading()
-        await self._crew.close()
+        await self._task_group.close()
         for connection in list(self._connections):
             connection.close()
         await self._wait_closed(_FLUSH_S)
@@ -242,7 +242,7 @@ class HttpServer:
         except TimeoutError:
             pass
 
-    # what a connection asks of its host
+    # connection.Host
 
     def admit(self, connection: Connection) -> bool:
         if self.draining or len(self._connections) >= self.limits.max_connections:
@@ -250,24 +250,24 @@ class HttpServer:
         self._connections[connection] = None
         return True
 
-    def forget(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
         if not self._connections:
             self._all_closed.set()
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
-        return self._crew.start(work, "request")
+        return self._task_group.start(work, "request")
 
     async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse:
-        found = self._routes.resolve(request)
-        if isinstance(found, Response):
-            return found
+        resolved = self._routes.resolve(request)
+        if isinstance(resolved, Response):
+            return resolved
         try:
-            return await found(request)
+            return await resolved(request)
         except asyncio.CancelledError as error:
             if _is_being_cancelled():
                 raise
-            return self.failure(error, request.id)  # something that it awaited was cancelled, not the handler
+            return self.failure(error, request.id)  # something it awaited was cancelled, not the handler
         except Exception as error:
             return self.failure(error, request.id)
 
@@ -276,9 +276,15 @@ class HttpServer:
             response = self._error_response(error)
             if response.status >= 500:
                 level = logging.INFO if error.fault is Fault.CALLER else logging.WARNING
-                log.log(level, "request %s failed: %s (%s)", request_id, error.message, error.code)
+                log.log(
+                    level,
+                    "request failed: request=%s code=%s error=%s",
+                    request_id,
+                    error.code,
+                    error.message,
+                )
             return response
-        log.error("request %s failed", request_id, exc_info=error)
+        log.error("request failed: request=%s", request_id, exc_info=error)
         return _INTERNAL
 
     def observe(self, method: str, status: int, started: float) -> None:
@@ -290,9 +296,9 @@ class HttpServer:
 
     def identify(self, request: HttpRequest | None) -> str:
         for name in self._request_id_headers if request is not None else ():
-            given = request.headers.get(name) if request is not None else None
-            if given is not None and _REQUEST_ID.fullmatch(given):
-                return given
+            request_id = request.headers.get(name) if request is not None else None
+            if request_id is not None and _REQUEST_ID.fullmatch(request_id):
+                return request_id
         return new_id(self._rng)
 
     def date_line(self) -> str:
@@ -304,6 +310,6 @@ class HttpServer:
 
 
 def _is_being_cancelled() -> bool:
-    # A function, so that no frame of the traceback holds the task that will hold the traceback.
+    # A separate function, so that no frame of the traceback refers to the task that will refer to the traceback.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,7 +1,7 @@
-"""A response written from callbacks of the event loop: no task runs per chunk.
+"""Responses written from event loop callbacks, without a task per chunk.
 
-The producer gets a `ResponseWriter` and writes when it has something; the head leaves with the first
-chunk. What is written within a tick leaves the process in one call.
+A producer gets a `ResponseWriter`. The head is sent with the first chunk. Data written within one tick of the loop is
+sent by one system call.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ NUM_CHUNK_HEADS = 4096
 CHUNK_HEADS = [b"%x\r\n" % size for size in range(NUM_CHUNK_HEADS)]
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     pass
 
 
 def chunk_head(size: int) -> bytes:
-    """The line before a chunk of that many bytes."""
+    """Size line of a chunk."""
     return CHUNK_HEADS[size] if size < NUM_CHUNK_HEADS else b"%x\r\n" % size
 
 
 class TickWrites:
-    """Writers that have something to send at the end of this tick of the event loop.
+    """Writers with data to send at the end of the current tick of the event loop.
 
-    A transport sends what it is given at once, in a system call of its own; several events of a tick, and
-    head and end of a short answer, are worth waiting for.
+    A transport sends each write immediately, by a system call. Combining the events of a tick, or head and end of a
+    short response, saves calls.
     """
 
     __slots__ = ("_dirty", "_loop", "_now", "observe")
@@ -41,7 +41,7 @@ class TickWrites:
         self._loop = loop
         self._now = now or loop.time
         self.observe: Callable[[float], None] | None = None
-        """Told how long the writing of a tick took."""
+        """Called with the duration of the writes of a tick."""
         self._dirty: list[ResponseWriter] = []
 
     def add(self, writer: ResponseWriter) -> None:
@@ -55,14 +55,14 @@ class TickWrites:
         for writer in dirty:
             try:
                 writer.flush()
-            except Exception:  # a transport that cannot be written to; the others' have nothing to do with it
-                log.exception("a response could not be written")
+            except Exception:  # one broken transport must not affect the others
+                log.exception("response not written")
         if self.observe is not None:
             self.observe(self._now() - started)
 
 
 class ResponseWriter:
-    """One response's way out. Writing to a client that has gone is no error: nothing happens."""
+    """Output of one response. Writes to a disconnected client are ignored."""
 
     __slots__ = (
         "_ended",
@@ -71,7 +71,7 @@ class ResponseWriter:
         "_transport",
         "_unsent",
         "chunked",
-        "gone",
+        "disconnected",
         "has_body",
         "on_pause",
         "on_resume",
@@ -86,21 +86,21 @@ class ResponseWriter:
         self._unsent: list[bytes] = []
         self._ended = False
         self.chunked = chunked
-        """Else the body is written as it is, and ends with the connection."""
+        """Whether chunked encoding is used; otherwise the body ends when the connection closes."""
         self.has_body = has_body
-        self.gone = False
-        """The client has hung up."""
-        self.on_pause: Callable[[], None] = _nothing
-        """The client does not read."""
-        self.on_resume: Callable[[], None] = _nothing
-        """It has."""
+        self.disconnected = False
+        """The client disconnected."""
+        self.on_pause: Callable[[], None] = _ignore
+        """Called when the client stops reading and the buffer is full."""
+        self.on_resume: Callable[[], None] = _ignore
+        """Called when the client reads again."""
 
     @property
     def head_sent(self) -> bool:
         return not self._head
 
     def add_header(self, name: str, value: str) -> None:
-        """While the head waits. Both are the server's own words."""
+        """Add a header before the head is sent. Neither name nor value may come from a client."""
         if self._head:
             self._head = b"%b%b: %b\r\n\r\n" % (self._head[:-2], name.encode(), value.encode())
 
@@ -110,19 +110,19 @@ class ResponseWriter:
             self.write_framed(head)
 
     def write(self, data: bytes) -> None:
-        """A chunk; the head before it if it is the first. An empty one sends the head alone."""
+        """Write a chunk, with the head if it is the first. An empty chunk sends only the head."""
         if not self.has_body:
             return
         if self._head:
             self.send_head()
         if not data:
-            return  # a chunk of no bytes would end the body
+            return  # an empty chunk would end the body
         if self.chunked:
             data = b"%b%b\r\n" % (chunk_head(len(data)), data)
         self.write_framed(data)
 
     def write_framed(self, chunks: bytes) -> None:
-        """What is framed already, by `chunk_head` and a line end: for producers that know their lengths."""
+        """Write data already framed with `chunk_head` and line ends, for producers that know the lengths."""
         if self._ended:
             return
         unsent = self._unsent
@@ -131,7 +131,7 @@ class ResponseWriter:
         unsent.append(chunks)
 
     def end(self) -> None:
-        """The last chunk. Safe to repeat."""
+        """Write the last chunk. Idempotent."""
         if self._ended:
             return
         self.send_head()
@@ -140,18 +140,18 @@ class ResponseWriter:
         self._ended = True
 
     def flush(self) -> None:
-        """Hand over to the transport what was written in this tick."""
+        """Pass the data of this tick to the transport."""
         unsent = self._unsent
         if not unsent:
             return
         data = unsent[0] if len(unsent) == 1 else b"".join(unsent)
         unsent.clear()
-        if not self.gone:
+        if not self.disconnected:
             self._transport.write(data)
 
 
 class WrittenResponse(NamedTuple):
-    """Over when `produce` returns. What it raises before the head was sent gets a status of its own."""
+    """A response that is complete when `produce` returns. An error before the head is sent sets the status."""
 
     produce: Callable[[ResponseWriter], Awaitable[None]]
     status: int = 200

@@ -1,7 +1,7 @@
-"""What a stream keeps back while its reader is slow, sans-I/O.
+"""Backlog of a stream whose reader is slow, sans-I/O.
 
-In order; but the deltas of one choice pile up and become one delta when they may leave, so that a
-stalled reader costs a list entry per token and not a copy of all tokens before it.
+Keeps order, but deltas of one choice are collected and merged into one delta when they are sent, so each token
+costs a list entry and not a copy of all tokens before it.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import Any
 from kvolt.core.delta import Delta, merge_deltas
 
 
-class _Pile(list[Delta]):
-    """Deltas of one choice, to be merged."""
+class _DeltaRun(list[Delta]):
+    """Consecutive deltas of one choice, merged when sent."""
 
 
 class Backlog:
-    __slots__ = ("_entries", "_growing")
+    __slots__ = ("_entries", "_open_runs")
 
     def __init__(self) -> None:
         self._entries: deque[Any] = deque()
-        self._growing: dict[int, _Pile] = {}
-        """By choice: piles that nothing but deltas has come after."""
+        self._open_runs: dict[int, _DeltaRun] = {}
+        """By choice: the run that still accepts deltas; a non-delta item closes all runs."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, item: Any) -> bool:
-        """Keep an item; whether it joined one that was there."""
+    def push(self, item: Any) -> bool:
+        """Append an item; True if it joined a queued delta of its choice."""
         if type(item) is not Delta:
-            self._growing.clear()
+            self._open_runs.clear()
             self._entries.append(item)
             return False
-        pile = self._growing.get(item.index)
-        if pile is not None and pile[-1].finish is None:
-            pile.append(item)
+        run = self._open_runs.get(item.index)
+        if run is not None and run[-1].finish is None:
+            run.append(item)
             return True
-        pile = self._growing[item.index] = _Pile((item,))
-        self._entries.append(pile)
+        run = self._open_runs[item.index] = _DeltaRun((item,))
+        self._entries.append(run)
         return False
 
-    def add_first(self, items: Sequence[Any]) -> None:
-        """Items that come before all that is kept."""
+    def push_front(self, items: Sequence[Any]) -> None:
+        """Insert items before all queued ones."""
         self._entries.extendleft(reversed(items))
 
-    def take(self) -> Any:
+    def pop(self) -> Any:
         entry = self._entries.popleft()
-        if type(entry) is not _Pile:
+        if type(entry) is not _DeltaRun:
             return entry
-        if self._growing.get(entry[0].index) is entry:
-            del self._growing[entry[0].index]
+        if self._open_runs.get(entry[0].index) is entry:
+            del self._open_runs[entry[0].index]
         return merge_deltas(entry)

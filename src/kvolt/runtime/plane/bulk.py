@@ -1,17 +1,18 @@
-"""Messages over 64 KiB, sans-I/O: cut into chunks to send, put together on arrival.
+"""Messages over 64 KiB, sans-I/O: split into chunks for sending, reassembled on arrival.
 
-At most `BULK_STREAMS` messages are in pieces at once in one direction. The sender gives every other piece
-to the oldest of them and the rest to the one with the least left: a short message does not wait behind a
-long one, and a receiver keeps two long ones at most.
+At most `BULK_STREAMS` messages are chunked concurrently in one direction. The sender alternates between the
+oldest message and the one with the fewest bytes left, so a short message does not wait behind a long one, and a
+receiver buffers two long ones at most.
 
-Only `BULK_WINDOW_BYTES` may be on their way unread: what lies in the buffers between the two processes
-cannot be overtaken by a delta. The reader gives credit for bytes of chunks under stream 0.
+At most `BULK_WINDOW_BYTES` may be in transit unread, because a delta cannot overtake bytes in the buffers between
+the two processes. The reader returns credit for chunk bytes under stream 0.
 
-A chunk frame's payload is one flag byte (bit 0: the last piece, bit 1: the message is a Delta, bit 2: it
-is a byte string as it is, not its encoding) and the piece, which is never empty.
+The payload of a chunk frame is one flag byte (bit 0: last chunk, bit 1: the message is a Delta, bit 2: it is a raw
+byte string, not msgpack) and the chunk data, which is never empty.
 
-No tick touches a whole byte string: it is cut where it lies and grows on arrival into the object that the
-reader gets. Encoding or copying 10 MB at once means 10 MB of new pages, milliseconds for every stream.
+A long byte string is never copied or encoded as a whole in one tick: it is sliced where it lies, and on arrival it
+grows into the object that the reader gets. Encoding or copying 10 MB at once costs 10 MB of new pages, which
+delays every stream by milliseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LAST = 1
 
 
 class MessageKind(IntEnum):
-    """What a message's bytes are; the value is its flag in each chunk."""
+    """Format of a message's bytes; the value is its flag in each chunk."""
 
     ENCODED = 0
     DELTA = 2
@@ -51,7 +52,7 @@ class _Outgoing:
 
 
 class BulkSender:
-    """Cuts messages; the order within a stream is the caller's to keep (one message per stream at a time)."""
+    """Splits messages into chunks; the caller keeps the order within a stream (one message per stream at a time)."""
 
     __slots__ = ("_active", "_oldest_next", "_unread_bytes", "_waiting")
 
@@ -60,14 +61,14 @@ class BulkSender:
         self._waiting: deque[_Outgoing] = deque()
         self._oldest_next = True
         self._unread_bytes = 0
-        """Sent, and not yet said to be read."""
+        """Bytes sent and not yet acknowledged as read."""
 
     @property
     def ready(self) -> bool:
-        """Whether a chunk may leave now."""
+        """Whether a chunk may be sent now."""
         return bool(self._active) and self._unread_bytes < BULK_WINDOW_BYTES
 
-    def was_read(self, num_bytes: int) -> None:
+    def ack_bytes(self, num_bytes: int) -> None:
         self._unread_bytes = max(self._unread_bytes - num_bytes, 0)
 
     def __bool__(self) -> bool:
@@ -76,12 +77,12 @@ class BulkSender:
     def __len__(self) -> int:
         return len(self._active) + len(self._waiting)
 
-    def add(self, stream_id: int, data: bytes, kind: MessageKind = MessageKind.ENCODED) -> None:
+    def enqueue(self, stream_id: int, data: bytes, kind: MessageKind = MessageKind.ENCODED) -> None:
         queue = self._active if len(self._active) < BULK_STREAMS else self._waiting
         queue.append(_Outgoing(stream_id, data, kind))
 
-    def take(self) -> tuple[bytes, int | None]:
-        """The next chunk frame, and the stream whose message it completes, if it does."""
+    def next_chunk(self) -> tuple[bytes, int | None]:
+        """The next chunk frame, and the stream id if it completes that stream's message."""
         message = self._choose()
         piece = memoryview(message.data)[message.position : message.position + CHUNK_BYTES]
         message.position += len(piece)
@@ -100,8 +101,8 @@ class BulkSender:
             return self._active[0]
         return min(self._active, key=lambda message: len(message.data) - message.position)
 
-    def drop(self, stream_id: int) -> None:
-        """Forget a stream's message: its reader has given up."""
+    def drop_stream(self, stream_id: int) -> None:
+        """Discard a stream's message: its reader is gone."""
         self._active = deque(message for message in self._active if message.stream_id != stream_id)
         self._waiting = deque(message for message in self._waiting if message.stream_id != stream_id)
         self._refill()
@@ -116,28 +117,28 @@ class BulkSender:
 
 
 class Message(NamedTuple):
-    """A message that is whole again."""
+    """A reassembled message."""
 
     data: bytes
     kind: MessageKind
 
 
 class BulkReceiver:
-    """Puts messages together; breaks the connection when the peer exceeds the bounds."""
+    """Reassembles messages. Raises ProtocolError when the peer exceeds the bounds."""
 
-    __slots__ = ("_begun_at", "_max_message_bytes", "_messages", "_unacknowledged_bytes")
+    __slots__ = ("_max_message_bytes", "_messages", "_started_at", "_unacknowledged_bytes")
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._messages: dict[int, BytesIO] = {}
-        """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes.
-        What it grows becomes the message without a copy."""
-        self._begun_at: dict[int, float] = {}
-        """When its first piece came; until then, since when it has been expected."""
+        """One growing buffer per message, not a list of chunks: many tiny chunks must not cost more than their bytes.
+        The buffer becomes the message without a copy."""
+        self._started_at: dict[int, float] = {}
+        """Arrival of the first chunk; before that, when the message was announced."""
         self._unacknowledged_bytes = 0
 
-    def credit(self, payload: bytes) -> int:
-        """A chunk was read, whosever it is: bytes to give credit for now, half a window at a time."""
+    def ack_due_bytes(self, payload: bytes) -> int:
+        """Count a received chunk; returns the bytes to acknowledge now, at least half a window or 0."""
         self._unacknowledged_bytes += len(payload)
         if self._unacknowledged_bytes * 2 < BULK_WINDOW_BYTES:
             return 0
@@ -150,47 +151,47 @@ class BulkReceiver:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Those with a message in pieces."""
+        """Streams with an incomplete message."""
         return tuple(self._messages)
 
-    def forgive(self, seconds: float) -> None:
-        """Messages that are not whole began so much later."""
-        for stream_id in self._begun_at:
-            self._begun_at[stream_id] += seconds
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend the deadlines of incomplete messages."""
+        for stream_id in self._started_at:
+            self._started_at[stream_id] += seconds
 
-    def expect(self, stream_id: int, now: float) -> None:
-        """A message was announced; its first piece has to come in time, too."""
-        self._begun_at[stream_id] = now
+    def expect_message(self, stream_id: int, now: float) -> None:
+        """Start the deadline of an announced message, before its first chunk."""
+        self._started_at[stream_id] = now
 
-    def begun_before(self, when: float) -> tuple[int, ...]:
-        """Streams whose message was announced or began to arrive before this time and is not whole."""
-        return tuple(stream_id for stream_id, begun_at in self._begun_at.items() if begun_at < when)
+    def started_before(self, when: float) -> tuple[int, ...]:
+        """Streams whose incomplete message was announced or started before this time."""
+        return tuple(stream_id for stream_id, started_at in self._started_at.items() if started_at < when)
 
-    def add(self, stream_id: int, payload: bytes, now: float = 0.0) -> Message | None:
-        """The whole message once its last piece is there."""
+    def receive_chunk(self, stream_id: int, payload: bytes, now: float = 0.0) -> Message | None:
+        """Add a chunk; returns the message when it is complete."""
         kind = payload[0] & ~_LAST if len(payload) > 1 else -1
         if kind not in _KINDS:
-            raise ProtocolError("a chunk without its flags or without a piece", rule="chunk")
+            raise ProtocolError("a chunk without flags or data", rule="chunk")
         message = self._messages.get(stream_id)
         if message is None:
             if len(self._messages) >= BULK_STREAMS:
-                raise ProtocolError(f"more than {BULK_STREAMS} messages in pieces at once", rule="bulk")
+                raise ProtocolError(f"more than {BULK_STREAMS} chunked messages at once", rule="bulk")
             message = self._messages[stream_id] = BytesIO()
-            self._begun_at[stream_id] = now
+            self._started_at[stream_id] = now
         if message.tell() + len(payload) - 1 > self._max_message_bytes:
             raise ProtocolError(
-                f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
+                f"a chunked message exceeds {self._max_message_bytes} bytes", rule="message_size"
             )
         message.write(memoryview(payload)[1:])
         if not payload[0] & _LAST:
             return None
-        self.drop(stream_id)
+        self.drop_stream(stream_id)
         return Message(message.getvalue(), MessageKind(kind))
 
-    def drop(self, stream_id: int) -> None:
+    def drop_stream(self, stream_id: int) -> None:
         self._messages.pop(stream_id, None)
-        self._begun_at.pop(stream_id, None)
+        self._started_at.pop(stream_id, None)
 
     def clear(self) -> None:
         self._messages.clear()
-        self._begun_at.clear()
+        self._started_at.clear()

@@ -1,9 +1,9 @@
-"""A limit on the bytes that one process keeps for messages which its peers have not finished.
+"""Limit on the bytes that a process buffers for incomplete messages of its peers.
 
-A peer that can connect can begin a message and never end it. All connections of a process share one budget,
-and those from one address (for IPv6: from one /64, the least that a host is given) share a part of it. When it
-is exceeded, the largest holder of the address with the most bytes is shed: a large sender pays, and a small or
-normal request passes. Pure; one thread at a time.
+Any peer can start a message and never finish it. All connections of a process share one budget, and connections
+from one address (IPv6: one /64, the smallest block assigned to a host) share a part of it. When the budget is
+exceeded, the largest holder of the address with the most bytes is shed, so a large sender pays and small requests
+pass. Pure; single-threaded.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ log = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
-    """What keeps bytes on behalf of a peer: a connection, or a queue of one."""
+    """Buffers bytes for a peer: a connection, or a queue of one."""
 
     @property
     def peer_host(self) -> str:
-        """Address of the peer, without its port."""
+        """Peer address without the port."""
         ...
 
     def shed(self) -> None:
-        """Give up what is kept: refuse the messages, or close the connection."""
+        """Free the buffered bytes: refuse the messages, or close the connection."""
         ...
 
 
 class ByteBudget:
-    """Bytes of unfinished messages, by holder, by address and in all."""
+    """Bytes of incomplete messages by holder, by address and in total."""
 
     def __init__(self, limit_bytes: int, peer_limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -42,8 +42,8 @@ class ByteBudget:
         self._by_peer: Counter[str] = Counter()
         self._is_shedding = False
 
-    def hold(self, holder: Holder, num_bytes: int) -> None:
-        """A holder keeps so much from now on. May shed it, or others, before it returns."""
+    def set_held_bytes(self, holder: Holder, num_bytes: int) -> None:
+        """Set the bytes held by a holder. May shed it, or others, before it returns."""
         peer = peer_group(holder.peer_host)
         held = self._holders.setdefault(peer, {})
         change = num_bytes - held.pop(holder, 0)
@@ -75,7 +75,7 @@ class ByteBudget:
             self.num_shed & (self.num_shed + 1) == 0
         ):  # the 1st, 2nd, 4th, 8th ...: an attack must not fill the log
             log.warning(
-                "unfinished messages over their budget: peer=%s bytes=%d limit=%d shed=%d so far=%d",
+                "incomplete messages shed: peer=%s bytes=%d limit=%d shed_bytes=%d shed=%d",
                 peer,
                 self._by_peer[peer],
                 self.peer_limit_bytes,
@@ -84,4 +84,4 @@ class ByteBudget:
             )
         self.num_shed += 1
         victim.shed()
-        self.hold(victim, 0)
+        self.set_held_bytes(victim, 0)

@@ -1,8 +1,8 @@
-"""Drives a Session over a byte stream: writes once per loop tick, keeps the heart beating.
+"""Drives a Session over a byte stream: one write per loop tick, heartbeats, and peer liveness.
 
-A peer whose socket closes is lost at once. One that is silent for `dead_after_s` while its socket stays open may be
-stalled (stopped, swapping, out of CPU): it gets no new calls, and its streams are kept for `stall_grace_s`, unless the
-same peer answers on another connection. Time in which this loop itself was stalled does not count as silence.
+A peer whose socket closes is lost at once. A peer that is silent for `dead_after_s` while its socket stays open may
+be stalled (stopped, swapping, out of CPU): it gets no new calls, and its streams are kept for `stall_grace_s`, unless
+the same peer answers on another connection. Time in which this loop was stalled does not count as silence.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvolt.runtime.plane.wire import Hello
 
 log = logging.getLogger(__name__)
 
-_HOLD_ABOVE_BYTES = 1 << 20
-_GIVE_UP_ABOVE_BYTES = 16 << 20
+_PAUSE_ABOVE_BYTES = 1 << 20
+_ABORT_ABOVE_BYTES = 16 << 20
 _HELLO_TIMEOUT_S = 5.0
-_MOST_PATIENCE = 5.0
+_MAX_PATIENCE_FACTOR = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
     heartbeat_s: float = 1.0
     dead_after_s: float = 3.0
-    """A peer silent for this long gets no new calls."""
+    """A peer that is silent for this long gets no new calls."""
     limits: SessionLimits = field(default_factory=SessionLimits)
     stall_grace_s: float = 30.0
     """How long the streams of a silent peer are kept while its socket stays open."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a peer process, on either side of it."""
+    """One connection to a peer process, dialed or accepted."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class Connection(asyncio.Protocol):
         self.peer_host = "?"
         self.local_name = "?"
         self.is_admitted = False
-        """It was counted among those of its peer's address."""
+        """Counted in the connections of the peer's address."""
         self.closed: KvoltError | None = None
         """Why the connection is over, once it is."""
         self.silent = False
-        """Nothing came for `dead_after_s`; the peer may be stalled."""
+        """Nothing arrived for `dead_after_s`; the peer may be stalled."""
         self._options = options
         self._admit = on_made
         self._serve = on_open
-        self._tell_ready = on_ready
-        self._tell_closed = on_closed
-        self._report_silence = on_silent
+        self._notify_ready = on_ready
+        self._notify_closed = on_closed
+        self._notify_silence = on_silent
         self._stats = stats
         self._budget = budget
         self._counted_bytes = 0
@@ -105,12 +105,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come."""
+        """Seconds since the last received bytes."""
         return self._loop.time() - self._last_received
 
     @property
-    def is_heard(self) -> bool:
-        """Something came within the last two heartbeats, the longest that a peer which is well sends nothing."""
+    def is_responsive(self) -> bool:
+        """Bytes arrived within the last two heartbeats, the longest pause of a healthy peer."""
         peer = self.session.peer
         theirs_s = 0.0 if peer is None else peer.heartbeat_s
         return self.silent_s < 2 * max(self._options.heartbeat_s, theirs_s)
@@ -123,11 +123,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self.closed is not None:  # given up while the transport was being made
+        if self.closed is not None:  # aborted while the transport was being made
             self._transport.abort()
             return
-        # Any byte that the socket does not take at once makes us busy: bulk then waits, urgent frames may
-        # still be written up to _HOLD_ABOVE_BYTES, and we hear when the buffer is empty again.
+        # Any byte that the socket does not accept at once blocks bulk; urgent frames may still be written up to
+        # _PAUSE_ABOVE_BYTES. resume_writing is called when the buffer is empty again.
         self._transport.set_write_buffer_limits(high=0)
         tune_socket(transport)
         self.peer_name = _name(transport.get_extra_info("peername"))
@@ -163,16 +163,16 @@ class Connection(asyncio.Protocol):
         num_bytes = self.session.unfinished_bytes
         if num_bytes != self._counted_bytes and self.closed is None:
             self._counted_bytes = num_bytes
-            self._budget.hold(self, num_bytes)
+            self._budget.set_held_bytes(self, num_bytes)
 
     def shed(self) -> None:
-        """The budget for unfinished messages is exceeded, and this connection has the most of it."""
+        """Free the incomplete messages: the byte budget is exceeded and this connection holds the most."""
         if not self.session.drop_messages():
             self.refuse(ProtocolError("too much unfinished data from this address", rule="unfinished"))
         self._counted_bytes = 0
 
     def eof_received(self) -> None:
-        """The peer will send no more: both directions end together."""
+        """Treat a half-close as a close: both directions end."""
 
     def pause_writing(self) -> None:
         self._busy = True
@@ -200,13 +200,13 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def on_hello(self, hello: Hello) -> None:
-        self._tell_ready(self)
+        self._notify_ready(self)
 
     def on_open(self, stream: ServedStream) -> None:
         self._serve(self, stream)
 
-    def report(self, fault: Exception) -> None:
-        log.error("a stream's callback raised", exc_info=fault)
+    def report_callback_error(self, fault: Exception) -> None:
+        log.error("stream callback failed", exc_info=fault)
 
     # --- closing
 
@@ -218,12 +218,12 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is not None:
             transport.close()
-            if transport.get_write_buffer_size() > 0:  # a peer that does not read gets no more than this
+            if transport.get_write_buffer_size() > 0:  # a peer that does not read gets this long
                 self._linger = self._loop.call_later(self._options.dead_after_s, transport.abort)
         self._finish(reason)
 
     def abort(self, reason: KvoltError) -> None:
-        """Drop the connection at once: for a peer that does not answer."""
+        """Close without sending what is queued: for a peer that does not answer."""
         if self.closed is not None:
             return
         self._close_reason = reason
@@ -232,11 +232,11 @@ class Connection(asyncio.Protocol):
         self._finish(reason)
 
     def flush(self) -> None:
-        """Write what is queued now instead of at the end of the tick."""
+        """Write queued frames now instead of at the end of the tick."""
         self._flush()
 
     def refuse(self, error: ProtocolError) -> None:
-        """Send the peer the reason, and close."""
+        """Send the reason to the peer, and close."""
         if self._transport is not None:
             refusal = self.session.refusal(error)
             self._stats.frames_out += 1
@@ -251,14 +251,14 @@ class Connection(asyncio.Protocol):
         if self._beat is not None:
             self._beat.cancel()
             self._beat = None
-        self._budget.hold(self, 0)
+        self._budget.set_held_bytes(self, 0)
         if isinstance(reason, NetworkFault):
-            # A peer may have worded the reason; only ours become labels.
+            # A peer may have supplied the reason; only local ones become metric labels.
             label = reason.fields.get("reason") if type(reason) is WorkerLost else None
             self._stats.losses[str(label or reason.code)] += 1
         stream_error = reason if isinstance(reason, NetworkFault) else _lost(self.peer_name, reason)
-        # First those who choose where to call: a stream's end may start a call in its place.
-        self._tell_closed(self, reason)
+        # Update the candidate sets first: the end of a stream may start a call that replaces it.
+        self._notify_closed(self, reason)
         self.session.close(stream_error)
 
     # --- sending
@@ -269,9 +269,9 @@ class Connection(asyncio.Protocol):
         if transport is None or self.closed is not None:
             return
         session = self.session
-        frames = session.take_urgent()
+        frames = session.drain_urgent()
         if not self._busy:
-            chunk = session.take_chunk()
+            chunk = session.next_chunk()
             if chunk is not None:
                 frames.append(chunk)
         if not frames:
@@ -281,17 +281,17 @@ class Connection(asyncio.Protocol):
         self._stats.bytes_out += len(data)
         transport.write(data)
         if self._busy:
-            # Only resume_writing ends the pause: it has to let go of what the streams keep back.
+            # Only resume_writing ends the pause, because it flushes the backlogs.
             unsent = transport.get_write_buffer_size()
-            if unsent > _GIVE_UP_ABOVE_BYTES:
-                # Streams keep their items back; what still piles up are answers to a peer that asks and never reads.
+            if unsent > _ABORT_ABOVE_BYTES:
+                # Streams use their backlogs by now; the rest are replies to a peer that sends but never reads.
                 self.abort(
                     WorkerLost(f"{self.peer_name} does not read", address=self.peer_name, reason="unread")
                 )
-            elif unsent > _HOLD_ABOVE_BYTES:
+            elif unsent > _PAUSE_ABOVE_BYTES:
                 session.paused = True
         elif session.bulk_ready:
-            self.wake()  # the next piece gets a tick of its own, so that deltas go between
+            self.wake()  # the next chunk gets its own tick, so that deltas are sent in between
 
     # --- heartbeat
 
@@ -300,13 +300,13 @@ class Connection(asyncio.Protocol):
         self._beat = self._loop.call_at(self._beat_due, self._on_beat)
 
     def _dead_after_s(self) -> float:
-        """Our patience, or three beats of a peer that is set to beat slower, within reason."""
+        """`dead_after_s`, or three heartbeats of a peer with a longer interval, up to a limit."""
         ours = self._options.dead_after_s
         peer = self.session.peer
-        return ours if peer is None else min(max(ours, 3 * peer.heartbeat_s), _MOST_PATIENCE * ours)
+        return ours if peer is None else min(max(ours, 3 * peer.heartbeat_s), _MAX_PATIENCE_FACTOR * ours)
 
-    def expect_soon(self) -> None:
-        """The peer answers on another connection: this one is lost unless something comes on it now."""
+    def mark_replaced(self) -> None:
+        """Note that the peer answers on another connection: this one is lost unless bytes arrive soon."""
         if self.silent and self._replaced_at is None:
             self._replaced_at = self._loop.time()
 
@@ -317,12 +317,12 @@ class Connection(asyncio.Protocol):
             self._silent_since = self._last_received
             self._stats.heartbeat_timeouts += 1
         else:
-            self.session.stalls.add(self._silent_since, self._last_received)
-        self._report_silence(self)
+            self.session.stalls.record(self._silent_since, self._last_received)
+        self._notify_silence(self)
         self.session.set_peer_silent(silent)
 
     def _is_lost(self, now: float, silent_s: float) -> bool:
-        """Whether a silent peer is given up."""
+        """Whether a silent connection must be closed."""
         if self._replaced_at is not None and now - self._replaced_at >= self._options.dead_after_s:
             return True
         return silent_s >= self._options.stall_grace_s
@@ -330,16 +330,16 @@ class Connection(asyncio.Protocol):
     def _on_beat(self) -> None:
         now = self._loop.time()
         late_s = now - self._beat_due
-        # Our own stall: in that time nothing could have been received, whatever the peer sent.
+        # A stall of this process: nothing could be received in that time, whatever the peer sent.
         self._last_received = min(self._last_received + late_s, now)
         self._made_at += late_s
         if self._replaced_at is not None:
             self._replaced_at += late_s
         stalled = late_s > self._options.heartbeat_s / 2
         if stalled:
-            self.session.stalls.add(self._beat_due, now)
-            if self._stats.add_stall(now, late_s):
-                log.warning("process stalled: seconds=%.1f; no peer is blamed for its silence in it", late_s)
+            self.session.stalls.record(self._beat_due, now)
+            if self._stats.record_stall(now, late_s):
+                log.warning("process stalled: seconds=%.1f; not counted as silence of peers", late_s)
         silent_s = now - self._last_received
         if not self.silent and silent_s >= self._dead_after_s():
             self._set_silent(True)
@@ -355,19 +355,19 @@ class Connection(asyncio.Protocol):
         self._count_unfinished()
         if self.session.peer is None:
             if now - self._made_at > _HELLO_TIMEOUT_S:
-                self.abort(ProtocolError(f"{self.peer_name} did not say hello", rule="hello"))
+                self.abort(ProtocolError(f"{self.peer_name} sent no hello", rule="hello"))
                 return
         elif not self._sent_since_beat:
             self.session.ping()
-            self._flush()  # now, so that the ping itself does not count as traffic below
+            self._flush()  # now, so that the ping does not count as traffic below
         self._sent_since_beat = False
         self._schedule_beat(now)
 
 
 def silent_error(peer: str, silent_s: float) -> WorkerLost:
-    """Why the streams of a silent peer end."""
+    """The error that ends the streams of a silent peer."""
     return WorkerLost(
-        f"{peer} has been silent for {silent_s:.0f} s; it may be stalled or cut off",
+        f"{peer} has been silent for {silent_s:.0f} s; it may be stalled or unreachable",
         address=peer,
         reason="heartbeat",
     )

@@ -1,4 +1,4 @@
-"""The request plane's numbers for Prometheus, read off the live objects at each scrape."""
+"""Prometheus metrics of the request plane, read from the live objects at each scrape."""
 
 from __future__ import annotations
 
@@ -32,74 +32,79 @@ class PlaneCollector(Collector):
         )
         yield _gauge(
             "send_buffer_bytes",
-            "Bytes that wait in connections for their peer to read",
+            "Bytes in connection send buffers",
             None,
             {"": now.send_buffer_bytes},
         )
         yield _gauge(
             "queue_depth",
-            "What waits: streams that keep items back, long messages in pieces, opens of peers",
+            "Queued work: streams with a backlog, chunked messages, opens waiting to start",
             "queue",
             {
-                "streams_held_back": now.num_held,
+                "streams_held_back": now.num_backlogged,
                 "bulk_messages": now.num_bulk,
                 "opens": now.num_opens_waiting,
             },
         )
         yield _gauge(
             "unfinished_message_bytes",
-            "Bytes kept for messages that peers have not finished",
+            "Bytes buffered for incomplete messages of peers",
             None,
             {"": now.unfinished_bytes},
         )
         yield _gauge(
             "unfinished_message_limit_bytes",
-            "Budget for unfinished messages of all peers; one address gets half of it",
+            "Byte limit for incomplete messages of all peers; one address may use half of it",
             None,
             {"": now.unfinished_limit_bytes},
         )
         yield _counter(
             "unfinished_messages_shed",
-            "Times that a peer's unfinished messages were dropped because the budget was exceeded",
+            "Times that a peer's incomplete messages were dropped because the byte limit was exceeded",
             None,
             {"": now.num_shed},
         )
         yield _counter(
             "refused_connections",
-            "Connections refused over the limit of the process or of one address",
+            "Connections refused because of the limit per process or per peer address",
             None,
             {"": stats.refused_connections},
         )
         yield _counter(
             "refused_streams",
-            "Streams refused over the limit of the process or of one address",
+            "Streams refused because of the limit per process or per peer address",
             None,
             {"": now.num_refused_streams},
         )
-        yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
-        yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)
-        yield _counter("bytes", "Bytes moved", "direction", {"in": stats.bytes_in, "out": stats.bytes_out})
+        yield _counter("connects", "Connection attempts", "outcome", stats.connects)
+        yield _counter("connection_losses", "Connections lost", "reason", stats.losses)
         yield _counter(
-            "frames", "Frames moved", "direction", {"in": stats.frames_in, "out": stats.frames_out}
+            "bytes", "Bytes transferred", "direction", {"in": stats.bytes_in, "out": stats.bytes_out}
         )
         yield _counter(
-            "items", "Stream items moved", "direction", {"in": stats.items_in, "out": stats.items_out}
+            "frames", "Frames transferred", "direction", {"in": stats.frames_in, "out": stats.frames_out}
         )
-        yield _counter("items_merged", "Deltas merged for a slow reader", None, {"": stats.merged})
         yield _counter(
-            "refused_versions", "Peers without a common version", None, {"": stats.refused_versions}
+            "items", "Stream items transferred", "direction", {"in": stats.items_in, "out": stats.items_out}
         )
-        yield _counter("heartbeat_timeouts", "Peers that fell silent", None, {"": stats.heartbeat_timeouts})
+        yield _counter("items_merged", "Stream items merged for a slow reader", None, {"": stats.merged})
         yield _counter(
-            "process_stalls", "Times that this process itself stood still", None, {"": stats.stalls}
+            "refused_versions", "Connections without a common version", None, {"": stats.refused_versions}
         )
+        yield _counter(
+            "heartbeat_timeouts",
+            "Connections closed because the peer missed its heartbeats",
+            None,
+            {"": stats.heartbeat_timeouts},
+        )
+        yield _counter("process_stalls", "Stalls of this process", None, {"": stats.stalls})
         yield _counter(
             "process_stalled_seconds",
-            "Time in which this process itself stood still",
+            "Seconds in which this process was stalled",
             None,
             {"": stats.stalled_s},
         )
-        ended = CounterMetricFamily("kvolt_streams", "Streams that ended", labels=("side", "outcome"))
+        ended = CounterMetricFamily("kvolt_streams", "Streams ended", labels=("side", "outcome"))
         for side, outcomes in (("client", stats.calls_ended), ("server", stats.served_ended)):
             for outcome, count in sorted(outcomes.items()):
                 ended.add_metric((side, outcome), count)

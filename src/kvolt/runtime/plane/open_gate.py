@@ -1,9 +1,9 @@
-"""Starts the streams that peers open: a bounded number in one turn of the loop, in turns between connections.
+"""Admission of streams opened by peers: a bounded number per loop turn, round-robin over connections.
 
-Thousands of opens fit into one read. Starting all of them at once would keep the loop from everything else for
-seconds, so the rest waits here for later turns. The requests that wait count as unfinished messages.
+One read may contain thousands of opens. Starting them all at once would block the loop for seconds, so the
+excess waits for later turns. Waiting requests count as unfinished messages in the byte budget.
 
-The streams that are open are limited, too: in all, and from one address, over all of its connections.
+Open streams are limited per process and per peer address, over all connections of that address.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 OPENS_PER_TURN = 32
 MAX_STREAMS = 131_072
-"""Streams of peers that are open in one process; more are refused as overloaded."""
+"""Limit of streams opened by peers, per process; more are refused as overloaded."""
 MAX_STREAMS_PER_PEER = 65_536
-"""From one address: several frontends of one host with more than 10,000 requests each."""
+"""Limit per peer address: several frontends on one host with more than 10,000 requests each."""
 _STREAM_BYTES = 1024
-"""About what a stream takes beside its request."""
+"""Approximate memory of a stream without its request."""
 
 
 class _Queue:
-    """Opens of one connection that wait."""
+    """Waiting opens of one connection."""
 
     def __init__(self, peer_host: str) -> None:
         self.peer_host = peer_host
@@ -54,8 +54,8 @@ class _Queue:
                 stream.end(Overloaded("too many requests wait to be started", queue="opens"))
 
 
-class _Peer:
-    """Open streams of one address."""
+class _PeerStreams:
+    """Number of open streams of one peer address."""
 
     __slots__ = ("_gate", "group", "num_open")
 
@@ -65,22 +65,22 @@ class _Peer:
         self.num_open = 0
 
     def release(self) -> None:
-        """One of them is closed."""
+        """Count one stream as closed."""
         self._gate.release_stream(self)
 
 
 class OpenGate:
-    """Passes streams on to `serve`. A source is a connection."""
+    """Passes admitted streams to `serve`. A source is a connection."""
 
     def __init__(self, serve: ServeStream, budget: ByteBudget) -> None:
         self._serve = serve
         self._budget = budget
         self._queues: dict[object, _Queue] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PeerStreams] = {}
         self.num_open = 0
-        """Streams that were admitted and are not closed."""
+        """Admitted streams that are not closed."""
         self.num_refused = 0
-        """Streams over a limit."""
+        """Streams refused because of a limit."""
         self._left = OPENS_PER_TURN
         self._is_scheduled = False
 
@@ -88,8 +88,8 @@ class OpenGate:
     def num_waiting(self) -> int:
         return sum(len(queue.streams) for queue in self._queues.values())
 
-    def start(self, source: object, peer_host: str, stream: ServedStream) -> None:
-        """Start a stream now if this turn has room, or in a later one. Over the limits it is refused."""
+    def start_stream(self, source: object, peer_host: str, stream: ServedStream) -> None:
+        """Start a stream in this turn if there is room, else in a later one. Refuse it over the limits."""
         if not self._admit(peer_host, stream):
             return
         self._schedule()
@@ -101,11 +101,11 @@ class OpenGate:
                 return
             queue = self._queues[source] = _Queue(peer_host)
         queue.add(stream)
-        self._budget.hold(queue, queue.num_bytes)
+        self._budget.set_held_bytes(queue, queue.num_bytes)
 
     def _admit(self, peer_host: str, stream: ServedStream) -> bool:
         group = peer_group(peer_host)
-        peer = self._peers.get(group) or _Peer(self, group)
+        peer = self._peers.get(group) or _PeerStreams(self, group)
         if self.num_open >= MAX_STREAMS:
             limit, owner = MAX_STREAMS, "this process"
         elif peer.num_open >= MAX_STREAMS_PER_PEER:
@@ -128,17 +128,17 @@ class OpenGate:
         stream.end(Overloaded(f"{owner} has too many open streams", queue="streams", limit=limit))
         return False
 
-    def release_stream(self, peer: _Peer) -> None:
+    def release_stream(self, peer: _PeerStreams) -> None:
         self.num_open -= 1
         peer.num_open -= 1
         if not peer.num_open:
             del self._peers[peer.group]
 
-    def forget(self, source: object) -> None:
-        """The connection is gone, and its streams with it."""
+    def drop_source(self, source: object) -> None:
+        """Drop the queue of a closed connection."""
         queue = self._queues.pop(source, None)
         if queue is not None:
-            self._budget.hold(queue, 0)
+            self._budget.set_held_bytes(queue, 0)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -156,13 +156,13 @@ class OpenGate:
                 self._schedule()
 
     def _start_next(self) -> None:
-        """One stream of the connection whose turn it is."""
+        """Start one stream of the next connection in turn."""
         source, queue = next(iter(self._queues.items()))
         del self._queues[source]
         stream = queue.pop() if queue.streams else None
         if queue.streams:
-            self._queues[source] = queue  # behind the others
-        self._budget.hold(queue, queue.num_bytes)
+            self._queues[source] = queue  # to the end of the rotation
+        self._budget.set_held_bytes(queue, queue.num_bytes)
         if stream is not None and not stream.closed:
             self._left -= 1
             self._serve(stream)

@@ -1,7 +1,7 @@
-"""The request plane as a process sees it: the port that `tcp` fills and that others may.
+"""The request plane port: streams between processes. Implemented by `tcp`; other transports may follow.
 
-A plane carries streams between processes: one request out, any number of items back, one end. How it does
-that (connections, brokers, HTTP) is its own affair; a peer is known by its address alone.
+A stream carries one request, any number of items back, and one end. The transport (connections, brokers, HTTP)
+is the implementation's choice; a peer is identified by its address.
 """
 
 from __future__ import annotations
@@ -15,78 +15,78 @@ from kvolt.runtime.plane.streams import Decode, Sink
 
 
 class Destination(NamedTuple):
-    """A place to call: the process, and what in it."""
+    """Where to open a stream: process address and target within the process."""
 
     address: str
     target: str
 
 
 class OutgoingStream(Protocol):
-    """A stream that we opened. Its items and its end go to the sink it was opened with."""
+    """A stream opened by this process. Its items and its end go to the sink passed to `open`."""
 
     @property
-    def held(self) -> bool:
-        """The reader is behind and has said so."""
+    def is_reading_paused(self) -> bool:
+        """The reader has paused automatic credit."""
         ...
 
-    def hold(self) -> None:
-        """Give no more automatic credit: the reader is behind."""
+    def pause_reading(self) -> None:
+        """Stop automatic credit because the reader is behind."""
         ...
 
-    def release(self) -> None:
-        """The reader has caught up."""
+    def resume_reading(self) -> None:
+        """Resume automatic credit."""
         ...
 
-    def consumed(self, num_items: int) -> None:
-        """The reader took items. Only for a stream without automatic credit."""
+    def mark_consumed(self, num_items: int) -> None:
+        """Return credit for items that the reader consumed. Only without automatic credit."""
         ...
 
-    def seen_at(self) -> float | None:
-        """When its last item came, by the loop's clock."""
+    def last_item_at(self) -> float | None:
+        """Loop time of the last item, or None."""
         ...
 
     @property
     def peer_silent(self) -> bool:
-        """The peer may be stalled: nothing comes from it, and it is not known to be lost."""
+        """Nothing arrives from the peer: it may be stalled, but is not known to be lost."""
         ...
 
     def stalled_s(self, since: float) -> float:
-        """Seconds after `since`, by the loop's clock, in which this process or the peer was stalled."""
+        """Seconds since `since` (loop time) in which this process or the peer was stalled."""
         ...
 
     def cancel(self) -> None:
-        """Tell the peer to stop; nothing more is delivered, not even an end."""
+        """Cancel at the peer; nothing more is delivered, not even an end."""
         ...
 
 
 class IncomingStream(Protocol):
-    """A stream that a peer opened: the request is here whole, answers go out one by one."""
+    """A stream opened by a peer: its request has arrived completely, responses are sent one by one."""
 
     on_cancel: Callable[[KvoltError], None] | None
-    """Called once when the peer gives up, is lost, or reads too slowly for what is sent."""
+    """Called once when the peer cancels, is lost, or reads too slowly."""
     on_writable: Callable[[], None] | None
-    """Called when `send` would go through again after items were kept back."""
+    """Called when `send` would go through again after a backlog."""
     on_closed: Callable[[], None] | None
-    """Called once when the stream is over, however it ended."""
+    """Called once when the stream is over, for any reason."""
     on_silent: Callable[[bool], None] | None
-    """Called when the peer falls silent, and when it answers again."""
+    """Called with True when the peer falls silent, and with False when it answers again."""
 
     @property
     def target(self) -> str: ...
 
     @property
     def peer_host(self) -> str:
-        """Address of the peer, without its port."""
+        """Peer address without the port."""
         ...
 
     @property
     def is_peer_silent(self) -> bool:
-        """Whether nothing comes from the peer on this connection: it may be stalled, or the connection dead."""
+        """Nothing arrives from the peer on this connection: it may be stalled, or the connection dead."""
         ...
 
     @property
     def deadline_s(self) -> float | None:
-        """What was left of the call's time when it was opened."""
+        """Remaining time of the call when it was opened."""
         ...
 
     @property
@@ -94,28 +94,28 @@ class IncomingStream(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether an item sent now would leave at once."""
+        """Whether an item sent now would leave immediately."""
         ...
 
     @property
     def closed(self) -> bool:
-        """Nothing more leaves: the peer has the end, or has given up, or is gone."""
+        """Nothing more is sent: the end was sent, or the peer cancelled or is lost."""
         ...
 
     def decode_body(self, decode: Decode) -> Any:
-        """The request, decoded once. InvalidRequest when it is not that."""
+        """Decode the request; call once. Raises InvalidRequest if it does not decode."""
         ...
 
     def send(self, item: Any) -> None:
-        """An item for the reader. Without credit Deltas merge, other items wait up to a bound."""
+        """Send an item. Without credit Deltas merge and other items queue up to a bound."""
         ...
 
     def end(self, error: BaseException | None = None) -> None:
-        """The last word; what is kept back goes first. A second end is ignored."""
+        """End the stream after the backlog has been sent. A second end is ignored."""
         ...
 
     def fail(self, error: KvoltError) -> None:
-        """End with an error in place of all that is kept back, and tell the producer."""
+        """End with an error, drop the backlog, and notify the producer."""
         ...
 
 
@@ -125,11 +125,11 @@ SilentListener = Callable[[str, bool], None]
 
 
 class RequestPlane(Protocol):
-    """A process's way to all others. One plane must pass `kvolt.testing.plane.suite` and `plane_faults_suite`."""
+    """All streams of a process. Implementations must pass `kvolt.testing.plane.suite` and `plane_faults_suite`."""
 
     @property
     def address(self) -> str | None:
-        """Where other processes reach us, once we listen."""
+        """Advertised address, once listening."""
         ...
 
     @property
@@ -138,14 +138,14 @@ class RequestPlane(Protocol):
     def gauges(self) -> PlaneGauges: ...
 
     async def listen(self, address: str, advertise: str | None = None) -> str:
-        """Be reachable; returns the real address. The first one is what others are told.
+        """Listen on an address; returns the bound address. The first one is advertised to other processes.
 
-        `advertise` is told in its place: HOST:PORT, or HOST alone when the port is the system's choice.
+        `advertise` overrides it: HOST:PORT, or HOST alone to keep the bound port.
         """
         ...
 
     async def stop_listening(self) -> None:
-        """Take no new peers; streams of those we have go on."""
+        """Accept no new peers; streams of connected peers continue."""
         ...
 
     async def open(
@@ -160,47 +160,47 @@ class RequestPlane(Protocol):
         context: dict[str, str] | None = None,
         automatic_credit: bool = False,
     ) -> OutgoingStream:
-        """Start a stream. `body` is the encoded request; `decode` turns an item's bytes into the item.
+        """Open a stream. `body` is the encoded request; `decode` turns an item's bytes into the item.
 
-        ConnectFailed when the peer cannot be reached within `connect_s`. Whatever it raises, nothing was sent.
-        Does not suspend while the peer is reached already. `deadline_s` counts from now: the peer is told
-        what connecting leaves of it. With automatic credit an item counts as read when the sink has it.
+        Raises ConnectFailed when the peer cannot be reached within `connect_s`. If it raises, nothing was sent.
+        Does not suspend while the peer is connected. `deadline_s` counts from now; the peer gets what remains
+        after connecting. With automatic credit an item counts as read once the sink has it.
         """
         ...
 
-    async def reach(self, address: str, timeout_s: float) -> None:
-        """See that a process can be called. ConnectFailed, or another NetworkFault, when it cannot."""
+    async def ensure_connected(self, address: str, timeout_s: float) -> None:
+        """Connect if necessary. Raises ConnectFailed or another NetworkFault when the process cannot be called."""
         ...
 
     def on_closed(self, listener: ClosedListener) -> None:
-        """Be told (address, reason) when a peer that could be called is lost, before its streams end."""
+        """Call `listener(address, reason)` when a callable peer is lost, before its streams end."""
         ...
 
     def on_silent(self, listener: SilentListener) -> None:
-        """Report (address, True) when a peer that could be called falls silent, and False when it answers again.
+        """Call `listener(address, True)` when a callable peer falls silent, and False when it answers again.
 
-        A silent peer is one that may be stalled. It gets no new calls; its streams are kept for a grace period.
+        A silent peer may be stalled. It gets no new calls; its streams are kept for a grace period.
         """
         ...
 
-    def is_heard(self, address: str) -> bool:
-        """Whether the peer was heard within its last two heartbeats; also where no connection to it is open."""
+    def is_responsive(self, address: str) -> bool:
+        """Whether the peer was heard within its last two heartbeats. True if no connection to it is open."""
         ...
 
-    def drop_silent(self, address: str) -> None:
-        """End the streams to a peer that is silent now: another one can take them over."""
+    def close_silent(self, address: str) -> None:
+        """End the streams to a peer that is silent now, so that another instance can take them over."""
         ...
 
-    def forget(self, *listeners: ClosedListener | SilentListener) -> None: ...
+    def remove_listeners(self, *listeners: ClosedListener | SilentListener) -> None: ...
 
     def go_away(self) -> None:
-        """Refuse new streams of all peers, those to come included; what runs goes on."""
+        """Refuse new streams of all present and future peers; active streams continue."""
         ...
 
     async def close(self) -> None:
-        """Close everything. Streams still open end on both sides. Safe to repeat."""
+        """Close everything; open streams end on both sides. Idempotent."""
         ...
 
 
 PlaneFactory = Callable[[str, ServeStream], RequestPlane]
-"""Makes the plane of a process from its id and what takes the streams that peers open."""
+"""Makes a process's plane from its process id and the handler of incoming streams."""

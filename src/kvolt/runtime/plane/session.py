@@ -1,12 +1,11 @@
-"""One connection's multiplexing, sans-I/O.
+"""Multiplexing of one connection, sans-I/O.
 
-A Session is symmetric: either side may open streams (the dialer uses odd ids, the acceptor even
-ones). It knows no socket, loop or clock: bytes go in through `receive` and come out through
-`take_urgent` and `take_chunk`; the host is woken when there is something to send.
+Both sides may open streams (the dialer uses odd ids, the acceptor even ones). A Session has no socket, loop or
+clock: bytes enter through `receive` and leave through `drain_urgent` and `next_chunk`; it wakes its host when
+there is something to send.
 
-What leaves in one go, in this order: control frames and opens, the items of all streams (one DELTAS
-frame for all engine deltas of a tick), ends, cancels, credit. Chunks of long messages go only when
-nothing urgent waits.
+Order within one flush: control frames and opens, items of all streams (one DELTAS frame for all engine deltas
+of a tick), ends, credit. Chunks of long messages are sent only when nothing urgent is queued.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ from kvolt.runtime.plane.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.plane.wire import FrameKind
 
 UNFINISHED_S = 60.0
-"""For a frame or a message to arrive whole, and before that for the first piece of a message that was announced:
-longer than any stall that is forgiven."""
+"""Time limit for a frame or a message to arrive completely, and for the first piece of an announced message.
+Longer than any tolerated stall."""
 
 
 _STREAM_BYTES = 512
 
 
 class Host(Protocol):
-    """What a session needs of its driver."""
+    """Interface of the driver that a session needs."""
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Schedule a flush: there is something to send."""
         ...
 
     def on_hello(self, hello: wire.Hello) -> None: ...
 
     def on_open(self, stream: ServedStream) -> None:
-        """The peer opened a stream, and its request is here whole."""
+        """A peer opened a stream and its request has arrived completely."""
         ...
 
-    def report(self, fault: Exception) -> None:
-        """A callback of a stream's owner raised, which it must not."""
+    def report_callback_error(self, fault: Exception) -> None:
+        """Report an exception raised by a stream owner's callback."""
         ...
 
 
@@ -87,42 +86,42 @@ class Session:
         self._peer_parity = 0 if dialer else 1
         self._last_peer_id = 0
         self._decoder = wire.FrameDecoder(limits.max_frame_bytes, wire.MAX_HELLO_BYTES)
-        self._frame_since: float | None = None
-        """When the frame began that is not whole."""
+        self._frame_started_at: float | None = None
+        """Arrival time of the first byte of the incomplete frame."""
         self._calls: dict[int, CallerStream] = {}
         self._served: dict[int, ServedStream] = {}
-        self._opening: dict[int, wire.Open] = {}
-        """Opened by the peer, request still on its way in pieces."""
-        self._opening_bytes = 0
-        self._arriving = BulkReceiver(limits.max_message_bytes)
-        self._bulk = BulkSender()
-        self._greeting: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
+        self._pending_opens: dict[int, wire.Open] = {}
+        """Streams opened by the peer whose chunked request is still arriving."""
+        self._pending_open_bytes = 0
+        self._bulk_receiver = BulkReceiver(limits.max_message_bytes)
+        self._bulk_sender = BulkSender()
+        self._hello_frame: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
         self._control: list[bytes] = []
-        self._outbox = Outbox(self._served, self._bulk, stats, self._check_size, self.settle_step)
+        self._outbox = Outbox(self._served, self._bulk_sender, stats, self._check_size, self.settle_step)
         self.step_owner: StepBatch | None = None
         self._step_reader: StepReader | None = None
         self._ends: list[ServedStream] = []
-        self._refused: list[tuple[int, ErrorInfo | None]] = []
+        self._refusals: list[tuple[int, ErrorInfo | None]] = []
         self._credits: dict[int, int] = {}
-        self._held: dict[int, ServedStream] = {}
+        self._backlogged: dict[int, ServedStream] = {}
         self._now = 0.0
         self._closed = False
         self.peer: wire.Hello | None = None
-        """The peer's hello, once it came and the versions agreed."""
+        """The peer's hello, once received with a common version."""
         self.version: int | None = None
         self.going_away = False
         self.peer_going_away = False
         self.paused = False
-        """The transport is full: streams keep their items back."""
+        """The transport is full: streams put their items into the backlog."""
         self.peer_silent = False
-        """The peer may be stalled."""
+        """Nothing has arrived for a while: the peer may be stalled."""
         self.stalls = Stalls()
-        """When this process, or the peer, was stalled."""
+        """Stalls of this process or the peer."""
         self.stats = stats
 
     @property
     def open_deltas(self) -> list[tuple[int, Any]] | None:
-        """The DELTAS frame being filled, for streams to append to."""
+        """The DELTAS frame being filled; streams append to it directly."""
         return self._outbox.open_deltas
 
     @property
@@ -134,28 +133,28 @@ class Session:
         return len(self._served)
 
     @property
-    def num_held(self) -> int:
-        """Served streams that keep something back for a slow reader or a full transport."""
-        return len(self._held)
+    def num_backlogged(self) -> int:
+        """Served streams with a backlog, because of a slow reader or a full transport."""
+        return len(self._backlogged)
 
     @property
     def num_bulk(self) -> int:
-        """Long messages that wait or are on their way."""
-        return len(self._bulk)
+        """Long messages queued or being sent."""
+        return len(self._bulk_sender)
 
     @property
     def exhausted(self) -> bool:
-        """Every stream id has been used: new streams need a new connection."""
+        """All stream ids have been used: new streams need a new connection."""
         return self._next_id > wire.MAX_STREAM_ID
 
     @property
     def has_bulk(self) -> bool:
-        return bool(self._bulk)
+        return bool(self._bulk_sender)
 
     @property
     def bulk_ready(self) -> bool:
-        """A chunk may leave now."""
-        return self._bulk.ready
+        """Whether a chunk may be sent now."""
+        return self._bulk_sender.ready
 
     # --- calling
 
@@ -169,14 +168,14 @@ class Session:
         context: dict[str, str] | None = None,
         automatic_credit: bool = False,
     ) -> CallerStream:
-        """Start a stream. `body` is the encoded request; `decode` turns an item's bytes into the item."""
+        """Open a stream. `body` is the encoded request; `decode` turns an item's bytes into the item."""
         limits = self._limits
         self._check_size("a request", len(body))
         if len(self._calls) >= limits.max_streams:
             raise Overloaded("too many streams on one connection", queue="streams", limit=limits.max_streams)
         stream_id = self._next_id
         if self._closed or stream_id > wire.MAX_STREAM_ID:
-            raise ConnectFailed("the connection takes no more streams")
+            raise ConnectFailed("the connection accepts no more streams")
         self._next_id += 2
         stream = CallerStream(self, stream_id, sink, decode, limits.window_items, automatic_credit)
         self._calls[stream_id] = stream
@@ -185,7 +184,7 @@ class Session:
         opening = wire.Open(target, limits.window_items, deadline_s, context or {}, chunked, inline)
         self._control.append(wire.frame(FrameKind.OPEN, stream_id, wire.encode(opening)))
         if chunked:
-            self._bulk.add(stream_id, body)
+            self._bulk_sender.enqueue(stream_id, body)
         self._host.wake()
         return stream
 
@@ -196,8 +195,8 @@ class Session:
                 self._step_reader.mute(call)
                 self._drop_step_reader()
             self.stats.calls_ended["cancelled"] += 1
-            self._forget(stream_id)
-            # In order with the opens: a limit or a request id that this frees may be used by the next one.
+            self._discard_stream(stream_id)
+            # Ordered with the opens: the next open may reuse a limit or a request id freed by this cancel.
             self._control.append(wire.frame(FrameKind.CANCEL, stream_id))
             self._host.wake()
 
@@ -208,16 +207,16 @@ class Session:
     # --- serving
 
     def queue_item(self, stream: ServedStream, item: Any) -> None:
-        self._outbox.add(stream.id, item)
+        self._outbox.append_item(stream.id, item)
         self._host.wake()
 
     def queue_step(self, frame: bytes, num_items: int) -> None:
-        """One token for each member of a batch, whose credit the batch has checked."""
-        self._outbox.add_step(frame, num_items)
+        """Queue one token for each member of a batch; the batch has checked its credit."""
+        self._outbox.append_step(frame, num_items)
         self._host.wake()
 
     def settle_step(self) -> None:
-        """Something happens to a stream outside its batch: let every stream know its own credit again."""
+        """End combined credit counting, so that each stream knows its own credit again."""
         owner, self.step_owner = self.step_owner, None
         if owner is not None:
             owner.settle()
@@ -227,7 +226,7 @@ class Session:
             self._step_reader.settle()
 
     def _drop_step_reader(self) -> None:
-        """A member is over: the ids stand for another set now."""
+        """Discard the cached step members after one of them ended."""
         if self._step_reader is not None:
             self._step_reader.settle()
             self._step_reader = None
@@ -236,8 +235,8 @@ class Session:
         self._ends.append(stream)
         self._host.wake()
 
-    def hold(self, stream: ServedStream) -> None:
-        self._held[stream.id] = stream
+    def mark_backlogged(self, stream: ServedStream) -> None:
+        self._backlogged[stream.id] = stream
 
     def count_merge(self) -> None:
         self.stats.merged += 1
@@ -245,7 +244,7 @@ class Session:
     # --- the connection
 
     def go_away(self) -> None:
-        """Refuse new streams from now on, and tell the peer."""
+        """Refuse new streams from now on, and notify the peer."""
         if not self.going_away:
             self.going_away = True
             self._control.append(wire.frame(FrameKind.GOAWAY, 0))
@@ -256,61 +255,61 @@ class Session:
         self._host.wake()
 
     def resume(self) -> None:
-        """The transport has room again: let go of what was kept back."""
+        """The transport has room again: send the backlogs."""
         self.paused = False
-        held, self._held = self._held, {}
-        for stream in held.values():
+        backlogged, self._backlogged = self._backlogged, {}
+        for stream in backlogged.values():
             if not stream.closed:
-                stream.release()
+                stream.flush_backlog()
                 if stream.has_backlog:
-                    self._held[stream.id] = stream
+                    self._backlogged[stream.id] = stream
 
     def set_peer_silent(self, silent: bool) -> None:
-        """The peer may be stalled, or is not any more."""
+        """Set whether the peer may be stalled, and notify the served streams."""
         self.peer_silent = silent
         for stream in list(self._served.values()):
             if stream.on_silent is not None:
                 stream.on_silent(silent)
 
     def close(self, error: KvoltError) -> None:
-        """The connection is gone: every stream ends, in the order of opening."""
+        """End every stream in the order of opening: the connection is gone."""
         self._closed = True
         self._drop_step_reader()
         self.settle_step()
         calls, self._calls = self._calls, {}
         served, self._served = self._served, {}
-        self._opening.clear()
-        self._opening_bytes = 0
+        self._pending_opens.clear()
+        self._pending_open_bytes = 0
         self._decoder.clear()
-        self._arriving.clear()
-        self._bulk.clear()
+        self._bulk_receiver.clear()
+        self._bulk_sender.clear()
         self._outbox.clear()
         self._ends.clear()
-        self._held.clear()
+        self._backlogged.clear()
         self.stats.calls_ended[outcome(error)] += len(calls)
         self.stats.served_ended[outcome(error)] += len(served)
         for call in calls.values():
             try:
                 call.finish(error)
-            except Exception as fault:  # somebody's sink: the streams behind it must hear of the end too
-                self._host.report(fault)
+            except Exception as fault:  # a faulty sink must not keep the other streams from ending
+                self._host.report_callback_error(fault)
         for stream in served.values():
             try:
-                stream.give_up(error)
+                stream.abort(error)
             except Exception as fault:
-                self._host.report(fault)
+                self._host.report_callback_error(fault)
 
     # --- sending
 
-    def take_urgent(self) -> list[bytes]:
+    def drain_urgent(self) -> list[bytes]:
         """Everything but chunks, in as few frames as possible.
 
-        Until the peer has said hello only our hello leaves: a refusal must not race with a request.
+        Before the peer's hello only our own hello is sent: a refusal must not race with a request.
         """
         out: list[bytes] = []
-        if self._greeting is not None:
-            out.append(self._greeting)
-            self._greeting = None
+        if self._hello_frame is not None:
+            out.append(self._hello_frame)
+            self._hello_frame = None
         if self.peer is None:
             self.stats.frames_out += len(out)
             return out
@@ -318,40 +317,40 @@ class Session:
             out += self._control
             self._control = []
         if self._outbox:
-            self._outbox.take(out)
-        if self._ends or self._refused:
+            self._outbox.drain_into(out)
+        if self._ends or self._refusals:
             self._encode_ends(out)
         if self._credits:
-            _split(FrameKind.CREDIT, list(self._credits.items()), out)
+            _append_frames(FrameKind.CREDIT, list(self._credits.items()), out)
             self._credits = {}
         self.stats.frames_out += len(out)
         return out
 
-    def take_chunk(self) -> bytes | None:
-        """The next piece of a long message, or None when there is none to send."""
-        if not self._bulk.ready or self.peer is None:
+    def next_chunk(self) -> bytes | None:
+        """The next piece of a long message, or None."""
+        if not self._bulk_sender.ready or self.peer is None:
             return None
-        chunk, completed = self._bulk.take()
+        chunk, completed = self._bulk_sender.next_chunk()
         self.stats.frames_out += 1
         stream = self._served.get(completed) if completed is not None else None
         if stream is not None:
             stream.bulk = False
-            stream.release()
+            stream.flush_backlog()
         return chunk
 
     def _encode_ends(self, out: list[bytes]) -> None:
-        ends, self._refused = self._refused, []
+        ends, self._refusals = self._refusals, []
         for stream in self._ends:
             if stream.closed or stream.has_backlog:
-                continue  # gone, or something of it turned out to be long: its end comes after that
+                continue  # closed, or one of its items became a bulk message: the end follows that
             stream.mark_closed()
             self._served.pop(stream.id, None)
-            self._forget(stream.id)
+            self._discard_stream(stream.id)
             ends.append((stream.id, stream.end_info))
             self.stats.served_ended["ok" if stream.end_info is None else stream.end_info.code] += 1
         self._ends = []
         if ends:
-            _split(FrameKind.ENDS, ends, out)
+            _append_frames(FrameKind.ENDS, ends, out)
 
     def _check_size(self, what: str, size_bytes: int) -> None:
         limit = self.peer.max_message_bytes if self.peer else self._limits.max_message_bytes
@@ -362,30 +361,30 @@ class Session:
                 size_bytes=size_bytes,
             )
 
-    def _forget(self, stream_id: int) -> None:
-        """A stream is over: nothing of it waits, arrives or leaves any more."""
+    def _discard_stream(self, stream_id: int) -> None:
+        """Discard all state of a stream that is over."""
         self._credits.pop(stream_id, None)
-        self._held.pop(stream_id, None)
-        self._take_opening(stream_id)
-        self._arriving.drop(stream_id)
-        if self._bulk:
-            self._bulk.drop(stream_id)
+        self._backlogged.pop(stream_id, None)
+        self._remove_pending_open(stream_id)
+        self._bulk_receiver.drop_stream(stream_id)
+        if self._bulk_sender:
+            self._bulk_sender.drop_stream(stream_id)
 
-    def _take_opening(self, stream_id: int) -> None:
-        opening = self._opening.pop(stream_id, None)
+    def _remove_pending_open(self, stream_id: int) -> None:
+        opening = self._pending_opens.pop(stream_id, None)
         if opening is not None:
-            self._opening_bytes -= _opening_bytes(opening)
+            self._pending_open_bytes -= _open_size_bytes(opening)
 
     # --- receiving
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Take bytes from the peer. ProtocolError means: send `refusal`, close, and `close` this session."""
+        """Handle bytes from the peer. On ProtocolError the caller sends `refusal`, then closes both."""
         self._now = now
         frames = self._decoder.feed(data)
         if not self._decoder.buffered_bytes:
-            self._frame_since = None
-        elif frames or self._frame_since is None:
-            self._frame_since = now
+            self._frame_started_at = None
+        elif frames or self._frame_started_at is None:
+            self._frame_started_at = now
         self.stats.frames_in += len(frames)
         for kind, stream_id, payload in frames:
             try:
@@ -396,12 +395,12 @@ class Session:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Kept for frames and messages that have not arrived whole."""
-        return self._decoder.buffered_bytes + self._arriving.buffered_bytes + self._opening_bytes
+        """Bytes buffered for incomplete frames and messages."""
+        return self._decoder.buffered_bytes + self._bulk_receiver.buffered_bytes + self._pending_open_bytes
 
     def drop_messages(self) -> bool:
-        """Refuse every message that is not whole, to free its memory. False: there is none."""
-        streams = dict.fromkeys((*self._arriving.streams, *self._opening))
+        """Refuse all incomplete messages to free their memory. False if there is none."""
+        streams = dict.fromkeys((*self._bulk_receiver.streams, *self._pending_opens))
         for stream_id in streams:
             self._drop_message(
                 stream_id,
@@ -410,22 +409,22 @@ class Session:
         return bool(streams)
 
     def expire_unfinished(self, now: float, stalled_s: float) -> None:
-        """Refuse messages that take too long to arrive. ProtocolError for a frame that does.
+        """Refuse messages that take too long to arrive. Raises ProtocolError if a frame does.
 
-        `stalled_s`: how long this process stood still since the last call, in which nothing could arrive.
+        `stalled_s`: stall of this process since the last call, during which nothing could arrive.
         """
-        self._arriving.forgive(stalled_s)
-        if self._frame_since is not None:
-            self._frame_since += stalled_s
-        for stream_id in self._arriving.begun_before(now - UNFINISHED_S):
+        self._bulk_receiver.extend_deadlines(stalled_s)
+        if self._frame_started_at is not None:
+            self._frame_started_at += stalled_s
+        for stream_id in self._bulk_receiver.started_before(now - UNFINISHED_S):
             self._drop_message(
                 stream_id,
                 DeadlineExceeded(
-                    "a message did not arrive whole in time", stage="total", after_s=UNFINISHED_S
+                    "a message did not arrive completely in time", stage="total", after_s=UNFINISHED_S
                 ),
             )
-        if self._frame_since is not None and self._frame_since < now - UNFINISHED_S:
-            raise ProtocolError(f"a frame did not arrive whole within {UNFINISHED_S:g} s", rule="slow")
+        if self._frame_started_at is not None and self._frame_started_at < now - UNFINISHED_S:
+            raise ProtocolError(f"a frame did not arrive completely within {UNFINISHED_S:g} s", rule="slow")
 
     def _drop_message(self, stream_id: int, error: KvoltError) -> None:
         call = self._calls.get(stream_id)
@@ -433,16 +432,16 @@ class Session:
             self.cancel_call(stream_id)
             call.finish(error)
         else:
-            self._forget(stream_id)
+            self._discard_stream(stream_id)
             self._refuse(stream_id, error)
 
     def refusal(self, error: KvoltError) -> bytes:
-        """A last frame that tells the peer why the connection is closed."""
+        """The last frame, which contains the reason why the connection is closed."""
         return wire.frame(FrameKind.REFUSE, 0, wire.encode(to_info(error)))
 
     def _handle(self, kind: int, stream_id: int, payload: bytes) -> None:
         if self.peer is None:
-            self._greet(kind, payload)
+            self._on_handshake(kind, payload)
             return
         if kind == FrameKind.STEP:
             self._on_step(payload)
@@ -452,7 +451,7 @@ class Session:
             try:
                 deltas = wire.decode_deltas(payload)
             except wire.MALFORMED:
-                self._on_items(wire.decode_items(payload), wire.decode_delta)  # one may be of a newer version
+                self._on_items(wire.decode_items(payload), wire.decode_delta)  # one may have a newer version
             else:
                 self._on_deltas(deltas)
             return
@@ -470,7 +469,7 @@ class Session:
                     call = self._calls.pop(target, None)
                     if call is not None:
                         self._drop_step_reader()
-                        self._forget(target)
+                        self._discard_stream(target)
                         error = None if info is None else from_info(info)
                         self.stats.calls_ended[outcome(error)] += 1
                         call.finish(error)
@@ -479,11 +478,11 @@ class Session:
             case FrameKind.CREDIT:
                 self._on_credit(wire.decode_credit(payload))
             case FrameKind.PING:
-                pass  # that bytes came is all it says
+                pass  # received bytes are the whole point
             case FrameKind.GOAWAY:
                 self.peer_going_away = True
             case FrameKind.REFUSE:
-                raise _refused(payload)
+                raise _decode_refusal(payload)
             case _:
                 raise ProtocolError("a second hello", rule="hello")
 
@@ -500,7 +499,7 @@ class Session:
         self.stats.items_in += len(deltas)
         for target, delta in deltas:
             call = calls.get(target)
-            if call is not None:  # else cancelled while this was on its way
+            if call is not None:  # else cancelled while in transit
                 call.last_arrival = now
                 call.window_left = left = call.window_left - 1
                 if left < call.low_water:
@@ -519,9 +518,9 @@ class Session:
                 return
         self.stats.items_in += reader.receive(payload, self._now)
 
-    def _greet(self, kind: int, payload: bytes) -> None:
+    def _on_handshake(self, kind: int, payload: bytes) -> None:
         if kind == FrameKind.REFUSE:
-            raise _refused(payload)
+            raise _decode_refusal(payload)
         if kind != FrameKind.HELLO:
             raise ProtocolError("the first frame is not a hello", rule="hello")
         hello = wire.decode_hello(payload)
@@ -547,24 +546,24 @@ class Session:
         if opening.window < 1:
             raise ProtocolError("a stream without a window", rule="window")
         if opening.deadline_s is not None and not opening.deadline_s >= 0:
-            raise ProtocolError("a deadline that is no time", rule="deadline")
+            raise ProtocolError("a deadline is negative or not a number", rule="deadline")
         self._last_peer_id = stream_id
         limit = self._limits.max_streams
         if self.going_away:
             self._refuse(stream_id, Unavailable("the process is going away", reason="draining"))
-        elif len(self._served) + len(self._opening) >= limit:
+        elif len(self._served) + len(self._pending_opens) >= limit:
             self._refuse(
                 stream_id, Overloaded("too many streams on one connection", queue="streams", limit=limit)
             )
         elif opening.chunked:
-            self._opening[stream_id] = opening
-            self._opening_bytes += _opening_bytes(opening)
-            self._arriving.expect(stream_id, self._now)
+            self._pending_opens[stream_id] = opening
+            self._pending_open_bytes += _open_size_bytes(opening)
+            self._bulk_receiver.expect_message(stream_id, self._now)
         else:
             self._serve(stream_id, opening, opening.body)
 
     def _refuse(self, stream_id: int, error: KvoltError) -> None:
-        self._refused.append((stream_id, to_info(error)))
+        self._refusals.append((stream_id, to_info(error)))
         self._host.wake()
 
     def _serve(self, stream_id: int, opening: wire.Open, body: bytes | msgspec.Raw) -> None:
@@ -572,18 +571,18 @@ class Session:
         self._host.on_open(stream)
 
     def _on_chunk(self, stream_id: int, payload: bytes) -> None:
-        due_bytes = self._arriving.credit(payload)
+        due_bytes = self._bulk_receiver.ack_due_bytes(payload)
         if due_bytes:
             self.grant(0, due_bytes)
-        opening = self._opening.get(stream_id)
+        opening = self._pending_opens.get(stream_id)
         call = self._calls.get(stream_id)
         if opening is None and call is None:
-            return  # cancelled, refused or over: let the rest of it pass
-        message = self._arriving.add(stream_id, payload, self._now)
+            return  # cancelled, refused or over: ignore the remaining pieces
+        message = self._bulk_receiver.receive_chunk(stream_id, payload, self._now)
         if message is None:
             return
         if opening is not None:
-            self._take_opening(stream_id)
+            self._remove_pending_open(stream_id)
             self._serve(stream_id, opening, message.data)
         elif call is not None:
             self.stats.items_in += 1
@@ -599,17 +598,17 @@ class Session:
         if stream_id % 2 != self._peer_parity:
             raise ProtocolError(f"stream {stream_id} is not the peer's to cancel", rule="stream_id")
         stream = self._served.pop(stream_id, None)
-        self._forget(stream_id)
+        self._discard_stream(stream_id)
         if stream is not None:
             self.stats.served_ended["cancelled"] += 1
-            stream.give_up(Cancelled("the caller cancelled"))
+            stream.abort(Cancelled("the caller cancelled"))
 
     def _on_credit(self, credits: list[tuple[int, int]]) -> None:
         for stream_id, num_items in credits:
             if num_items < 1:
                 raise ProtocolError("credit must be positive", rule="credit")
             if stream_id == 0:
-                self._bulk.was_read(num_items)
+                self._bulk_sender.ack_bytes(num_items)
                 self._host.wake()
                 continue
             stream = self._served.get(stream_id)
@@ -617,23 +616,23 @@ class Session:
                 stream.add_credit(num_items)
 
 
-def _opening_bytes(opening: wire.Open) -> int:
-    """About what a stream takes whose request has not come."""
+def _open_size_bytes(opening: wire.Open) -> int:
+    """Approximate memory of a stream whose request has not arrived."""
     texts = [opening.target, *opening.context, *opening.context.values()]
     return _STREAM_BYTES + sum(map(len, texts))
 
 
-def _refused(payload: bytes) -> ProtocolError:
+def _decode_refusal(payload: bytes) -> ProtocolError:
     error = from_info(wire.decode_error(payload))
     return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")
 
 
-def _split(kind: FrameKind, entries: list[tuple[int, Any]], out: list[bytes]) -> None:
-    """Entries in as many frames as it takes to keep each short."""
+def _append_frames(kind: FrameKind, entries: list[tuple[int, Any]], out: list[bytes]) -> None:
+    """Append entries in as many frames as needed to keep each within a chunk."""
     payload = wire.encode(entries)
     if len(payload) <= wire.CHUNK_BYTES or len(entries) == 1:
         out.append(wire.frame(kind, 0, payload))
         return
     half = len(entries) // 2
-    _split(kind, entries[:half], out)
-    _split(kind, entries[half:], out)
+    _append_frames(kind, entries[:half], out)
+    _append_frames(kind, entries[half:], out)

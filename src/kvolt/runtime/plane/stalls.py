@@ -1,23 +1,23 @@
-"""Stalls on one connection, of this process or of the peer: time that counts for no deadline between responses."""
+"""Stalls of this process or of the peer on one connection, which deadlines between responses do not count."""
 
 from __future__ import annotations
 
 from collections import deque
 
 MAX_STALLS = 256
-"""Kept per connection, the newest. One is noticed per heartbeat, so they reach back for minutes."""
+"""Newest intervals kept per connection. At most one per heartbeat, so they cover minutes."""
 
 
 class Stalls:
-    """Disjoint intervals by the loop's clock, in order of time."""
+    """Disjoint intervals in loop time, oldest first."""
 
     __slots__ = ("_intervals",)
 
     def __init__(self) -> None:
         self._intervals: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)
 
-    def add(self, start: float, end: float) -> None:
-        """Record a stall that ends later than all before it. Time that it shares with them counts once."""
+    def record(self, start: float, end: float) -> None:
+        """Record a stall that ends after all earlier ones. Overlapping time counts once."""
         intervals = self._intervals
         while intervals and intervals[-1][0] >= start:
             intervals.pop()
@@ -27,7 +27,7 @@ class Stalls:
             intervals.append((start, end))
 
     def seconds_since(self, since: float) -> float:
-        """Stalled seconds after a time."""
+        """Stalled seconds after `since`."""
         seconds = 0.0
         for start, end in reversed(self._intervals):
             if end <= since:

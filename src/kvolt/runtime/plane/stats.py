@@ -1,6 +1,6 @@
-"""What the request plane of one process counts and holds: plain numbers, read when metrics are scraped.
+"""Counters and gauges of the request plane: plain numbers, read when metrics are scraped.
 
-A counter on the path of every tick must cost an addition, not a lock and a method call.
+A counter on the per-tick path must cost an addition, not a lock and a method call.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class PlaneStats:
     items_in: int = 0
     items_out: int = 0
     merged: int = 0
-    """Deltas that a slow reader let merge into one."""
+    """Deltas merged for slow readers."""
     refused_versions: int = 0
     refused_connections: int = 0
-    """Over the limit of the process or of an address."""
+    """Refused over the limit of the process or of an address."""
     heartbeat_timeouts: int = 0
     stalls: int = 0
-    """Times that this process itself stood still for longer than half a heartbeat."""
+    """Stalls of this process longer than half a heartbeat."""
     stalled_s: float = 0.0
     last_stall_at: float = -1.0
     connects: Counter[str] = field(default_factory=Counter)
     """By outcome."""
     losses: Counter[str] = field(default_factory=Counter)
-    """Connections that ended without being closed by us, by reason."""
+    """Connections lost without being closed by this process, by reason."""
     calls_ended: Counter[str] = field(default_factory=Counter)
-    """Streams that we opened, by outcome."""
+    """Outgoing streams, by outcome."""
     served_ended: Counter[str] = field(default_factory=Counter)
-    """Streams that peers opened, by outcome."""
+    """Incoming streams, by outcome."""
 
-    def add_stall(self, now: float, stalled_s: float) -> bool:
-        """Count a stall that ended now; False where another connection has counted it."""
+    def record_stall(self, now: float, stalled_s: float) -> bool:
+        """Count a stall that ended now. False if another connection has counted it already."""
         if now <= self.last_stall_at + stalled_s:
             return False
         self.last_stall_at = now
@@ -50,34 +50,34 @@ class PlaneStats:
 
 @dataclass(frozen=True, slots=True)
 class PlaneGauges:
-    """How things stand at one moment."""
+    """Current values."""
 
     num_accepted: int = 0
-    """Open connections that peers made."""
+    """Open connections accepted from peers."""
     num_dialed: int = 0
-    """Open connections that we made."""
+    """Open connections dialed by this process."""
     num_calls: int = 0
-    """Streams that we opened."""
+    """Open outgoing streams."""
     num_served: int = 0
-    """Streams that peers opened."""
-    num_held: int = 0
-    """Served streams that keep something back for a slow reader or a full transport."""
+    """Open incoming streams."""
+    num_backlogged: int = 0
+    """Incoming streams with a backlog, because of a slow reader or a full transport."""
     num_bulk: int = 0
-    """Long messages that wait or are on their way."""
+    """Long messages queued or being sent."""
     send_buffer_bytes: int = 0
     num_opens_waiting: int = 0
-    """Streams that peers opened and that a later turn of the loop starts."""
+    """Incoming streams that wait for a later turn of the loop."""
     num_refused_streams: int = 0
-    """Streams of peers over the limit of the process or of an address, so far."""
+    """Incoming streams refused so far over the limit of the process or of an address."""
     unfinished_bytes: int = 0
-    """Kept for messages that peers have not finished."""
+    """Bytes buffered for incomplete messages."""
     unfinished_limit_bytes: int = 0
     num_shed: int = 0
-    """Times that unfinished messages were dropped because of that limit."""
+    """Times that incomplete messages were dropped to stay within the limit."""
 
     @property
     def num_open(self) -> int:
-        """Connections, whoever made them."""
+        """Open connections in both directions."""
         return self.num_accepted + self.num_dialed
 
 

@@ -1,9 +1,9 @@
-"""One token for each stream of a batch, step after step, at the cost of a step and not of its tokens.
+"""Step frames: one token for each stream of a batch, at a cost per step and not per token.
 
-A decoding batch keeps its members for many steps. While it does, a STEP frame is two arrays: the ids,
-the same bytes every time, and the new tokens. Both sides work out the members once and count credit
-once for all; when anything else happens to a member (an end, a cancel, another item, no credit), the
-count is settled into the streams and the ordinary path goes on from there.
+A decoding batch keeps its members for many steps. During this time a STEP frame is two arrays: the stream ids,
+identical in every step, and the new tokens. Both sides resolve the members once and count credit once for all of
+them. When anything else happens to a member (an end, a cancel, another item, no credit), the count is settled into
+the streams and the ordinary path continues.
 
     STEP payload:  u32 stream id x n  |  u32 token x n        little-endian
 """
@@ -26,7 +26,7 @@ from kvolt.runtime.plane.wire import CHUNK_BYTES, HEADER, FrameKind
 _SWAP = sys.byteorder == "big"
 
 _MAX_MEMBERS = CHUNK_BYTES // 8
-"""A STEP frame is no longer than a chunk; larger batches take the ordinary path."""
+"""A STEP frame fits into a chunk; larger batches use the ordinary path."""
 
 
 _Picker = Callable[[Sequence[int]], Sequence[int]]
@@ -44,11 +44,11 @@ def unpack_u32(data: bytes) -> tuple[int, ...]:
 
 
 class StepHost(Protocol):
-    """What a batch needs of its session."""
+    """Interface of the session that a batch needs."""
 
     paused: bool
     step_owner: StepBatch | None
-    """The batch whose credit is counted together now."""
+    """The batch with combined credit counting."""
 
     def queue_step(self, frame: bytes, num_items: int) -> None: ...
 
@@ -56,7 +56,7 @@ class StepHost(Protocol):
 
 
 class StepBatch:
-    """The members of a batch that one connection serves."""
+    """The members of a batch on one connection."""
 
     __slots__ = ("_budget", "_head", "_pending", "_session", "_streams")
 
@@ -65,11 +65,11 @@ class StepBatch:
         self._streams = streams
         ids = pack_u32([stream.id for stream in streams])
         self._head = HEADER.pack(2 * len(ids), FrameKind.STEP, 0) + ids
-        """All of the frame but the tokens."""
+        """The frame without the tokens."""
         self._budget = 0
-        """Steps for which every member surely has credit."""
+        """Steps for which every member has credit."""
         self._pending = 0
-        """Steps sent and not yet taken off the members' credit."""
+        """Steps sent and not yet subtracted from the members' credit."""
 
     def send(self, token_ids: Sequence[int]) -> None:
         session = self._session
@@ -81,7 +81,7 @@ class StepBatch:
             session.queue_step(self._head + pack_u32(token_ids), len(token_ids))
 
     def _begin(self) -> bool:
-        """Count credit together from now on, if every member has some."""
+        """Start combined credit counting if every member is writable."""
         session = self._session
         session.settle_step()
         if len(self._streams) > _MAX_MEMBERS or not all(stream.writable for stream in self._streams):
@@ -95,7 +95,7 @@ class StepBatch:
             stream.send(plain_delta(token_id))
 
     def settle(self) -> None:
-        """Take what was sent off the members' credit."""
+        """Subtract the steps sent from the members' credit."""
         pending, self._pending, self._budget = self._pending, 0, 0
         if pending:
             for stream in self._streams:
@@ -103,7 +103,7 @@ class StepBatch:
 
 
 class _Singly:
-    """Streams that know no steps, of a plane that is not this one."""
+    """Streams of another plane, without step frames."""
 
     __slots__ = ("_streams",)
 
@@ -116,7 +116,7 @@ class _Singly:
 
 
 class StepSender:
-    """The streams of a batch, whatever connections or planes they are on. None stands for one that is gone."""
+    """The streams of a batch over all connections and planes. None stands for a closed stream."""
 
     __slots__ = ("_parts",)
 
@@ -141,7 +141,7 @@ class StepSender:
             self._parts.append((_Singly(others), _picker(others_at, len(streams))))
 
     def send(self, token_ids: Sequence[int]) -> None:
-        """One token for each stream, in the order given to the constructor."""
+        """Send one token to each stream, in constructor order."""
         for batch, pick in self._parts:
             batch.send(token_ids if pick is None else pick(token_ids))
 
@@ -156,7 +156,7 @@ def _picker(positions: list[int], total: int) -> _Picker | None:
 
 
 class StepReader:
-    """The receiving side: the callers' streams behind one array of ids."""
+    """Receiving side: the caller streams of one array of ids."""
 
     __slots__ = ("_budget", "_calls", "_delivers", "_format", "_now", "_pending", "_sinks", "_whole", "ids")
 
@@ -167,14 +167,14 @@ class StepReader:
         self._sinks = [call.sink for call in calls]
         shared = calls[0].steps
         self._whole = shared if all(call.steps is shared for call in calls) else None
-        """Takes whole steps, when all members share it."""
+        """The StepSink, if all members share it."""
         self._format = f"<{len(calls)}I"
         self._budget = 0
         self._pending = 0
         self._now = 0.0
 
     def receive(self, payload: bytes, now: float) -> int:
-        """Deliver one token to each from a payload that begins with our ids; how many there were."""
+        """Deliver one token to each stream from a payload that starts with our ids; returns their number."""
         if self._budget == 0:
             self.settle()
             for call in self._calls:
@@ -195,17 +195,17 @@ class StepReader:
             for deliver, token_id in zip(self._delivers, token_ids, strict=True):
                 deliver(plain_delta(token_id))
         if self._budget == 0:
-            self.settle()  # now, not with the next step: without the credit that this gives there may be none
+            self.settle()  # now: the next step may need the credit that this returns
         return len(token_ids)
 
     def mute(self, call: CallerStream) -> None:
-        """Nothing more for this one, also when it is cancelled in the middle of a step."""
+        """Deliver nothing more to a stream, even if it is cancelled in the middle of a step."""
         for index, member in enumerate(self._calls):
             if member is call:
                 self._delivers[index] = _ignore
 
     def settle(self) -> None:
-        """Take what came off the windows, note when it came, and give credit back where it is due."""
+        """Subtract the received steps from the windows, record arrival, and return credit that is due."""
         pending, self._pending, self._budget = self._pending, 0, 0
         if not pending:
             return
@@ -221,9 +221,9 @@ def _ignore(item: Delta) -> None:
 
 
 def resolve_step(ids: bytes, calls: dict[int, CallerStream]) -> StepReader | None:
-    """A reader for these ids; None when one of them is gone (cancelled while the step was on its way)."""
+    """A reader for these ids; None if a stream is closed (cancelled while the step was in transit)."""
     stream_ids = unpack_u32(ids)
     if len(dict.fromkeys(stream_ids)) != len(stream_ids):
         raise ProtocolError("a stream twice in one step", rule="step")
-    found = [call for stream_id in stream_ids if (call := calls.get(stream_id)) is not None]
-    return StepReader(ids, found) if len(found) == len(stream_ids) else None
+    resolved = [call for stream_id in stream_ids if (call := calls.get(stream_id)) is not None]
+    return StepReader(ids, resolved) if len(resolved) == len(stream_ids) else None

@@ -1,8 +1,8 @@
-"""The two ends of a stream, sans-I/O: the caller's, and the one that serves it.
+"""Both ends of a stream, sans-I/O: CallerStream and ServedStream.
 
-Credit is counted in items. A served stream without credit, or with a transport that is full, keeps
-items back: deltas merge (token boundaries kept), other items queue up to a bound; over it the
-stream ends with Overloaded.
+Credit is counted in items. Without credit, or while the transport is full, a served stream puts items into its
+backlog: deltas merge (token boundaries kept), other items queue up to a bound. Beyond it the stream ends with
+Overloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvolt.runtime.plane.stalls import Stalls
 from kvolt.runtime.plane.wire import MALFORMED, Open
 
 BACKLOG_ITEMS = 1024
-"""Items that do not merge which a stream without credit may keep back."""
+"""Backlog limit of a stream, in entries after merging deltas."""
 
 Body = bytes | msgspec.Raw
 Decode = Callable[[Body], Any]
@@ -28,24 +28,24 @@ _SOME_BYTES = msgspec.msgpack.encode(b"")
 
 
 class Sink(Protocol):
-    """Where a caller's stream delivers to. Called from the loop's read path: must not raise or block."""
+    """Receiver of a caller's stream. Called from the loop's read path: must not raise or block."""
 
     def on_item(self, item: Any) -> None: ...
 
     def on_end(self, error: KvoltError | None) -> None:
-        """Once, after the last item; not called after `CallerStream.cancel`."""
+        """Called once, after the last item; not called after `CallerStream.cancel`."""
         ...
 
 
 class StepSink(Protocol):
-    """Takes the plain tokens of a whole step in one call, for sinks that share it.
+    """Receives the plain tokens of a whole step in one call, for sinks that share it.
 
-    A sink names it in an attribute `steps`. When all members of a step do, it is called in their place;
-    everything that is not a plain token still goes to the sinks.
+    A sink names it in its attribute `steps`. If all members of a step name the same one, it is called instead of
+    them; everything that is not a plain token still goes to the sinks.
     """
 
     def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
-        """One token for each sink, in order. The same list of sinks comes again while the batch stays."""
+        """One token for each sink, in order. The same `sinks` list is reused while the batch is unchanged."""
         ...
 
 
@@ -56,7 +56,7 @@ def _innermost(sink: Sink) -> Sink:
 
 
 class CallerHost(Protocol):
-    """What a caller's stream needs of its session."""
+    """Interface of the session that a caller's stream needs."""
 
     peer_silent: bool
     stalls: Stalls
@@ -69,7 +69,7 @@ class CallerHost(Protocol):
 
 
 class ServerHost(Protocol):
-    """What a served stream needs of its session."""
+    """Interface of the session that a served stream needs."""
 
     paused: bool
     peer_silent: bool
@@ -81,7 +81,7 @@ class ServerHost(Protocol):
 
     @property
     def step_owner(self) -> object | None:
-        """The batch that counts credit for its members together; settle before looking at a stream's own."""
+        """The batch with combined credit counting; call `settle_step` before reading a stream's own credit."""
         ...
 
     def settle_step(self) -> None: ...
@@ -90,18 +90,18 @@ class ServerHost(Protocol):
 
     def queue_end(self, stream: ServedStream) -> None: ...
 
-    def hold(self, stream: ServedStream) -> None: ...
+    def mark_backlogged(self, stream: ServedStream) -> None: ...
 
     def count_merge(self) -> None: ...
 
 
 class CallerStream:
-    """Our end of a stream that we opened.
+    """Caller's end of a stream.
 
-    With `automatic` credit an item counts as read when it is delivered, until `hold`; otherwise the
-    reader says what it has taken by `consumed`. Credit goes back half a window at a time.
+    With `automatic` credit an item counts as read when it is delivered, until `pause_reading`; otherwise the
+    reader calls `mark_consumed`. Credit is returned half a window at a time.
 
-    The session's receive loop reads and writes the public fields itself: it runs once per token.
+    The session's receive loop accesses the public fields directly because it runs once per token.
     """
 
     __slots__ = (
@@ -109,7 +109,7 @@ class CallerStream:
         "_decode",
         "_finish",
         "_session",
-        "_unread_back",
+        "_unacked_items",
         "_window",
         "deliver",
         "ended",
@@ -135,14 +135,14 @@ class CallerStream:
         self._decode = decode
         self._window = window
         self._automatic = automatic
-        self._unread_back = 0
-        """Items taken by the reader and not yet given back as credit."""
+        self._unacked_items = 0
+        """Items consumed by the reader whose credit was not returned yet."""
         self.id = stream_id
         self.ended = False
         self.deliver = sink.on_item
         self.steps: StepSink | None = getattr(sink, "steps", None)
         self.sink = _innermost(sink)
-        """The caller's own, behind whatever watches the call: what a StepSink is given."""
+        """The innermost sink, without wrappers such as Call: the one passed to a StepSink."""
         self.window_left = window
         """Items that the peer may still send."""
         self.low_water = (window + 1) // 2 if automatic else 0
@@ -150,31 +150,31 @@ class CallerStream:
         self.last_arrival: float | None = None
 
     def on_low(self) -> None:
-        """The window is half empty (automatic credit), or overdrawn."""
+        """Return credit when the window is half empty (automatic credit); ProtocolError when it is overdrawn."""
         if self.window_left < 0:
             raise ProtocolError(f"stream {self.id} sent more than its credit", rule="credit")
         if self.low_water and self.window_left < self._window:
             self._grant(self._window - self.window_left)
 
-    def consumed(self, num_items: int) -> None:
-        """The reader took items. Only for a stream without automatic credit."""
-        self._unread_back += num_items
-        if self._unread_back * 2 >= self._window and not self.ended:
-            num_items, self._unread_back = self._unread_back, 0
+    def mark_consumed(self, num_items: int) -> None:
+        """Return credit for consumed items. Only without automatic credit."""
+        self._unacked_items += num_items
+        if self._unacked_items * 2 >= self._window and not self.ended:
+            num_items, self._unacked_items = self._unacked_items, 0
             self._grant(num_items)
 
     @property
-    def held(self) -> bool:
-        """The reader is behind and has said so."""
+    def is_reading_paused(self) -> bool:
+        """The reader has paused automatic credit."""
         return self._automatic and self.low_water == 0
 
-    def hold(self) -> None:
-        """Give no more automatic credit: the reader is behind."""
+    def pause_reading(self) -> None:
+        """Stop automatic credit because the reader is behind."""
         self._session.settle_steps_read()
         self.low_water = 0
 
-    def release(self) -> None:
-        """The reader has caught up."""
+    def resume_reading(self) -> None:
+        """Resume automatic credit."""
         self._session.settle_steps_read()
         if self._automatic and not self.ended:
             self.low_water = (self._window + 1) // 2
@@ -182,30 +182,30 @@ class CallerStream:
                 self._grant(self._window - self.window_left)
 
     def cancel(self) -> None:
-        """Tell the peer to stop; nothing more is delivered, not even an end."""
+        """Cancel at the peer; nothing more is delivered, not even an end."""
         if not self.ended:
             self.ended = True
             self._session.cancel_call(self.id)
 
     def accept_raw(self, raw: Body, now: float, decode: Decode | None = None) -> None:
-        """An item by itself. One that does not decode ends this stream, not the others' connection."""
+        """Decode and deliver one item. An item that does not decode ends this stream only."""
         try:
             item = (decode or self._decode)(raw)
         except (*MALFORMED, KvoltError) as error:
-            self._break_off(error)
+            self._fail_decoding(error)
         else:
             self.accept(item, now)
 
     def accept_bytes(self, item: bytes, now: float) -> None:
-        """A byte string that came unencoded, to a decoder that would have let a short one through."""
+        """Deliver a byte string sent unencoded, if the decoder accepts byte strings."""
         try:
             self._decode(_SOME_BYTES)
         except (*MALFORMED, KvoltError) as error:
-            self._break_off(error)
+            self._fail_decoding(error)
         else:
             self.accept(item, now)
 
-    def _break_off(self, error: Exception) -> None:
+    def _fail_decoding(self, error: Exception) -> None:
         self.cancel()
         self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
 
@@ -216,8 +216,8 @@ class CallerStream:
             self.on_low()
         self.deliver(item)
 
-    def seen_at(self) -> float | None:
-        """When its last item came."""
+    def last_item_at(self) -> float | None:
+        """Loop time of the last item, or None."""
         self._session.settle_steps_read()
         return self.last_arrival
 
@@ -238,7 +238,7 @@ class CallerStream:
 
 
 class ServedStream:
-    """Our end of a stream that the peer opened: the request comes whole, answers go out one by one."""
+    """Server's end of a stream: the request arrives complete, responses are sent one by one."""
 
     __slots__ = (
         "_backlog",
@@ -272,22 +272,22 @@ class ServedStream:
         self.body = body
         self.peer_host = "?"
         self.bulk = False
-        """A message of this stream is being sent in pieces; what follows waits for it."""
+        """A message of this stream is being sent in chunks; later items wait for it."""
         self.ending = False
-        """We have said the last word; some of it may still be kept back."""
+        """`end` was called; the backlog may still be unsent."""
         self.closed = False
-        """Nothing more leaves: the peer has the end, or has given up, or is gone."""
+        """Nothing more is sent: the end was sent, or the peer cancelled or is lost."""
         self.end_info: ErrorInfo | None = None
         self.on_cancel: Callable[[KvoltError], None] | None = None
-        """Called once when the peer gives up, the connection is lost, or the backlog overflows."""
+        """Called once when the peer cancels, the connection is lost, or the backlog overflows."""
         self.on_writable: Callable[[], None] | None = None
-        """Called when `send` would go through again after items were kept back."""
+        """Called when `send` would go through again after a backlog."""
         self.on_closed: Callable[[], None] | None = None
-        """Called once when the stream is over, however it ended."""
+        """Called once when the stream is over, for any reason."""
         self.on_released: Callable[[], None] | None = None
-        """Called once then, too, and first: for the plane, which counts open streams."""
+        """Called once before `on_closed`; the plane counts open streams with it."""
         self.on_silent: Callable[[bool], None] | None = None
-        """Called when the peer falls silent, and when it answers again."""
+        """Called with True when the peer falls silent, and with False when it answers again."""
 
     @property
     def is_peer_silent(self) -> bool:
@@ -306,7 +306,7 @@ class ServedStream:
         return self._backlog is not None or self.bulk
 
     def decode_body(self, decode: Decode) -> Any:
-        """The request, decoded once; its bytes are let go. InvalidRequest when they are not that."""
+        """Decode the request and free its bytes; call once. Raises InvalidRequest if it does not decode."""
         body, self.body = self.body, b""
         try:
             return decode(body)
@@ -314,7 +314,7 @@ class ServedStream:
             raise InvalidRequest(f"the request does not decode: {error}", param="body") from error
 
     def send(self, item: Any) -> None:
-        """An item for the next frame. What is sent to a stream that has ended vanishes: its reader is gone."""
+        """Queue an item for the next frame. Ignored after the stream has ended."""
         if self.ending or self.closed:
             return
         session = self.session
@@ -324,14 +324,14 @@ class ServedStream:
             self.credit -= 1
             open_deltas = session.open_deltas
             if open_deltas is not None and type(item) is Delta:
-                open_deltas.append((self.id, item))  # what queue_item does, without the calls
+                open_deltas.append((self.id, item))  # inlined queue_item
             else:
                 session.queue_item(self, item)
         else:
-            self._keep_back(item)
+            self._append_to_backlog(item)
 
     def end(self, error: BaseException | None = None) -> None:
-        """The last word; what is kept back goes first. A second end is ignored."""
+        """End the stream after the backlog has been sent. A second end is ignored."""
         if self.ending or self.closed:
             return
         self.session.settle_step()
@@ -340,25 +340,25 @@ class ServedStream:
         if not self.has_backlog:
             self.session.queue_end(self)
 
-    def put_back(self, items: list[Any]) -> None:
-        """Items that were sent but must wait behind a bulk message after all, before what is kept back."""
+    def requeue(self, items: list[Any]) -> None:
+        """Return items to the front of the backlog: they must wait behind a bulk message."""
         self.credit += len(items)
         if self._backlog is None:
             self._backlog = Backlog()
-            self.session.hold(self)
-        self._backlog.add_first(items)
+            self.session.mark_backlogged(self)
+        self._backlog.push_front(items)
 
     def add_credit(self, num_items: int) -> None:
         self.credit += num_items
-        self.release()
+        self.flush_backlog()
 
-    def release(self) -> None:
-        """Let go of what was kept back, as far as credit and transport allow."""
+    def flush_backlog(self) -> None:
+        """Send the backlog as far as credit and transport allow."""
         self.session.settle_step()
         backlog = self._backlog
         while backlog and self.credit > 0 and not self.bulk and not self.session.paused:
             self.credit -= 1
-            self.session.queue_item(self, backlog.take())
+            self.session.queue_item(self, backlog.pop())
         if backlog or self.bulk:
             return
         self._backlog = None
@@ -368,19 +368,19 @@ class ServedStream:
             if self.writable:
                 self.on_writable()
             elif self.session.paused:
-                self.session.hold(self)  # so that the end of the pause is told
+                self.session.mark_backlogged(self)  # so that on_writable is called after the pause
 
-    def give_up(self, error: KvoltError) -> None:
-        """Nobody reads this any more: tell the producer, once."""
+    def abort(self, error: KvoltError) -> None:
+        """Drop the stream because its reader is gone; calls `on_cancel` unless it has ended."""
         if self.closed:
             return
         self.session.settle_step()
         self._backlog = None
         self.body = b""
-        told, self.on_cancel = self.on_cancel, None
+        on_cancel, self.on_cancel = self.on_cancel, None
         try:
-            if told is not None and not self.ending:
-                told(error)
+            if on_cancel is not None and not self.ending:
+                on_cancel(error)
         finally:
             self.mark_closed()
 
@@ -394,12 +394,12 @@ class ServedStream:
             self.on_closed = None
 
     def fail(self, error: KvoltError) -> None:
-        """End with an error in place of all that is kept back, and tell the producer."""
+        """End with an error, drop the backlog, and notify the producer. Ignored after `end`."""
         if not self.ending:
-            self.break_off(error)
+            self.force_fail(error)
 
-    def break_off(self, error: KvoltError) -> None:
-        """As `fail`, also in place of an end that was said already: an item before it cannot leave."""
+    def force_fail(self, error: KvoltError) -> None:
+        """Like `fail`, but also replaces an end whose backlog cannot be sent."""
         if self.closed:
             return
         self.session.settle_step()
@@ -410,12 +410,12 @@ class ServedStream:
         if producing and self.on_cancel is not None:
             self.on_cancel(error)
 
-    def _keep_back(self, item: Any) -> None:
+    def _append_to_backlog(self, item: Any) -> None:
         backlog = self._backlog
         if backlog is None:
             backlog = self._backlog = Backlog()
-            self.session.hold(self)
-        if backlog.add(item):
+            self.session.mark_backlogged(self)
+        if backlog.push(item):
             self.session.count_merge()
         elif len(backlog) > BACKLOG_ITEMS:
             self.fail(Overloaded("the reader is too slow", queue="stream_backlog", limit=BACKLOG_ITEMS))

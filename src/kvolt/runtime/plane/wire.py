@@ -1,4 +1,4 @@
-"""The request plane's bytes, sans-I/O: frames in, frames out.
+"""Framing of the request plane, sans-I/O.
 
 Every frame is a 9-byte header and a payload:
 
@@ -7,9 +7,9 @@ Every frame is a 9-byte header and a payload:
     | length | kind | stream   | payload (length B)  |     little-endian u32, u8, u32
     +--------+------+----------+---------------------+
 
-Frames that carry things of many streams (DELTAS, STEP, ITEMS, ENDS, CREDIT) use stream 0. The header and
-the HELLO and REFUSE payloads never change, so that any two versions can at least refuse each other
-politely. Arbitrary bytes give a ProtocolError; the memory held is at most one frame.
+Frames that carry data of many streams (DELTAS, STEP, ITEMS, ENDS, CREDIT) use stream 0. The header and the HELLO
+and REFUSE payloads never change, so that any two versions can at least refuse each other. Malformed bytes raise
+ProtocolError; at most one frame is buffered.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VERSIONS = (1,)
 """Protocol versions that this build speaks, best first."""
 
 CHUNK_BYTES = 64 * 1024
-"""Largest payload that may stand between two deltas; longer messages go in pieces."""
+"""Largest payload between two deltas; longer messages are sent in chunks."""
 
 MAX_OPEN_BYTES = CHUNK_BYTES + 16 * 1024
-"""An OPEN with its inline body; target and context are short."""
+"""Limit of an OPEN with inline body; target and context are short."""
 
 MIN_FRAME_LIMIT_BYTES = 2 * CHUNK_BYTES
-"""No peer may ask for smaller frames than a chunk with its envelope."""
+"""Smallest frame limit that a peer may announce: a chunk with its envelope."""
 
 MAX_HELLO_BYTES = 16 * 1024
-"""First frame of a peer that has not said anything yet."""
+"""Limit of a peer's first frame."""
 
 HEADER = Struct("<IBI")
 NIL = b"\xc0"
@@ -59,7 +59,7 @@ class FrameKind(IntEnum):
 MAX_STREAM_ID = 2**32 - 1
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a peer's bytes may raise: msgspec lets bad UTF-8 and too deep nesting out as they are."""
+"""Exceptions from decoding a peer's bytes; msgspec passes on bad UTF-8 and too deep nesting as they are."""
 
 Frame = tuple[int, int, bytes]
 """Kind, stream, payload."""
@@ -72,7 +72,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     process: str
     """Random id of the sending process."""
     address: str | None = None
-    """Where the sender listens, so that the other side can call back over this connection."""
+    """Where the sender listens, so that the peer can use this connection for calls to it."""
     max_frame_bytes: int
     max_message_bytes: int
     heartbeat_s: float
@@ -80,7 +80,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """Starts a stream. A chunked body follows in CHUNK frames; `body` is nil then."""
+    """Opens a stream. A chunked body follows in CHUNK frames; `body` is nil then."""
 
     target: str
     window: int
@@ -110,18 +110,18 @@ def frame(kind: FrameKind, stream: int, payload: bytes = b"") -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames. After an error it stays broken: the stream has lost its place."""
+    """Splits a byte stream into frames. After an error it stays broken, because the frame boundary is lost."""
 
     __slots__ = ("_broken", "_limit_bytes", "_max_frame_bytes", "_needed", "_rest")
 
     def __init__(self, max_frame_bytes: int, max_first_bytes: int | None = None) -> None:
-        """`max_first_bytes`: another limit for the first frame."""
+        """`max_first_bytes`: separate limit for the first frame."""
         self._max_frame_bytes = max_frame_bytes
         self._limit_bytes = max_frame_bytes if max_first_bytes is None else max_first_bytes
         self._rest = bytearray()
-        """The beginning of a frame."""
+        """Bytes of the incomplete frame."""
         self._needed = HEADER.size
-        """How long that must grow before it is worth another look."""
+        """Length that `_rest` must reach before it is parsed again."""
         self._broken: ProtocolError | None = None
 
     @property
@@ -129,7 +129,7 @@ class FrameDecoder:
         return len(self._rest)
 
     def clear(self) -> None:
-        """Free what is buffered: the connection is over."""
+        """Free the buffer of a closed connection."""
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -170,5 +170,5 @@ class FrameDecoder:
 
 
 def negotiate(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
-    """The best version both speak, or None."""
+    """The highest common version, or None."""
     return max((version for version in ours if version in theirs), default=None)

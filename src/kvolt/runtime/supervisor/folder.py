@@ -1,7 +1,7 @@
-"""The folder of one supervisor: its children's logs, its status file, the config it gives them.
+"""Directory of a supervisor: logs of its children, its status file, and the config files for its children.
 
-A lock keeps a second supervisor out, which then takes a numbered folder inside; the system frees it when
-its holder is gone, however it went.
+A lock keeps other supervisors out; they use numbered subdirectories. The kernel releases the lock when its process
+ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_FOLDERS = 100
 
 @contextmanager
 def own_folder(base: Path) -> Iterator[Path]:
-    """`base`, or `base/2`, `base/3` and so on while other supervisors hold those; ours until the end."""
+    """Lock and return `base`, or `base/2`, `base/3` and so on while other supervisors hold these."""
     folder, lock = _claim(base)
     try:
         yield folder
@@ -31,7 +31,7 @@ def own_folder(base: Path) -> Iterator[Path]:
 
 @contextmanager
 def private_file(path: Path, text: str) -> Iterator[Path]:
-    """A file that only this user can read, gone at the end."""
+    """A file that only this user can read, deleted on exit."""
     try:
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -61,9 +61,9 @@ def _claim(base: Path) -> tuple[Path, int]:
     except OSError as error:
         raise _unwritable(base, error) from error
     raise ConfigError(
-        f"{_MAX_FOLDERS} supervisors write logs to {base} already",
+        f"{_MAX_FOLDERS} supervisors already write logs to {base}",
         key="supervisor.log_dir",
-        remedy="name another folder with --supervisor-log-dir",
+        remedy="choose another directory with --set supervisor.log_dir=DIR",
     )
 
 
@@ -71,5 +71,5 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot write {path}: {error.strerror or error}",
         key="supervisor.log_dir",
-        remedy="name a folder of your own with --supervisor-log-dir",
+        remedy="choose a writable directory with --set supervisor.log_dir=DIR",
     )

@@ -1,7 +1,6 @@
-"""What the children of a supervisor say: cut into lines, kept in log files, shown on the terminal.
+"""Output of a supervisor's children: split into lines, written to log files, shown on the terminal.
 
-Owns the bounds: a line, a log and what waits for the terminal never grow past theirs. Must not know
-processes, or why a child runs.
+Bounds the size of a line, of a log file and of the output that waits for the terminal.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _LEVEL_COLOURS = {Level.WARNING: "33", Level.ERROR: "31"}
 
 
 class LineCutter:
-    """Bytes in, lines out; what one line has past the limit is dropped and marked."""
+    """Splits bytes into lines; truncates and marks lines over the limit."""
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -50,25 +49,25 @@ class LineCutter:
         lines = []
         for end in ends:
             self._append(end)
-            lines.append(self.take())
+            lines.append(self.end_line())
         self._append(rest)
         return lines
 
-    def take(self) -> bytes:
-        """End the line here and return it."""
+    def end_line(self) -> bytes:
+        """End the current line and return it."""
         line = bytes(self._partial) + (_CUT_MARK if self._cut else b"")
         self._partial.clear()
         self._cut = False
         return line
 
     def _append(self, piece: bytes) -> None:
-        room = self._limit_bytes - len(self._partial)
-        self._partial += piece[:room]
-        self._cut = self._cut or len(piece) > room
+        space = self._limit_bytes - len(self._partial)
+        self._partial += piece[:space]
+        self._cut = self._cut or len(piece) > space
 
 
 class RotatingFile:
-    """Appends; past the limit the file becomes `<name>.1`, in place of the one before."""
+    """An append-only file. At the limit it is renamed to `<name>.1`, replacing the previous one."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self._path = path
@@ -89,9 +88,10 @@ class RotatingFile:
 
 
 def render_line(line: bytes) -> tuple[Level | None, str]:
-    """A child's line for people: a JSON log record unfolded, anything else as it is (and without a level).
+    """Format a child's line for the terminal: a JSON log record as text, any other line unchanged and without a
+    level.
 
-    Of a progress bar that redraws itself only the last state is left.
+    Of a progress bar that redraws itself, only the last state is kept.
     """
     record = None
     if line.startswith(b"{"):
@@ -117,11 +117,11 @@ def _time_of_day(time: object) -> str:
 
 
 class TerminalView:
-    """All children's lines in one stream, each after its child's name.
+    """All children's lines in one stream, each prefixed with its child's name.
 
-    A terminal that takes nothing (Ctrl-S, a pager) must not block the children: lines then wait, up to a
-    bound, and past it the oldest are dropped and counted. `quiet` hides records below a warning; lines
-    that are no records have no level and are always shown, because a traceback is one of them.
+    A terminal that does not read (Ctrl-S, a pager) must not block the children: lines wait up to a limit, beyond
+    which the oldest are dropped and counted. `quiet` hides records below warning; lines that are not log records have
+    no level and are always shown, because they may be a traceback.
     """
 
     def __init__(
@@ -138,25 +138,25 @@ class TerminalView:
         self._empty = asyncio.Event()
         self._empty.set()
         self._retry: asyncio.TimerHandle | None = None
-        out.flush()  # what was printed before goes first: from here on the buffer is passed by
+        out.flush()  # earlier output first: from here on the stream's buffer is bypassed
         try:
             self._fd: int | None = out.fileno()
         except (OSError, ValueError):
             self._fd = None
 
     def show(self, name: str, line: bytes) -> None:
-        """A line that a child wrote."""
+        """Show a line of a child."""
         level, text = render_line(line)
         if not (self._quiet and level is Level.INFO):
             self._put(name, level, text)
 
-    def say(self, level: Level, text: str) -> None:
-        """A line of the supervisor's own."""
+    def show_own(self, level: Level, text: str) -> None:
+        """Show a line of the supervisor."""
         if not (self._quiet and level is Level.INFO):
             self._put("kvolt", level, text)
 
     async def close(self) -> None:
-        """Show what waits, as far as the terminal takes it soon."""
+        """Wait briefly for the terminal to accept the remaining lines."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VIEW_END_TIMEOUT_S):
                 await self._empty.wait()
@@ -199,7 +199,7 @@ class TerminalView:
         self._empty.set()
 
     def _write(self, data: bytes) -> int:
-        """As much as goes without blocking: what has room at all takes PIPE_BUF bytes."""
+        """Write without blocking; returns the bytes written. A writable descriptor accepts PIPE_BUF bytes."""
         if self._fd is None:
             self._out.write(data.decode(errors="replace"))
             return len(data)
@@ -210,11 +210,11 @@ class TerminalView:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # the terminal was closed: no reason to stop serving
+            return len(data)  # the terminal was closed: keep serving
 
 
 class ChildOutput(asyncio.Protocol):
-    """Reads one process's pipe to its end, as fast as it comes."""
+    """Reads one process's pipe to its end."""
 
     def __init__(self, name: str, log_file: RotatingFile, view: TerminalView) -> None:
         self._name = name
@@ -229,35 +229,35 @@ class ChildOutput(asyncio.Protocol):
 
     @property
     def last_words(self) -> str:
-        """Its last line when that is an error; nothing when it is not: it would pass for the cause."""
+        """Last line of the process if it is an error, else an empty string: it would be mistaken for the cause."""
         level, text = render_line(self._last_line)
         is_error = level is Level.ERROR or (level is None and _ERROR_WORDS.search(text) is not None)
         return text.strip()[:_LAST_WORDS_CHARS] if is_error or self._ends_traceback else ""
 
     def data_received(self, data: bytes) -> None:
-        self._take(self._cutter.feed(data))
+        self._handle_lines(self._cutter.feed(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        rest = self._cutter.take()
+        rest = self._cutter.end_line()
         if rest:
-            self._take([rest])
+            self._handle_lines([rest])
         self.ended.set()
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _handle_lines(self, lines: list[bytes]) -> None:
         if not lines:
             return
         try:
             self._log_file.write(b"\n".join(lines) + b"\n")
-        except OSError as error:  # a full disk costs the log, never the child
+        except OSError as error:  # a full disk must not affect the child
             if not self._log_is_broken:
-                self._view.say(Level.WARNING, f"the log of {self._name} cannot be written: {error}")
+                self._view.show_own(Level.WARNING, f"cannot write the log of {self._name}: {error}")
             self._log_is_broken = True
         for line in lines:
             if line.strip():
-                self._note(line)
+                self._track_traceback(line)
             self._view.show(self._name, line)
 
-    def _note(self, line: bytes) -> None:
+    def _track_traceback(self, line: bytes) -> None:
         # The error of a traceback is the first line after it that is not indented.
         indented = line[:1].isspace()
         self._ends_traceback = self._in_traceback and not indented

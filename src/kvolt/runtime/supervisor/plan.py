@@ -1,21 +1,20 @@
-"""What the local supervisor decides: who is started, restarted, stopped, and when it is over.
+"""State machine of the local supervisor: start, restart and stop of its children, and its end.
 
-Pure: an event and the time go in, actions come out; `supervisor` performs them. It knows no process,
-pipe, timer or clock.
+Pure: an event and the time go in, actions come out, which `supervisor` executes.
 
     pending --Spawned--> starting --BecameReady--> running
        ^                     |                        |
        |                     +---------Exited---------+
     BackoffElapsed                      |
        |                                v
-       +----- backoff <---- crash ------+------ exit code 2 ----> failed (first life)
+       +----- backoff <---- crash ------+------ exit code 2 ----> failed (first start)
                  |
             StopRequested         pending, starting, running --StopRequested--> stopping
                  v                                                                 |
               stopped <---------------------------Exited---------------------------+
 
-Stopping goes by stage, highest first: the children of one stage stop in parallel, the next stage
-begins when they are gone. So a frontend can finish its requests while its workers still serve.
+Stopping goes by stage, highest first: the children of a stage stop in parallel, and the next stage follows when they
+have exited. So a frontend can finish its requests while its workers still serve.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ import msgspec
 from kvolt.core.errors import ConfigError, KvoltError
 
 CONFIG_EXIT_CODE = 2
-"""What a process exits with when its settings are wrong: trying again cannot help."""
+"""Exit code of a process with invalid settings: a restart cannot help."""
 
 STUCK_EXIT_CODE = 1
 
 
 class ChildState(StrEnum):
     PENDING = "pending"
-    """Its process was asked for and is not there yet."""
+    """The process is being spawned."""
     STARTING = "starting"
     RUNNING = "running"
     BACKOFF = "backoff"
@@ -54,7 +53,7 @@ class Spawned(msgspec.Struct, frozen=True):
 
 
 class SpawnFailed(msgspec.Struct, frozen=True):
-    """No process came to be. Not retryable when the program itself is missing."""
+    """The process could not be spawned. Not retryable if the program is missing."""
 
     child: str
     reason: str
@@ -66,7 +65,7 @@ class BecameReady(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The process is gone. `code` is negative for a signal; `last_words` is the error it ended with, if any."""
+    """The process exited. `code` is negative for a signal; `last_words` is its last error line, if any."""
 
     child: str
     code: int
@@ -79,13 +78,13 @@ class BackoffElapsed(msgspec.Struct, frozen=True):
 
 
 class KillTimeout(msgspec.Struct, frozen=True):
-    """The time given to a child to end, by itself or by SIGKILL, is over."""
+    """A child did not end within its time, after SIGTERM or SIGKILL."""
 
     child: str
 
 
 class StopRequested(msgspec.Struct, frozen=True):
-    """Everything is to end."""
+    """Stop all children."""
 
     reason: str
 
@@ -105,7 +104,7 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class StartTimer(msgspec.Struct, frozen=True):
-    """Feed `fires` back after `delay_s`. Never cancelled: a timer that outlives its reason does no harm."""
+    """Feed `fires` back after `delay_s`. Never cancelled: an outdated timer is ignored."""
 
     delay_s: float
     fires: BackoffElapsed | KillTimeout
@@ -120,14 +119,14 @@ class SendKill(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A line for the person at the terminal."""
+    """A line for the terminal."""
 
     level: Level
     text: str
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Nothing runs any more; the supervisor's exit code."""
+    """All children have ended; exit with this code."""
 
     code: int
 
@@ -148,13 +147,13 @@ TRANSITIONS: Mapping[tuple[ChildState, type[Event]], tuple[ChildState, ...]] = {
     (_S.RUNNING, StopRequested): (_S.STOPPING,),
     (_S.BACKOFF, BackoffElapsed): (_S.PENDING,),
     (_S.BACKOFF, StopRequested): (_S.STOPPED,),
-    # The stop overtook a spawn: the process is told to end as soon as it is there.
+    # The stop came during a spawn: the process is terminated as soon as it exists.
     (_S.STOPPING, Spawned): (_S.STOPPING,),
     (_S.STOPPING, SpawnFailed): (_S.STOPPED,),
     (_S.STOPPING, BecameReady): (_S.STOPPING,),
     (_S.STOPPING, Exited): (_S.STOPPED,),
     (_S.STOPPING, KillTimeout): (_S.STOPPING, _S.FAILED),
-    # Timers that outlived their reason, and the exit of a child already given up on.
+    # Outdated timers, and the exit of a child that was already given up.
     (_S.STOPPED, BackoffElapsed): (_S.STOPPED,),
     (_S.STOPPED, KillTimeout): (_S.STOPPED,),
     (_S.FAILED, KillTimeout): (_S.FAILED,),
@@ -163,16 +162,16 @@ TRANSITIONS: Mapping[tuple[ChildState, type[Event]], tuple[ChildState, ...]] = {
 
 
 class IllegalTransition(KvoltError):
-    """An event that this state cannot take; nothing was changed. Fields: child, state, event."""
+    """The event is not allowed in this state; nothing changed. Fields: child, state, event."""
 
 
 class RestartRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a crashed child comes back."""
+    """Restart policy of a crashed child."""
 
     backoff_initial_s: float = 1.0
     backoff_max_s: float = 30.0
     stable_after_s: float = 10.0
-    """Ready for this long, and the next crash starts again from the initial back-off."""
+    """After being ready for this long, the next crash restarts with the initial back-off."""
 
 
 @dataclass(slots=True)
@@ -187,11 +186,11 @@ class _Child:
 
 
 class SupervisorPlan:
-    """The machine. `stages` maps each child, in start order, to its stop stage."""
+    """The state machine. `stages` maps each child, in start order, to its stop stage."""
 
     def __init__(self, stages: Mapping[str, int], restart: RestartRule, stop_timeout_s: float) -> None:
         if not stages:
-            raise ConfigError("a supervisor needs at least one child", remedy="name what is to be run")
+            raise ConfigError("a supervisor needs at least one child", remedy="specify at least one process")
         self._children = {name: _Child(name, stage) for name, stage in stages.items()}
         self._restart = restart
         self._stop_timeout_s = stop_timeout_s
@@ -209,12 +208,12 @@ class SupervisorPlan:
     def restarts(self, child: str) -> int:
         return self._children[child].restarts
 
-    def begin(self) -> list[Action]:
-        """The first actions: every child in its order."""
+    def start_actions(self) -> list[Action]:
+        """Initial actions: spawn every child in order."""
         return [Spawn(name) for name in self._children]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; `now` is any monotonic time in seconds. Raises IllegalTransition."""
+        """Handle one event; `now` is monotonic time in seconds. Raises IllegalTransition."""
         if isinstance(event, StopRequested):
             return (
                 [] if self._stopping else [Report(Level.INFO, f"stopping: {event.reason}"), *self._stop_all()]
@@ -224,19 +223,19 @@ class SupervisorPlan:
             state = "unknown" if child is None else child.state.value
             kind = type(event).__name__
             raise IllegalTransition(
-                f"{event.child} is {state} and cannot take {kind}", child=event.child, state=state, event=kind
+                f"{event.child} is {state}, {kind} is not allowed", child=event.child, state=state, event=kind
             )
-        actions = self._take(child, event, now)
+        actions = self._apply(child, event, now)
         if child.state is _S.FAILED and not self._stopping:
             actions += self._stop_all()
         return actions + self._next_stage()
 
-    def _take(self, child: _Child, event: ChildEvent, now: float) -> list[Action]:
+    def _apply(self, child: _Child, event: ChildEvent, now: float) -> list[Action]:
         if child.state in ENDED:
             return []
         match event:
             case Spawned() if child.state is _S.STOPPING:
-                return self._ask_to_end(child)
+                return self._terminate(child)
             case Spawned():
                 child.ready_at = None
                 self._move(child, event, _S.STARTING)
@@ -245,61 +244,62 @@ class SupervisorPlan:
                 self._move(child, event, _S.RUNNING)
             case SpawnFailed(_, reason, retryable):
                 text = f"could not be started: {reason}"
-                return self._gone(child, event, now, text, retryable)
+                return self._on_exit(child, event, now, text, retryable)
             case Exited(_, code, uptime_s, last_words):
-                # A signal comes from outside: whatever the process said last is not its cause.
-                said = f": {last_words}" if last_words and code >= 0 else ""
-                text = f"{describe_exit(code)} after {uptime_s:.1f} s{said}"
-                # Settings that worked once are not wrong now: a later life that gives up (discovery is away,
-                # say) is tried again.
-                return self._gone(child, event, now, text, code != CONFIG_EXIT_CODE or child.restarts > 0)
+                # A signal comes from outside, so the last line of output is not its cause.
+                cause = f": {last_words}" if last_words and code >= 0 else ""
+                text = f"{describe_exit(code)} after {uptime_s:.1f} s{cause}"
+                # Settings that worked once are valid: retry a later start that fails (such as without discovery).
+                return self._on_exit(child, event, now, text, code != CONFIG_EXIT_CODE or child.restarts > 0)
             case BackoffElapsed():
                 child.restarts += 1
                 self._move(child, event, _S.PENDING)
                 return [Spawn(child.name)]
             case KillTimeout():
-                return self._force(child, event)
+                return self._on_kill_timeout(child, event)
         return []
 
-    def _gone(self, child: _Child, event: ChildEvent, now: float, text: str, retryable: bool) -> list[Action]:
+    def _on_exit(
+        self, child: _Child, event: ChildEvent, now: float, text: str, retryable: bool
+    ) -> list[Action]:
         if self._stopping:
             self._move(child, event, _S.STOPPED)
             return []
         if not retryable:
             self._exit_code = self._exit_code or CONFIG_EXIT_CODE
             self._move(child, event, _S.FAILED)
-            return [
-                Report(Level.ERROR, f"{child.name} {text}; a restart would not help, so everything stops")
-            ]
+            return [Report(Level.ERROR, f"{child.name} {text}; stopping, since a restart cannot help")]
         was_stable = child.ready_at is not None and now - child.ready_at >= self._restart.stable_after_s
-        longer = self._restart.backoff_initial_s if was_stable or not child.backoff_s else child.backoff_s * 2
-        child.backoff_s = min(longer, self._restart.backoff_max_s)
+        backoff_s = (
+            self._restart.backoff_initial_s if was_stable or not child.backoff_s else child.backoff_s * 2
+        )
+        child.backoff_s = min(backoff_s, self._restart.backoff_max_s)
         self._move(child, event, _S.BACKOFF)
         return [
-            Report(Level.WARNING, f"{child.name} {text}; starting it again in {child.backoff_s:g} s"),
+            Report(Level.WARNING, f"{child.name} {text}; restarting in {child.backoff_s:g} s"),
             StartTimer(child.backoff_s, BackoffElapsed(child.name)),
         ]
 
-    def _force(self, child: _Child, event: KillTimeout) -> list[Action]:
+    def _on_kill_timeout(self, child: _Child, event: KillTimeout) -> list[Action]:
         if not child.kill_sent:
             child.kill_sent = True
-            text = f"{child.name} did not end within {self._stop_timeout_s:g} s of SIGTERM and is killed"
-            again = StartTimer(self._stop_timeout_s, KillTimeout(child.name))
-            return [Report(Level.WARNING, text), SendKill(child.name), again]
-        # Asleep in the kernel (a driver, a dead file system): waiting longer would hang the supervisor too.
+            text = f"{child.name} did not end within {self._stop_timeout_s:g} s of SIGTERM; killing it"
+            timer = StartTimer(self._stop_timeout_s, KillTimeout(child.name))
+            return [Report(Level.WARNING, text), SendKill(child.name), timer]
+        # Blocked in the kernel (a driver, a hung file system): waiting longer would hang the supervisor too.
         self._exit_code = self._exit_code or STUCK_EXIT_CODE
         self._move(child, event, _S.FAILED)
-        return [Report(Level.ERROR, f"{child.name} does not end even by SIGKILL; it is left to the system")]
+        return [Report(Level.ERROR, f"{child.name} does not end after SIGKILL; leaving it to the system")]
 
     def _stop_all(self) -> list[Action]:
         self._stopping = True
         for child in self._children.values():
-            if child.state is _S.BACKOFF:  # it must not come back while it waits for its stage
+            if child.state is _S.BACKOFF:  # must not restart while its stage waits
                 self._move(child, StopRequested(""), _S.STOPPED)
         return self._next_stage()
 
     def _next_stage(self) -> list[Action]:
-        """Once stopping: tell the highest stage that still lives to end; when nothing lives, finish."""
+        """While stopping: terminate the highest stage that is still running; if there is none, finish."""
         if not self._stopping or self._finished:
             return []
         alive = [child for child in reversed(self._children.values()) if child.state not in ENDED]
@@ -314,10 +314,10 @@ class SupervisorPlan:
             has_process = child.state is not _S.PENDING
             self._move(child, StopRequested(""), _S.STOPPING)
             if has_process:
-                actions += self._ask_to_end(child)
+                actions += self._terminate(child)
         return actions
 
-    def _ask_to_end(self, child: _Child) -> list[Action]:
+    def _terminate(self, child: _Child) -> list[Action]:
         return [SendTerm(child.name), StartTimer(self._stop_timeout_s, KillTimeout(child.name))]
 
     def _move(self, child: _Child, event: Event, to: ChildState) -> None:
@@ -326,11 +326,9 @@ class SupervisorPlan:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Description of an exit code."""
     if code >= 0:
-        return f"ended with exit code {code}" + (
-            " (a configuration error)" if code == CONFIG_EXIT_CODE else ""
-        )
+        return f"exited with code {code}" + (" (a configuration error)" if code == CONFIG_EXIT_CODE else "")
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:

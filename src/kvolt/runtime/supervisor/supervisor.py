@@ -1,12 +1,10 @@
-"""Runs the local processes of `kvolt serve`: performs what `supervisor_plan` decides.
+"""Runs the local processes of `kvolt serve`: executes the actions of `plan`.
 
-Owns the children's processes, pipes and the status file; what they say is `supervisor_output`'s. It does
-not know what a child is for; whether one is ready, it is told.
+Manages the children's processes, pipes and the status file; `output` handles their output.
 
-Each child leads a session of its own, so Ctrl-C reaches the supervisor alone. SIGTERM goes to the
-child, which ends its own helpers in its own order; SIGKILL goes to its whole process group, and is
-sent there once more when the child is gone, however it went. What ends the children of a killed
-supervisor is in `stop`.
+Each child leads its own session, so Ctrl-C reaches only the supervisor. SIGTERM is sent to the child, which stops its
+helper processes in its own order; SIGKILL is sent to its whole process group, and once more after the child has
+ended. `stop` ends the children of a killed supervisor.
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ _REAP_TIMEOUT_S = 5.0
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """One process to keep running."""
+    """A process to keep running."""
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = {}
-    """Added to the supervisor's own environment, which is passed on whole."""
+    """Added to the supervisor's own environment."""
     log_name: str = ""
-    """Its file in the log folder; by default the name with `.log`."""
+    """File name in the log directory; default: the name with `.log`."""
     stage: int = 0
-    """Stop order: the highest stage ends first, those of one stage together."""
+    """Stop stage: the highest stage stops first; children of one stage stop together."""
     affinity: tuple[int, ...] = ()
-    """Cores to pin it to; none: wherever the system puts it."""
+    """Cores to pin the process to; empty: no pinning."""
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +61,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop_timeout_s: float = 30.0
     """From SIGTERM to SIGKILL."""
     log_limit_bytes: int = 64 * 1024 * 1024
-    """Per child: one file of this size and one older."""
+    """Per child: the current file and one rotated file of this size."""
 
 
 class ChildStatus(msgspec.Struct, frozen=True):
@@ -72,24 +70,24 @@ class ChildStatus(msgspec.Struct, frozen=True):
     state: ChildState
     restarts: int
     started_at: float | None
-    """Wall time at which its present process started."""
+    """Wall time at which the current process started."""
     uptime_s: float | None
-    """When the snapshot was written; a reader of an old one counts from `started_at`."""
+    """At the time of the snapshot; for an old one, compute it from `started_at`."""
 
 
 class SupervisorStatus(msgspec.Struct, frozen=True):
-    """The status file. It outlives a killed supervisor, so check that `pid` still runs."""
+    """Contents of the status file. It outlives a killed supervisor: check that `pid` is running."""
 
     pid: int
     written_at: float
     stopping: bool
     exit_code: int | None
-    """None until the supervisor is done."""
+    """None until the supervisor has finished."""
     children: tuple[ChildStatus, ...]
 
 
 def read_status(log_dir: Path) -> SupervisorStatus | None:
-    """The last snapshot; None where no supervisor has written one."""
+    """Read the last snapshot; None if there is none."""
     try:
         return msgspec.json.decode((log_dir / STATUS_FILE).read_bytes(), type=SupervisorStatus)
     except FileNotFoundError:
@@ -100,8 +98,8 @@ def read_status(log_dir: Path) -> SupervisorStatus | None:
 
 
 @dataclass(slots=True)
-class _Life:
-    """One process of a child, from its start to its end."""
+class _ChildProcess:
+    """One process of a child."""
 
     process: Process
     output: ChildOutput
@@ -111,10 +109,10 @@ class _Life:
 
 
 class Supervisor:
-    """Keeps the children running until told to stop, or until one cannot be run at all.
+    """Keeps the children running until a stop is requested or a child cannot run.
 
-    `ready(name)` returns once that child serves; without it a child counts as running when it is started.
-    `on_event` is told of each child's every change; it must not block.
+    `ready(name)` returns once the child is serving; without it a child counts as running when it has started.
+    `on_event` is called on every change of a child; it must not block.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Supervisor:
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
-            raise ConfigError("two children have the same name", key="name", remedy="give each its own")
+            raise ConfigError("two children have the same name", key="name", remedy="use unique names")
         self._log_dir = log_dir
         self._clock = clock
         self._stop = stop
@@ -140,8 +138,8 @@ class Supervisor:
         self._on_event = on_event
         stages = {spec.name: spec.stage for spec in specs}
         self._plan = SupervisorPlan(stages, self._config.restart, self._config.stop_timeout_s)
-        self._lives: dict[str, _Life] = {}
-        self._told: dict[str, tuple[ChildState, int | None]] = {}
+        self._processes: dict[str, _ChildProcess] = {}
+        self._published: dict[str, tuple[ChildState, int | None]] = {}
         self._exit_code: int | None = None
         self._finished = asyncio.Event()
         self._scope = Scope("supervisor")
@@ -149,9 +147,9 @@ class Supervisor:
         self._log_files: dict[str, RotatingFile] = {}
 
     async def run(self) -> int:
-        """Run until all is over; the exit code: 0 after a stop, 2 when a child's settings are wrong.
+        """Run until all children have ended. Exit code: 0 after a stop, 2 if a child's settings are invalid.
 
-        For a graceful end use the StopSignal. Cancelling this call kills the children at once.
+        Stop gracefully by the StopSignal. Cancelling this call kills the children immediately.
         """
         with contextlib.ExitStack() as files:
             self._open_logs(files)
@@ -159,7 +157,7 @@ class Supervisor:
             try:
                 async with self._scope:
                     self._scope.start(self._await_stop(), "stop")
-                    self._perform(self._plan.begin())
+                    self._perform(self._plan.start_actions())
                     self._publish()
                     await self._finished.wait()
                     self._scope.cancel()
@@ -182,7 +180,7 @@ class Supervisor:
             raise ConfigError(
                 f"cannot write logs to {self._log_dir}: {reason}",
                 key="log_dir",
-                remedy="name a folder of your own",
+                remedy="specify a directory of your own",
             ) from error
 
     def status(self) -> SupervisorStatus:
@@ -192,12 +190,14 @@ class Supervisor:
         )
 
     def _child_status(self, name: str) -> ChildStatus:
-        life = self._lives.get(name)
+        child_process = self._processes.get(name)
         state, restarts = self._plan.state(name), self._plan.restarts(name)
-        if life is None:
+        if child_process is None:
             return ChildStatus(name, None, state, restarts, None, None)
-        uptime_s = self._clock.monotonic() - life.started
-        return ChildStatus(name, life.process.pid, state, restarts, life.started_at, uptime_s)
+        uptime_s = self._clock.monotonic() - child_process.started
+        return ChildStatus(
+            name, child_process.process.pid, state, restarts, child_process.started_at, uptime_s
+        )
 
     def _feed(self, event: plan.Event) -> None:
         self._perform(self._plan.handle(event, self._clock.monotonic()))
@@ -207,94 +207,94 @@ class Supervisor:
         for action in actions:
             match action:
                 case plan.Spawn(child):
-                    self._scope.start(self._live(self._specs[child]), child)
+                    self._scope.start(self._run_child(self._specs[child]), child)
                 case plan.StartTimer(delay_s, fires):
-                    self._scope.start(self._fire(delay_s, fires), "timer")
+                    self._scope.start(self._run_timer(delay_s, fires), "timer")
                 case plan.SendTerm(child):
                     with contextlib.suppress(ProcessLookupError):
-                        self._lives[child].process.terminate()
+                        self._processes[child].process.terminate()
                 case plan.SendKill(child):
-                    _kill_group(self._lives[child].process.pid)
+                    _kill_group(self._processes[child].process.pid)
                 case plan.Report(level, text):
-                    self._view.say(level, text)
+                    self._view.show_own(level, text)
                 case plan.Finish(code):
                     self._exit_code = code
                     self._finished.set()
 
     def _publish(self) -> None:
-        """Write the status file, then tell `on_event` which children have changed."""
+        """Write the status file, then call `on_event` for children that have changed."""
         status = self.status()
         path = self._log_dir / STATUS_FILE
-        fresh = path.with_name(f".{STATUS_FILE}.{os.getpid()}")
+        temp = path.with_name(f".{STATUS_FILE}.{os.getpid()}")
         try:
-            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
-            fresh.replace(path)
+            temp.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
+            temp.replace(path)
         except OSError as error:
-            self._view.say(Level.WARNING, f"{path} cannot be written: {error}")
+            self._view.show_own(Level.WARNING, f"cannot write {path}: {error}")
         for child in status.children:
-            told = (child.state, child.pid)
-            if self._told.get(child.name) != told:
-                self._told[child.name] = told
+            current = (child.state, child.pid)
+            if self._published.get(child.name) != current:
+                self._published[child.name] = current
                 if self._on_event is not None:
                     self._on_event(child)
 
     async def _await_stop(self) -> None:
         self._feed(plan.StopRequested(await self._stop.wait()))
 
-    async def _fire(self, delay_s: float, event: plan.Event) -> None:
+    async def _run_timer(self, delay_s: float, event: plan.Event) -> None:
         await asyncio.sleep(delay_s)
         self._feed(event)
 
-    async def _live(self, spec: ChildSpec) -> None:
-        """One process of a child, from fork to the last line it wrote."""
+    async def _run_child(self, spec: ChildSpec) -> None:
+        """Run one process of a child, from its start to its last line of output."""
         try:
-            life = await self._spawn(spec)
+            child_process = await self._spawn(spec)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError | PermissionError)
             self._feed(plan.SpawnFailed(spec.name, error.strerror or str(error), retryable=not missing))
             return
-        pid = life.process.pid
+        pid = child_process.process.pid
         assert self._guard is not None
         self._guard.watch(pid)
-        self._lives[spec.name] = life
+        self._processes[spec.name] = child_process
         readiness: asyncio.Task[Any] | None = None
         try:
             self._feed(plan.Spawned(spec.name))
             readiness = self._scope.start(self._await_ready(spec.name), f"{spec.name}/ready")
-            await life.process.wait()
+            await child_process.process.wait()
             _kill_group(pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_OUTPUT_TIMEOUT_S):
-                    await life.output.ended.wait()
+                    await child_process.output.ended.wait()
         finally:
-            await self._bury(life)
-            self._guard.forget(pid)
-            del self._lives[spec.name]
+            await self._clean_up(child_process)
+            self._guard.unwatch(pid)
+            del self._processes[spec.name]
             if readiness is not None:
                 readiness.cancel()
-        code = life.process.returncode
+        code = child_process.process.returncode
         assert code is not None
-        uptime_s = self._clock.monotonic() - life.started
-        self._feed(plan.Exited(spec.name, code, uptime_s, life.output.last_words))
+        uptime_s = self._clock.monotonic() - child_process.started
+        self._feed(plan.Exited(spec.name, code, uptime_s, child_process.output.last_words))
 
-    async def _spawn(self, spec: ChildSpec) -> _Life:
+    async def _spawn(self, spec: ChildSpec) -> _ChildProcess:
         env = {"PYTHONUNBUFFERED": "1", **os.environ, **spec.env}
         program = shutil.which(spec.argv[0], path=env.get("PATH"))
         if program is None:
-            raise FileNotFoundError(2, f"there is no program {spec.argv[0]}")
-        # A pipe of our own: asyncio's would keep `wait` from returning while a helper of the child holds it.
-        reads, writes = os.pipe()
+            raise FileNotFoundError(2, f"program not found: {spec.argv[0]}")
+        # An own pipe: with asyncio's, `wait` would not return while a helper of the child holds it open.
+        read_end, write_end = os.pipe()
         try:
             pipe, output = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: ChildOutput(spec.name, self._log_files[spec.name], self._view),
-                os.fdopen(reads, "rb", 0),
+                os.fdopen(read_end, "rb", 0),
             )
             try:
                 process = await asyncio.create_subprocess_exec(
                     *die_with_parent([program, *spec.argv[1:]], spec.affinity),
                     stdin=DEVNULL,
-                    stdout=writes,
-                    stderr=writes,
+                    stdout=write_end,
+                    stderr=write_end,
                     env=env,
                     start_new_session=True,
                 )
@@ -302,25 +302,25 @@ class Supervisor:
                 pipe.close()
                 raise
         finally:
-            os.close(writes)
-        return _Life(process, output, pipe, self._clock.monotonic(), self._clock.wall())
+            os.close(write_end)
+        return _ChildProcess(process, output, pipe, self._clock.monotonic(), self._clock.wall())
 
     async def _await_ready(self, name: str) -> None:
         if self._ready is not None:
             await self._ready(name)
         self._feed(plan.BecameReady(name))
 
-    async def _bury(self, life: _Life) -> None:
-        """Leave nothing of it behind, also when the wait for its end was cancelled."""
-        if life.process.returncode is None:
-            _kill_group(life.process.pid)
+    async def _clean_up(self, child_process: _ChildProcess) -> None:
+        """Kill the process if it still runs (the wait may have been cancelled), and close its pipe."""
+        if child_process.process.returncode is None:
+            _kill_group(child_process.process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REAP_TIMEOUT_S):
-                    await life.process.wait()
-        life.pipe.close()
+                    await child_process.process.wait()
+        child_process.pipe.close()
 
 
 def _kill_group(group: int) -> None:
-    # Gone already, or (macOS) only zombies are left in it.
+    # Already ended, or (macOS) only zombies are left.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)

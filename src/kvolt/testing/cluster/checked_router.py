@@ -1,4 +1,4 @@
-"""CheckedRouter: a router of a virtual frontend, and the check that journeys and routers keep to the port."""
+"""Router wrapper that checks that journeys and routers follow the Router port."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
-from kvolt.router.policy.forecast import Forecast, Forecasting
+from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.client import EndpointClient
 
 
 class CheckedRouter:
-    """See the module. `fail` is called with a sentence for each rule that is broken.
+    """Wraps a router and calls `fail` for each violation of these rules:
 
-    - no instance that failed a request gets it again in the next attempt;
-    - no instance that cannot be reached gets one while another can;
-    - every reservation is released exactly once, and its first token reported at most once, before that.
+    - an instance that failed a request does not get its next attempt;
+    - an unreachable instance gets no request while another is reachable;
+    - each reservation is released exactly once; its first token is reported at most once, before the release.
     """
 
     forecast: Callable[[Request], Forecast]
@@ -29,13 +29,13 @@ class CheckedRouter:
         self._client = client
         self._fail = fail
         self._routed: dict[int, Decision] = {}
-        """Reservations that are not released, by identity."""
+        """Open reservations by identity."""
         self._released: dict[int, Decision] = {}
-        self._begun: dict[int, Decision] = {}
+        self._with_first_token: dict[int, Decision] = {}
         self._attempts: dict[RequestId, Decision] = {}
-        """The latest of each request, until it is routed again."""
+        """Latest decision of each request."""
         self.num_routed: Counter[RequestId] = Counter()
-        if isinstance(inner, Forecasting):
+        if isinstance(inner, SupportsForecast):
             self.forecast = inner.forecast
 
     @property
@@ -43,33 +43,35 @@ class CheckedRouter:
         return len(self._routed)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        # Excluded in the first call after a failure; after that it may be back in reach.
-        before = self._attempts.pop(request.request_id, None)
-        if before is not None and id(before) in self._released and not excluded:
-            self._fail(f"{request.request_id} is routed again, and the worker that failed it is not excluded")
+        # Excluded in the first call after a failure; later it may be reachable again.
+        previous = self._attempts.pop(request.request_id, None)
+        if previous is not None and id(previous) in self._released and not excluded:
+            self._fail(f"{request.request_id} is routed again without excluding the worker that failed it")
         decision = await self.inner.route(request, excluded)
         self._routed[id(decision)] = decision
         self._attempts[request.request_id] = decision
         self.num_routed[request.request_id] += 1
         if decision.instance.id in excluded:
-            self._fail(f"{request.request_id} goes to {decision.instance.id}, which has failed it")
+            self._fail(f"{request.request_id} is routed to {decision.instance.id}, which has failed it")
         reachable = {each.id for each in self._client.candidates()}
         if reachable and decision.instance.id not in reachable:
-            self._fail(f"{request.request_id} goes to {decision.instance.id}, which cannot be reached")
+            self._fail(f"{request.request_id} is routed to {decision.instance.id}, which is unreachable")
         return decision
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        if id(decision) in self._begun or id(decision) in self._released:
-            self._fail(f"reservation {decision.booking} has its first token twice, or after its end")
-        self._begun[id(decision)] = decision
-        self.inner.begun(decision, cached_tokens)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        if id(decision) in self._with_first_token or id(decision) in self._released:
+            self._fail(
+                f"reservation {decision.reservation_id} got its first token twice or after its release"
+            )
+        self._with_first_token[id(decision)] = decision
+        self.inner.mark_first_token(decision, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         if id(decision) in self._released:
-            self._fail(f"reservation {decision.booking} is released twice")
+            self._fail(f"reservation {decision.reservation_id} is released twice")
         self._routed.pop(id(decision), None)
         self._released[id(decision)] = decision
-        self.inner.free(decision, usage, outcome)
+        self.inner.release(decision, usage, outcome)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -1,8 +1,8 @@
-"""Requests of a virtual cluster's clients, and the check of their answers.
+"""Requests of a virtual cluster's clients, and the check of their responses.
 
-Clients differ by chance: some read slowly, hang up, have little time, or ask for what no engine can do. Prompts share
-prefixes, so that KV is reused, moved and onboarded from tiers; tenants do not share theirs. The right answer is
-known without any engine (`engines.sim.answer`).
+Clients are random: some read slowly, disconnect, have a short deadline, or send invalid requests. Prompts share
+prefixes, so that KV is reused, moved and onboarded from tiers; tenants share none. The expected response is computed
+without an engine (`engines.sim.answer`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.journey import Road
+from kvolt.journey.journey import JourneyContext
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.testing.cluster.checked_router import CheckedRouter
@@ -33,9 +33,9 @@ from kvolt.testing.cluster.tally import Tally
 MODEL = "sim-tiny"
 BLOCK_SIZE = 16
 SLACK_S = 0.5
-"""Beyond its deadline a request may take this much: the way of the last timer."""
+"""Tolerance of the deadline check: latency of the last timer."""
 _HOLD_ABOVE = 2
-"""Deltas that a slow reader may leave lying: few, so that credit runs out and deltas merge."""
+"""Unread deltas of a slow reader: few, so that credit runs out and deltas merge."""
 _NUM_PREFIXES = 3
 _PREFIX_TOKENS = 10 * BLOCK_SIZE
 _LONG = 160
@@ -46,13 +46,13 @@ _INVALID_LOGPROBS = 999
 class Kind(StrEnum):
     PLAIN = "plain"
     SLOW = "slow"
-    """Takes its time between items."""
+    """Pauses between items."""
     STOPPING = "stopping"
     """Has a stop token."""
     LEAVING = "leaving"
-    """Asks for much and hangs up early."""
+    """Requests a long output and disconnects early."""
     HASTY = "hasty"
-    """Asks for more than there is time for."""
+    """Requests more than its deadline allows."""
     INVALID = "invalid"
 
 
@@ -68,7 +68,7 @@ _KINDS = (
 
 
 class Clientele(Protocol):
-    """What a request needs of its cluster."""
+    """Interface of the cluster for its client requests."""
 
     seed: int
     tally: Tally
@@ -82,7 +82,7 @@ class Clientele(Protocol):
     def fail(self, what: str) -> None: ...
 
     def left(self, request_id: RequestId, name: str) -> None:
-        """A client has hung up."""
+        """Report that a client disconnected."""
         ...
 
     def stalled_s(self, process: str) -> float: ...
@@ -96,25 +96,27 @@ def _prefix(seed: int, number: int) -> tuple[int, ...]:
 
 def _prompt(seed: int, rng: random.Random) -> tuple[int, ...]:
     shared = _prefix(seed, rng.randrange(_NUM_PREFIXES))
-    if rng.random() < 0.2:  # equal blocks behind another beginning
+    if rng.random() < 0.2:  # equal blocks after a different first block
         shared = (*_prefix(seed, rng.randrange(_NUM_PREFIXES))[:BLOCK_SIZE], *shared[BLOCK_SIZE:])
     shared = shared[: rng.choice((0, 3, 6, 10)) * BLOCK_SIZE]
     return (*shared, *(rng.randrange(3, 500) for _ in range(rng.randint(1, 60))))
 
 
 def with_hashes(request: Request) -> Request:
-    """As a frontend sends it: with the hashes that routers look blocks up by."""
+    """Add the block hashes that a frontend computes for routers."""
     seed = request_seed(request.lora, request.salt)
     hashes = sequence_hashes(local_hashes(request.token_ids, BLOCK_SIZE, seed))
     return msgspec.structs.replace(request, block_size=BLOCK_SIZE, sequence_hashes=tuple(hashes))
 
 
-class Asking:
-    """One request and the check of its answer."""
+class ClientRequest:
+    """One request and the check of its response."""
 
-    def __init__(self, cluster: Clientele, road: Road, frontend: str, rng: random.Random) -> None:
+    def __init__(
+        self, cluster: Clientele, journey_context: JourneyContext, frontend: str, rng: random.Random
+    ) -> None:
         self._cluster = cluster
-        self._road = road
+        self._journey_context = journey_context
         self._frontend = frontend
         self._name = f"{frontend} {new_id(rng)[:8]}"
         kind = self._kind = rng.choice(_KINDS)
@@ -129,7 +131,7 @@ class Asking:
             stop_token_ids = (rng.choice(answer),)
             answer = answer[: answer.index(stop_token_ids[0]) + 1]
         self._answer = answer
-        """The right one, known without any engine."""
+        """Expected output tokens."""
         self._finish = FinishReason.STOP if stop_token_ids else FinishReason.LENGTH
         limits = cluster.limits
         self._limits = msgspec.structs.replace(limits, total_s=_HASTY_S) if kind is Kind.HASTY else limits
@@ -166,7 +168,7 @@ class Asking:
             if must_succeed and not self._is_expected(error):
                 cluster.fail(f"{self._name} ({self._kind}) ended with {error!r} in a healthy cluster")
             if cluster.is_healthy and self._kind is Kind.INVALID:
-                self._check_tried_once()
+                self._check_one_attempt()
         except asyncio.CancelledError:
             tally.cut_short += 1
             raise
@@ -177,10 +179,10 @@ class Asking:
         if took_s > self._limits.total_s + SLACK_S + self._pause_s * len(self._answer):
             cluster.fail(f"{self._name} ({self._kind}) took {took_s:.3f} s, over its deadline")
 
-    def _check_tried_once(self) -> None:
-        router = self._road.router
+    def _check_one_attempt(self) -> None:
+        router = self._journey_context.router
         if isinstance(router, CheckedRouter) and (number := router.num_routed[self.request_id]) > 1:
-            self._cluster.fail(f"{self._name} is at fault itself and was sent to {number} workers")
+            self._cluster.fail(f"{self._name} is an invalid request and was sent to {number} workers")
 
     def _is_expected(self, error: KvoltError) -> bool:
         if self._kind is Kind.INVALID:
@@ -188,14 +190,14 @@ class Asking:
         return self._kind is Kind.HASTY and error.code == "deadline_exceeded"
 
     async def _read(self) -> int:
-        """How many tokens came, each checked. Errors of the system pass through."""
+        """Read and check all tokens; return their number. Errors of the system propagate."""
         got = 0
         finish: FinishReason | None = None
         fail = self._cluster.fail
-        async with await Deltas.of(self._road, self._request, self._limits, _HOLD_ABOVE) as deltas:
+        async with await Deltas.of(self._journey_context, self._request, self._limits, _HOLD_ABOVE) as deltas:
             async for delta in deltas:
                 if finish is not None:
-                    fail(f"{self._name} got something after its end")
+                    fail(f"{self._name} received a delta after its end")
                 got = self._check(delta, got)
                 finish = delta.finish
                 if self._kind is Kind.LEAVING and got >= self._leave_after:
@@ -204,7 +206,7 @@ class Asking:
                 if self._pause_s:
                     await asyncio.sleep(self._pause_s)
         if self._kind is Kind.INVALID:
-            fail(f"{self._name} was answered, though no engine can do what it asks")
+            fail(f"{self._name} is invalid but was answered")
         if got != len(self._answer) or finish is not self._finish:
             fail(f"{self._name} ended as {finish} after {got} of {len(self._answer)} tokens")
         self._check_usage()
@@ -215,13 +217,13 @@ class Asking:
             self._usage = delta.usage
         for token in delta.token_ids:
             if got >= len(self._answer) or token != self._answer[got]:
-                self._cluster.fail(f"{self._name}: token {got} is not the one that belongs there")
+                self._cluster.fail(f"{self._name}: token {got} is wrong")
             got += 1
         return got
 
     def _check_usage(self) -> None:
         usage = self._usage
         counts = None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
-        right = (len(self._request.token_ids), len(self._answer))
-        if counts != right:
-            self._cluster.fail(f"{self._name} is told a usage of {counts}, not {right}")
+        expected = (len(self._request.token_ids), len(self._answer))
+        if counts != expected:
+            self._cluster.fail(f"{self._name} has usage {counts}, not {expected}")

@@ -1,4 +1,4 @@
-"""The deltas of one journey as an async iterator, for whoever reads them in a task of its own."""
+"""Deltas of one journey as an async iterator, for readers in their own task."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Self
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
 from kvolt.core.request import Request
-from kvolt.journey.journey import Journey, Road
-from kvolt.journey.migration import Heard, Hearing
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.journey.migration import ChoiceTokens, ReceivedTokens
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.plane.streams import StepSink
 
 HOLD_ABOVE = 64
-"""Deltas that may lie here unread before the worker is told to keep its own."""
+"""Unread deltas above which reading from the worker is paused."""
 
 
 class Deltas(AsyncIterator[Delta]):
@@ -27,53 +27,57 @@ class Deltas(AsyncIterator[Delta]):
 
     def __init__(self, num_choices: int, hold_above: int = HOLD_ABOVE) -> None:
         self._hold_above = hold_above
-        self._hearing = Hearing(num_choices)
+        self._received = ReceivedTokens(num_choices)
         self._items: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._journey: Journey | None = None
-        self._over = False
+        self._is_over = False
         self._error: KvoltError | None = None
-        self._held = False
-        self.has_begun = False
+        self._is_held = False
+        self.has_started = False
 
     @classmethod
     async def of(
-        cls, road: Road, request: Request, deadlines: Deadlines, hold_above: int = HOLD_ABOVE
+        cls,
+        journey_context: JourneyContext,
+        request: Request,
+        deadlines: Deadlines,
+        hold_above: int = HOLD_ABOVE,
     ) -> Self:
         deltas = cls(request.sampling.num_choices, hold_above)
-        journey = deltas._journey = Journey(road, request, deltas, deadlines)
+        journey = deltas._journey = Journey(journey_context, request, deltas, deadlines)
         try:
-            await journey.begin()
+            await journey.start()
         except BaseException:
             journey.cancel()
             raise
         return deltas
 
-    def so_far(self) -> Heard:
-        return self._hearing.so_far()
+    def received_tokens(self) -> ChoiceTokens:
+        return self._received.received_tokens()
 
     def on_item(self, delta: Delta) -> None:
-        self.has_begun = True
-        self._hearing.take(delta)
+        self.has_started = True
+        self._received.add_delta(delta)
         self._items.append(delta)
-        if len(self._items) > self._hold_above and not self._held and self._journey is not None:
-            self._held = True
+        if len(self._items) > self._hold_above and not self._is_held and self._journey is not None:
+            self._is_held = True
             self._journey.hold()
         self._wake()
 
     def on_end(self, error: KvoltError | None) -> None:
-        self._over = True
+        self._is_over = True
         self._error = error
         self._wake()
 
     async def __anext__(self) -> Delta:
-        while not self._items and not self._over:
+        while not self._items and not self._is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._items:
             delta = self._items.popleft()
-            if self._held and not self._items and self._journey is not None:
-                self._held = False
+            if self._is_held and not self._items and self._journey is not None:
+                self._is_held = False
                 self._journey.release()
             return delta
         if self._error is not None:

@@ -1,7 +1,7 @@
 """Seeded faults for a virtual cluster, and the command that runs many seeds.
 
-python -m kvolt.testing.cluster.faults --seeds 1000       all seeds, each in two processes, logs compared
-python -m kvolt.testing.cluster.faults --seed 17 --log    one seed again, with its log
+python -m kvolt.testing.cluster.faults --seeds 1000       run seeds, each in two processes, and compare the logs
+python -m kvolt.testing.cluster.faults --seed 17 --log    run one seed and print its log
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.cluster.cluster import Cluster, RunReport
 from kvolt.testing.cluster.process import TTL_S, ClusterProcess
 from kvolt.testing.cluster.shape import draw_shape
 from kvolt.testing.virtual.loop import run_virtual
 
 DURATION_S = 60.0
-"""Of a run: trouble, then time to recover, then a last part in which every request must be answered."""
-_TROUBLE = 0.55
-_RECOVERY = 0.25
+"""Duration of a run: faults, then recovery, then a last part in which every request must succeed."""
+_FAULT_SHARE = 0.55
+_RECOVERY_SHARE = 0.25
 _MEAN_BETWEEN_FAULTS_S = 2.5
 _START_S = 0.25
-"""For the workers of a cluster without loss to register: a request that comes earlier finds none."""
+"""Time for workers to register before the first request, if no request may fail."""
 
 LONGEST_STALL_S = 25.0
-"""Below the grace that a process which stalls has (`plane.stall_grace_s`)."""
+"""Below the grace period of stalled processes (`plane.stall_grace_s`)."""
 
 _GC_THRESHOLD = 50_000
-"""Allocations between collections: a run keeps most of what it allocates, and the default scans it in vain."""
+"""Allocations between collections: a run keeps most of its objects, so frequent collections are wasted."""
 
 _STOPPED = 130
-"""What a shell reports after Ctrl-C."""
+"""Exit code after Ctrl-C."""
 
 Fault = Callable[[Cluster, random.Random], Coroutine[Any, Any, None]]
 
 
 async def _for_a_while(cluster: Cluster, rng: random.Random, least_s: float, most_s: float) -> None:
-    """How long a fault lasts: never beyond the time of trouble."""
+    """Sleep for the duration of a fault, at most until the end of the fault phase."""
     now = asyncio.get_running_loop().time()
-    await asyncio.sleep(min(rng.uniform(least_s, most_s), max(cluster.trouble_ends_at - now, 0.0)))
+    await asyncio.sleep(min(rng.uniform(least_s, most_s), max(cluster.faults_end_at - now, 0.0)))
 
 
 async def _crash(cluster: Cluster, process: ClusterProcess, rng: random.Random) -> None:
@@ -100,7 +100,7 @@ async def slow_link(cluster: Cluster, rng: random.Random) -> None:
 
 
 async def stall_process(cluster: Cluster, rng: random.Random) -> None:
-    """As SIGSTOP, then SIGCONT, of any process."""
+    """SIGSTOP, then SIGCONT, of a random process."""
     await _stall(cluster, [rng.choice(cluster.processes)], rng, 8.0)
 
 
@@ -112,15 +112,15 @@ async def _stall(
         process.stall()
     await _for_a_while(cluster, rng, 0.2, most_s)
     for process in processes:
-        cluster.note(f"{process.name} goes on")
+        cluster.note(f"{process.name} resumes")
         process.resume()
 
 
 async def stall_in_turn(cluster: Cluster, rng: random.Random) -> None:
-    """For as long as the trouble lasts: a whole machine, or some processes, whose stalls may overlap."""
+    """Stall the whole machine or some processes, with overlaps, until the end of the fault phase."""
     now = asyncio.get_running_loop().time
-    stalls = Crew("stalls", on_error=lambda error: cluster.fail(f"a stall failed: {error!r}"))
-    while now() < cluster.trouble_ends_at:
+    stalls = TaskGroup("stalls", on_error=lambda error: cluster.fail(f"a stall failed: {error!r}"))
+    while now() < cluster.faults_end_at:
         if rng.random() < 0.2:
             await _stall(cluster, cluster.processes, rng, LONGEST_STALL_S)
         else:
@@ -141,7 +141,7 @@ async def lose_events(cluster: Cluster, rng: random.Random) -> None:
 
 
 async def damage_kv(cluster: Cluster, rng: random.Random) -> None:
-    """Blocks on their way between workers arrive with a flipped bit."""
+    """Flip a bit in some of the blocks that are transferred between workers."""
     cluster.board.damaged_share = rng.uniform(0.02, 0.3)
     await _for_a_while(cluster, rng, 0.5, 10.0)
     cluster.board.damaged_share = 0.0
@@ -172,10 +172,10 @@ FAULTS: Sequence[Fault] = (
 
 
 async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
-    """A cluster's minute: random size, load and faults; raises Violation when an invariant breaks."""
+    """Run a cluster with random shape, load and faults. Raises Violation if an invariant breaks."""
     rng = random.Random(f"{seed}/faults")
     cluster = Cluster(seed, draw_shape(seed))
-    runs = Crew("run", on_error=lambda error: None)  # which is raised here
+    runs = TaskGroup("run", on_error=lambda error: None)  # errors are raised below
     try:
         running = runs.start(_run(cluster, rng, duration_s), "run")
         failing = runs.start(cluster.has_failed.wait(), "failure")
@@ -190,27 +190,27 @@ async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
 
 async def _run(cluster: Cluster, rng: random.Random, duration_s: float) -> RunReport:
     loop = asyncio.get_running_loop()
-    cluster.trouble_ends_at = loop.time() + _TROUBLE * duration_s
+    cluster.faults_end_at = loop.time() + _FAULT_SHARE * duration_s
     cluster.start()
-    faults = Crew("faults", on_error=lambda error: cluster.fail(f"a fault failed: {error!r}"))
+    faults = TaskGroup("faults", on_error=lambda error: cluster.fail(f"a fault failed: {error!r}"))
     if cluster.shape.only_stalls:
-        first_at = loop.time() + rng.uniform(0.5, 4.0)  # so that some answers are under way
+        first_at = loop.time() + rng.uniform(0.5, 4.0)  # so that some requests are running
         await asyncio.sleep(_START_S)
         cluster.must_succeed = True
         await asyncio.sleep(first_at - loop.time())
         await stall_in_turn(cluster, rng)
-    while (pause_s := rng.expovariate(1 / _MEAN_BETWEEN_FAULTS_S)) < cluster.trouble_ends_at - loop.time():
+    while (pause_s := rng.expovariate(1 / _MEAN_BETWEEN_FAULTS_S)) < cluster.faults_end_at - loop.time():
         await asyncio.sleep(pause_s)
         fault = rng.choice(FAULTS)
         cluster.note(f"fault {fault.__name__}")
         faults.start(fault(cluster, random.Random(rng.getrandbits(64))), fault.__name__)
-    await asyncio.sleep(max(cluster.trouble_ends_at - loop.time(), 0.0))
+    await asyncio.sleep(max(cluster.faults_end_at - loop.time(), 0.0))
     await faults.drain()
-    await asyncio.sleep(_RECOVERY * duration_s)
+    await asyncio.sleep(_RECOVERY_SHARE * duration_s)
     cluster.must_succeed = cluster.is_healthy = True
-    if _RECOVERY * duration_s >= 3 * TTL_S:  # a join server that has just come back waits for two of them
+    if _RECOVERY_SHARE * duration_s >= 3 * TTL_S:  # a restarted join server waits for two TTLs
         cluster.check_registered()
-    await asyncio.sleep((1 - _TROUBLE - _RECOVERY) * duration_s)
+    await asyncio.sleep((1 - _FAULT_SHARE - _RECOVERY_SHARE) * duration_s)
     await cluster.stop()
     tally = cluster.tally
     return RunReport(
@@ -232,22 +232,24 @@ def log_digest(report: RunReport) -> str:
     return hashlib.sha256("\n".join(report.log).encode()).hexdigest()
 
 
-# --- many seeds
+# --- command line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, help="run one seed in this process")
-    parser.add_argument("--log", action="store_true", help="with --seed: print the whole log")
-    parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
-    parser.add_argument("--seeds", type=int, default=100, help="how many seeds (default 100)")
-    parser.add_argument("--duration", type=float, default=DURATION_S, help="virtual seconds (default 60)")
-    parser.add_argument("--digests", action="store_true", help="print seed, counts and log digest per line")
+    parser.add_argument("--seed", type=int, help="Run one seed in this process.")
+    parser.add_argument("--log", action="store_true", help="With --seed: print the log.")
+    parser.add_argument("--first", type=int, default=0, help="First seed. [default: 0]")
+    parser.add_argument("--seeds", type=int, default=100, help="Number of seeds. [default: 100]")
     parser.add_argument(
-        "--until-bad", action="store_true", help="with --digests: end at the first that fails"
+        "--duration", type=float, default=DURATION_S, help="Virtual seconds per run. [default: 60]"
     )
+    parser.add_argument(
+        "--digests", action="store_true", help="Print seed, counts and log digest, one line per seed."
+    )
+    parser.add_argument("--until-bad", action="store_true", help="With --digests: stop at the first failure.")
     args = parser.parse_args(argv)
     if args.seed is not None:
         return _run_one(args.seed, args.duration, args.log)
@@ -278,7 +280,7 @@ def _print_digests(seeds: range, duration_s: float, until_bad: bool) -> int:
     for seed in seeds:
         try:
             report = run_seed(seed, duration_s)
-        except Exception as error:  # also one of a process that an error has reached
+        except Exception as error:  # also errors of a virtual process
             print(f"{seed} FAILED {type(error).__name__}: {error}".replace("\n", " "), flush=True)
             if until_bad:
                 break
@@ -292,14 +294,14 @@ def _print_digests(seeds: range, duration_s: float, until_bad: bool) -> int:
 
 
 def compare(seeds: range, duration_s: float = DURATION_S) -> int:
-    """Run every seed in two processes with different hash seeds; their logs must be equal byte for byte."""
+    """Run every seed in two processes with different hash seeds and compare their logs byte by byte."""
     started = time.perf_counter()
     bad: list[str] = []
     totals = [0, 0, 0, 0]
     with ExitStack() as stack:
         runs = [_start_run(stack, seeds, duration_s, hash_seed) for hash_seed in ("1", "2")]
         progress = Progress(len(seeds))
-        # In step: whichever is ahead waits in its pipe, and what is wrong is seen as soon as it happens.
+        # In lockstep: the faster process waits in its pipe, and failures are reported early.
         for seed in seeds:
             first, second = (run.readline().strip() or f"{seed} FAILED the process died" for run in runs)
             if "FAILED" in first:
@@ -316,16 +318,17 @@ def compare(seeds: range, duration_s: float = DURATION_S) -> int:
             f"seed {line}\n  again: python -m kvolt.testing.cluster.faults --seed {seed_again} --log",
             file=sys.stderr,
         )
-    asked, ok, failed, cut = totals
+    num_requests, ok, failed, cut = totals
     print(
-        f"{len(seeds)} seeds of {duration_s:g} virtual s, each in two processes: {len(bad)} bad; {asked} requests, "
-        f"{ok} answered, {failed} typed errors, {cut} cut short; {time.perf_counter() - started:.0f} s"
+        f"{len(seeds)} seeds of {duration_s:g} virtual s, each in two processes: {len(bad)} bad; "
+        f"{num_requests} requests, {ok} succeeded, {failed} typed errors, {cut} cut short; "
+        f"{time.perf_counter() - started:.0f} s"
     )
     return 1 if bad else 0
 
 
 class Progress:
-    """One line that is written over; nothing where nobody looks."""
+    """Progress line on a terminal; no output otherwise."""
 
     def __init__(self, num_seeds: int) -> None:
         self._num_seeds = num_seeds
@@ -343,15 +346,15 @@ class Progress:
 
 
 def _start_run(stack: ExitStack, seeds: range, duration_s: float, hash_seed: str) -> IO[str]:
-    """A process that prints a line per seed; leaving the stack ends it."""
+    """Start a process that prints a line per seed; leaving the stack ends it."""
     command = [sys.executable, "-m", "kvolt.testing.cluster.faults", "--digests"]
     command += ["--first", str(seeds.start), "--seeds", str(len(seeds)), "--duration", str(duration_s)]
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    # A group of its own: Ctrl-C reaches us alone, and we end it without a traceback of its own.
+    # In its own process group: Ctrl-C reaches only this process, which ends the child without a traceback.
     process = stack.enter_context(
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, process_group=0)
     )
-    # Before Popen's own end, which waits a quarter of a second and no more where Ctrl-C was the reason.
+    # Called before Popen's exit, which waits only a quarter of a second after Ctrl-C.
     stack.callback(_end_run, process)
     assert process.stdout is not None
     return process.stdout

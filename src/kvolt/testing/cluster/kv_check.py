@@ -1,8 +1,8 @@
-"""KV invariants of a virtual cluster: what blocks contain, what routers index, and what workers hold at rest.
+"""KV invariants of a virtual cluster: block contents, router indexes, and blocks held by idle workers.
 
-Expected values come from the requests and from the published events, not from the code under test: block contents
-follow from the tokens of all requests, and an index from a replica of each worker's event stream. Reads the inside of
-engines, tiers and routers; changes nothing.
+Expected values come from the requests and the published events, not from the code under test: block contents follow
+from the tokens of all requests, an index from a replica of each worker's event stream. Reads internals of engines,
+tiers and routers; changes nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 
 from kvolt.core.block_key import BlockKeyChain
 from kvolt.core.ids import BlockKey, InstanceId
-from kvolt.core.kv_digest import mix
+from kvolt.core.kv_digest import mix_hash
 from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import Request
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, key_context
 from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.tiers.host_tier import numbers_of
-from kvolt.kv.tiers.slot_table import TierBooks
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.kv.tiers.host_tier import int64_array
+from kvolt.kv.tiers.slot_table import SlotTable
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.ingest.feed import FeedState
 from kvolt.worker.handoffs import Handoffs
 from kvolt.worker.tiering import Tiering
@@ -37,7 +37,7 @@ Digest = tuple[int, int]
 
 
 class BlockContents:
-    """Right contents of every block that a request of the cluster can fill, by key."""
+    """Expected contents of every block that a request of the cluster can fill, by key."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -88,12 +88,12 @@ class _Replica:
         self.blocks[tier] ^= hashes
         digest = self.digests.get(tier, 0)
         for each in hashes:
-            digest ^= mix(each)
+            digest ^= mix_hash(each)
         self.digests[tier] = digest
 
 
 class EventReplicas:
-    """Replicas of all workers, from every batch that they published, lost on the way or not."""
+    """Replicas of all workers, from every published batch, including lost ones."""
 
     def __init__(self) -> None:
         self._replicas: dict[InstanceId, _Replica] = {}
@@ -109,7 +109,7 @@ class EventReplicas:
         replica.apply(batch)
 
     def digests(self, instance: InstanceId, epoch: int | None, next_id: int) -> dict[Tier, Digest] | None:
-        """State before event `next_id`; None where no batch starts or ends there, which is a defect."""
+        """State before event `next_id`; None if no batch ends there, which is a defect."""
         if next_id == 0:
             return {}
         replica = self._replicas.get(instance)
@@ -117,68 +117,68 @@ class EventReplicas:
 
 
 class KvCheck:
-    """Reports each broken invariant to `fail`."""
+    """Calls `fail` for each broken invariant."""
 
     def __init__(self, fail: Callable[[str], None], block_size: int) -> None:
         self._fail = fail
         self.contents = BlockContents(block_size)
         self.events = EventReplicas()
         self.damaged: set[tuple[InstanceId, BlockKey]] = set()
-        """Blocks with a flipped bit in the host tier of a worker."""
+        """Blocks with an injected bit flip in the host tier of a worker."""
 
     # --- at any time
 
     def check_blocks(self, name: str, worker: Worker) -> None:
-        """Every block that can be found holds the KV that its key promises."""
+        """Check that every cached block has the contents of its key."""
         engine, tiering = _engine(worker), worker.tiering
         pool, memory = engine._scheduler.pool, engine._memory
         for key, block in pool._by_key.items():
             if not self.contents.is_right(key, memory.read(block)):
-                self._fail(f"{name} has wrong KV in block {block}, which requests find as {key.hex()}")
+                self._fail(f"{name} has wrong KV in block {block}, cached as {key.hex()}")
         if tiering is None:
             return
         host = tiering.cache.host
-        keys = list(host.books)
-        for part, slots, which in host.memory.by_part(numbers_of(map(host.books.slot, keys))):
+        keys = list(host.slot_table)
+        for part, slots, which in host.memory.by_part(int64_array(map(host.slot_table.slot, keys))):
             for slot, place in zip(slots.tolist(), which.tolist(), strict=True):
                 key, start = keys[place], slot * host.shape.slot_bytes
                 data = part.memory[start : start + host.shape.block_bytes]
                 if not self.contents.is_right(key, data) and (worker._instance, key) not in self.damaged:
-                    self._fail(f"{name} has wrong KV in its host tier as {key.hex()}")
+                    self._fail(f"{name} has wrong KV in its host tier for {key.hex()}")
 
-    def check_feeds(self, name: str, router: ExactRouter) -> None:
-        """An index that counts as exact equals what the worker had published up to the last applied event."""
-        for instance, followed in router.ingest._followed.items():
-            feed = followed.feed
-            slot = followed.slots.of(0)
+    def check_feeds(self, name: str, router: EventFedRouter) -> None:
+        """Check that an exact index equals the worker's published state at the last applied event."""
+        for instance, source in router.ingest._sources.items():
+            feed = source.feed
+            slot = source.slots.slot_of(0)
             if feed.state is not FeedState.EXACT or slot is None:
                 continue
-            due = self.events.digests(instance, feed._epoch, feed._next_id)
-            if due is None:
-                self._fail(f"{name} counts its index of {instance} as exact at no end of a batch")
+            expected = self.events.digests(instance, feed._epoch, feed._next_id)
+            if expected is None:
+                self._fail(f"{name}: index of {instance} is marked exact but not at the end of a batch")
                 continue
             for tier, level in TIER_LEVEL.items():
-                if router.index.digest(slot, level) != due.get(tier, (0, 0)):
-                    self._fail(f"{name} counts its {tier} index of {instance} as exact, and it is not")
+                if router.block_index.digest(slot, level) != expected.get(tier, (0, 0)):
+                    self._fail(f"{name}: {tier} index of {instance} is marked exact but differs")
 
-    # --- at rest
+    # --- in an idle cluster
 
-    def check_index(self, name: str, router: ExactRouter, workers: Iterable[Worker]) -> None:
-        """A router follows every registered worker and knows exactly the blocks that it has in each tier."""
+    def check_index(self, name: str, router: EventFedRouter, workers: Iterable[Worker]) -> None:
+        """Check that a router follows every registered worker and that its index equals their blocks."""
         ingest = router.ingest
         registered = {each.id for each in ingest._client.instances()}
-        if registered != ingest._followed.keys():
-            self._fail(f"{name} follows {sorted(ingest._followed)}, registered are {sorted(registered)}")
+        if registered != ingest._sources.keys():
+            self._fail(f"{name} follows {sorted(ingest._sources)} but {sorted(registered)} are registered")
         for worker in workers:
             instance = worker._instance
             slot = ingest.slot_of(instance)
             if slot is None:
-                continue  # of another role
+                continue  # another role
             if ingest.state_of(instance) is not FeedState.EXACT:
-                self._fail(f"{name} counts its index of {instance} as {ingest.state_of(instance)} at rest")
+                self._fail(f"{name}: index of {instance} is {ingest.state_of(instance)} in an idle cluster")
             for tier, held in _blocks_of(worker).items():
-                if set(router.index.contents(slot, TIER_LEVEL[tier])) != held:
-                    self._fail(f"{name} has another {tier} index of {instance} than what it holds")
+                if set(router.block_index.contents(slot, TIER_LEVEL[tier])) != held:
+                    self._fail(f"{name}: {tier} index of {instance} differs from its blocks")
 
     def check_released(self, name: str, worker: Worker) -> None:
         for what in _held(worker):
@@ -196,33 +196,33 @@ def _blocks_of(worker: Worker) -> dict[Tier, set[int]]:
     held[Tier.DEVICE] = {
         each for stored in _engine(worker)._scheduler.pool.contents() for each in stored.sequence_hashes
     }
-    for books in _books(worker.tiering):
-        held[books.tier] = {books.block(key).sequence_hash for key in books}
+    for table in _slot_tables(worker.tiering):
+        held[table.tier] = {table.block(key).sequence_hash for key in table}
     return held
 
 
-def _books(tiering: Tiering | None) -> list[TierBooks]:
+def _slot_tables(tiering: Tiering | None) -> list[SlotTable]:
     if tiering is None:
         return []
     host = tiering.cache.host
-    return [host.books, *(each.books for each in host.lower if isinstance(each, DiskTier))]
+    return [host.slot_table, *(each.slot_table for each in host.lower if isinstance(each, DiskTier))]
 
 
 def _held(worker: Worker) -> Iterator[str]:
-    """Each kind of thing that is held for a request or a transfer, with its number."""
+    """Counts of what is still held for requests or transfers, in words."""
     engine, tiering, handoffs = _engine(worker), worker.tiering, worker.handoffs
     counts = {
-        "blocks held for handoffs or copies": sum(1 for _ in engine._scheduler._holds),
-        "blocks kept for requests to come": engine._scheduler._arrivals.num_blocks,
-        "prompts computed for others": engine._prefills.num_open,
-        "deadlines of holds": len(engine._prefills._expiry),
+        "holds for handoffs or copies": sum(1 for _ in engine._scheduler._holds),
+        "blocks kept for submitted requests": engine._scheduler._prefetched.num_blocks,
+        "prefills in progress": engine._prefills.num_in_progress,
+        "hold deadlines": len(engine._prefills._expiry),
         "offers of KV": len(handoffs._offers) if isinstance(handoffs, Handoffs) else 0,
     }
     if tiering is not None:
-        counts["requests that blocks are onboarded for"] = tiering._num_onboarding + len(tiering._ahead)
-        counts["blocks coming from a tier"] = len(tiering.cache.host._coming)
-    for books in _books(tiering):
-        entries = books._entries.values()
-        counts[f"blocks held in the {books.tier} tier"] = sum(entry.num_holders > 0 for entry in entries)
-        counts[f"unwanted blocks in the {books.tier} tier"] = len(books._unwanted)
+        counts["requests with onboarding in progress"] = tiering._num_onboarding + len(tiering._concurrent)
+        counts["blocks being read from a tier"] = len(tiering.cache.host._loading)
+    for table in _slot_tables(tiering):
+        entries = table._entries.values()
+        counts[f"blocks held in the {table.tier} tier"] = sum(entry.num_holders > 0 for entry in entries)
+        counts[f"invalid blocks in the {table.tier} tier"] = len(table._invalid)
     return (f"{number} {what}" for what, number in counts.items() if number)

@@ -1,8 +1,8 @@
-"""KV between the workers of a virtual cluster: real bytes of their engines, over links that break.
+"""KV transfers between workers of a virtual cluster: real bytes of their engines, over links that break.
 
-In the place of transfer agents, which have threads and sockets. A block is read from its owner's memory when its turn
-on the link has come, so that an owner that reuses blocks too early sends another prompt's KV under this one's name, as
-real agents would: the checksum is that of the bytes as they leave.
+Replaces transfer agents, which use threads and sockets. A block is read from its owner's memory at the time of its
+transfer, so an owner that reuses blocks too early sends another prompt's KV, as a real agent would: the checksum is
+computed when the bytes leave.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.kv import BlockId
 
 _BLOCK_S = 0.003
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 PATH = "virtual"
 
 
@@ -37,7 +37,7 @@ class KvBoard:
     """Offers and messages of all workers of a cluster."""
 
     def __init__(self, is_linked: Callable[[str, str], bool], rng: random.Random) -> None:
-        """`is_linked`: whether bytes pass between two processes now."""
+        """`is_linked` returns whether bytes pass between two processes now."""
         self.is_linked = is_linked
         self._rng = rng
         self._numbers = count(1)
@@ -45,17 +45,17 @@ class KvBoard:
         self._messages: dict[tuple[str, int], asyncio.Future[bytes]] = {}
         self._posted: dict[tuple[str, int], _Message] = {}
         self.num_moved = 0
-        """Blocks that arrived whole."""
+        """Blocks that arrived intact."""
         self.damaged_share = 0.0
-        """Of blocks on their way: one bit of them is flipped."""
+        """Fraction of transferred blocks with a flipped bit."""
 
     async def linked(self, first: str, second: str) -> None:
-        """Return when bytes pass between the two."""
+        """Wait until bytes pass between the two."""
         while not self.is_linked(first, second):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
     def crash(self, owner: str) -> None:
-        """What a process offered is gone with it."""
+        """End all offers and messages of a process."""
         for offer in [each for each in self._offers.values() if each.owner == owner]:
             offer.end()
         for key in [key for key in self._posted if key[0] == owner]:
@@ -69,7 +69,7 @@ class KvBoard:
 
     @property
     def num_open(self) -> int:
-        """Offers, and readers that wait for a message. An unread message lasts until its own timeout."""
+        """Open offers and waiting readers. An unread message stays until its timeout."""
         return len(self._offers) + len(self._messages.keys() - self._posted.keys())
 
     def transmit(self, data: bytes) -> bytes:
@@ -86,34 +86,34 @@ class KvBoard:
     def find(self, ticket: bytes) -> _Offer:
         offer = self._offers.get(int(ticket))
         if offer is None:
-            raise NotFound("these blocks are not offered any more", kind="ticket", name=ticket.decode())
+            raise NotFound("the offer has ended", kind="ticket", name=ticket.decode())
         return offer
 
     def remove(self, number: int) -> None:
         self._offers.pop(number, None)
 
     def message(self, owner: str, number: int) -> asyncio.Future[bytes]:
-        """Written by its owner, read once; the first of the two makes it."""
+        """Future of a message: posted by its owner, read once, created by the first of the two."""
         key = (owner, number)
         if key not in self._messages:
             self._messages[key] = asyncio.get_running_loop().create_future()
         return self._messages[key]
 
-    def post(self, owner: str, number: int, note: bytes, timeout_s: float) -> _Message:
+    def post(self, owner: str, number: int, payload: bytes, timeout_s: float) -> _Message:
         message = self._posted[owner, number] = _Message(self, owner, number, timeout_s)
-        self.message(owner, number).set_result(note)
+        self.message(owner, number).set_result(payload)
         return message
 
     def drop_message(self, owner: str, number: int) -> None:
-        """It was read, or must not be read any more."""
+        """Remove a message that was read or has ended."""
         self._messages.pop((owner, number), None)
         posted = self._posted.pop((owner, number), None)
         if posted is not None:
             posted.end()
 
 
-class _Ending:
-    """Something that ends once, at the latest when its time is over."""
+class _Expiring:
+    """Ends once, at the latest after its timeout."""
 
     def __init__(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -132,11 +132,11 @@ class _Ending:
     def cancel(self) -> None:
         self.end()
 
-    def over(self) -> Awaitable[object]:
+    def wait_done(self) -> Awaitable[object]:
         return asyncio.shield(self._over)
 
 
-class _Offer(_Ending):
+class _Offer(_Expiring):
     """A `KvOffer`."""
 
     def __init__(
@@ -161,7 +161,7 @@ class _Offer(_Ending):
         return str(self._number).encode()
 
     def cancel(self) -> None:
-        """A read under way ends first."""
+        """End the offer, after the current read if there is one."""
         self._board.remove(self._number)
         if not self.is_read:
             self.end()
@@ -171,8 +171,8 @@ class _Offer(_Ending):
         super().end()
 
 
-class _Message(_Ending):
-    """A `KvPost`."""
+class _Message(_Expiring):
+    """A `KvMessage`."""
 
     def __init__(self, board: KvBoard, owner: str, number: int, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -194,7 +194,7 @@ class VirtualMover:
         self.block_bytes = block_bytes
 
     @property
-    def where(self) -> str:
+    def address(self) -> str:
         return self._owner
 
     def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> _Offer:
@@ -208,7 +208,7 @@ class VirtualMover:
             async with asyncio.timeout(timeout_s):
                 await self._read(offer, first, keys, into)
         except TimeoutError:
-            raise DeadlineExceeded("KV did not come in time", stage="total", after_s=timeout_s) from None
+            raise DeadlineExceeded("KV transfer timed out", stage="total", after_s=timeout_s) from None
         finally:
             offer.is_read = False
         offer.end()
@@ -225,7 +225,7 @@ class VirtualMover:
             checksum = _checksum(data, keys[position])
             data = self._board.transmit(data)
             if _checksum(data, keys[position]) != checksum:
-                raise TransferFailed("a block has another checksum", path=PATH, reason="checksum")
+                raise TransferFailed("checksum mismatch", path=PATH, reason="checksum")
             self._memory.write(BlockId(block), data)
             self._board.num_moved += 1
 
@@ -237,23 +237,23 @@ class VirtualMover:
         if self._board.is_linked(offer.owner, self._owner):
             offer.cancel()
 
-    def post(self, room: int, note: bytes, timeout_s: float) -> _Message:
-        return self._board.post(self._owner, room, note, timeout_s)
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> _Message:
+        return self._board.post(self._owner, mailbox, message, timeout_s)
 
-    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
+    async def receive(self, address: str, mailbox: int, timeout_s: float) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                note = await asyncio.shield(self._board.message(where, room))
-                await self._board.linked(where, self._owner)
-                return note
+                message = await asyncio.shield(self._board.message(address, mailbox))
+                await self._board.linked(address, self._owner)
+                return message
         except TimeoutError:
-            raise DeadlineExceeded("no message came", stage="total", after_s=timeout_s) from None
+            raise DeadlineExceeded("message timed out", stage="total", after_s=timeout_s) from None
         except asyncio.CancelledError:
-            if self._board.message(where, room).cancelled():
+            if self._board.message(address, mailbox).cancelled():
                 raise TransferFailed("its owner crashed", path=PATH, reason="gone") from None
             raise
         finally:
-            self._board.drop_message(where, room)
+            self._board.drop_message(address, mailbox)
 
 
 def _checksum(data: bytes, key: BlockKey) -> int:

@@ -1,8 +1,7 @@
-"""What must be gone once nobody asks anything any more: every stream but those that discovery keeps.
+"""Leftovers of an idle cluster: streams that are still open, except those of discovery.
 
-Counts at each place that remembers a stream (the caller's session, the server's session, the endpoint
-server, the worker, its engine), since a defect may leave it in one of them only; so it knows the tcp plane
-from inside. Must not know how the requests were made, nor what the faults were.
+Counts at each place that keeps a stream (caller session, server session, endpoint server, worker, engine), since a
+defect may leave it in one of them only. Reads internals of the tcp plane. Must not know requests or faults.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import msgspec
 
 from kvolt.core.load import WorkerLoad
 from kvolt.runtime.discovery.join_server import HOLD, WATCH
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.session import Session
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.runtime import Runtime
 
 STANDING = (HOLD, WATCH)
-"""Endpoints whose streams last as long as their caller."""
+"""Endpoints with permanent streams."""
 
 
 async def lasting_leftovers(processes: Mapping[str, Runtime], pause_s: float) -> list[str]:
-    """Leftovers that are found twice, `pause_s` apart.
+    """Leftovers that exist at two times, `pause_s` apart.
 
-    A router that follows KV events asks quiet workers at any time; such a call can be under way at the first look.
+    A router that follows KV events may call a quiet worker at any time, so one check is not enough.
     """
     first = await leftovers(processes)
     if not first:
@@ -36,40 +35,41 @@ async def lasting_leftovers(processes: Mapping[str, Runtime], pause_s: float) ->
 
 
 async def leftovers(processes: Mapping[str, Runtime]) -> list[str]:
-    """One sentence for each thing that the living processes, by name, hold too much; none when all is well."""
-    found: list[str] = []
+    """One sentence for each leftover of the running processes, by name."""
+    problems: list[str] = []
     served_to: Counter[str] = Counter()
     for name, runtime in processes.items():
         for session in _sessions(runtime):
             if session.num_served and session.peer is not None:
                 served_to[session.peer.address or "a process without an address"] += session.num_served
-        found += [f"{name} still has {what}" for what in _served_leftovers(runtime)]
-        found += [f"{name} still has {what}" for what in await _engine_leftovers(runtime)]
+        problems += [f"{name} still has {what}" for what in _served_leftovers(runtime)]
+        problems += [f"{name} still has {what}" for what in await _engine_leftovers(runtime)]
     for name, runtime in processes.items():
-        num_kept = served_to.pop(runtime.plane.address or "", 0)
+        num_served = served_to.pop(runtime.plane.address or "", 0)
         num_calls = sum(session.num_calls for session in _sessions(runtime))
-        if num_calls != num_kept:
-            found.append(f"{name} still has {num_calls} calls open, of which {num_kept} are served")
-    found += [
-        f"{number} streams are served to {address}, which is gone" for address, number in served_to.items()
+        if num_calls != num_served:
+            problems.append(f"{name} still has {num_calls} calls open, of which {num_served} are served")
+    problems += [
+        f"{number} streams are served to {address}, which has no open call"
+        for address, number in served_to.items()
     ]
-    return found
+    return problems
 
 
 def _sessions(runtime: Runtime) -> list[Session]:
     plane = runtime.plane
-    assert isinstance(plane, Connections)
+    assert isinstance(plane, TcpPlane)
     return [connection.session for connection in plane.all()]
 
 
 def _served_leftovers(runtime: Runtime) -> Iterator[str]:
     if num_active := runtime.server.num_active:
         yield f"{num_active} streams at its endpoints"
-    num_standing = sum(runtime.server.active(endpoint) for endpoint in STANDING)
+    num_standing = sum(runtime.server.num_active_streams(endpoint) for endpoint in STANDING)
     num_served = sum(session.num_served for session in _sessions(runtime))
     if num_served != num_standing:
-        yield f"{num_served} served streams on its connections, of which discovery keeps {num_standing}"
-    if num_waiting := sum(session.num_held + session.num_bulk for session in _sessions(runtime)):
+        yield f"{num_served} served streams on its connections, of which {num_standing} belong to discovery"
+    if num_waiting := sum(session.num_backlogged + session.num_bulk for session in _sessions(runtime)):
         yield f"{num_waiting} streams with something to send"
 
 

@@ -1,4 +1,4 @@
-"""One process of a virtual cluster: it can crash, stall and come back."""
+"""One process of a virtual cluster, which can crash, stall and restart."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import in_process
 from kvolt.testing.virtual.network import VirtualNetwork
 from kvolt.testing.virtual.ports import resume_process, stall_process
 
 TTL_S = 5.0
-"""Of leases."""
+"""TTL of leases."""
 
 Body = Callable[[Runtime], Awaitable[None]]
 
 
 class ProcessHost(Protocol):
-    """What a process needs of its cluster."""
+    """Interface of the cluster for its processes."""
 
     network: VirtualNetwork
     limits: Deadlines
@@ -32,12 +32,12 @@ class ProcessHost(Protocol):
     def fail(self, what: str) -> None: ...
 
     def on_gone(self, name: str) -> None:
-        """A process has ended, or is about to without notice."""
+        """Report that a process ended or crashes now."""
         ...
 
 
 class ClusterProcess:
-    """One process: runs `body` on a fresh Runtime, can crash and come back."""
+    """One process: runs `body` on a new Runtime after each start."""
 
     def __init__(self, cluster: ProcessHost, name: str, listen_port: int, body: Body) -> None:
         self.name = name
@@ -45,23 +45,23 @@ class ClusterProcess:
         self._listen_port = listen_port
         self._body = body
         self._lives = 0
-        self._crew: Crew | None = None
+        self._task_group: TaskGroup | None = None
         self._runtime: Runtime | None = None
         self._stalled_at: float | None = None
         self._stalled_s = 0.0
 
     @property
     def alive(self) -> bool:
-        return self._crew is not None
+        return self._task_group is not None
 
     @property
     def runtime(self) -> Runtime | None:
-        """Of its present life."""
+        """Runtime since the last start; None while the process is down."""
         return self._runtime
 
     @property
     def stalled_s(self) -> float:
-        """Of all its time so far."""
+        """Total stalled time so far."""
         now = asyncio.get_running_loop().time()
         return self._stalled_s + (0.0 if self._stalled_at is None else now - self._stalled_at)
 
@@ -80,8 +80,8 @@ class ClusterProcess:
             deadlines=cluster.limits,
         )
         self._runtime = Runtime(ports, options)
-        self._crew = Crew(self.name, on_error=self._on_error)
-        self._crew.start(self._run(self._runtime), "main")
+        self._task_group = TaskGroup(self.name, on_error=self._on_error)
+        self._task_group.start(self._run(self._runtime), "main")
         cluster.note(f"{self.name} starts")
 
     async def _run(self, runtime: Runtime) -> None:
@@ -92,45 +92,45 @@ class ClusterProcess:
         self._cluster.fail(f"{self.name} died: {error!r}")
 
     async def crash(self, silent: bool) -> None:
-        """Gone at once, without notice to any peer."""
-        if self._crew is None or self._runtime is None:
+        """End immediately, without notice to any peer."""
+        if self._task_group is None or self._runtime is None:
             return
         self._cluster.note(f"{self.name} crashes{' silently' if silent else ''}")
         self._cluster.network.crash(self.name, silent)
-        self.resume()  # the ends of its tasks have no effect any more
+        self.resume()  # its tasks end without effect
         self._cluster.on_gone(self.name)
-        await self._end(self._runtime, self._crew, drain_s=None)
+        await self._end(self._runtime, self._task_group, drain_s=None)
 
     def stall(self) -> None:
-        """Run nothing of it until `resume`, as after SIGSTOP; its connections stay up."""
+        """Stop running until `resume`, as after SIGSTOP; connections stay open."""
         if self._stalled_at is None:
             self._stalled_at = asyncio.get_running_loop().time()
             stall_process(self._cluster.network, self.name)
 
     def resume(self) -> None:
-        """As after SIGCONT. A process that is not stalled runs on."""
+        """Continue, as after SIGCONT. No effect if the process is not stalled."""
         if self._stalled_at is not None:
             self._stalled_s = self.stalled_s
             self._stalled_at = None
         resume_process(self._cluster.network, self.name)
 
     def restart(self) -> None:
-        if self._crew is None:
+        if self._task_group is None:
             self._cluster.network.restart(self.name)
             self.start()
 
     async def stop(self) -> None:
-        """In order, as on SIGTERM."""
+        """Stop gracefully, as on SIGTERM."""
         self.resume()
-        if self._crew is not None and self._runtime is not None:
-            await self._end(self._runtime, self._crew, drain_s=1.0)
+        if self._task_group is not None and self._runtime is not None:
+            await self._end(self._runtime, self._task_group, drain_s=1.0)
             self._cluster.on_gone(self.name)
 
-    async def _end(self, runtime: Runtime, crew: Crew, drain_s: float | None) -> None:
-        self._crew = self._runtime = None
+    async def _end(self, runtime: Runtime, task_group: TaskGroup, drain_s: float | None) -> None:
+        self._task_group = self._runtime = None
         if drain_s is not None:
             await runtime.close(drain_s)
-        await crew.close()
+        await task_group.close()
         abandoning = runtime.discovery.abandon()  # type: ignore[attr-defined]
         if abandoning is not None:
             await abandoning

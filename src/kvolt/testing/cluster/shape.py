@@ -1,4 +1,4 @@
-"""ClusterShape: what a virtual cluster is made of, drawn from its seed."""
+"""Shape of a virtual cluster: processes, routers and capacities, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from kvolt.core.request import Role
 
 _STALLS_EVERY = 8
-"""Of so many seeds one has no fault but stalls."""
+"""One of this many seeds has no faults but stalls."""
 
 
 class Flow(StrEnum):
-    """Where prompts are computed."""
+    """Where prompts are prefilled."""
 
     AGGREGATED = "aggregated"
     PREFILL_FIRST = "prefill-first"
@@ -24,26 +24,26 @@ class Flow(StrEnum):
 class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     flow: Flow = Flow.AGGREGATED
     num_workers: int = 2
-    """Those that answer."""
+    """Number of aggregated or decode workers."""
     num_prefill: int = 0
     num_frontends: int = 1
     routers: tuple[str, ...] = ("latency",)
-    """Of the frontends, in turn."""
+    """Routing policies of the frontends, round-robin."""
     has_router_process: bool = False
     kv_blocks: int = 64
-    """Of each engine: few, so that blocks are evicted and requests preempted."""
+    """KV blocks per engine: few, so that blocks are evicted and requests preempted."""
     host_blocks: int = 0
-    """Of each worker's host tier; 0: there is none."""
+    """Host-tier blocks per worker; 0 disables the tier."""
     disk_blocks: int = 0
     only_stalls: bool = False
-    """No fault but processes that stall: then no request may be lost."""
+    """Only stalls as faults: no request may fail."""
 
     @property
     def main_role(self) -> Role:
         return Role.AGGREGATED if self.flow is Flow.AGGREGATED else Role.DECODE
 
     def role_of(self, index: int) -> Role:
-        """Of the worker with that number."""
+        """Role of the worker with this index."""
         return self.main_role if index < self.num_workers else Role.PREFILL
 
 

@@ -1,4 +1,4 @@
-"""How the requests of a virtual cluster ended."""
+"""Counts of request outcomes in a virtual cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Tally:
     failed: dict[str, int] = field(default_factory=dict)
     """By error code."""
     cut_short: int = 0
-    """Their own process crashed."""
+    """Requests whose frontend crashed."""
 
     @property
     def ended(self) -> int:

@@ -1,7 +1,4 @@
-"""What the conformance suite of the Discovery port needs of an implementation, and how a case is run.
-
-Must not know any implementation, or what the cases check.
-"""
+"""Harness and runner of the Discovery conformance suite. Must not know any implementation."""
 
 from __future__ import annotations
 
@@ -13,31 +10,31 @@ from kvolt.runtime.discovery.port import Discovery, LeaseId
 
 
 class Harness(Protocol):
-    """What the suite needs besides the port. Time passes with `asyncio.sleep`."""
+    """Test access to an implementation. Time passes with `asyncio.sleep`."""
 
     @property
     def ttl_s(self) -> float:
-        """The ttl of the suite's leases: as short as the implementation bears, at most 10 s."""
+        """TTL of the suite's leases: as short as the implementation supports, at most 10 s."""
         ...
 
     async def client(self) -> Discovery:
-        """A new client of the one store, as another process would have it."""
+        """Return a new client of the store, as another process would use it."""
         ...
 
     async def crash(self, client: Discovery) -> None:
-        """End a client without a goodbye."""
+        """End a client without deregistering."""
         ...
 
     async def set_reachable(self, reachable: bool) -> None:
-        """Take the store away from all clients, or give it back as it was."""
+        """Make the store unreachable for all clients, or reachable again with its contents."""
         ...
 
     async def wipe(self) -> None:
-        """Empty the store, as if it was set up anew."""
+        """Delete the contents of the store."""
         ...
 
     async def close(self) -> None:
-        """Close every client made and not crashed, then the store."""
+        """Close all clients that did not crash, then the store."""
         ...
 
 
@@ -51,7 +48,7 @@ def name(case: Case) -> str:
 
 
 async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 60.0) -> None:
-    """One case with a harness of its own, made on the running loop."""
+    """Run one case with a new harness on the running loop."""
     harness = make_harness()
     try:
         async with asyncio.timeout(timeout_s):
@@ -66,6 +63,6 @@ async def leased(harness: Harness) -> tuple[Discovery, LeaseId]:
 
 
 async def lasting(harness: Harness) -> tuple[Discovery, LeaseId]:
-    """For what is not about its end: a machine that stands still for a while must not bring that about."""
+    """A client and a lease that does not expire while the test machine is slow."""
     client = await harness.client()
     return client, await client.lease(_LASTING_S)

@@ -1,6 +1,6 @@
-"""Cases of the Discovery suite in which the store is lost, emptied, or both.
+"""Cases of the Discovery suite in which the store is unreachable, emptied, or both.
 
-What they have in common: losing the store is no news about the cluster. Must not know any implementation.
+Losing the store must not change what clients know of the cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from kvolt.core.errors import DiscoveryLost
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.discovery.harness import Case, Harness, leased
 from kvolt.testing.discovery.observer import SOON_S, Observer, expect, observing
 
@@ -18,7 +18,7 @@ _RETRY_S = 0.05
 
 
 async def eventually(action: Callable[[], Awaitable[None]]) -> None:
-    """Retry what a lost store refuses, as a caller of the port would."""
+    """Retry an action while the store is lost, as a caller of the port would."""
     async with asyncio.timeout(SOON_S):
         while True:
             try:
@@ -27,7 +27,7 @@ async def eventually(action: Callable[[], Awaitable[None]]) -> None:
                 await asyncio.sleep(_RETRY_S)
 
 
-async def loss_is_no_news(harness: Harness) -> None:
+async def loss_deletes_nothing(harness: Harness) -> None:
     owner, lease = await leased(harness)
     await owner.put("n/1", b"1", lease)
     async with observing(await harness.client(), "n/") as [observer]:
@@ -39,13 +39,13 @@ async def loss_is_no_news(harness: Harness) -> None:
             refused = True
         await asyncio.sleep(2 * harness.ttl_s)
         expect(not observer.ended, "a watch survives the loss")
-        expect(observer.content == {"n/1": b"1"} and not observer.deletes, "and keeps the last state")
+        expect(observer.content == {"n/1": b"1"} and not observer.deletes, "a watch keeps the last state")
         await harness.set_reachable(True)
         if refused:
             await eventually(lambda: owner.put("n/2", b"2", lease))
         await observer.until_content({"n/1": b"1", "n/2": b"2"})
         await asyncio.sleep(2 * harness.ttl_s)
-        expect(not observer.deletes, f"coming back deletes nothing: {observer.deletes}")
+        expect(not observer.deletes, f"reconnecting deletes nothing: {observer.deletes}")
 
 
 async def refused_changes_are_undone(harness: Harness) -> None:
@@ -53,34 +53,34 @@ async def refused_changes_are_undone(harness: Harness) -> None:
     await owner.put("n/old", b"1", lease)
     await owner.put("n/deleted", b"1", lease)
     await harness.set_reachable(False)
-    wanted = {"n/old": b"1"}
+    expected = {"n/old": b"1"}
     for key in ("n/old", "n/new"):
         with suppress(DiscoveryLost):
             await owner.put(key, b"2", lease)
-            wanted[key] = b"2"
+            expected[key] = b"2"
     with suppress(DiscoveryLost):
         await owner.delete("n/deleted")
     await harness.set_reachable(True)
     async with observing(await harness.client(), "n/") as [observer]:
-        await observer.until_content(wanted)
+        await observer.until_content(expected)
         await asyncio.sleep(2 * harness.ttl_s)
-        expect(observer.content == wanted, f"what was refused has not happened: {observer.content}")
+        expect(observer.content == expected, f"refused changes are not applied: {observer.content}")
 
 
-async def watch_begun_while_lost(harness: Harness) -> None:
+async def watch_started_while_lost(harness: Harness) -> None:
     owner, lease = await leased(harness)
     await owner.put("n/1", b"1", lease)
     reader = await harness.client()
     await harness.set_reachable(False)
-    observer, crew = Observer(), Crew("early")
-    crew.start(observer.read(reader.watch_prefix("n/")), "watch")
+    observer, task_group = Observer(), TaskGroup("early")
+    task_group.start(observer.read(reader.watch_prefix("n/")), "watch")
     try:
         await asyncio.sleep(harness.ttl_s)
-        expect(observer.events == [], "nothing is said of a store that cannot be read")
+        expect(observer.events == [], "an unreachable store yields no events")
         await harness.set_reachable(True)
         await observer.until_content({"n/1": b"1"})
     finally:
-        await crew.close()
+        await task_group.close()
 
 
 async def crash_while_lost(harness: Harness) -> None:
@@ -90,7 +90,7 @@ async def crash_while_lost(harness: Harness) -> None:
         await harness.set_reachable(False)
         await harness.crash(owner)
         await asyncio.sleep(2 * harness.ttl_s)
-        expect(not observer.deletes, "who died cannot be known while the store is lost")
+        expect(not observer.deletes, "no key is deleted while the store is lost")
         await harness.set_reachable(True)
         await observer.until_content({})
 
@@ -128,8 +128,8 @@ async def wipe_is_put_back(harness: Harness) -> None:
             await harness.wipe()
             await asyncio.sleep(2 * harness.ttl_s)
             expect(not observer.deletes, f"a watcher sees no Delete: {observer.deletes}")
-            expect(observer.content == content, "nor a change")
-    # Owners put their keys back when they next renew; a slow machine may have kept one of them from it.
+            expect(observer.content == content, "a watcher sees no change")
+    # Owners put their keys back at their next renewal, which may be late on a slow machine.
     async with observing(await harness.client(), "p/") as [newcomer]:
         await newcomer.until_content(content)
 
@@ -143,8 +143,10 @@ async def wipe_while_lost(harness: Harness) -> None:
         await asyncio.sleep(2 * harness.ttl_s)
         await harness.set_reachable(True)
         await asyncio.sleep(2 * harness.ttl_s)
-        expect(observer.content == {"p/1": b"1"} and not observer.deletes, "the key was put back unseen")
-    expect(dict(await (await harness.client()).get_prefix("p/")) == {"p/1": b"1"}, "and is really there")
+        expect(
+            observer.content == {"p/1": b"1"} and not observer.deletes, "the key is restored without an event"
+        )
+    expect(dict(await (await harness.client()).get_prefix("p/")) == {"p/1": b"1"}, "the key is in the store")
 
 
 async def crash_before_wipe(harness: Harness) -> None:
@@ -157,9 +159,9 @@ async def crash_before_wipe(harness: Harness) -> None:
 
 
 LOSS_CASES: tuple[Case, ...] = (
-    loss_is_no_news,
+    loss_deletes_nothing,
     refused_changes_are_undone,
-    watch_begun_while_lost,
+    watch_started_while_lost,
     crash_while_lost,
     revoke_while_lost,
     close_while_lost,

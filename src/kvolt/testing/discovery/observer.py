@@ -1,7 +1,4 @@
-"""Reading a discovery watch in a test: collect its events, wait for a state of the world.
-
-Must not know any implementation of the port.
-"""
+"""Observer of a discovery watch: collects its events and waits for a state. Must not know any implementation."""
 
 from __future__ import annotations
 
@@ -10,20 +7,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvolt.runtime.discovery.port import Delete, Discovery, Put, Synced, WatchEvent
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 SOON_S = 30.0
-"""How long to wait for what has to happen."""
+"""Timeout of waits for an expected event."""
 
 
 def expect(condition: bool, message: str) -> None:
-    # Not an assert statement: users may run the suite with -O, where it must not pass by saying nothing.
+    # Not an assert statement: users may run the suite with -O, where assertions are removed.
     if not condition:
         raise AssertionError(message)
 
 
 class Observer:
-    """Reads one watch to its end and remembers it."""
+    """Reads one watch to its end and keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[WatchEvent] = []
@@ -73,15 +70,15 @@ class Observer:
 async def observing(client: Discovery, *prefixes: str) -> AsyncIterator[list[Observer]]:
     """One synced observer per prefix."""
     failures: list[BaseException] = []
-    crew = Crew("observers", failures.append)
+    task_group = TaskGroup("observers", failures.append)
     observers = [Observer() for _ in prefixes]
     try:
         for observer, prefix in zip(observers, prefixes, strict=True):
-            crew.start(observer.read(client.watch_prefix(prefix)), f"watch {prefix}")
+            task_group.start(observer.read(client.watch_prefix(prefix)), f"watch {prefix}")
         for observer in observers:
             await observer.until_synced()
         yield observers
     finally:
-        await crew.close()
+        await task_group.close()
     if failures:
         raise failures[0]

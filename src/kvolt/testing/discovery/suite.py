@@ -1,7 +1,7 @@
-"""Conformance suite of the Discovery port: every implementation passes it, ours and a user's.
+"""Conformance suite of the Discovery port, for any implementation.
 
-A case is an async function of a `Harness`, which knows how to make clients of the implementation and
-how to break its store. With pytest, on a real loop:
+A case is an async function of a `Harness`, which creates clients of the implementation and breaks its store. With
+pytest, on a real loop:
 
     @pytest.mark.parametrize("case", discovery_suite.CASES, ids=discovery_suite.name)
     async def test_discovery(case):
@@ -9,7 +9,7 @@ how to break its store. With pytest, on a real loop:
 
 and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`.
 
-Must not know any implementation. Waits have generous ends, so a slow machine fails no case.
+Must not know any implementation. Timeouts are generous, so that a slow machine fails no case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Awaitable
 
 from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound
 from kvolt.runtime.discovery.port import LeaseId, Put, Synced
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.discovery.harness import Case, Harness, lasting, leased, name, run_case
 from kvolt.testing.discovery.loss_cases import LOSS_CASES
 from kvolt.testing.discovery.observer import SOON_S, Observer, expect, observing
@@ -53,7 +53,9 @@ async def deleted_key_stays_deleted(harness: Harness) -> None:
     await owner.put("k/stays", b"1", lease)
     await owner.delete("k/gone")
     await asyncio.sleep(2 * harness.ttl_s)
-    expect(await owner.get_prefix("k/") == {"k/stays": b"1"}, "renewing a lease puts no deleted key back")
+    expect(
+        await owner.get_prefix("k/") == {"k/stays": b"1"}, "renewing a lease does not restore deleted keys"
+    )
 
 
 async def prefix_and_order(harness: Harness) -> None:
@@ -62,9 +64,9 @@ async def prefix_and_order(harness: Harness) -> None:
     for key in keys:
         await owner.put(key, key.encode(), lease)
     for prefix in ("", "a", "a/", "a/1", "zz"):
-        found = await owner.get_prefix(prefix)
-        wanted = sorted(key for key in keys if key.startswith(prefix))
-        expect(list(found) == wanted, f"prefix {prefix!r}: {list(found)} is not {wanted}")
+        content = await owner.get_prefix(prefix)
+        expected = sorted(key for key in keys if key.startswith(prefix))
+        expect(list(content) == expected, f"prefix {prefix!r}: {list(content)} is not {expected}")
 
 
 async def odd_keys(harness: Harness) -> None:
@@ -89,10 +91,10 @@ async def odd_keys(harness: Harness) -> None:
     keys += ["k" * 300, "k" * 300 + "/1", "k" * 300 + "/2", "é" * 200]
     for number, key in enumerate(keys):
         await owner.put(key, str(number).encode(), lease)
-    found = await (await harness.client()).get_prefix("")
+    content = await (await harness.client()).get_prefix("")
     expect(
-        dict(found) == {key: str(number).encode() for number, key in enumerate(keys)},
-        "every key is kept apart and comes back as it was",
+        dict(content) == {key: str(number).encode() for number, key in enumerate(keys)},
+        "every key is distinct and unchanged",
     )
 
 
@@ -158,12 +160,12 @@ async def slow_reader_gets_the_last_state(harness: Harness) -> None:
     for number in range(50):
         await owner.put("s/a", str(number).encode(), lease)
     await owner.put("s/b", b"x", lease)
-    observer, crew = Observer(), Crew("slow")
-    crew.start(observer.read(watch), "watch")
+    observer, task_group = Observer(), TaskGroup("slow")
+    task_group.start(observer.read(watch), "watch")
     try:
         await observer.until_content({"s/a": b"49", "s/b": b"x"})
     finally:
-        await crew.close()
+        await task_group.close()
 
 
 async def close_ends_watches(harness: Harness) -> None:
@@ -174,7 +176,7 @@ async def close_ends_watches(harness: Harness) -> None:
         await owner.close()
         await own.until(lambda: own.ended, "the end of the closed client's watch")
         await observer.until_content({})
-        expect(not observer.ended, "another client's watch goes on")
+        expect(not observer.ended, "another client's watch continues")
         await reader.close()
         await observer.until(lambda: observer.ended, "the end of the watch")
     await reader.close()
@@ -203,8 +205,8 @@ async def lease_is_kept_alive(harness: Harness) -> None:
     await owner.put("l/1", b"x", lease)
     async with observing(await harness.client(), "l/") as [observer]:
         await asyncio.sleep(3 * harness.ttl_s)
-        expect(observer.content == {"l/1": b"x"}, "a living owner's key stays")
-        expect(not observer.deletes, "and is never reported gone")
+        expect(observer.content == {"l/1": b"x"}, "the key of a live owner stays")
+        expect(not observer.deletes, "no Delete is reported")
 
 
 async def crash_expires_after_ttl(harness: Harness) -> None:
@@ -216,9 +218,9 @@ async def crash_expires_after_ttl(harness: Harness) -> None:
     async with observing(reader, "x/") as [observer]:
         await harness.crash(owner)
         await asyncio.sleep(harness.ttl_s / 4)
-        expect(not observer.deletes, "a crash is no news before the ttl")
+        expect(not observer.deletes, "no Delete before the ttl")
         await observer.until_content({"x/lives": b"x"})
-    expect(await reader.get_prefix("x/") == {"x/lives": b"x"}, "an expired key is gone for get, too")
+    expect(await reader.get_prefix("x/") == {"x/lives": b"x"}, "get does not return an expired key")
 
 
 async def put_over_a_live_lease_is_refused(harness: Harness) -> None:
@@ -241,7 +243,7 @@ async def put_over_a_live_lease_is_refused(harness: Harness) -> None:
         await observer.until_content({"o/1": b"first again"})
         written = [b"still first", b"second", b"first again"]
         seen = [value for value in observer.values("o/1") if value != b"first"]
-        expect(seen == written, f"no refused value was ever there: {observer.values('o/1')}")
+        expect(seen == written, f"no refused value is visible: {observer.values('o/1')}")
 
 
 async def key_of_a_crashed_owner_is_free_after_its_ttl(harness: Harness) -> None:
@@ -258,16 +260,16 @@ async def key_of_a_crashed_owner_is_free_after_its_ttl(harness: Harness) -> None
             except KeyConflict:
                 num_refused += 1
                 await asyncio.sleep(harness.ttl_s / 10)
-    expect(num_refused > 0, "the key stays with the crashed owner's lease until that has expired")
+    expect(num_refused > 0, "the key belongs to the crashed owner's lease until it expires")
     async with observing(await harness.client(), "o/") as [observer]:
         await asyncio.sleep(2 * harness.ttl_s)
-        expect(observer.content == {"o/1": b"second"} and not observer.deletes, "the key stays")
+        expect(observer.content == {"o/1": b"second"} and not observer.deletes, "the new key stays")
 
 
 # -- misuse
 
 
-async def misuse_has_names(harness: Harness) -> None:
+async def misuse_raises_typed_errors(harness: Harness) -> None:
     owner, lease = await lasting(harness)
     _, others = await lasting(harness)
     for key in ("", "\ud800"):
@@ -275,10 +277,10 @@ async def misuse_has_names(harness: Harness) -> None:
     await _raises(NotFound, owner.put("m/1", b"", others), "a put under another client's lease")
     await owner.revoke(lease)
     await _raises(NotFound, owner.put("m/1", b"", lease), "a put under a revoked lease")
-    expect(await owner.get_prefix("") == {}, "nothing of it is there")
+    expect(await owner.get_prefix("") == {}, "no refused put is visible")
 
 
-async def closed_means_lost(harness: Harness) -> None:
+async def closed_client_raises_lost(harness: Harness) -> None:
     owner, lease = await leased(harness)
     await owner.put("m/1", b"", lease)
     await owner.close()
@@ -315,7 +317,7 @@ CASES: tuple[Case, ...] = (
     crash_expires_after_ttl,
     put_over_a_live_lease_is_refused,
     key_of_a_crashed_owner_is_free_after_its_ttl,
-    misuse_has_names,
-    closed_means_lost,
+    misuse_raises_typed_errors,
+    closed_client_raises_lost,
     *LOSS_CASES,
 )

@@ -1,4 +1,4 @@
-"""Cases of the engine suite about one answer: how it ends, and what is told about its tokens."""
+"""Cases of the engine suite about a single answer: finish reasons, stop conditions and logprobs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvolt.testing.engines.harness import Answer, Case, Harness, Run, engine_run
 
 
 async def ends_at_eos(harness: Harness) -> None:
-    """EOS is the last token and no other; it needs no reason."""
+    """EOS appears only as the last token and has no stop reason."""
     async with engine_run(harness) as run:
         tokens = (await _ended(run, run.short_request("r"))).tokens[0]
         eos = run.engine.card.eos_token_ids
-        assert tokens[-1] in eos, f"ended with {tokens[-1]}, which is no EOS"
+        assert tokens[-1] in eos, f"the last token {tokens[-1]} is no EOS"
         assert not set(eos).intersection(tokens[:-1]), "EOS came before the end"
         just_enough = await _ended(run, run.short_request("exact", tokens=len(tokens)))
-        assert just_enough.tokens[0] == tokens, "EOS as the last token that is allowed is an end of its own"
+        assert just_enough.tokens[0] == tokens, "EOS as the last allowed token is a stop"
         cut = await run.answer(run.short_request("cut", tokens=len(tokens) - 1))
         assert (cut.tokens[0], cut.finishes[0]) == (tokens[:-1], FinishReason.LENGTH)
 
 
-async def ignores_eos_when_told(harness: Harness) -> None:
+async def respects_ignore_eos(harness: Harness) -> None:
     async with engine_run(harness) as run:
         tokens = (await _ended(run, run.short_request("r"))).tokens[0]
         longer = _with_stop(run.short_request("on"), max_tokens=len(tokens) + 9, ignore_eos=True)
@@ -36,7 +36,7 @@ async def ignores_eos_when_told(harness: Harness) -> None:
 
 
 async def stops_at_a_stop_token(harness: Harness) -> None:
-    """The stop token is the answer's last, and the reason of its end."""
+    """The stop token is the last token and the stop reason."""
     async with engine_run(harness) as run:
         request = run.request("whole", tokens=24, seed=3)
         whole = (await run.answer(request)).tokens[0]
@@ -52,7 +52,7 @@ async def stops_at_a_stop_token(harness: Harness) -> None:
 
 
 async def eos_as_a_stop_token(harness: Harness) -> None:
-    """It counts as EOS, unless EOS is ignored: then it is a stop token like others, if it comes."""
+    """EOS as a stop token counts as EOS; with ignore_eos it is a stop token like others."""
     async with engine_run(harness) as run:
         plain = await _ended(run, run.short_request("plain"))
         eos = plain.tokens[0][-1]
@@ -65,7 +65,7 @@ async def eos_as_a_stop_token(harness: Harness) -> None:
             assert (ignored.tokens[0][-1], ignored.stop_reasons[0]) == (eos, eos)
 
 
-async def nothing_stops_it_below_min_tokens(harness: Harness) -> None:
+async def respects_min_tokens(harness: Harness) -> None:
     async with engine_run(harness) as run:
         tokens = (await _ended(run, run.short_request("r"))).tokens[0]
         for num_tokens in (len(tokens) - 1, len(tokens), len(tokens) + 9):
@@ -78,18 +78,18 @@ async def nothing_stops_it_below_min_tokens(harness: Harness) -> None:
         assert len(answer.tokens[0]) > 9
 
 
-async def a_short_answer_resumes(harness: Harness) -> None:
-    """Also with nothing left to say but EOS."""
+async def short_answer_resumes(harness: Harness) -> None:
+    """Also if only EOS is left to generate."""
     async with engine_run(harness) as run:
         request = run.short_request("whole")
         whole = (await _ended(run, request)).tokens[0]
         for cut in range(1, len(whole)):
-            moved = replace(request, request_id=RequestId(f"cut{cut}"), resume=tuple(whole[:cut]))
+            moved = replace(request, request_id=RequestId(f"cut{cut}"), prior_tokens=tuple(whole[:cut]))
             assert whole[:cut] + (await _ended(run, moved)).tokens[0] == whole
 
 
-async def choices_end_apart(harness: Harness) -> None:
-    """Each by its own EOS at its own step; usage is that of the choice."""
+async def choices_end_separately(harness: Harness) -> None:
+    """Each choice ends by its own EOS with its own usage."""
     async with engine_run(harness) as run:
         request = run.short_request("r", choices=2)
         answer = run.submit(request)
@@ -104,7 +104,7 @@ async def choices_end_apart(harness: Harness) -> None:
         await run.assert_empty()
 
 
-async def logprobs_as_many_as_asked(harness: Harness) -> None:
+async def logprobs_match_the_request(harness: Harness) -> None:
     async with engine_run(harness) as run:
         request = run.request("none", tokens=6)
         silent = await run.answer(request)
@@ -113,40 +113,40 @@ async def logprobs_as_many_as_asked(harness: Harness) -> None:
             sampling = replace(request.sampling, logprobs=num_top)
             asking = replace(request, request_id=RequestId(f"top{num_top}"), sampling=sampling)
             answer = await run.answer(asking)
-            assert answer.tokens == silent.tokens, "asking for logprobs changed the answer"
+            assert answer.tokens == silent.tokens, "requesting logprobs changed the answer"
             _check_logprobs(answer.logprobs[0], num_top)
 
 
 async def prompt_logprobs_come_once(harness: Harness) -> None:
-    """One for each token of the prompt but the first."""
+    """One entry for each prompt token but the first."""
     async with engine_run(harness) as run:
         request = run.request("r", prompt=70, tokens=4, choices=2)
         asking = replace(request, sampling=replace(request.sampling, prompt_logprobs=2))
         answer = await run.answer(asking)
-        told = answer.prompt_logprobs
-        assert told is not None
-        assert len(told) == 70
-        assert told[0] is None
-        known = [entry for entry in told[1:] if entry is not None]
-        assert tuple(entry.token_id for entry in known) == request.token_ids[1:]
-        _check_logprobs(known, 2)
-        again = replace(asking, request_id=RequestId("again"), resume=tuple(answer.tokens[0][:1]))
-        assert (await run.answer(again)).prompt_logprobs is None, "the client has them"
+        logprobs = answer.prompt_logprobs
+        assert logprobs is not None
+        assert len(logprobs) == 70
+        assert logprobs[0] is None
+        entries = [entry for entry in logprobs[1:] if entry is not None]
+        assert tuple(entry.token_id for entry in entries) == request.token_ids[1:]
+        _check_logprobs(entries, 2)
+        again = replace(asking, request_id=RequestId("again"), prior_tokens=tuple(answer.tokens[0][:1]))
+        assert (await run.answer(again)).prompt_logprobs is None, "prompt logprobs are repeated"
 
 
-def _check_logprobs(told: Iterable[TokenLogprobs], num_top: int) -> None:
-    for entry in told:
+def _check_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> None:
+    for entry in entries:
         assert entry.logprob <= 0
         assert len(entry.top) == num_top
-        assert len({token for token, _ in entry.top}) == num_top, f"a token twice: {entry}"
+        assert len({token for token, _ in entry.top}) == num_top, f"duplicate token: {entry}"
         values = [logprob for _, logprob in entry.top]
-        assert values == sorted(values, reverse=True), f"not the most likely first: {entry}"
+        assert values == sorted(values, reverse=True), f"not sorted by likelihood: {entry}"
         assert all(logprob <= 0 for logprob in values)
         assert dict(entry.top).get(entry.token_id, entry.logprob) == entry.logprob
 
 
 async def _ended(run: Run, request: Request) -> Answer:
-    """The answer to a request that ends by EOS."""
+    """Run a request and check that it ends by EOS."""
     answer = await run.answer(request)
     assert (answer.finishes[0], answer.stop_reasons[0]) == (FinishReason.STOP, None)
     return answer
@@ -170,18 +170,18 @@ def _with_stop(
 
 
 def _unused(tokens: list[int]) -> int:
-    """A token that is not among them."""
+    """A token that is not in `tokens`."""
     return next(token for token in range(len(tokens) + 1) if token not in tokens)
 
 
 ANSWER_CASES: tuple[Case, ...] = (
     ends_at_eos,
-    ignores_eos_when_told,
+    respects_ignore_eos,
     stops_at_a_stop_token,
     eos_as_a_stop_token,
-    nothing_stops_it_below_min_tokens,
-    a_short_answer_resumes,
-    choices_end_apart,
-    logprobs_as_many_as_asked,
+    respects_min_tokens,
+    short_answer_resumes,
+    choices_end_separately,
+    logprobs_match_the_request,
     prompt_logprobs_come_once,
 )

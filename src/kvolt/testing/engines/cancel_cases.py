@@ -1,4 +1,4 @@
-"""Cases of the engine suite about requests that are stopped: whatever they were at, nothing of them stays."""
+"""Cases of the engine suite about aborted requests: they leave nothing behind, in any state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_REQUESTS = 190
 
 
 async def abort_frees_everything(harness: Harness) -> None:
-    """At every step of a request's life, while another one goes on undisturbed."""
+    """Abort at each of the first steps, while another request runs undisturbed."""
     async with engine_run(harness) as run:
         expected = (await run.answer(run.request("expected", tokens=40))).tokens
         for num_steps in range(8):
@@ -25,16 +25,16 @@ async def abort_frees_everything(harness: Harness) -> None:
         await run.assert_empty()
 
 
-async def aborting_the_unknown_is_no_error(harness: Harness) -> None:
+async def abort_of_unknown_request_is_ignored(harness: Harness) -> None:
     async with engine_run(harness) as run:
-        run.engine.abort(RequestId("nobody"))
+        run.engine.abort(RequestId("unknown"))
         ended = await run.answer(run.request("ended"))
         run.engine.abort(ended.request.request_id)
         await run.assert_empty()
 
 
-async def abort_while_it_waits(harness: Harness) -> None:
-    """It leaves the queue, and those behind it move up."""
+async def abort_while_waiting(harness: Harness) -> None:
+    """The request leaves the queue and later ones move up."""
     async with engine_run(harness) as run:
         running = [run.submit(run.request(f"r{i}", tokens=12)) for i in range(run.info.capacity.max_num_seqs)]
         await run.until(lambda: any(answer.tokens for answer in running))
@@ -46,8 +46,8 @@ async def abort_while_it_waits(harness: Harness) -> None:
         await run.assert_empty()
 
 
-async def abort_in_the_middle_of_a_prompt(harness: Harness) -> None:
-    """With more prompt tokens inside than a step computes: some have begun, some are half done, some wait."""
+async def abort_during_prefill(harness: Harness) -> None:
+    """With more prompt tokens than a step computes: some requests are started, some half done, some waiting."""
     async with engine_run(harness) as run:
         expected = (await run.answer(run.request("expected", prompt=_LONG_PROMPT, tokens=4))).tokens
         budget = run.info.capacity.max_batch_tokens
@@ -63,11 +63,11 @@ async def abort_in_the_middle_of_a_prompt(harness: Harness) -> None:
                     run.abort(answer)
             await run.assert_empty()
         again = await run.answer(run.request("again", prompt=_LONG_PROMPT, tokens=4))
-        assert again.tokens == expected, "what was left behind by aborted prompts changed an answer"
+        assert again.tokens == expected, "an aborted prompt changed a later answer"
 
 
 async def abort_storms(harness: Harness) -> None:
-    """Many at once, of all kinds, while others go on and are not disturbed."""
+    """Abort many different requests at once while others run undisturbed."""
     async with engine_run(harness) as run:
         expected = (await run.answer(run.request("expected", prompt=40, tokens=24))).tokens
         for storm in range(3):
@@ -97,8 +97,8 @@ async def abort_storms(harness: Harness) -> None:
 
 CANCEL_CASES: tuple[Case, ...] = (
     abort_frees_everything,
-    aborting_the_unknown_is_no_error,
-    abort_while_it_waits,
-    abort_in_the_middle_of_a_prompt,
+    abort_of_unknown_request_is_ignored,
+    abort_while_waiting,
+    abort_during_prefill,
     abort_storms,
 )

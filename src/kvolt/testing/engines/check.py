@@ -1,9 +1,9 @@
-"""Runs an engine through the suite: every tier that it offers, on a real loop, with whatever model it serves.
+"""Run the engine conformance suite: all tiers that an engine supports, on a real loop, with any model.
 
 python -m kvolt.testing.engines.check NAME [--model M] [--arg K=V]      what `kvolt engine check` runs
 
-One line per case: ok, FAILED with the reason, not run (this setup cannot show it), not offered. Exit code 0 when
-none failed, 1 when one did, 2 when the engine cannot be built.
+Prints one line per case: ok, FAILED with the reason, not run (not possible with this setup), or not offered. Exit
+code: 0; 1 if a case failed; 2 if the engine cannot be built.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvolt.testing.engines.tiers import TIERS
 OK, FAILED, NOT_RUN, NOT_OFFERED = "ok", "FAILED", "not run", "not offered"
 
 _CASE_FACTOR = 10
-"""A whole case may take so many times the longest wait within it."""
+"""Timeout of a case, as a multiple of the longest wait within it."""
 
 
 class CheckHarness:
-    """Any registered engine, with prompts made of its model's own vocabulary."""
+    """Harness of any registered engine; prompts consist of tokens of its model's vocabulary."""
 
     def __init__(self, name: str, spec: EngineSpec, arguments: dict[str, Any], deadline_s: float) -> None:
         self._name = name
@@ -46,13 +46,13 @@ class CheckHarness:
     def engine(self) -> Engine:
         return build_engine(self._name, self._spec, self._arguments)
 
-    def learn(self, card: ModelCard) -> None:
-        """Of an engine that has started: its card has the vocabulary."""
+    def set_card(self, card: ModelCard) -> None:
+        """Set the card of a started engine, which has the vocabulary."""
         self._prompts = Prompts(card)
 
     @property
     def prompts(self) -> Prompts:
-        assert self._prompts is not None, "an engine first: its card has the vocabulary"
+        assert self._prompts is not None, "start an engine first: its card has the vocabulary"
         return self._prompts
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
@@ -60,36 +60,36 @@ class CheckHarness:
 
     def ending_prompt(self) -> tuple[int, ...]:
         if self.ending is None:
-            raise NotRun("no prompt known to end (give one with --ending-prompt)")
+            raise NotRun("no prompt with a short answer is known (set --ending-prompt)")
         return self.ending
 
 
-async def look(harness: CheckHarness, ending_text: str | None) -> tuple[str, ...]:
-    """What the engine offers. Finds the harness a prompt whose answer ends, on the way."""
+async def inspect_engine(harness: CheckHarness, ending_text: str | None) -> tuple[str, ...]:
+    """Start the engine once; return its features and set the harness's ending prompt."""
     async with engine_run(harness) as run:
-        harness.learn(run.engine.card)
-        given = None if ending_text is None else harness.prompts.encode(ending_text)
-        harness.ending = await find_ending_prompt(run, harness.prompts, given)
-        if given is not None and harness.ending is None:
+        harness.set_card(run.engine.card)
+        ending_prompt = None if ending_text is None else harness.prompts.encode(ending_text)
+        harness.ending = await find_ending_prompt(run, harness.prompts, ending_prompt)
+        if ending_prompt is not None and harness.ending is None:
             raise ConfigError(
-                "the two answers to the ending prompt do not both end by themselves, one after the other",
+                "the two choices for the ending prompt do not both end by EOS at different lengths",
                 key="ending_prompt",
-                remedy="give another one: 128 tokens at most, answers of 2 to 64 tokens",
+                remedy="choose another prompt: at most 128 tokens, with answers of 2 to 64 tokens",
             )
         return run.info.features or features_of(run.engine)
 
 
 async def run_case(case: Case, harness: CheckHarness) -> tuple[str, str]:
-    """How it went, and why."""
+    """Run one case; return its verdict and the reason."""
     limit_s = _CASE_FACTOR * harness.deadline_s
     try:
         async with asyncio.timeout(limit_s) as deadline:
             await case(harness)
     except NotRun as reason:
         return NOT_RUN, str(reason)
-    except Exception as error:  # whatever a foreign engine raises is its failure, and the next case is due
+    except Exception as error:  # an engine may raise anything; continue with the next case
         if isinstance(error, TimeoutError) and deadline.expired():
-            return FAILED, f"not over after {limit_s:g} s"
+            return FAILED, f"timed out after {limit_s:g} s"
         return FAILED, _reason(error)
     return OK, ""
 
@@ -102,7 +102,7 @@ def _reason(error: Exception) -> str:
 
 
 def check(harness: CheckHarness, only: Sequence[str], ending_text: str | None) -> int:
-    features = asyncio.run(look(harness, ending_text))
+    features = asyncio.run(inspect_engine(harness, ending_text))
     print(f"offers {', '.join(features) or 'the core only'}", flush=True)
     verdicts: Counter[str] = Counter()
     for tier in TIERS:
@@ -124,17 +124,17 @@ def check(harness: CheckHarness, only: Sequence[str], ending_text: str | None) -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", metavar="NAME", help="an engine of `kvolt engine list`")
-    parser.add_argument("--model", help="model to serve (default: the engine's own)")
-    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="engine argument")
+    parser.add_argument("engine", metavar="NAME", help="Engine (see `kvolt engine list`).")
+    parser.add_argument("--model", help="Model to serve. Default: the engine's default model.")
+    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="Engine argument.")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="cases with TEXT in TIER/CASE"
+        "--only", action="append", default=[], metavar="TEXT", help="Run cases with TEXT in TIER/CASE."
     )
     parser.add_argument(
-        "--ending-prompt", metavar="TEXT", help="a prompt that is answered shortly (default: looked for)"
+        "--ending-prompt", metavar="TEXT", help="Prompt with a short answer. Default: found by trial."
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest wait within a case"
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="Maximum wait within a case."
     )
 
 
@@ -144,14 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if not __debug__:
-            raise ConfigError("assertions are off", key="python", remedy="run without -O: the cases assert")
+            raise ConfigError("assertions are disabled", key="python", remedy="run Python without -O")
         arguments = merge_arguments({}, args.arg)
         check_arguments(args.engine, arguments)
         model = args.model or find_engine(args.engine).default_model
         if model is None:
-            raise ConfigError(
-                f"{args.engine} has no model of its own", key="model", remedy="name one by --model"
-            )
+            raise ConfigError(f"{args.engine} has no default model", key="model", remedy="set --model")
         spec = EngineSpec(model=model, role=Role.AGGREGATED)
         return check(CheckHarness(args.engine, spec, arguments, args.timeout), args.only, args.ending_prompt)
     except KvoltError as error:

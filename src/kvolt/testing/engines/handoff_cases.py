@@ -1,7 +1,6 @@
-"""The handoff tier: a prompt computed on one engine, its answer on another, and nobody can tell. For Prefill engines.
+"""Tier `handoff`, for Prefill engines: prefill on one engine and decode on another give the same tokens as one engine.
 
-Engines that are also KvMovable have their blocks carried from one to the other by the case; others fetch them by
-the ticket.
+For KvMovable engines the case moves the blocks; other engines fetch them with the ticket.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def prefill_of(run: Run) -> Prefill:
     return engine
 
 
-async def hand_over(source: Run, target: Run, request: Request) -> Request:
-    """Compute the prompt at the source; the request as the target gets it, its blocks there already."""
+async def prefill_and_move(source: Run, target: Run, request: Request) -> Request:
+    """Prefill at the source, move the blocks to the target, and return the request with its handoff."""
     handoff = await prefilled(source, request)
     if isinstance(source.engine, KvMovable) and isinstance(target.engine, KvMovable):
         blocks = await source.engine.export_kv(source.engine.kv_keys(request))
@@ -42,14 +41,14 @@ async def prefilled(run: Run, request: Request) -> Handoff:
 
 
 def short_expiry(handoff: Handoff) -> float:
-    """In how many seconds; NotRun for one that a test does not wait for."""
+    """Seconds until the ticket expires; NotRun if that is too long for a test."""
     if handoff.expires_in_s is None or handoff.expires_in_s > _LONGEST_EXPIRY_S:
-        raise NotRun(f"tickets live for {handoff.expires_in_s} s, longer than a test waits")
+        raise NotRun(f"tickets expire after {handoff.expires_in_s} s, too long for a test")
     return handoff.expires_in_s
 
 
 def whole_answer(answer: Answer) -> dict[int, list[int]]:
-    """All tokens, those told by prefill first."""
+    """All tokens, including those sampled by prefill."""
     handoff = answer.request.handoff
     first = handoff.first_tokens if handoff is not None else None
     return {
@@ -58,23 +57,23 @@ def whole_answer(answer: Answer) -> dict[int, list[int]]:
     }
 
 
-async def decode_goes_on_where_prefill_ended(harness: Harness) -> None:
-    """Token for token as on one engine; each token told once, and counted once."""
+async def decode_continues_after_prefill(harness: Harness) -> None:
+    """The same tokens as on one engine; each token is reported and counted once."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         block_size, num_blocks = whole.info.block_size, blocks_that_fit(whole, 3)
         lengths = (block_size - 1 or 1, block_size, block_size + 1, num_blocks * block_size + 1)
         for index, length in enumerate(lengths):
             request = whole.request(f"r{index}", prompt=length, tokens=12, seed=index, variant=index % 2)
             expected = await whole.answer(request)
-            moved = await hand_over(source, target, request)
+            moved = await prefill_and_move(source, target, request)
             assert moved.handoff is not None
             assert moved.handoff.first_tokens is not None, "prefill sampled no first token"
             answer = await target.answer(moved)
             await prefill_of(source).release_prefill(request.request_id)
-            assert whole_answer(answer) == expected.tokens, "decode says something else than one engine would"
+            assert whole_answer(answer) == expected.tokens, "the tokens differ from those of one engine"
             assert answer.finishes == expected.finishes
             if length > block_size:
-                assert answer.cached, "decode computed the whole prompt again"
+                assert answer.cached, "decode computed the prompt again"
         await source.assert_empty()
         await target.assert_empty()
 
@@ -83,7 +82,7 @@ async def each_choice_has_its_first_token(harness: Harness) -> None:
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 2), tokens=9, choices=3, seed=4)
         expected = await whole.answer(request)
-        moved = await hand_over(source, target, request)
+        moved = await prefill_and_move(source, target, request)
         assert moved.handoff is not None
         assert len(moved.handoff.first_tokens or ()) == 3
         answer = await target.answer(moved)
@@ -92,39 +91,41 @@ async def each_choice_has_its_first_token(harness: Harness) -> None:
         await source.assert_empty()
 
 
-async def an_only_token_is_decodes_to_tell(harness: Harness) -> None:
-    """So it is told together with its end, and its logprobs if they are wanted."""
+async def single_token_is_left_to_decode(harness: Harness) -> None:
+    """Prefill samples no token if its finish or logprobs must come with it."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         only = blocks_request(whole, "only", blocks_that_fit(whole, 2), tokens=1)
-        wants = blocks_request(whole, "wants", blocks_that_fit(whole, 2), tokens=5)
-        wants = replace(wants, sampling=replace(wants.sampling, logprobs=1))
-        for request in (only, wants):
+        with_logprobs = blocks_request(whole, "with_logprobs", blocks_that_fit(whole, 2), tokens=5)
+        with_logprobs = replace(with_logprobs, sampling=replace(with_logprobs.sampling, logprobs=1))
+        for request in (only, with_logprobs):
             expected = await whole.answer(request)
-            moved = await hand_over(source, target, request)
+            moved = await prefill_and_move(source, target, request)
             assert moved.handoff is not None
-            assert moved.handoff.first_tokens is None, "a token whose end or logprobs nobody can tell"
+            assert moved.handoff.first_tokens is None, (
+                "prefill sampled a token whose finish or logprobs are lost"
+            )
             answer = await target.answer(moved)
             assert (answer.tokens, answer.finishes) == (expected.tokens, expected.finishes)
             await prefill_of(source).release_prefill(request.request_id)
 
 
-async def an_unknown_ticket_is_no_wrong_answer(harness: Harness) -> None:
-    """Nothing of it is there: it is computed again, or ends with a typed error."""
+async def unknown_ticket_gives_no_wrong_tokens(harness: Harness) -> None:
+    """The prompt is computed again or the request ends with a typed error."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 2), tokens=9)
         expected = await whole.answer(request)
         handoff = await prefilled(source, request)
         await prefill_of(source).release_prefill(request.request_id)
-        for name, ticket in (("released", handoff.ticket), ("garbage", b"\xc1nobody's"), ("empty", b"")):
-            asked = replace(request, request_id=RequestId(name), handoff=replace(handoff, ticket=ticket))
-            answer = await _answer_or_error(target, asked)
+        for name, ticket in (("released", handoff.ticket), ("garbage", b"\xc1garbage"), ("empty", b"")):
+            moved = replace(request, request_id=RequestId(name), handoff=replace(handoff, ticket=ticket))
+            answer = await _answer_or_none(target, moved)
             if answer is not None:
                 assert whole_answer(answer) == expected.tokens, f"{name}: wrong tokens"
         await target.assert_empty()
         await source.assert_empty()
 
 
-async def _answer_or_error(run: Run, request: Request) -> Answer | None:
+async def _answer_or_none(run: Run, request: Request) -> Answer | None:
     try:
         answer = run.submit(request, may_fail=True)
     except KvoltError:
@@ -143,18 +144,18 @@ async def blocks_are_held_until_released(harness: Harness) -> None:
         assert held >= len(request.token_ids) // run.info.block_size, f"only {held} blocks are held"
         await prefill.release_prefill(request.request_id)
         await prefill.release_prefill(request.request_id)
-        await prefill.release_prefill(RequestId("nobody"))
+        await prefill.release_prefill(RequestId("unknown"))
         await run.assert_empty()
 
 
-async def a_ticket_expires(harness: Harness) -> None:
+async def ticket_expires(harness: Harness) -> None:
     async with engine_run(harness) as run:
         handoff = await prefilled(run, blocks_request(run, "r", blocks_that_fit(run, 3)))
         await asyncio.sleep(short_expiry(handoff) + 0.2)
         await run.assert_empty()
 
 
-async def a_cancelled_prefill_leaves_nothing(harness: Harness) -> None:
+async def cancelled_prefill_frees_everything(harness: Harness) -> None:
     async with engine_run(harness) as run:
         for num_steps in range(3):
             busy = run.submit(run.request(f"busy{num_steps}", tokens=30))
@@ -164,12 +165,12 @@ async def a_cancelled_prefill_leaves_nothing(harness: Harness) -> None:
                 await run.advance(num_steps)
                 await asyncio.sleep(0)
                 scope.cancel()
-            await prefill_of(run).release_prefill(request.request_id)  # had it been ready just before
+            await prefill_of(run).release_prefill(request.request_id)  # it may have completed just before
             await run.finish(busy)
             await run.assert_empty()
 
 
-async def prefill_refuses_bad_requests(harness: Harness) -> None:
+async def prefill_rejects_bad_requests(harness: Harness) -> None:
     async with engine_run(harness) as run:
         good = run.request("r")
         bad = (
@@ -181,17 +182,17 @@ async def prefill_refuses_bad_requests(harness: Harness) -> None:
                 await prefilled(run, request)
             except InvalidRequest:
                 continue
-            raise AssertionError(f"taken: {request}")
+            raise AssertionError(f"accepted: {request}")
         await run.assert_empty()
 
 
 CASES: tuple[Case, ...] = (
-    decode_goes_on_where_prefill_ended,
+    decode_continues_after_prefill,
     each_choice_has_its_first_token,
-    an_only_token_is_decodes_to_tell,
-    an_unknown_ticket_is_no_wrong_answer,
+    single_token_is_left_to_decode,
+    unknown_ticket_gives_no_wrong_tokens,
     blocks_are_held_until_released,
-    a_ticket_expires,
-    a_cancelled_prefill_leaves_nothing,
-    prefill_refuses_bad_requests,
+    ticket_expires,
+    cancelled_prefill_frees_everything,
+    prefill_rejects_bad_requests,
 )

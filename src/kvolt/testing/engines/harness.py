@@ -1,4 +1,4 @@
-"""What the cases of the engine suite stand on: a started engine, its answers, and the checks of every step."""
+"""Base of the engine suite: a started engine, its answers, and checks of every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.contract import Engine
+from kvolt.engines.contract import Engine, check_sampling_fields
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.engines.replica import Replica
 
@@ -22,28 +22,30 @@ _DEADLINE_S = 30.0
 
 
 class NotRun(Exception):
-    """A case cannot be run with this harness or this engine as it is set up; says why. No fault of the engine."""
+    """The case is not possible with this harness or setup, and why. Not a failure of the engine."""
 
 
 class Harness(Protocol):
-    """What a case needs of an implementation. The cases fit a context of 256 tokens.
+    """Creates engines and prompts. The cases fit a context of 256 tokens.
 
-    A method that has nothing to give raises NotRun. A harness may have an attribute `deadline_s`, the longest wait
-    for a start or for the next thing to happen (30 s if it has none), and `settle_s`, how long an engine whose events
-    come by a way of their own may tell of a block after the step that made it (not at all if it has none).
+    Methods raise NotRun if they have no result. Optional attributes: `deadline_s`, maximum wait for a start or an
+    event (default 30 s); `settle_s`, delay of KV events after the step that stored the block, for engines that publish
+    events asynchronously (default none).
     """
 
     def engine(self) -> Engine:
-        """A new engine, not started, for the running loop. It can hold 200 requests, running or waiting."""
+        """Return a new engine for the running loop, not started, with capacity for 200 running or waiting requests."""
         ...
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens that the model takes; a longer prompt begins with the shorter ones."""
+        """Return valid tokens; a longer prompt has the shorter ones as prefix."""
         ...
 
     def ending_prompt(self) -> tuple[int, ...]:
-        """One that the model answers shortly: with seed 1 the first two choices end by themselves, one
-        later than the other, both after 2 tokens or more and within 64. At most 128 tokens."""
+        """Return a prompt of at most 128 tokens with short answers.
+
+        With seed 1 the first two choices end by EOS, at different lengths from 2 to 64 tokens.
+        """
         ...
 
 
@@ -60,13 +62,13 @@ class Answer:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached: int | None = None
-    """Tokens of the prompt that the engine had, as told with the first delta."""
+    """Cached prompt tokens, as reported with the first delta."""
     stages: StageTimes | None = None
-    """KV transfers, as reported by an engine that moves its KV by itself."""
+    """KV transfer times, if the engine reports them."""
     error: ErrorInfo | None = None
     may_fail: bool = False
     stopped: bool = False
-    """Aborted or withdrawn: nothing may come any more."""
+    """Aborted or withdrawn: no more deltas are allowed."""
 
     @property
     def done(self) -> bool:
@@ -77,26 +79,28 @@ class Answer:
         return not (self.done or self.stopped)
 
     def num_before(self, index: int) -> int:
-        """Tokens of a choice that the client has from elsewhere."""
+        """Tokens of a choice that the client received before this request."""
         handoff = self.request.handoff
-        told = handoff is not None and handoff.first_tokens is not None
-        return len(self.request.resumed(index)) + (1 if told else 0)
+        has_first = handoff is not None and handoff.first_tokens is not None
+        return len(self.request.prior_tokens_of(index)) + (1 if has_first else 0)
 
-    def take(self, delta: Delta) -> None:
+    def add_delta(self, delta: Delta) -> None:
         name = self.request.request_id
         assert not self.stopped, f"{name} got {delta} after it was stopped"
         assert delta.index in self.request.open_choices, f"{name} has no choice {delta.index}"
         assert delta.index not in self.finishes, f"{name} got {delta} after its end"
         tokens = self.tokens.setdefault(delta.index, [])
         tokens.extend(delta.token_ids)
-        self._take_logprobs(delta)
+        self._add_logprobs(delta)
         if delta.cached_tokens is not None and not delta.index:
-            assert self.cached is None, f"{name} was told its cached tokens twice"
+            assert self.cached is None, f"{name} reported its cached tokens twice"
             self.cached = delta.cached_tokens
         if delta.stages is not None:
-            assert self.stages is None, f"{name}: its transfers were reported twice"
+            assert self.stages is None, f"{name}: transfer times are reported twice"
             self.stages = delta.stages
-        assert (delta.usage is None) == (delta.finish is None), f"{name}: usage comes with an end: {delta}"
+        assert (delta.usage is None) == (delta.finish is None), (
+            f"{name}: usage must come with the finish: {delta}"
+        )
         if delta.usage is not None:
             self.usage[delta.index] = delta.usage
             counted = (len(self.request.token_ids), self.num_before(delta.index) + len(tokens))
@@ -105,21 +109,21 @@ class Answer:
             self.finishes[delta.index] = delta.finish
             self.stop_reasons[delta.index] = delta.stop_reason
 
-    def _take_logprobs(self, delta: Delta) -> None:
+    def _add_logprobs(self, delta: Delta) -> None:
         name = self.request.request_id
         if self.request.sampling.logprobs is None:
             assert delta.logprobs is None, f"{name} did not ask for logprobs"
         else:
-            told = delta.logprobs or ()
-            assert tuple(entry.token_id for entry in told) == delta.token_ids, f"{name}: {delta}"
-            self.logprobs.setdefault(delta.index, []).extend(told)
+            entries = delta.logprobs or ()
+            assert tuple(entry.token_id for entry in entries) == delta.token_ids, f"{name}: {delta}"
+            self.logprobs.setdefault(delta.index, []).extend(entries)
         if delta.prompt_logprobs is not None:
             assert self.prompt_logprobs is None, f"{name} got its prompt's logprobs twice"
             self.prompt_logprobs = delta.prompt_logprobs
 
 
 class Run:
-    """A started engine and all that came out of it."""
+    """A started engine and its output."""
 
     def __init__(self, engine: Engine, info: EngineInfo, harness: Harness) -> None:
         self.engine = engine
@@ -127,7 +131,7 @@ class Run:
         self.load = WorkerLoad()
         self.num_steps = 0
         self.replica = Replica()
-        """The engine's blocks by what it has told of them."""
+        """Blocks of the engine according to its KV events."""
         self.harness = harness
         self._deadline_s = deadline_of(harness)
         self._answers: dict[RequestId, Answer] = {}
@@ -143,7 +147,7 @@ class Run:
         choices: int = 1,
         variant: int = 0,
     ) -> Request:
-        """`variant`s below the length of the prompt have other tokens at its start."""
+        """Build a request. Each `variant` below the prompt length starts with different tokens."""
         ids = self.harness.prompt(prompt)
         return Request(
             request_id=RequestId(name),
@@ -154,7 +158,7 @@ class Run:
         )
 
     def short_request(self, name: str, *, tokens: int = 100, choices: int = 1) -> Request:
-        """One whose answer ends by EOS."""
+        """Build a request whose answer ends by EOS."""
         return Request(
             request_id=RequestId(name),
             model=self.info.model,
@@ -164,6 +168,7 @@ class Run:
         )
 
     def submit(self, request: Request, *, may_fail: bool = False) -> Answer:
+        check_sampling_fields(request.sampling, self.engine.sampling_fields, "under test")  # as a worker does
         self.engine.submit(request)
         answer = self._answers[request.request_id] = Answer(request, may_fail=may_fail)
         return answer
@@ -184,19 +189,19 @@ class Run:
                     await self._step.wait()
         except TimeoutError:
             raise AssertionError(
-                f"after {self._deadline_s:g} s and {self.num_steps} steps what must happen has not; open: "
+                f"timed out after {self._deadline_s:g} s and {self.num_steps} steps; open requests: "
                 f"{', '.join(name for name, answer in self._answers.items() if answer.is_open) or 'nothing'}"
             ) from None
 
     async def settle(self) -> None:
-        """Until what the engine did before is told."""
+        """Wait until earlier KV events are delivered."""
         settle_s = float(getattr(self.harness, "settle_s", 0.0))
         if settle_s:
             await asyncio.sleep(settle_s)
 
     async def advance(self, num_steps: int) -> None:
-        wanted = self.num_steps + num_steps
-        await self.until(lambda: self.num_steps >= wanted)
+        target = self.num_steps + num_steps
+        await self.until(lambda: self.num_steps >= target)
 
     async def finish(self, *answers: Answer) -> None:
         await self.until(lambda: all(answer.done for answer in answers))
@@ -207,7 +212,7 @@ class Run:
         return answer
 
     async def assert_empty(self) -> None:
-        """A request that runs alone and ends leaves an engine with nothing in it."""
+        """Check that the engine is empty after a request that ran alone."""
         await self.answer(self.request(f"probe-{self.num_steps}", tokens=3))
         load = self.load
         left = (load.running, load.waiting, load.kv_used_blocks)
@@ -217,12 +222,12 @@ class Run:
         async for step in self.engine.steps():
             self._check_plain(step)
             for request_id, delta in step.deltas:
-                self._answers[request_id].take(delta)
+                self._answers[request_id].add_delta(delta)
             for request_id, token in zip(step.plain_ids, step.plain_tokens, strict=True):
-                self._answers[request_id].take(plain_delta(token))
+                self._answers[request_id].add_delta(plain_delta(token))
             for request_id, failure in step.failed:
                 answer = self._answers[request_id]
-                assert answer.may_fail, f"{request_id} failed for no reason: {failure}"
+                assert answer.may_fail, f"{request_id} failed unexpectedly: {failure}"
                 answer.error = failure
             for change in step.kv_changes:
                 self.replica.apply(change)
@@ -232,7 +237,7 @@ class Run:
             self._step.set()
 
     def _check_plain(self, step: StepOutput) -> None:
-        """Plain means one token of a request's only choice, and nothing else in this step."""
+        """Check that a plain token is the only output of its request in this step."""
         plain = set(step.plain_ids)
         assert len(plain) == len(step.plain_ids) == len(step.plain_tokens), "plain ids and tokens differ"
         both = plain.intersection(request_id for request_id, _ in step.deltas)
@@ -255,4 +260,4 @@ async def engine_run(harness: Harness) -> AsyncIterator[Run]:
             yield run
         finally:
             await engine.close()
-            # Leaving the scope waits for `steps` to end: an engine that goes on is found here.
+            # Leaving the scope waits for `steps` to end, which detects an engine that does not stop.

@@ -1,6 +1,6 @@
-"""The kv-placed tier: blocks that are copied from one engine's memory into another's, past both. For KvPlaced engines.
+"""Tier `kv-placed`, for KvAddressable engines: blocks are copied from one engine's memory into another's.
 
-The cases copy the bytes themselves, as a transfer would.
+The cases copy the bytes themselves, like a transfer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.errors import NotFound, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvEvents, KvHeld, KvMovable, KvPlaced, KvRoom
-from kvolt.testing.engines.event_cases import ask_as_told, blocks_request, blocks_that_fit
+from kvolt.engines.contract import HeldKv, KvAddressable, KvAllocation, KvEvents, KvMovable
+from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, prefilled, short_expiry, whole_answer
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run
 from kvolt.testing.engines.replica import block_hashes
@@ -23,34 +23,36 @@ from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.slabs import Slab
 
 MOST_TO_FILL = 24
-"""Prompts, or rooms, that a case may need to fill a pool."""
+"""Maximum number of prompts or allocations to fill a pool."""
 
 
-def placed(run: Run) -> KvPlaced:
+def placed(run: Run) -> KvAddressable:
     engine = run.engine
-    assert isinstance(engine, KvPlaced)
+    assert isinstance(engine, KvAddressable)
     return engine
 
 
 def slabs_of(run: Run) -> tuple[Slab, ...]:
-    """Of its ranks; each says what lies in it."""
+    """Slabs of all ranks, with layouts."""
     try:
         slabs = placed(run).kv_slabs()
     except Unsupported as error:
-        raise NotRun(f"its blocks lie where a test cannot copy them: {error.message}") from error
+        raise NotRun(f"the test cannot access the blocks: {error.message}") from error
     layouts = [slab.layout for slab in slabs]
     ranks = [(layout.tp_rank, layout.tp_degree) for layout in layouts if layout is not None]
-    assert slabs, "blocks lie in no slab"
+    assert slabs, "no slabs"
     assert ranks == [(rank, len(slabs)) for rank in range(len(slabs))], "not one slab for each rank, in order"
-    assert len({slab.num_blocks for slab in slabs}) == 1, "a block has not the same number for all ranks"
+    assert len({slab.num_blocks for slab in slabs}) == 1, "ranks have different numbers of blocks"
     return slabs
 
 
-async def computed(run: Run, request: Request) -> tuple[Handoff, KvHeld]:
-    """A prompt for others, and where its blocks lie."""
+async def computed(run: Run, request: Request) -> tuple[Handoff, HeldKv]:
+    """Prefill a request; return its handoff and its held blocks."""
     handoff = await prefilled(run, request)
-    held = await placed(run).hold_kv(request.request_id)
-    assert list(held.hashes) == block_hashes(request, run.info.block_size), "the full blocks have other names"
+    held = await placed(run).held_kv(request.request_id)
+    assert list(held.hashes) == block_hashes(request, run.info.block_size), (
+        "the full blocks have wrong hashes"
+    )
     assert len(held.blocks) == len(set(held.blocks)) == len(held.keys) == len(held.hashes)
     if isinstance(run.engine, KvMovable):
         assert held.keys == run.engine.kv_keys(request)
@@ -62,17 +64,17 @@ async def released(run: Run, request: Request) -> None:
     await run.assert_empty()
 
 
-def copy_blocks(source: Run, held: KvHeld, target: Run, room: KvRoom) -> None:
-    """Those that the room is for."""
-    wanted = held.blocks[room.num_present : room.num_present + len(room.blocks)]
-    for there, here in zip(slabs_of(source), slabs_of(target), strict=True):
-        assert there.layout == here.layout
+def copy_blocks(source: Run, held: HeldKv, target: Run, allocation: KvAllocation) -> None:
+    """Copy the bytes of the allocated blocks."""
+    blocks = held.blocks[allocation.num_present : allocation.num_present + len(allocation.blocks)]
+    for remote, local in zip(slabs_of(source), slabs_of(target), strict=True):
+        assert remote.layout == local.layout
         block_bytes.copy(
-            here.memory,
-            here.pieces(here.numbers(room.blocks)).offsets,
-            there.memory,
-            there.pieces(there.numbers(wanted)).offsets,
-            here.block_bytes,
+            local.memory,
+            local.pieces(local.numbers(allocation.blocks)).offsets,
+            remote.memory,
+            remote.pieces(remote.numbers(blocks)).offsets,
+            local.block_bytes,
         )
 
 
@@ -85,72 +87,76 @@ def contents(run: Run, blocks: Sequence[int]) -> list[bytes]:
 
 
 async def move(source: Run, target: Run, request: Request, *, keep: bool = False) -> Request:
-    """Compute its prompt at the source and carry its blocks over, there to be kept for it or not; the request as the
-    target gets it."""
+    """Prefill at the source, copy the blocks to the target, and return the request with its handoff.
+
+    `keep` keeps the blocks for this request.
+    """
     handoff, held = await computed(source, request)
-    room = await placed(target).make_room(held.keys, held.hashes)
-    if room.blocks:
-        copy_blocks(source, held, target, room)
+    allocation = await placed(target).allocate_kv(held.keys, held.hashes)
+    if allocation.blocks:
+        copy_blocks(source, held, target, allocation)
         keep_for = request.request_id if keep else None
-        await placed(target).settle_kv(room, len(room.blocks), keep_for)
+        await placed(target).commit_kv(allocation, len(allocation.blocks), keep_for)
     await prefill_of(source).release_prefill(request.request_id)
     return replace(request, handoff=handoff)
 
 
-async def blocks_are_copied_past_the_engines(harness: Harness) -> None:
-    """Token for token as on one engine, and nothing of what was moved is computed again."""
+async def copied_blocks_are_used(harness: Harness) -> None:
+    """The same tokens as on one engine, without computing the copied blocks again."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         block_size, num_blocks = whole.info.block_size, blocks_that_fit(whole, 3)
         for index, length in enumerate((block_size - 1 or 1, block_size + 1, num_blocks * block_size + 1)):
             request = whole.request(f"r{index}", prompt=length, tokens=12, seed=index, variant=index % 2)
             expected = await whole.answer(request)
             answer = await target.answer(await move(source, target, request))
-            assert whole_answer(answer) == expected.tokens, "other tokens after blocks were copied"
-            assert answer.cached == length // block_size * block_size, "what was copied was not found"
+            assert whole_answer(answer) == expected.tokens, "copied blocks gave wrong tokens"
+            assert answer.cached == length // block_size * block_size, "copied blocks were not found"
             if isinstance(target.engine, KvEvents):
                 hashes = block_hashes(request, block_size)
-                assert target.replica.num_leading(hashes) == len(hashes), "blocks that came in were not told"
+                assert target.replica.num_leading(hashes) == len(hashes), "imported blocks were not published"
         await source.assert_empty()
         await target.assert_empty()
 
 
-async def only_what_is_missing_is_asked_for(harness: Harness) -> None:
+async def only_missing_blocks_are_allocated(harness: Harness) -> None:
     async with engine_run(harness) as source, engine_run(harness) as some, engine_run(harness) as all_of_it:
         request = blocks_request(source, "r", _several_blocks(source), tokens=5)
         await move(source, all_of_it, request)
         start = request.token_ids[: source.info.block_size + 1]
         await some.answer(replace(request, request_id=RequestId("start"), token_ids=start))
         _, held = await computed(source, request)
-        room = await placed(some).make_room(held.keys, held.hashes)
-        assert (room.num_present, len(room.blocks)) == (1, len(held.keys) - 1), "the first block was here"
-        await placed(some).settle_kv(room, 0)
+        allocation = await placed(some).allocate_kv(held.keys, held.hashes)
+        assert (allocation.num_present, len(allocation.blocks)) == (1, len(held.keys) - 1), (
+            "the first block was present"
+        )
+        await placed(some).commit_kv(allocation, 0)
         await some.assert_empty()
-        room = await placed(all_of_it).make_room(held.keys, held.hashes)
-        assert (room.num_present, room.blocks) == (len(held.keys), ()), "all of it was here"
+        allocation = await placed(all_of_it).allocate_kv(held.keys, held.hashes)
+        assert (allocation.num_present, allocation.blocks) == (len(held.keys), ()), "all blocks were present"
         await all_of_it.assert_empty()
         await released(source, request)
 
 
-async def what_did_not_come_is_computed(harness: Harness) -> None:
-    """Room that was not filled, or in part: never wrong tokens, and the room is free again."""
+async def missing_blocks_are_computed(harness: Harness) -> None:
+    """A partly filled allocation: no wrong tokens, and unfilled blocks are freed."""
     async with engine_run(harness) as whole, engine_run(harness) as source:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 3), tokens=9)
         expected = await whole.answer(request)
         handoff, held = await computed(source, request)
         for num_filled in range(len(held.keys)):
             async with engine_run(harness) as target:
-                room = await placed(target).make_room(held.keys, held.hashes)
-                copy_blocks(source, held, target, KvRoom(0, room.blocks[:num_filled]))
-                await placed(target).settle_kv(room, num_filled)
+                allocation = await placed(target).allocate_kv(held.keys, held.hashes)
+                copy_blocks(source, held, target, KvAllocation(0, allocation.blocks[:num_filled]))
+                await placed(target).commit_kv(allocation, num_filled)
                 answer = await target.answer(replace(request, handoff=handoff))
-                assert whole_answer(answer) == expected.tokens, "a block that did not come was read"
+                assert whole_answer(answer) == expected.tokens, "an unfilled block was read"
                 assert answer.cached == num_filled * whole.info.block_size
                 await target.assert_empty()
         await released(source, request)
 
 
-async def room_is_nobody_elses(harness: Harness) -> None:
-    """It is filled while others compute: neither harms the other."""
+async def allocation_is_exclusive(harness: Harness) -> None:
+    """Running requests and the import do not affect each other."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 3), tokens=9)
         expected = await whole.answer(request)
@@ -161,49 +167,56 @@ async def room_is_nobody_elses(harness: Harness) -> None:
         handoff, held = await computed(source, request)
         running = [target.submit(other) for other in others]
         await target.advance(2)
-        room = await placed(target).make_room(held.keys, held.hashes)
-        copy_blocks(source, held, target, room)
+        allocation = await placed(target).allocate_kv(held.keys, held.hashes)
+        copy_blocks(source, held, target, allocation)
         await target.finish(*running)
-        assert [each.tokens for each in running] == expected_of_others, "the room was taken from who computes"
-        assert contents(target, room.blocks) == contents(source, held.blocks), "somebody wrote into the room"
-        await placed(target).settle_kv(room, len(room.blocks))
+        assert [each.tokens for each in running] == expected_of_others, (
+            "an allocation took blocks of running requests"
+        )
+        assert contents(target, allocation.blocks) == contents(source, held.blocks), (
+            "allocated blocks were overwritten"
+        )
+        await placed(target).commit_kv(allocation, len(allocation.blocks))
         answer = await target.answer(replace(request, handoff=handoff))
         assert whole_answer(answer) == expected.tokens
         await target.assert_empty()
         await released(source, request)
 
 
-async def no_two_rooms_share_a_block(harness: Harness) -> None:
-    """However many there are: in the end there is less for who asks, or nothing."""
+async def allocations_never_overlap(harness: Harness) -> None:
+    """Allocations shrink when the pool is full."""
     async with engine_run(harness) as run:
-        total, num_blocks, num_rooms = to_fill(run)
-        if num_rooms > MOST_TO_FILL:
+        total, num_blocks, num_allocations = to_fill(run)
+        if num_allocations > MOST_TO_FILL:
             raise NotRun(f"a pool of {total} blocks is too large to be filled by a test")
-        rooms = [await placed(run).make_room(*strangers(index, num_blocks)) for index in range(num_rooms)]
-        given = [block for room in rooms for block in room.blocks]
-        assert given, "an engine at rest has no room"
-        assert len(given) == len(set(given)), "a block was given to two"
+        allocations = [
+            await placed(run).allocate_kv(*unknown_blocks(index, num_blocks))
+            for index in range(num_allocations)
+        ]
+        blocks = [block for allocation in allocations for block in allocation.blocks]
+        assert blocks, "an idle engine allocates no blocks"
+        assert len(blocks) == len(set(blocks)), "a block was allocated twice"
         for slab in slabs_of(run):
-            slab.numbers(given)
-        for room in rooms:
-            assert room.num_present == 0
-            if room.blocks:
-                await placed(run).settle_kv(room, 0)
+            slab.numbers(blocks)
+        for allocation in allocations:
+            assert allocation.num_present == 0
+            if allocation.blocks:
+                await placed(run).commit_kv(allocation, 0)
         await run.assert_empty()
 
 
-async def the_same_blocks_come_twice(harness: Harness) -> None:
-    """Two who want them at once: they are found once, and what is left over is let go."""
+async def same_blocks_are_imported_twice(harness: Harness) -> None:
+    """Two concurrent imports of the same blocks: they are cached once, the duplicates are freed."""
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 3), tokens=9)
         expected = await whole.answer(request)
         handoff, held = await computed(source, request)
-        rooms = [await placed(target).make_room(held.keys, held.hashes) for _ in range(2)]
-        for room in rooms:
-            copy_blocks(source, held, target, room)
-        for room in rooms[::-1]:
-            if room.blocks:
-                await placed(target).settle_kv(room, len(room.blocks))
+        allocations = [await placed(target).allocate_kv(held.keys, held.hashes) for _ in range(2)]
+        for allocation in allocations:
+            copy_blocks(source, held, target, allocation)
+        for allocation in allocations[::-1]:
+            if allocation.blocks:
+                await placed(target).commit_kv(allocation, len(allocation.blocks))
         answer = await target.answer(replace(request, handoff=handoff))
         assert whole_answer(answer) == expected.tokens
         assert answer.cached == len(held.keys) * whole.info.block_size
@@ -211,8 +224,8 @@ async def the_same_blocks_come_twice(harness: Harness) -> None:
         await released(source, request)
 
 
-async def a_clear_while_blocks_come(harness: Harness) -> None:
-    """What they were to follow is forgotten: what is told and found of them is right."""
+async def clear_during_import(harness: Harness) -> None:
+    """The parents of the imported blocks are cleared: events and cache must stay consistent."""
     async with engine_run(harness) as source, engine_run(harness) as target:
         if not isinstance(target.engine, KvEvents):
             raise NotRun("its blocks cannot be cleared")
@@ -220,20 +233,20 @@ async def a_clear_while_blocks_come(harness: Harness) -> None:
         _, held = await computed(source, request)
         start = request.token_ids[: source.info.block_size + 1]
         await target.answer(replace(request, request_id=RequestId("start"), token_ids=start))
-        room = await placed(target).make_room(held.keys, held.hashes)
-        copy_blocks(source, held, target, room)
+        allocation = await placed(target).allocate_kv(held.keys, held.hashes)
+        copy_blocks(source, held, target, allocation)
         await target.engine.clear_kv()
         await target.until(lambda: bool(target.replica.num_cleared))
-        await placed(target).settle_kv(room, len(room.blocks))
-        answer = await ask_as_told(target, request)
+        await placed(target).commit_kv(allocation, len(allocation.blocks))
+        answer = await answer_matching_events(target, request)
         await prefill_of(source).release_prefill(request.request_id)
         assert answer.tokens == (await source.answer(request)).tokens
         await source.assert_empty()
         await target.assert_empty()
 
 
-async def what_is_held_stays(harness: Harness) -> None:
-    """However much else is computed, until it is released; then it is not held any more."""
+async def held_blocks_stay(harness: Harness) -> None:
+    """Held blocks do not change until they are released."""
     async with engine_run(harness) as source:
         request = blocks_request(source, "r", blocks_that_fit(source, 3), tokens=5)
         _, held = await computed(source, request)
@@ -243,14 +256,14 @@ async def what_is_held_stays(harness: Harness) -> None:
             await source.answer(
                 blocks_request(source, f"other{index}", num_blocks, tokens=2, variant=1 + index)
             )
-        assert contents(source, held.blocks) == before, "a block that was held has changed"
-        assert await placed(source).hold_kv(request.request_id) == held
+        assert contents(source, held.blocks) == before, "a held block has changed"
+        assert await placed(source).held_kv(request.request_id) == held
         await prefill_of(source).release_prefill(request.request_id)
         await _assert_not_held(source, request)
         await source.assert_empty()
 
 
-async def what_has_expired_is_not_held(harness: Harness) -> None:
+async def expired_blocks_are_not_held(harness: Harness) -> None:
     async with engine_run(harness) as source:
         request = blocks_request(source, "r", blocks_that_fit(source, 3), tokens=5)
         handoff, _ = await computed(source, request)
@@ -260,9 +273,9 @@ async def what_has_expired_is_not_held(harness: Harness) -> None:
 
 
 async def _assert_not_held(run: Run, request: Request) -> None:
-    for request_id in (request.request_id, RequestId("nobody")):
+    for request_id in (request.request_id, RequestId("unknown")):
         try:
-            await placed(run).hold_kv(request_id)
+            await placed(run).held_kv(request_id)
         except NotFound:
             continue
         raise AssertionError(f"the blocks of {request_id} are still held")
@@ -276,27 +289,27 @@ def _several_blocks(run: Run) -> int:
 
 
 def to_fill(run: Run) -> tuple[int, int, int]:
-    """Blocks of the pool; full blocks of a prompt; how many such prompts are more than the pool holds."""
+    """Blocks of the pool, full blocks of a prompt, and number of such prompts that overflow the pool."""
     total = run.info.capacity.kv_total_blocks
     num_blocks = blocks_that_fit(run, max(total // 4, 1))
     return total, num_blocks, total // num_blocks + 1
 
 
-def strangers(index: int, num_blocks: int) -> tuple[list[BlockKey], list[SequenceHash]]:
-    """Names of blocks that nobody has."""
+def unknown_blocks(index: int, num_blocks: int) -> tuple[list[BlockKey], list[SequenceHash]]:
+    """Keys and hashes of blocks that no engine has."""
     numbers = range(1 + index * num_blocks, 1 + (index + 1) * num_blocks)
     keys = [BlockKey(number.to_bytes(BLOCK_KEY_BYTES, "little")) for number in numbers]
     return keys, [SequenceHash(number) for number in numbers]
 
 
 CASES: tuple[Case, ...] = (
-    blocks_are_copied_past_the_engines,
-    only_what_is_missing_is_asked_for,
-    what_did_not_come_is_computed,
-    room_is_nobody_elses,
-    no_two_rooms_share_a_block,
-    the_same_blocks_come_twice,
-    a_clear_while_blocks_come,
-    what_is_held_stays,
-    what_has_expired_is_not_held,
+    copied_blocks_are_used,
+    only_missing_blocks_are_allocated,
+    missing_blocks_are_computed,
+    allocation_is_exclusive,
+    allocations_never_overlap,
+    same_blocks_are_imported_twice,
+    clear_during_import,
+    held_blocks_stay,
+    expired_blocks_are_not_held,
 )

@@ -1,4 +1,4 @@
-"""Prompts for a model that nobody here knows: made of its own vocabulary, or found by asking it."""
+"""Prompts for an arbitrary model: random tokens of its vocabulary, or found by trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUESTIONS = ("Say hi.", "Is water wet? Answer yes or no.", "What is 2 + 2?", "N
 
 
 class Prompts:
-    """Of one model, by its card."""
+    """Prompts of one model, from its card."""
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
@@ -35,14 +35,14 @@ class Prompts:
         self._ids = tuple(rng.choices(usable, k=4096))
 
     def ordinary(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of no meaning, none of them special; a longer prompt begins with the shorter ones."""
+        """Random tokens without special ones; a longer prompt has the shorter ones as prefix."""
         return self._ids[:num_tokens]
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def likely_to_end(self) -> Iterator[tuple[int, ...]]:
-        """Small questions in the words of the chat template, if there is one; then anything."""
+        """Short questions in the chat template, if there is one; then random prompts."""
         template = ChatTemplate(self._card.chat_template) if self._card.chat_template.strip() else None
         for question in _QUESTIONS if template is not None else ():
             assert template is not None
@@ -55,10 +55,10 @@ class Prompts:
 
 
 async def find_ending_prompt(
-    run: Run, prompts: Prompts, given: tuple[int, ...] | None = None
+    run: Run, prompts: Prompts, candidate: tuple[int, ...] | None = None
 ) -> tuple[int, ...] | None:
-    """A prompt as `Harness.ending_prompt` wants it, found by asking; None when there is none among those tried."""
-    candidates = [given] if given is not None else list(islice(prompts.likely_to_end(), _NUM_TRIES))
+    """Find a prompt for `Harness.ending_prompt` by trial; None if no candidate fits."""
+    candidates = [candidate] if candidate is not None else list(islice(prompts.likely_to_end(), _NUM_TRIES))
     answers = [
         run.submit(_request(run, number, ids))
         for number, ids in enumerate(candidates)
@@ -74,7 +74,7 @@ def _request(run: Run, number: int, ids: tuple[int, ...]) -> Request:
 
 
 def _ends_well(answer: Answer) -> bool:
-    """Both choices by EOS, neither at once, one after the other."""
+    """Whether both choices end by EOS, after at least 2 tokens and at different lengths."""
     lengths = [len(answer.tokens[index]) for index in (0, 1)]
     ended = all(
         finish is FinishReason.STOP and answer.stop_reasons[index] is None

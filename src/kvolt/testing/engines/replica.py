@@ -1,4 +1,4 @@
-"""What an engine holds by what it told: KV changes replayed, each held against the contract as it comes."""
+"""Replica of an engine's blocks from its KV events; checks every event against the contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvolt.core.request import Request
 
 
 class Replica:
-    """The blocks of each tier. `apply` raises AssertionError for a change that cannot be."""
+    """Blocks of each tier. `apply` raises AssertionError for an invalid event."""
 
     def __init__(self, changes: Iterable[KvChange] = ()) -> None:
         self.num_removed = 0
@@ -22,7 +22,7 @@ class Replica:
 
     @property
     def blocks(self) -> set[SequenceHash]:
-        """In whatever tier."""
+        """Blocks in any tier."""
         return set().union(*self._tiers.values())
 
     def apply(self, change: KvChange) -> None:
@@ -32,7 +32,7 @@ class Replica:
             case Removed():
                 held = self._tiers.get(change.tier, set())
                 for block in change.sequence_hashes:
-                    assert block in held, f"block {block:x} was removed, but not stored before"
+                    assert block in held, f"block {block:x} was removed but not stored before"
                     held.remove(block)
                     self.num_removed += 1
             case Cleared():
@@ -41,7 +41,7 @@ class Replica:
                     self._tiers.pop(tier, None)
 
     def _store(self, change: Stored) -> None:
-        assert change.num_blocks, "stored nothing"
+        assert change.num_blocks, "empty Stored event"
         assert change.parent is None or change.parent in self.blocks, f"stored before its parent: {change}"
         held = self._tiers.setdefault(change.tier, set())
         for block in change.sequence_hashes:
@@ -49,13 +49,13 @@ class Replica:
             held.add(block)
 
     def num_leading(self, blocks: Sequence[SequenceHash]) -> int:
-        """How many of them are held, from the first on."""
+        """Number of leading blocks that are held."""
         held = self.blocks
         return next((index for index, block in enumerate(blocks) if block not in held), len(blocks))
 
 
 def block_hashes(request: Request, block_size: int, output: Sequence[int] = ()) -> list[SequenceHash]:
-    """The names of a request's full blocks, its answer's included."""
+    """Hashes of the full blocks of a request and its output."""
     hasher = SequenceHasher(block_size, request_seed(request.lora, request.salt), request.media)
     hasher.extend([*request.token_ids, *output])
     return hasher.sequence

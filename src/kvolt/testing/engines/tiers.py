@@ -1,4 +1,4 @@
-"""The tiers of the engine suite, and which of them an engine has to pass: those of what it offers.
+"""Tiers of the engine suite: an engine must pass those of the capabilities that it offers.
 
 @pytest.mark.parametrize("case", suites_for(MyEngine(...)), ids=lambda case: case.__name__)
 async def test_conformance(case):
@@ -29,11 +29,11 @@ __all__ = ["TIERS", "Tier", "suites_for"]
 class Tier(msgspec.Struct, frozen=True):
     name: str
     needs: tuple[str, ...]
-    """Capability protocols, by name, without which the cases make no sense."""
+    """Names of the capability protocols that the cases need."""
     cases: tuple[Case, ...]
 
     def missing(self, features: Collection[str]) -> tuple[str, ...]:
-        """What keeps an engine with these features from being asked."""
+        """Required capabilities that are not in `features`."""
         return tuple(name for name in self.needs if name not in features)
 
 
@@ -45,14 +45,14 @@ TIERS = (
     Tier("handoff", ("Prefill",), engine_handoff_cases.CASES),
     Tier(
         "kv-placed",
-        ("Prefill", "KvPlaced"),
+        ("Prefill", "KvAddressable"),
         engine_placed_cases.CASES + engine_parts_cases.CASES + engine_kept_cases.CASES,
     ),
-    Tier("kv-tiers", ("Prefill", "KvPlaced", "KvTierable"), engine_tierable_cases.CASES),
+    Tier("kv-tiers", ("Prefill", "KvAddressable", "KvTierable"), engine_tierable_cases.CASES),
 )
 
 
 def suites_for(engine: object) -> tuple[Case, ...]:
-    """The cases of all tiers that this engine offers, the core first."""
+    """Cases of all tiers that this engine supports, core first."""
     features = features_of(engine)
     return tuple(case for tier in TIERS if not tier.missing(features) for case in tier.cases)

@@ -1,10 +1,9 @@
-"""Whether the trtllm engine does what it should with the TensorRT-LLM that is installed here, which kvolt's authors
-had none of.
+"""Smoke test of the trtllm engine with the installed TensorRT-LLM; the adapter was written without one.
 
 python -m kvolt.testing.engines.trtllm_smoke MODEL [--arg KEY=VALUE]  needs a GPU; two models' memory for the handoff
 
-One line per check: ok, FAILED with the reason, or what was found. Exit code 0 when none failed, 2 when it cannot be
-started. The whole suite is `kvolt engine check trtllm --model MODEL --arg seeds=kept`: its requests have seeds.
+Prints one line per check: ok or FAILED, with details. Exit code: 0 if no check failed, 2 if the engine cannot start.
+`kvolt engine check trtllm --model MODEL --arg seeds=kept` runs the full suite, whose requests have seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, Prefill
 from kvolt.engines.registry import build_engine, parse_argument
-from kvolt.testing.engines.event_cases import ask_as_told
+from kvolt.testing.engines.event_cases import answer_matching_events
 from kvolt.testing.engines.harness import Run, engine_run
 from kvolt.testing.engines.prompts import Prompts
 
@@ -32,7 +31,7 @@ _NUM_TOKENS = 24
 
 
 class SmokeHarness:
-    """The engine by name, with prompts of its model's vocabulary."""
+    """Harness of the trtllm engine, with prompts from its model's vocabulary."""
 
     def __init__(self, model: str, arguments: dict[str, Any], deadline_s: float, role: Role) -> None:
         self._spec = EngineSpec(model=model, role=role)
@@ -45,7 +44,7 @@ class SmokeHarness:
         return build_engine("trtllm", self._spec, self._arguments)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        assert self.prompts is not None, "an engine first: its card has the vocabulary"
+        assert self.prompts is not None, "start an engine first: its card has the vocabulary"
         return self.prompts.ordinary(num_tokens)
 
     def ending_prompt(self) -> tuple[int, ...]:
@@ -57,41 +56,41 @@ def _greedy(run: Run, name: str, *, prompt: int = 40, tokens: int = _NUM_TOKENS)
     return replace(request, sampling=_GREEDY)
 
 
-async def it_answers(run: Run) -> str:
+async def generates_tokens(run: Run) -> str:
     answer = await run.answer(_greedy(run, "answers"))
     assert len(answer.tokens[0]) == _NUM_TOKENS, f"{len(answer.tokens[0])} tokens"
     assert answer.finishes == {0: FinishReason.LENGTH}
     return f"{_NUM_TOKENS} tokens, {run.info.capacity.kv_total_blocks} KV blocks"
 
 
-async def a_stop_token_is_the_last(run: Run) -> str:
+async def stops_at_stop_token(run: Run) -> str:
     whole = (await run.answer(_greedy(run, "whole"))).tokens[0]
     stopping = _greedy(run, "stops")
     stop = StopConditions(max_tokens=_NUM_TOKENS, stop_token_ids=(whole[5],), ignore_eos=True)
     answer = await run.answer(replace(stopping, stop=stop))
-    assert answer.tokens[0] == whole[: whole.index(whole[5]) + 1], "it is not where it should be"
+    assert answer.tokens[0] == whole[: whole.index(whole[5]) + 1], "the stop token is not the last token"
     assert answer.stop_reasons == {0: whole[5]}
-    return "told with its reason"
+    return "with its stop reason"
 
 
-async def logprobs_come(run: Run) -> str:
+async def returns_logprobs(run: Run) -> str:
     request = replace(_greedy(run, "logprobs"), sampling=replace(_GREEDY, logprobs=3))
     rows = (await run.answer(request)).logprobs[0]
     assert all(len(row.top) == 3 for row in rows), f"{[len(row.top) for row in rows]} of 3"
-    return "three for every token"
+    return "three per token"
 
 
-async def a_grammar_holds(run: Run) -> str:
-    prompts = run.harness.prompts  # type: ignore[attr-defined]  # it is ours
+async def follows_grammar(run: Run) -> str:
+    prompts = run.harness.prompts  # type: ignore[attr-defined]  # SmokeHarness
     request = replace(_greedy(run, "grammar"), grammar=Grammar(GrammarKind.CHOICE, '["yes", "no"]'))
     request = replace(request, stop=StopConditions(max_tokens=_NUM_TOKENS))
     tokens = (await run.answer(request)).tokens[0]
     text = prompts._tokenizer.decode(tokens).strip()
-    assert text in ("yes", "no"), f"it said {text!r}"
-    return f"it said {text!r}"
+    assert text in ("yes", "no"), f"output {text!r}"
+    return f"output {text!r}"
 
 
-async def an_abort_frees_everything(run: Run) -> str:
+async def abort_frees_everything(run: Run) -> str:
     answer = run.submit(_greedy(run, "goes", tokens=100))
     await run.until(lambda: bool(answer.tokens))
     run.abort(answer)
@@ -101,36 +100,40 @@ async def an_abort_frees_everything(run: Run) -> str:
     return "nothing is left"
 
 
-async def events_are_what_is_found(run: Run) -> str:
+async def events_match_cache(run: Run) -> str:
     size = run.info.block_size
     request = _greedy(run, "first", prompt=3 * size + 1, tokens=4)
-    request = replace(request, token_ids=request.token_ids[::-1])  # of which nothing is cached yet
-    await ask_as_told(run, request)
-    second = await ask_as_told(run, replace(request, request_id=RequestId("second")))
-    salted = await ask_as_told(run, replace(request, request_id=RequestId("salted"), salt="somebody"))
-    assert not salted.cached, "a tenant found another one's blocks"
-    skipped = dict(run.engine._known.poll.translator.skipped)  # type: ignore[attr-defined]  # ours, and not public
-    return f"{len(run.replica.blocks)} blocks told, {second.cached} tokens found again; left out: {skipped or 'none'}"
+    request = replace(request, token_ids=request.token_ids[::-1])  # not cached yet
+    await answer_matching_events(run, request)
+    second = await answer_matching_events(run, replace(request, request_id=RequestId("second")))
+    salted = await answer_matching_events(
+        run, replace(request, request_id=RequestId("salted"), salt="tenant")
+    )
+    assert not salted.cached, "a tenant found blocks of another tenant"
+    skipped = dict(run.engine._launched.poll.translator.skipped)  # type: ignore[attr-defined]  # private
+    return f"{len(run.replica.blocks)} blocks, {second.cached} tokens cached; skipped events: {skipped or 'none'}"
 
 
-async def seeds_are_kept(run: Run) -> str:
-    """Finds out what nothing says."""
+async def seeds_are_deterministic(run: Run) -> str:
+    """Determine the right value of the `seeds` argument, which TensorRT-LLM does not document."""
     request = run.request("seeded", prompt=40, tokens=12, seed=5)
     try:
         whole = (await run.answer(request)).tokens[0]
     except Unsupported:
-        return "not asked; run again with --arg seeds=kept to see whether they are"
+        return "not tested; run again with --arg seeds=kept"
     again = (await run.answer(replace(request, request_id=RequestId("again")))).tokens[0]
-    assert again == whole, "the same seed gives other tokens: leave seeds=none"
+    assert again == whole, "the same seed gives different tokens: keep seeds=none"
     try:
-        moved = await run.answer(replace(request, request_id=RequestId("moved"), resume=tuple(whole[:4])))
+        moved = await run.answer(
+            replace(request, request_id=RequestId("moved"), prior_tokens=tuple(whole[:4]))
+        )
     except Unsupported:
-        return "they are kept; run again with --arg seeds=by_position to see whether they can be resumed"
-    assert whole[:4] + moved.tokens[0] == whole, "it goes on with other tokens: leave seeds=kept"
-    return "seeds=by_position is right"
+        return "deterministic; run again with --arg seeds=by_position to test resumed requests"
+    assert whole[:4] + moved.tokens[0] == whole, "a resumed request gives different tokens: keep seeds=kept"
+    return "seeds=by_position works"
 
 
-async def a_prompt_is_handed_over(source: Run, target: Run) -> str:
+async def prefill_handoff_works(source: Run, target: Run) -> str:
     request = _greedy(source, "moved", prompt=3 * source.info.block_size + 1, tokens=12)
     expected = (await source.answer(replace(request, request_id=RequestId("whole")))).tokens[0]
     prefill = source.engine
@@ -140,23 +143,23 @@ async def a_prompt_is_handed_over(source: Run, target: Run) -> str:
     answer = await target.answer(replace(request, handoff=handoff))
     await prefill.release_prefill(request.request_id)
     assert [*handoff.first_tokens, *answer.tokens[0]] == expected, (
-        "it says something else than one engine would"
+        "the tokens differ from those of one engine"
     )
     return f"a ticket of {len(handoff.ticket)} bytes"
 
 
 _CHECKS: tuple[Callable[[Run], Awaitable[str]], ...] = (
-    it_answers,
-    a_stop_token_is_the_last,
-    logprobs_come,
-    a_grammar_holds,
-    an_abort_frees_everything,
-    events_are_what_is_found,
-    seeds_are_kept,
+    generates_tokens,
+    stops_at_stop_token,
+    returns_logprobs,
+    follows_grammar,
+    abort_frees_everything,
+    events_match_cache,
+    seeds_are_deterministic,
 )
 
 
-async def _tell(name: str, check: Awaitable[str]) -> bool:
+async def _report(name: str, check: Awaitable[str]) -> bool:
     try:
         detail = await check
     except (AssertionError, KvoltError) as error:
@@ -167,38 +170,38 @@ async def _tell(name: str, check: Awaitable[str]) -> bool:
 
 
 async def smoke(model: str, arguments: dict[str, Any], deadline_s: float, with_handoff: bool) -> bool:
-    """Whether all went well."""
+    """Run all checks; return whether all passed."""
     harness = SmokeHarness(model, arguments, deadline_s, Role.AGGREGATED)
-    are_well: list[bool] = []
+    results: list[bool] = []
     async with engine_run(harness) as run:
         harness.prompts = Prompts(run.engine.card)
         print(f"offers  {', '.join(run.info.features) or 'the core only'}", flush=True)
         for check in _CHECKS:
-            are_well.append(await _tell(check.__name__, check(run)))
+            results.append(await _report(check.__name__, check(run)))
     if with_handoff:
         sides = [SmokeHarness(model, arguments, deadline_s, role) for role in (Role.PREFILL, Role.DECODE)]
         async with engine_run(sides[0]) as source, engine_run(sides[1]) as target:
             sides[0].prompts = sides[1].prompts = harness.prompts
-            name = a_prompt_is_handed_over.__name__
-            are_well.append(await _tell(name, a_prompt_is_handed_over(source, target)))
-    return all(are_well)
+            name = prefill_handoff_works.__name__
+            results.append(await _report(name, prefill_handoff_works(source, target)))
+    return all(results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvolt.testing.engines.trtllm_smoke", description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="engine argument")
-    parser.add_argument("--no-handoff", action="store_true", help="only one engine")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait")
+    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="Engine argument.")
+    parser.add_argument("--no-handoff", action="store_true", help="Test one engine only, without handoff.")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="Maximum wait.")
     args = parser.parse_args(argv)
     try:
         arguments = dict(parse_argument(text) for text in args.arg)
-        is_well = asyncio.run(smoke(args.model, arguments, args.timeout, not args.no_handoff))
+        ok = asyncio.run(smoke(args.model, arguments, args.timeout, not args.no_handoff))
     except ConfigError as error:
         remedy = error.fields.get("remedy")
         print(f"kvolt: {error.message}" + (f" ({remedy})" if remedy else ""), file=sys.stderr)
         return 2
-    return 0 if is_well else 1
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

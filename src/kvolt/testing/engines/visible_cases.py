@@ -1,4 +1,4 @@
-"""The kv-visible tier: an engine asked what it holds says what it told. For engines with KvEvents and KvVisible."""
+"""Tier `kv-visible`, for KvEvents and KvVisible engines: reported contents match the published events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from msgspec.structs import replace
 
 from kvolt.core.ids import RequestId
 from kvolt.engines.contract import KvVisible
-from kvolt.testing.engines.event_cases import ask_as_told, blocks_request, blocks_that_fit, kv_events
+from kvolt.testing.engines.event_cases import (
+    answer_matching_events,
+    blocks_request,
+    blocks_that_fit,
+    kv_events,
+)
 from kvolt.testing.engines.harness import Case, Harness, Run, engine_run
 from kvolt.testing.engines.replica import Replica
 
@@ -17,15 +22,15 @@ def kv_visible(run: Run) -> KvVisible:
     return engine
 
 
-async def assert_as_told(run: Run) -> None:
-    """The contents are the replay of all that was told. Replaying them finds children before their parents."""
+async def assert_contents_match_events(run: Run) -> None:
+    """Check that the contents equal the published events. The replay fails if a child precedes its parent."""
     contents = Replica(await kv_visible(run).kv_contents())
-    lost, kept_back = run.replica.blocks - contents.blocks, contents.blocks - run.replica.blocks
-    assert not lost, f"{len(lost)} blocks were told and are not there"
-    assert not kept_back, f"{len(kept_back)} blocks are there and were not told"
+    missing, unpublished = run.replica.blocks - contents.blocks, contents.blocks - run.replica.blocks
+    assert not missing, f"{len(missing)} blocks were published but are not held"
+    assert not unpublished, f"{len(unpublished)} blocks are held but were not published"
 
 
-async def match_counts_what_is_held(harness: Harness) -> None:
+async def match_counts_held_blocks(harness: Harness) -> None:
     async with engine_run(harness) as run:
         visible = kv_visible(run)
         num_blocks, block_size = blocks_that_fit(run, 3), run.info.block_size
@@ -42,11 +47,11 @@ async def match_counts_what_is_held(harness: Harness) -> None:
         assert await visible.match(request) == 0
 
 
-async def contents_are_what_was_told(harness: Harness) -> None:
-    """After answers, stopped requests, several choices, a clearing, and answers again."""
+async def contents_match_events(harness: Harness) -> None:
+    """After answers, aborts, several choices, a clear, and more answers."""
     async with engine_run(harness) as run:
         num_blocks = blocks_that_fit(run, 4)
-        await assert_as_told(run)
+        await assert_contents_match_events(run)
         for turn in range(2):
             answers = [
                 run.submit(
@@ -67,15 +72,15 @@ async def contents_are_what_was_told(harness: Harness) -> None:
                     run.abort(answer)
             await run.finish(*(answer for answer in answers if not answer.stopped))
             await run.assert_empty()
-            await assert_as_told(run)
+            await assert_contents_match_events(run)
             if not turn:
                 await kv_events(run).clear_kv()
                 await run.until(lambda: run.replica.num_cleared == 1)
-                await assert_as_told(run)
+                await assert_contents_match_events(run)
         assert run.replica.blocks
 
 
-async def looking_changes_nothing(harness: Harness) -> None:
+async def reads_change_nothing(harness: Harness) -> None:
     async with engine_run(harness) as run:
         visible = kv_visible(run)
         request = blocks_request(run, "r", blocks_that_fit(run, 2))
@@ -84,8 +89,8 @@ async def looking_changes_nothing(harness: Harness) -> None:
         for _ in range(3):
             await visible.match(request)
             assert await visible.kv_contents() == before
-        await ask_as_told(run, replace(request, request_id=RequestId("again")))
+        await answer_matching_events(run, replace(request, request_id=RequestId("again")))
         await run.assert_empty()
 
 
-CASES: tuple[Case, ...] = (match_counts_what_is_held, contents_are_what_was_told, looking_changes_nothing)
+CASES: tuple[Case, ...] = (match_counts_held_blocks, contents_match_events, reads_change_nothing)

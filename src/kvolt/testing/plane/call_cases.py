@@ -1,4 +1,4 @@
-"""Cases of the request plane's suite: calls and their answers, from one item to a thousand streams."""
+"""Cases of the request plane's suite: calls and responses, from one item to a thousand streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def no_answer(harness: Harness) -> None:
         expect(await answers(client, 0) == [], "a stream may end without an item")
 
 
-async def values_come_back_as_they_were(harness: Harness) -> None:
+async def values_round_trip(harness: Harness) -> None:
     async def echo(value: Any) -> AsyncIterator[Any]:
         yield value
         yield [value, value]
@@ -49,7 +49,7 @@ async def values_come_back_as_they_were(harness: Harness) -> None:
     ]
     async with served(harness, echo) as (_, _, client):
         for value in values:
-            expect(await answers(client, value) == [value, [value, value]], f"{value!r} is changed")
+            expect(await answers(client, value) == [value, [value, value]], f"{value!r} changed")
 
 
 async def stream_keeps_its_order(harness: Harness) -> None:
@@ -66,7 +66,7 @@ async def stream_keeps_its_order(harness: Harness) -> None:
         expect(flat(await answers(client, 5000)) == list(range(5000)), "the order of items is kept")
 
 
-async def deltas_come_back_as_deltas(harness: Harness) -> None:
+async def deltas_round_trip(harness: Harness) -> None:
     usage = Usage(prompt_tokens=3, completion_tokens=70_000)
     long = Delta(tuple(range(70_000)), index=1)
     last = Delta((5,), finish=FinishReason.STOP, usage=usage)
@@ -77,10 +77,13 @@ async def deltas_come_back_as_deltas(harness: Harness) -> None:
         yield last
 
     async with served(harness, generate) as (_, _, client):
-        expect(await answers(client, None) == [Delta((1,)), long, last], "long or short, a Delta is a Delta")
+        expect(
+            await answers(client, None) == [Delta((1,)), long, last],
+            "deltas of any length are returned as Delta",
+        )
 
 
-async def a_thousand_streams_at_once(harness: Harness) -> None:
+async def thousand_concurrent_streams(harness: Harness) -> None:
     gate = asyncio.Event()
 
     async def wait_then_count(number: int) -> AsyncIterator[int]:
@@ -93,7 +96,7 @@ async def a_thousand_streams_at_once(harness: Harness) -> None:
     async with served(harness, wait_then_count, int) as (_, _, client):
         streams = [await client.stream(number) for number in range(1000)]
         for number, stream in enumerate(streams):
-            expect(await anext(stream) == number, "every stream has begun before one ends")
+            expect(await anext(stream) == number, "every stream starts before one ends")
         gate.set()
 
         async def read(number: int) -> None:
@@ -102,28 +105,30 @@ async def a_thousand_streams_at_once(harness: Harness) -> None:
         async with Scope("readers") as scope:
             for number in range(1000):
                 scope.start(read(number), str(number))
-    wanted = {number: [number, number + 1, number + 2] for number in range(1000)}
-    expect(results == wanted, "no stream's items went to another")
+    expected = {number: [number, number + 1, number + 2] for number in range(1000)}
+    expect(results == expected, "every stream gets its own items")
 
 
 async def calls_in_both_directions(harness: Harness) -> None:
     one, two = await harness.runtime("one"), await harness.runtime("two")
-    there, back = EndpointAddress("ns", "one", "count"), EndpointAddress("ns", "two", "count")
-    await one.serve(there, count_to, int)
-    await two.serve(back, count_to, int)
-    to_one, to_two = await client_of(two, endpoint=there), await client_of(one, endpoint=back)
+    at_one, at_two = EndpointAddress("ns", "one", "count"), EndpointAddress("ns", "two", "count")
+    await one.serve(at_one, count_to, int)
+    await two.serve(at_two, count_to, int)
+    to_one, to_two = await client_of(two, endpoint=at_one), await client_of(one, endpoint=at_two)
     async with Scope("both") as scope:
         tasks = [scope.start(answers(client, 500), "count") for client in (to_one, to_two) * 5]
     expect(all(task.result() == list(range(500)) for task in tasks), "both directions work at once")
 
 
-async def a_call_back_needs_no_new_connection(harness: Harness) -> None:
+async def reverse_call_reuses_connection(harness: Harness) -> None:
     async with served(harness, count_to) as (server, caller, client):
         back = EndpointAddress("ns", "caller", "count")
         await caller.serve(back, count_to, int)
         await answers(client, 3)
         before = caller.plane.gauges().num_open, server.plane.gauges().num_open
-        expect(await answers(await client_of(server, endpoint=back), 3) == [0, 1, 2], "the call back works")
+        expect(
+            await answers(await client_of(server, endpoint=back), 3) == [0, 1, 2], "the reverse call works"
+        )
         after = caller.plane.gauges().num_open, server.plane.gauges().num_open
         expect(before == after, f"connections: {before} before, {after} after")
 
@@ -139,13 +144,13 @@ async def round_robin_takes_turns(harness: Harness) -> None:
         await server.serve(ENDPOINT, handler)
     client = await client_of(await harness.runtime("caller"), num_instances=3)
     got = [(await answers(client, None))[0] for _ in range(6)]
-    expect(sorted(got) == sorted(names * 2), f"each gets its turn: {got}")
+    expect(sorted(got) == sorted(names * 2), f"round-robin over all instances: {got}")
     for instance in client.candidates():
         first, second = [await collect(await client.stream(None, instance=instance)) for _ in range(2)]
         expect(first == second, "a chosen instance gets the call")
 
 
-async def context_travels(harness: Harness) -> None:
+async def context_is_propagated(harness: Harness) -> None:
     async def context(request: Any) -> AsyncIterator[dict[str, str]]:
         yield current_context()
 
@@ -154,18 +159,18 @@ async def context_travels(harness: Harness) -> None:
         with bind(request_id="r-1", traceparent=trace):
             got = await answers(client, None)
         expect(got == [{"request_id": "r-1", "traceparent": trace}], f"the ids reach the handler: {got}")
-        expect(await answers(client, None) == [{}], "and no other call's")
+        expect(await answers(client, None) == [{}], "ids of another call are not kept")
 
 
 CALL_CASES: tuple[Case, ...] = (
     one_answer,
     no_answer,
-    values_come_back_as_they_were,
+    values_round_trip,
     stream_keeps_its_order,
-    deltas_come_back_as_deltas,
-    a_thousand_streams_at_once,
+    deltas_round_trip,
+    thousand_concurrent_streams,
     calls_in_both_directions,
-    a_call_back_needs_no_new_connection,
+    reverse_call_reuses_connection,
     round_robin_takes_turns,
-    context_travels,
+    context_is_propagated,
 )

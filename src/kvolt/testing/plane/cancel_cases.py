@@ -1,4 +1,4 @@
-"""Cases of the request plane's suite: the caller gives up, at every moment it can."""
+"""Cases of the request plane's suite: the caller cancels, at every stage of a call."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ async def cancel_after_the_first_item(harness: Harness) -> None:
 
 
 async def cancel_at_once(harness: Harness) -> None:
-    """The request and its cancel may meet on the way: the handler runs not at all, or ends."""
+    """The cancel may overtake the request: the handler does not run, or ends."""
     probe = Probe()
     async with served(harness, probe.forever) as (server, _, client):
         for _ in range(20):
             await (await client.stream(1)).aclose()
         await asyncio.sleep(0.05)
         await until(lambda: probe.num_closed == probe.num_started, "the end of every handler")
-        await until(lambda: server.server.num_active == 0, "nothing is served")
+        await until(lambda: server.server.num_active == 0, "no active stream")
 
 
 async def leaving_the_block_cancels(harness: Harness) -> None:
@@ -79,7 +79,7 @@ async def cancelling_the_reader_cancels(harness: Harness) -> None:
         await until(lambda: probe.num_closed == 1, "the end of the handler")
 
 
-async def cancel_while_a_long_answer_comes(harness: Harness) -> None:
+async def cancel_during_long_answer(harness: Harness) -> None:
     big = b"x" * 5_000_000
     probe = Probe()
 
@@ -94,16 +94,16 @@ async def cancel_while_a_long_answer_comes(harness: Harness) -> None:
     async with served(harness, send) as (server, _, client):
         for _ in range(6):
             stream = await client.stream(1)
-            expect(await anext(stream) == "first", "it begins")
+            expect(await anext(stream) == "first", "the first item")
             await stream.aclose()
         await until(lambda: probe.num_closed == 6, "the end of every handler")
         await server.serve(EndpointAddress("ns", "worker", "count"), count_to, int)
         other = await client_of(
             await harness.runtime("other"), endpoint=EndpointAddress("ns", "worker", "count")
         )
-        expect(await answers(other, 10) == list(range(10)), "the process serves on")
+        expect(await answers(other, 10) == list(range(10)), "the process still serves")
         stream = await client.stream(1)
-        expect([await anext(stream), await anext(stream)] == ["first", big], "and so does the connection")
+        expect([await anext(stream), await anext(stream)] == ["first", big], "the connection still works")
         await stream.aclose()
 
 
@@ -113,5 +113,5 @@ CANCEL_CASES: tuple[Case, ...] = (
     cancel_at_once,
     leaving_the_block_cancels,
     cancelling_the_reader_cancels,
-    cancel_while_a_long_answer_comes,
+    cancel_during_long_answer,
 )

@@ -1,4 +1,4 @@
-"""Cases of the request plane's suite: how errors come back, and what a call that reaches nobody ends with."""
+"""Cases of the request plane's suite: errors of handlers, and errors of calls that reach no handler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvolt.testing.plane.harness import (
 )
 
 
-async def errors_come_back_whole(harness: Harness) -> None:
+async def errors_round_trip(harness: Harness) -> None:
     errors: dict[str, KvoltError] = {
         error.code: error
         for error in (
@@ -57,13 +57,13 @@ async def errors_come_back_whole(harness: Harness) -> None:
     async with served(harness, fail, str) as (_, _, client):
         for code, error in errors.items():
             stream = await client.stream(code)
-            expect(await anext(stream) == 1, "what came before the error is delivered")
+            expect(await anext(stream) == 1, "items before the error are delivered")
             got = await fails(type(error), anext(stream))
             expect((got.message, got.fields) == (error.message, error.fields), f"{got!r} is not {error!r}")
-            expect(got.retryable == error.retryable, "and says the same about trying again")
+            expect(got.retryable == error.retryable, "the error is as retryable as the original")
 
 
-async def a_handlers_bug_tells_no_secrets(harness: Harness) -> None:
+async def handler_bug_hides_its_message(harness: Harness) -> None:
     async def bug(request: Any) -> AsyncIterator[int]:
         yield 1
         raise ValueError("the password is 1234")
@@ -73,10 +73,10 @@ async def a_handlers_bug_tells_no_secrets(harness: Harness) -> None:
         expect(await anext(stream) == 1, "the item before the bug")
         error = await fails(KvoltError, anext(stream))
         expect("1234" not in f"{error!r}" and "ValueError" in error.message, f"only the type: {error!r}")
-        expect(await anext(await client.stream(None)) == 1, "and the process serves on")
+        expect(await anext(await client.stream(None)) == 1, "the process still serves")
 
 
-async def a_handlers_own_timeout_is_no_deadline(harness: Harness) -> None:
+async def handler_timeout_is_no_deadline(harness: Harness) -> None:
     async def bug(request: Any) -> AsyncIterator[int]:
         async with asyncio.timeout(0.01):
             await asyncio.sleep(60)
@@ -87,12 +87,12 @@ async def a_handlers_own_timeout_is_no_deadline(harness: Harness) -> None:
 
 
 async def errors_that_are_hard_to_send(harness: Harness) -> None:
-    """Whatever a handler puts into an error, it ends its own stream, and no other."""
+    """An error that cannot be encoded ends its own stream only."""
     hard: list[KvoltError] = [
         EngineFailed("x" * 5_000_000, engine="sim"),
         EngineFailed("a lone surrogate \ud800", engine="\udfff"),
         EngineFailed("a big number", engine=2**100),
-        EngineFailed("no value of the wire", engine=["list"]),  # type: ignore[arg-type]
+        EngineFailed("an unsupported value", engine=["list"]),  # type: ignore[arg-type]
     ]
 
     async def fail(number: int) -> AsyncIterator[int]:
@@ -104,38 +104,38 @@ async def errors_that_are_hard_to_send(harness: Harness) -> None:
         other = await client_of(
             await harness.runtime("other"), endpoint=EndpointAddress("ns", "worker", "count")
         )
-        beside = await other.stream(1000)
+        concurrent = await other.stream(1000)
         for number in range(len(hard)):
             stream = await client.stream(number)
             expect(await anext(stream) == number, "the item before the error")
             await fails(EngineFailed, anext(stream))
-        expect(await collect(beside) == list(range(1000)), "a stream beside goes on")
+        expect(await collect(concurrent) == list(range(1000)), "a concurrent stream continues")
 
 
 async def unknown_endpoint(harness: Harness) -> None:
     async with served(harness, count_to) as (server, _, client):
         (instance,) = client.candidates()
-        await server.withdraw(ENDPOINT)
+        await server.stop_serving(ENDPOINT)
         error = await fails(NotFound, collect(await client.stream(3, instance=instance)))
-        expect(error.fields.get("name") == str(ENDPOINT), f"it says what: {error!r}")
+        expect(error.fields.get("name") == str(ENDPOINT), f"the error names the endpoint: {error!r}")
 
 
 async def stale_instance(harness: Harness) -> None:
-    """The same endpoint at the same address, but another life of it."""
+    """The same endpoint at the same address, but a newer instance."""
     async with served(harness, count_to) as (server, _, client):
         (old,) = client.candidates()
-        await server.withdraw(ENDPOINT)
+        await server.stop_serving(ENDPOINT)
         new = await server.serve(ENDPOINT, count_to, int)
         error = await fails(Unavailable, collect(await client.stream(3, instance=old)))
-        expect(error.retryable, "another instance may take it")
-        expect(await collect(await client.stream(3, instance=new)) == [0, 1, 2], "the new one answers")
+        expect(error.retryable, "a retry on another instance is possible")
+        expect(await collect(await client.stream(3, instance=new)) == [0, 1, 2], "the new instance responds")
 
 
 async def no_instances(harness: Harness) -> None:
     caller = await harness.runtime("caller")
     client = await caller.client(ENDPOINT)
     await client.wait_synced(SOON_S)
-    expect(client.candidates() == [], "nobody serves it")
+    expect(client.candidates() == [], "there is no instance")
     await fails(Unavailable, client.stream(None))
 
 
@@ -146,9 +146,9 @@ async def request_of_another_type(harness: Harness) -> None:
 
 
 ERROR_CASES: tuple[Case, ...] = (
-    errors_come_back_whole,
-    a_handlers_bug_tells_no_secrets,
-    a_handlers_own_timeout_is_no_deadline,
+    errors_round_trip,
+    handler_bug_hides_its_message,
+    handler_timeout_is_no_deadline,
     errors_that_are_hard_to_send,
     unknown_endpoint,
     stale_instance,

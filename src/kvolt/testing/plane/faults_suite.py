@@ -1,4 +1,4 @@
-"""Conformance suite of a request plane, second part: deadlines, lost and stalled peers, and how processes stop.
+"""Conformance suite of the request plane, second part: deadlines, lost and stalled peers, shutdown.
 
 Run it as `plane_suite`: the same Harness, the same `run_case`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltError, Unavailable, WorkerLost
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.tasks import Crew, Scope
+from kvolt.runtime.tasks import Scope, TaskGroup
 from kvolt.testing.discovery.observer import SOON_S, expect
 from kvolt.testing.plane import stall_cases as plane_stall_cases
 from kvolt.testing.plane.suite import (
@@ -41,18 +41,18 @@ def _now() -> float:
 
 
 async def connect_deadline(harness: Harness) -> None:
-    """Nothing was sent, so the call may go elsewhere: ConnectFailed, and the instance is out."""
+    """Nothing was sent, so the call may be retried elsewhere: ConnectFailed, and the instance is no candidate."""
     async with served(harness, count_to) as (_, _, client):
         await harness.isolate("server")
         began = _now()
         error = await fails(ConnectFailed, client.stream(1, deadlines=Deadlines(connect_s=_SHORT_S)))
-        expect(error.retryable, "another instance may take it")
-        expect(_now() - began < SOON_S / 2, "it did not wait for anything else")
-        expect(client.candidates() == [], "the instance is out of the candidates at once")
+        expect(error.retryable, "a retry on another instance is possible")
+        expect(_now() - began < SOON_S / 2, "it waits for nothing else")
+        expect(client.candidates() == [], "the instance leaves the candidates at once")
 
 
 async def total_deadline_while_connecting(harness: Harness) -> None:
-    """A call whose own time is over says nothing of the instance."""
+    """An expired total deadline says nothing about the instance."""
     async with served(harness, count_to) as (_, _, client):
         await harness.isolate("server")
         error = await fails(DeadlineExceeded, client.stream(1, deadlines=Deadlines(total_s=_SHORT_S)))
@@ -70,12 +70,12 @@ async def first_deadline(harness: Harness) -> None:
 
 
 async def between_deadline(harness: Harness) -> None:
-    """It counts from the latest item, however long the first one was allowed to take."""
+    """The deadline counts from the latest item, regardless of the first-item deadline."""
     probe = Probe()
     async with served(harness, probe.forever) as (_, _, client):
         began = _now()
         stream = await client.stream(3, deadlines=Deadlines(first_s=SOON_S, between_s=_SHORT_S))
-        expect([await anext(stream) for _ in range(3)] == [0, 1, 2], "what came before is delivered")
+        expect([await anext(stream) for _ in range(3)] == [0, 1, 2], "earlier items are delivered")
         error = await fails(DeadlineExceeded, anext(stream))
         expect(error.fields == {"stage": "between", "after_s": _SHORT_S}, f"{error!r}")
         expect(_now() - began < SOON_S / 2, "not at the end of the first deadline")
@@ -95,8 +95,8 @@ async def total_deadline(harness: Harness) -> None:
         await until(lambda: server.server.num_active == 0, "the end of the handler")
 
 
-async def a_slow_reader_is_no_silent_sender(harness: Harness) -> None:
-    """Between items only the sender's silence counts, not the time that our own reader takes."""
+async def slow_reader_is_no_silent_sender(harness: Harness) -> None:
+    """Only the sender's silence counts, not the time that the local reader takes."""
     async with served(harness, count_to) as (_, _, client):
         stream = await client.stream(500, deadlines=Deadlines(between_s=_SHORT_S))
         got = [await anext(stream)]
@@ -105,8 +105,8 @@ async def a_slow_reader_is_no_silent_sender(harness: Harness) -> None:
         expect(got == list(range(500)), "nothing is lost")
 
 
-async def the_server_keeps_the_deadline_too(harness: Harness) -> None:
-    """Its caller cannot tell it any more, and is not known to be lost yet."""
+async def server_enforces_deadline(harness: Harness) -> None:
+    """The caller is unreachable but not yet known to be lost."""
     probe = Probe()
     async with served(harness, probe.forever) as (_, _, client):
         total_s = harness.dead_after_s / 4
@@ -115,14 +115,14 @@ async def the_server_keeps_the_deadline_too(harness: Harness) -> None:
         expect(await anext(stream) == 0, "it runs")
         await harness.isolate("caller")
         await until(lambda: probe.num_closed == 1, "the end of the handler")
-        expect(probe.closed_at[0] - began < harness.dead_after_s, "by its deadline, not by the loss")
+        expect(probe.closed_at[0] - began < harness.dead_after_s, "ended by its deadline, not by the loss")
         await stream.aclose()
 
 
 # -- lost peers
 
 
-async def a_killed_peer_is_lost_at_once(harness: Harness) -> None:
+async def killed_peer_is_lost_at_once(harness: Harness) -> None:
     probe = Probe()
     async with served(harness, probe.forever) as (_, _, client):
         streams = [await client.stream(1) for _ in range(50)]
@@ -132,50 +132,50 @@ async def a_killed_peer_is_lost_at_once(harness: Harness) -> None:
         await harness.cut("server")
         for stream in streams:
             error = await fails(WorkerLost, anext(stream))
-            expect(error.retryable, "it may be tried elsewhere")
+            expect(error.retryable, "a retry is possible")
         expect(_now() - began < harness.dead_after_s, "at once, not after the heartbeat")
         await until(lambda: probe.num_closed == 50, "the end of every handler")
 
 
-async def what_came_before_the_loss_is_delivered(harness: Harness) -> None:
+async def items_before_loss_are_delivered(harness: Harness) -> None:
     probe = Probe()
     async with served(harness, probe.forever) as (_, _, client):
         stream = await client.stream(5)
         await until(lambda: stream.num_queued == 5, "five items")
         await harness.cut("server")
-        expect([await anext(stream) for _ in range(5)] == list(range(5)), "what has arrived can be read")
+        expect([await anext(stream) for _ in range(5)] == list(range(5)), "received items can be read")
         await fails(WorkerLost, anext(stream))
 
 
-async def an_idle_connection_stays(harness: Harness) -> None:
+async def idle_connection_stays(harness: Harness) -> None:
     probe = Probe()
     async with served(harness, probe.forever) as (_, caller, client):
         stream = await client.stream(1)
         expect(await anext(stream) == 0, "it runs")
         before = caller.plane.gauges().num_open
         await asyncio.sleep(1.6 * harness.dead_after_s)
-        expect(probe.num_closed == 0, "silence of a stream is not silence of its peer")
-        expect(caller.plane.gauges().num_open == before, "the connection is the same")
+        expect(probe.num_closed == 0, "a silent stream does not mean a silent peer")
+        expect(caller.plane.gauges().num_open == before, "the connection is kept")
         await stream.aclose()
 
 
-async def a_lost_instance_leaves_and_comes_back(harness: Harness) -> None:
+async def lost_instance_leaves_and_returns(harness: Harness) -> None:
     async with served(harness, count_to) as (_, _, client):
         expect(await answers(client, 2) == [0, 1], "it answers")
         seen: list[int] = []
         client.on_change(lambda: seen.append(len(client.candidates())))
         await harness.isolate("server")
         await until(lambda: client.candidates() == [], "the instance leaves the candidates")
-        expect(len(client.instances()) == 1, "though discovery still knows it")
+        expect(len(client.instances()) == 1, "discovery still lists it")
         await fails(Unavailable, client.stream(1))
         await harness.rejoin("server")
-        await until(lambda: len(client.candidates()) == 1, "it comes back without a request being spent")
-        expect(await answers(client, 2) == [0, 1], "and answers")
-        expect(seen[0] == 0 and seen[-1] == 1, f"whoever listens is told: {seen}")
+        await until(lambda: len(client.candidates()) == 1, "it returns without a probe request")
+        expect(await answers(client, 2) == [0, 1], "it responds again")
+        expect(seen[0] == 0 and seen[-1] == 1, f"listeners are notified: {seen}")
 
 
-async def a_lost_instance_is_out_before_its_streams_end(harness: Harness) -> None:
-    """Who tries again from the end of a stream must not be given the lost instance."""
+async def lost_instance_leaves_before_its_streams_end(harness: Harness) -> None:
+    """A retry at the end of a stream must not select the lost instance."""
     probe = Probe()
     seen: list[int] = []
 
@@ -191,7 +191,7 @@ async def a_lost_instance_is_out_before_its_streams_end(harness: Harness) -> Non
         await until(lambda: probe.num_started == 1, "the handler's start")
         await harness.cut("server")
         await until(lambda: len(seen) == 1, "the end of the call")
-        expect(seen == [0], "the instance is out already")
+        expect(seen == [0], "the instance is no candidate any more")
 
 
 async def one_lost_instance_of_two(harness: Harness) -> None:
@@ -214,12 +214,12 @@ async def instances_come_and_go(harness: Harness) -> None:
     caller = await harness.runtime("caller")
     client = await client_of(caller, num_instances=0)
     first = await harness.runtime("first")
-    instance = await first.serve(ENDPOINT, count_to, int, info={"who": "first"})
+    instance = await first.serve(ENDPOINT, count_to, int, info={"name": "first"})
     await until(lambda: client.candidates() == [instance], "the first instance")
     second = await harness.runtime("second")
     await second.serve(ENDPOINT, count_to, int)
     await until(lambda: len(client.candidates()) == 2, "the second one")
-    await first.withdraw(ENDPOINT)
+    await first.stop_serving(ENDPOINT)
     await until(lambda: len(client.instances()) == 1, "the first one leaves")
     await second.close()
     await until(lambda: client.instances() == [], "a closed process leaves at once")
@@ -235,17 +235,17 @@ async def cordon_and_resume(harness: Harness) -> None:
         error = await fails(Unavailable, collect(await client.stream(1, instance=instance)))
         expect(error.fields.get("reason") == "cordoned", f"{error!r}")
         await until(lambda: client.candidates() == [], "a cordoned instance is no candidate")
-        expect(client.instances()[0].state is InstanceState.CORDONED, "but is still known")
-        expect([await anext(running), await anext(running)] == [1, 2], "what runs goes on")
+        expect(client.instances()[0].state is InstanceState.CORDONED, "a cordoned instance is still listed")
+        expect([await anext(running), await anext(running)] == [1, 2], "running streams continue")
         await server.resume()
-        await until(lambda: len(client.candidates()) == 1, "it is one again")
+        await until(lambda: len(client.candidates()) == 1, "it is a candidate again")
         another = await client.stream(1)
-        expect(await anext(another) == 0, "and is called")
+        expect(await anext(another) == 0, "it is called again")
         for stream in (running, another):
             await stream.aclose()
 
 
-async def drain_finishes_what_runs(harness: Harness) -> None:
+async def drain_finishes_running_streams(harness: Harness) -> None:
     gate = asyncio.Event()
 
     async def gated(number: int) -> AsyncIterator[int]:
@@ -262,16 +262,18 @@ async def drain_finishes_what_runs(harness: Harness) -> None:
         async with Scope("drain") as scope:
             drain = scope.start(server.drain(SOON_S), "drain")
             await until(lambda: client.candidates() == [], "a draining instance is no candidate")
-            await asyncio.sleep(2 * server.options.announce_s)  # until then who has not heard is still served
+            await asyncio.sleep(
+                2 * server.options.announce_s
+            )  # until then callers that were not notified are served
             error = await fails(Unavailable, collect(await client.stream(1, instance=instance)))
             expect(error.fields.get("reason") == "draining", f"{error!r}")
-            expect(not drain.done(), "it waits for what runs")
+            expect(not drain.done(), "it waits for running streams")
             gate.set()
             for stream in running:
-                expect(await collect(stream) == list(range(1, 100)), "what runs is finished")
+                expect(await collect(stream) == list(range(1, 100)), "running streams are finished")
 
 
-async def close_with_time_finishes_what_runs(harness: Harness) -> None:
+async def close_with_timeout_finishes_running_streams(harness: Harness) -> None:
     async def slowly(number: int) -> AsyncIterator[int]:
         for value in range(number):
             yield value
@@ -282,12 +284,12 @@ async def close_with_time_finishes_what_runs(harness: Harness) -> None:
         expect(await anext(stream) == 0, "it runs")
         async with Scope("close") as scope:
             scope.start(server.close(SOON_S), "close")
-            expect(await collect(stream) == list(range(1, 20)), "and is finished")
-        await until(lambda: client.instances() == [], "then the process is gone")
+            expect(await collect(stream) == list(range(1, 20)), "the stream is finished")
+        await until(lambda: client.instances() == [], "the process leaves")
 
 
-async def close_without_time_is_retryable(harness: Harness) -> None:
-    """A caller whose server stops is told at once, and in words that let it go elsewhere."""
+async def close_without_timeout_is_retryable(harness: Harness) -> None:
+    """The callers of a stopping server get a retryable error at once."""
     probe = Probe()
     async with served(harness, probe.forever) as (server, _, client):
         stream = await client.stream(1)
@@ -300,12 +302,12 @@ async def close_without_time_is_retryable(harness: Harness) -> None:
         except KvoltError as error:
             expect(error.retryable and not isinstance(error, Cancelled), f"{error!r}")
         else:
-            raise AssertionError("the stream went on")
+            raise AssertionError("the stream continued")
         expect(_now() - began < harness.dead_after_s, "at once")
         await server.close()
 
 
-async def a_closed_caller_ends_its_calls(harness: Harness) -> None:
+async def closed_caller_ends_its_calls(harness: Harness) -> None:
     probe = Probe()
     async with served(harness, probe.forever) as (server, caller, client):
         stream = await client.stream(1)
@@ -323,11 +325,11 @@ async def close_leaves_no_task(harness: Harness) -> None:
     async with served(harness, probe.forever) as (server, caller, client):
         stream = await client.stream(1)
         expect(await anext(stream) == 0, "it runs")
-        crew = Crew("waiting")
-        crew.start(_ignore_end(stream), "reader")
+        task_group = TaskGroup("waiting")
+        task_group.start(_ignore_end(stream), "reader")
         await server.close()
         await caller.close()
-        await crew.drain()
+        await task_group.drain()
     left = sorted(task.get_name() for task in asyncio.all_tasks() - before)
     expect(not left, f"left: {left}")
 
@@ -343,20 +345,20 @@ CASES: tuple[Case, ...] = (
     first_deadline,
     between_deadline,
     total_deadline,
-    a_slow_reader_is_no_silent_sender,
-    the_server_keeps_the_deadline_too,
-    a_killed_peer_is_lost_at_once,
-    what_came_before_the_loss_is_delivered,
-    an_idle_connection_stays,
-    a_lost_instance_leaves_and_comes_back,
-    a_lost_instance_is_out_before_its_streams_end,
+    slow_reader_is_no_silent_sender,
+    server_enforces_deadline,
+    killed_peer_is_lost_at_once,
+    items_before_loss_are_delivered,
+    idle_connection_stays,
+    lost_instance_leaves_and_returns,
+    lost_instance_leaves_before_its_streams_end,
     one_lost_instance_of_two,
     instances_come_and_go,
     cordon_and_resume,
-    drain_finishes_what_runs,
-    close_with_time_finishes_what_runs,
-    close_without_time_is_retryable,
-    a_closed_caller_ends_its_calls,
+    drain_finishes_running_streams,
+    close_with_timeout_finishes_running_streams,
+    close_without_timeout_is_retryable,
+    closed_caller_ends_its_calls,
     close_leaves_no_task,
     *plane_stall_cases.CASES,
 )

@@ -1,4 +1,4 @@
-"""Cases of the request plane's suite: long messages, and readers slower than what is sent to them."""
+"""Cases of the request plane's suite: long messages, slow readers and flow control."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from kvolt.testing.plane.harness import (
 
 
 async def long_messages_beside_short_ones(harness: Harness) -> None:
-    """10 MB in both directions; what is short overtakes it on other streams, never on its own."""
+    """10 MB in both directions: short messages overtake them on other streams, not on the same stream."""
     big = bytes(range(256)) * 40_000
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def send_big(request: bytes) -> AsyncIterator[Any]:
         yield "first"
         yield request
         yield "middle"
-        begun.set()
+        started.set()
         yield request
         yield "last"
 
@@ -52,8 +52,8 @@ async def long_messages_beside_short_ones(harness: Harness) -> None:
 
         async def read_small() -> None:
             async with asyncio.timeout(SOON_S):
-                await begun.wait()
-            expect(await answers(small, 200) == list(range(200)), "the short stream is whole")
+                await started.wait()
+            expect(await answers(small, 200) == list(range(200)), "the short stream is complete")
             order.append("small")
 
         async with Scope("readers") as scope:
@@ -75,16 +75,19 @@ async def many_long_messages(harness: Harness) -> None:
             expect(task.result() == [body, len(body)], "each stream gets its own")
 
 
-async def too_long_a_request(harness: Harness) -> None:
+async def request_too_long(harness: Harness) -> None:
     async with served(harness, count_to) as (_, _, client):
-        beside = await client.stream(100)
+        concurrent = await client.stream(100)
         error = await fails(PayloadTooLarge, client.stream(b"x" * (harness.max_message_bytes + 1)))
-        expect(error.fields.get("limit_bytes") == harness.max_message_bytes, f"it says the limit: {error!r}")
-        expect(await collect(beside) == list(range(100)), "a stream beside goes on")
+        expect(
+            error.fields.get("limit_bytes") == harness.max_message_bytes,
+            f"the error has the limit: {error!r}",
+        )
+        expect(await collect(concurrent) == list(range(100)), "a concurrent stream continues")
 
 
-async def an_item_that_cannot_leave(harness: Harness) -> None:
-    """Too long, or nothing that can be encoded: the items before it arrive, then its stream fails."""
+async def item_that_cannot_be_encoded(harness: Harness) -> None:
+    """An item too long or not encodable: earlier items arrive, then its stream fails."""
     too_long = b"x" * (harness.max_message_bytes + 1)
     bad: dict[str, tuple[Any, type[KvoltError]]] = {
         "too long": (too_long, PayloadTooLarge),
@@ -105,15 +108,15 @@ async def an_item_that_cannot_leave(harness: Harness) -> None:
         other = await client_of(caller, endpoint=EndpointAddress("ns", "worker", "count"))
         for what, (_, kind) in bad.items():
             for num_after in (0, 3):
-                beside = await other.stream(300)
+                concurrent = await other.stream(300)
                 stream = await client.stream((what, num_after))
-                expect(await anext(stream) == 1, "the item before it arrives")
+                expect(await anext(stream) == 1, "the earlier item arrives")
                 error = await fails(kind, anext(stream))
                 expect(not error.retryable, f"{what}: {error!r}")
-                expect(await collect(beside) == list(range(300)), "a stream beside goes on")
+                expect(await collect(concurrent) == list(range(300)), "a concurrent stream continues")
 
 
-async def a_slow_reader_slows_its_handler(harness: Harness) -> None:
+async def slow_reader_slows_its_handler(harness: Harness) -> None:
     probe = Probe()
     async with served(harness, probe.count_to) as (_, _, client):
         stream = await client.stream(3000)
@@ -125,13 +128,13 @@ async def a_slow_reader_slows_its_handler(harness: Harness) -> None:
         expect(got == list(range(3000)), "nothing is lost, doubled or out of order")
 
 
-async def a_slow_reader_slows_no_other(harness: Harness) -> None:
+async def slow_reader_slows_no_other(harness: Harness) -> None:
     async with served(harness, count_to) as (_, _, client):
         slow = await client.stream(3000)
         await anext(slow)
         for _ in range(3):
-            expect(await answers(client, 1000) == list(range(1000)), "a quick reader gets all")
-        expect(await collect(slow) == list(range(1, 3000)), "the slow one, too, in its time")
+            expect(await answers(client, 1000) == list(range(1000)), "a fast reader gets all items")
+        expect(await collect(slow) == list(range(1, 3000)), "the slow reader gets all items too")
 
 
 async def deltas_merge_for_a_slow_reader(harness: Harness) -> None:
@@ -156,11 +159,11 @@ async def deltas_merge_for_a_slow_reader(harness: Harness) -> None:
 
 
 async def too_many_items_for_a_slow_reader(harness: Harness) -> None:
-    """What does not merge and is pushed without asking has a bound, and the reader is told."""
-    told: list[KvoltError] = []
+    """Pushed items that do not merge have a bound; the reader gets Overloaded."""
+    errors: list[KvoltError] = []
 
     def push(stream: IncomingStream) -> None:
-        stream.on_cancel = told.append
+        stream.on_cancel = errors.append
         for value in range(20_000):
             stream.send(value)
 
@@ -175,17 +178,17 @@ async def too_many_items_for_a_slow_reader(harness: Harness) -> None:
             got.append(item)
 
     await fails(Overloaded, read())
-    expect(got == list(range(len(got))), "what came is the beginning")
-    await until(lambda: len(told) == 1, "the producer is told")
+    expect(got == list(range(len(got))), "the first items arrived in order")
+    await until(lambda: len(errors) == 1, "the producer is notified")
 
 
 FLOW_CASES: tuple[Case, ...] = (
     long_messages_beside_short_ones,
     many_long_messages,
-    too_long_a_request,
-    an_item_that_cannot_leave,
-    a_slow_reader_slows_its_handler,
-    a_slow_reader_slows_no_other,
+    request_too_long,
+    item_that_cannot_be_encoded,
+    slow_reader_slows_its_handler,
+    slow_reader_slows_no_other,
     deltas_merge_for_a_slow_reader,
     too_many_items_for_a_slow_reader,
 )

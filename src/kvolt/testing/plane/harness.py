@@ -1,6 +1,6 @@
-"""What every case of the request plane's suite needs: the harness, the runner, and what cases are made of.
+"""Harness, runner and helpers of the request plane's suite.
 
-Must not know any plane: cases see only RequestPlane, Runtime, EndpointClient and what the handlers see.
+Must not know any implementation: cases use only RequestPlane, Runtime, EndpointClient and handlers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What a process stands on, and the plane under test."""
+class ProcessPorts:
+    """Ports of a process, and the plane under test."""
 
     clock: Clock
     network: Network
@@ -40,17 +40,17 @@ class Ground:
 
 
 class Harness(ABC):
-    """Makes the processes of one case, and knows how to break the way between them.
+    """Creates the processes of one case and breaks the network between them.
 
-    A process is known by its name, which is used once. Time passes with `asyncio.sleep`.
+    Process names are unique. Time passes with `asyncio.sleep`.
     """
 
     dead_after_s: float
-    """How long a peer may be silent: long against the machine's hiccups, at most 5 s."""
+    """Maximum silence of a peer: well above the pauses of a busy machine, at most 5 s."""
     stall_grace_s: float
-    """How long streams of a silent peer are kept: at least three times as long, at most 30 s."""
+    """Time for which streams of a silent peer are kept: at least three times `dead_after_s`, at most 30 s."""
     window_items: int
-    """Items that may be on their way to a reader that takes none; at most 64."""
+    """Maximum unread items per stream; at most 64."""
     max_message_bytes: int
     """Between 11 and 64 MB."""
 
@@ -60,43 +60,43 @@ class Harness(ABC):
         self._planes: list[RequestPlane] = []
 
     @abstractmethod
-    def ground(self, name: str) -> Ground:
-        """For a process of this name."""
+    def ports(self, name: str) -> ProcessPorts:
+        """Return the ports of a process."""
 
     @abstractmethod
     def address(self, name: str) -> str:
-        """Where it should listen, on a port of the system's choice."""
+        """Return the listen address of a process, with a free port."""
 
     @abstractmethod
     async def cut(self, name: str) -> None:
-        """End every connection of a process; both ends are told. New ones can be opened."""
+        """Reset every connection of a process; both ends are notified. New ones can be opened."""
 
     @abstractmethod
     async def isolate(self, name: str) -> None:
-        """From now on nothing reaches a process or leaves it, and nobody is told."""
+        """Drop all traffic of a process without notifying its peers."""
 
     @abstractmethod
     async def rejoin(self, name: str) -> None:
-        """A process that was isolated can be reached again."""
+        """End the isolation of a process."""
 
     @abstractmethod
-    async def hold_back(self, name: str) -> None:
-        """From now on nothing reaches a process or leaves it; its connections stay up and lose no byte."""
+    async def stall(self, name: str) -> None:
+        """Delay all traffic of a process; its connections stay open and lose no byte."""
 
     @abstractmethod
-    async def release(self, name: str) -> None:
-        """What was held back arrives."""
+    async def end_stall(self, name: str) -> None:
+        """Deliver the delayed traffic."""
 
     async def runtime(self, name: str) -> Runtime:
-        """A started process that finds all others of this harness."""
-        ground, rng = self.ground(name), random.Random(name)
+        """Start a process that discovers all others of this harness."""
+        process, rng = self.ports(name), random.Random(name)
         ports = Ports(
-            ground.clock,
+            process.clock,
             rng,
-            ground.network,
-            ground.blocking,
-            ground.plane,
-            lambda plane: MemDiscovery(self._store, ground.clock, rng),
+            process.network,
+            process.blocking,
+            process.plane,
+            lambda plane: MemDiscovery(self._store, process.clock, rng),
             lambda discovery: MemEvents(self._bus, new_id(rng)),
         )
         runtime = Runtime(ports, ProcessOptions(name, listen=self.address(name)))
@@ -105,14 +105,14 @@ class Harness(ABC):
         return runtime
 
     async def plane(self, name: str, on_open: ServeStream) -> RequestPlane:
-        """A plane that listens, with no process around it."""
-        plane = self.ground(name).plane(name, on_open)
+        """Return a listening plane without a process."""
+        plane = self.ports(name).plane(name, on_open)
         self._planes.append(plane)
         await plane.listen(self.address(name))
         return plane
 
     async def close(self) -> None:
-        """Close every process and plane made; then, in a subclass, what they stood on."""
+        """Close all processes and planes; subclasses then release their own resources."""
         for runtime in self._runtimes:
             await runtime.close()
         for plane in self._planes:
@@ -127,7 +127,7 @@ def name(case: Case) -> str:
 
 
 async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 50.0) -> None:
-    """One case with a harness of its own, made on the running loop; it must leave no task behind."""
+    """Run one case with a new harness on the running loop; it must leave no task behind."""
     before = asyncio.all_tasks()
     harness = make_harness()
     try:
@@ -139,7 +139,7 @@ async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: f
     expect(not left, f"tasks left behind: {left}")
 
 
-# -- what cases are made of
+# -- helpers of cases
 
 
 ENDPOINT = EndpointAddress("ns", "worker", "generate")
@@ -149,7 +149,7 @@ ENDPOINT = EndpointAddress("ns", "worker", "generate")
 async def served(
     harness: Harness, handler: Callable[[Any], AsyncIterator[Any]], kind: Any = Any
 ) -> AsyncIterator[tuple[Runtime, Runtime, EndpointClient]]:
-    """A process that serves the handler, one that calls, and its client, which sees the instance."""
+    """A process that serves the handler, a process that calls it, and its client."""
     server, caller = await harness.runtime("server"), await harness.runtime("caller")
     await server.serve(ENDPOINT, handler, kind)
     yield server, caller, await client_of(caller)
@@ -183,7 +183,7 @@ async def until(condition: Callable[[], bool], what: str, within_s: float = SOON
 
 
 async def fails(kind: type[E], work: Awaitable[Any]) -> E:
-    """The error that the work must end with; not a subclass."""
+    """Return the error that `work` raises; its type must be `kind`, not a subclass."""
     try:
         result = await work
     except BaseException as error:
@@ -199,14 +199,14 @@ async def count_to(number: int) -> AsyncIterator[int]:
 
 
 class Probe:
-    """A handler's life as its caller's test sees it."""
+    """Handlers that count their starts, items and ends."""
 
     def __init__(self) -> None:
         self.num_started = self.num_closed = self.num_sent = 0
         self.closed_at: list[float] = []
 
     async def forever(self, num_first: int) -> AsyncIterator[int]:
-        """Some items, then silence until somebody ends it."""
+        """Yield some items, then wait until cancelled."""
         self.num_started += 1
         try:
             for value in range(num_first):

@@ -1,14 +1,14 @@
-"""Conformance suite of a request plane: what a call must do, on any transport and any loop.
+"""Conformance suite of the request plane, for any transport and event loop.
 
-A case is an async function of a `Harness`, a class that a plane's author completes: what makes a `RequestPlane`,
-and how to break the way between processes. With pytest, on a real loop:
+A case is an async function of a `Harness`, which the author of a plane implements: it creates a `RequestPlane` and
+breaks the network between processes. With pytest, on a real loop:
 
     @pytest.mark.parametrize("case", plane_suite.CASES, ids=plane_suite.name)
     async def test_plane(case):
         await plane_suite.run_case(case, MyHarness)
 
-and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`. The cases about
-deadlines, losses and stopping are in `plane_faults_suite`.
+and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`. The cases for
+deadlines, losses and shutdown are in `faults_suite`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvolt.testing.plane.flow_cases import FLOW_CASES
 from kvolt.testing.plane.harness import (
     ENDPOINT,
     Case,
-    Ground,
     Harness,
     Probe,
+    ProcessPorts,
     answers,
     client_of,
     collect,
@@ -39,9 +39,9 @@ __all__ = [
     "CASES",
     "ENDPOINT",
     "Case",
-    "Ground",
     "Harness",
     "Probe",
+    "ProcessPorts",
     "answers",
     "client_of",
     "collect",

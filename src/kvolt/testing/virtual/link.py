@@ -1,14 +1,13 @@
 """One connection of the virtual network: two pipes and a transport at each end.
 
-Owns the way of bytes: latency, bandwidth, buffers, back-pressure, and how each end closes. It must not
-know which loop runs it (all waiting goes through `loop.call_at`), what the bytes mean, or why a fault
-happens.
+Models latency, bandwidth, buffers, back-pressure and closing. Must not know the loop (all waiting uses
+`loop.call_at`), the meaning of the bytes, or the causes of faults.
 
     write -> unsent ->  [ on the wire -> arrived, not read ]  -> data_received
              (sender)   [        window of one Pipe        ]     (receiver)
 
-The window is bounded like a pair of socket buffers. When it is full, bytes stay unsent, and past the
-high-water mark the sender's protocol is told to pause.
+The window is bounded like a pair of socket buffers. When it is full, bytes stay unsent; above the high-water mark the
+sender's protocol is paused.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ import msgspec
 from kvolt.runtime.network import ProtocolFactory, join_address
 
 _SEGMENT_BYTES = 64 * 1024
-"""Longest piece on the wire: a quarter of the default window, so that a long write is pipelined."""
+"""Maximum segment size: a quarter of the default window, so that long writes are pipelined."""
 
 _HIGH_WATER_BYTES = 64 * 1024
-"""asyncio's own default."""
+"""asyncio's default."""
 
 
 class LinkHost(Protocol):
-    """What a transport needs of its host."""
+    """Interface of a host for its transports."""
 
     name: str
     paused: bool
-    losses_untold: list[Callable[[], None]]
+    pending_losses: list[Callable[[], None]]
 
     def factory_at(self, port: int) -> ProtocolFactory | None:
-        """Makes the protocol of an accepted connection; None when nothing listens there."""
+        """Protocol factory of the listener on this port; None if there is none."""
         ...
 
 
 class LinkNetwork(Protocol):
-    """What pipes and transports need of their network."""
+    """Interface of the network for pipes and transports."""
 
     rng: random.Random
     log: Callable[[str], None] | None
@@ -57,19 +56,19 @@ class LinkNetwork(Protocol):
 
     def draw_latency_s(self, profile: LinkProfile) -> float: ...
 
-    def forget(self, end: VirtualTransport) -> None: ...
+    def remove_connection(self, end: VirtualTransport) -> None: ...
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """How each direction of each connection between two hosts behaves."""
+    """Behaviour of each direction of the connections between two hosts."""
 
     latency_s: float = 0.0005
     jitter_s: float = 0.0
-    """Up to this much more latency, drawn per piece; bytes never overtake each other."""
+    """Maximum additional latency, drawn per segment; segments stay in order."""
     bytes_per_s: float | None = None
     window_bytes: int = 256 * 1024
     rechunk: bool = False
-    """Deliver in other pieces than written: some cut, some joined."""
+    """Split and join segments at random."""
 
 
 class Kind(Enum):
@@ -88,7 +87,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Route:
-    """What all connections between two hosts share."""
+    """State shared by all connections between two hosts."""
 
     profile: LinkProfile
     partitioned_at: float | None = None
@@ -96,7 +95,7 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Pipe:
-    """One direction of a connection: the segments on the wire, or arrived and not read yet."""
+    """One direction of a connection: segments on the wire, or arrived and not read yet."""
 
     network: LinkNetwork
     route: Route
@@ -104,7 +103,7 @@ class Pipe:
     sender: VirtualTransport
     receiver: VirtualTransport
     segments: deque[Segment] = field(default_factory=deque)
-    """In stream order: one whose time has come still waits for those ahead of it."""
+    """In stream order: a due segment waits for earlier ones."""
     in_flight_bytes: int = 0
     dead: bool = False
     line_free_at: float = 0.0
@@ -140,10 +139,10 @@ class Pipe:
         self.arm()
 
     def arm(self) -> None:
-        """Set the timer of the next arrival, if there is one to wait for."""
+        """Set the timer of the next arrival, if there is one."""
         if self.timer is None and self._readable():
             at = self.segments[0].arrive_at
-            # Not in the receiver's context: bytes arrive at its host, whether or not its process runs.
+            # Not in the receiver's context: bytes arrive at its host even if its process is stalled.
             self.timer = self.loop.call_at(at, self._arrive, context=contextvars.Context())
 
     def _readable(self) -> bool:
@@ -155,7 +154,7 @@ class Pipe:
     def _arrive(self) -> None:
         self.timer = None
         now = self.loop.time()
-        # The head may have moved since the timer was set: joined with later bytes, held, or read by now.
+        # The head may have changed since the timer was set: joined with later bytes, held or read.
         while self._readable() and self.segments[0].arrive_at <= now:
             segment = self.segments.popleft()
             self.in_flight_bytes -= len(segment.data)
@@ -167,7 +166,7 @@ class Pipe:
         self.arm()
 
     def retransmit(self) -> None:
-        """After a partition: what was held sets out again, in order."""
+        """Send held segments again, in order, after a partition."""
         earliest = self.loop.time() + self.route.profile.latency_s
         for segment in self.segments:
             segment.arrive_at = max(segment.arrive_at, earliest)
@@ -183,9 +182,9 @@ class Pipe:
 
 
 class VirtualTransport(asyncio.Transport):
-    """One end of a connection; behaves as asyncio's own socket transport does.
+    """One end of a connection; behaves like asyncio's socket transport.
 
-    `close()` always ends in `connection_lost`: a peer that takes nothing for `retransmit_s` is given up.
+    `close()` always ends in `connection_lost`: a peer that accepts nothing for `retransmit_s` counts as lost.
     """
 
     out: Pipe
@@ -198,7 +197,7 @@ class VirtualTransport(asyncio.Transport):
         self.host = host
         self.address = join_address(host.name, port)
         self.context = context
-        """Protocol callbacks run in this, not in the context of whoever happened to send."""
+        """Context of protocol callbacks, independent of the sender's context."""
         self.lost = False
         self.reading_paused = False
         self._port = port
@@ -223,12 +222,12 @@ class VirtualTransport(asyncio.Transport):
 
     def open(self, protocol: asyncio.Protocol) -> None:
         self._protocol = protocol
-        self._tell(protocol.connection_made, self)
+        self._call_protocol(protocol.connection_made, self)
 
-    def _tell(self, callback: Callable[..., Any], *args: Any) -> Any:
+    def _call_protocol(self, callback: Callable[..., Any], *args: Any) -> Any:
         try:
             return callback(*args)
-        except Exception as error:  # the protocol's fault: asyncio reports it and drops the connection
+        except Exception as error:  # as asyncio does: report the error and drop the connection
             context = {
                 "message": "protocol failed",
                 "exception": error,
@@ -250,15 +249,15 @@ class VirtualTransport(asyncio.Transport):
         elif self._closing:
             pass  # asyncio reads nothing more after close()
         elif kind is Kind.DATA:
-            self._tell(self._protocol.data_received, segment.data)
+            self._call_protocol(self._protocol.data_received, segment.data)
         elif kind is Kind.OPEN:
             self._accept()
-        elif not self._tell(self._protocol.eof_received):
+        elif not self._call_protocol(self._protocol.eof_received):
             self.close()
 
     def _accept(self) -> None:
         factory = self.host.factory_at(self._port)
-        protocol = None if factory is None else self._tell(factory)
+        protocol = None if factory is None else self._call_protocol(factory)
         if protocol is None:
             self.abort()
         else:
@@ -294,7 +293,7 @@ class VirtualTransport(asyncio.Transport):
         self._fill_window()
         if self._unsent_bytes > self._high_bytes and not self._writing_paused:
             self._writing_paused = True
-            self._tell(self._protocol.pause_writing)
+            self._call_protocol(self._protocol.pause_writing)
 
     def _fill_window(self) -> None:
         while self._unsent and not self.host.paused and (room_bytes := self.out.room_bytes()) > 0:
@@ -308,13 +307,13 @@ class VirtualTransport(asyncio.Transport):
                 self._unsent[0] = head[size:]
 
     def flush(self) -> None:
-        """There may be room now: send what waits, then do what waited for that."""
+        """Send queued data if there is room, then complete a pending pause, EOF or close."""
         if self.lost or self.host.paused:
             return
         self._fill_window()
         if self._writing_paused and self._unsent_bytes <= self._low_bytes:
             self._writing_paused = False
-            self._tell(self._protocol.resume_writing)
+            self._call_protocol(self._protocol.resume_writing)
         if self._unsent or self.lost:
             return
         if self._aborted:
@@ -354,35 +353,35 @@ class VirtualTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
-        """Send what was written, then the end of the stream; read nothing more."""
+        """Send queued data, then the end of the stream; stop reading."""
         if self._closing:
             return
         self._closing = True
         self.resume_reading()
         self.flush()
         if not self.lost:
-            self._linger_on()
+            self._start_linger()
 
     def abort(self) -> None:
-        """Drop what was not sent and reset the connection."""
+        """Drop unsent data and reset the connection."""
         self._closing = self._aborted = True
         self._unsent.clear()
         self._unsent_bytes = 0
         self.flush()
 
-    def _linger_on(self) -> None:
+    def _start_linger(self) -> None:
         wait_s = self.out.network.retransmit_s
-        self._linger = self.out.loop.call_later(wait_s, self._give_up_if_stuck, self._unsent_bytes)
+        self._linger = self.out.loop.call_later(wait_s, self._abort_if_stuck, self._unsent_bytes)
 
-    def _give_up_if_stuck(self, unsent_bytes_before: int) -> None:
+    def _abort_if_stuck(self, unsent_bytes_before: int) -> None:
         if self._unsent_bytes < unsent_bytes_before:
-            self._linger_on()
+            self._start_linger()
             return
         self.out.send(Kind.RESET)
-        self.lose(TimeoutError(f"{self.out.receiver.address} took nothing more"))
+        self.lose(TimeoutError(f"{self.out.receiver.address} accepts no more data"))
 
     def lose(self, error: BaseException | None) -> None:
-        """End here at once, whatever the peer knows; the protocol is told in its own turn."""
+        """End this side at once; the protocol's `connection_lost` is scheduled."""
         if self.lost:
             return
         self.lost = self._closing = True
@@ -392,14 +391,14 @@ class VirtualTransport(asyncio.Transport):
             self._linger.cancel()
         self.out.network.note(f"lost {self.address} {type(error).__name__ if error else 'closed'}")
         if self.host.paused:
-            self.host.losses_untold.append(partial(self._tell_loss, error))
+            self.host.pending_losses.append(partial(self._report_loss, error))
         else:
-            self._tell_loss(error)
+            self._report_loss(error)
         if self.out.receiver.lost:
-            self.out.network.forget(self)
+            self.out.network.remove_connection(self)
         else:
-            self.resume_reading()  # what still arrives is dropped, or answered with a reset
+            self.resume_reading()  # later data is dropped or reset
 
-    def _tell_loss(self, error: BaseException | None) -> None:
+    def _report_loss(self, error: BaseException | None) -> None:
         if self._protocol is not None:
             self.out.loop.call_soon(self._protocol.connection_lost, error, context=self.context)

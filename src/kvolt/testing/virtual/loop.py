@@ -1,14 +1,13 @@
-"""Virtual time: an event loop whose clock jumps to the next timer as soon as nothing is ready.
+"""Event loop with virtual time: the clock jumps to the next timer when no callback is ready.
 
-Owns the order in which callbacks run. A run depends on nothing but what it was given: there are no
-sockets, no threads, no wall clock; equal timers run in the order in which they were set; the time is
-exactly the timer's own, so nothing drifts. It must not know what runs on it.
+Runs are deterministic: no sockets, threads or wall clock; timers with equal times run in the order in which they were
+set; the time is exactly that of the timer, so it does not drift.
 
-Several processes may share the loop: what a process starts runs in a context that names it (`in_process`), and
-`stall` holds back everything in that context, as SIGSTOP would, until `resume`.
+Several processes may share the loop: code started by a process runs in a context that names it (`in_process`), and
+`stall` delays everything in that context until `resume`, like SIGSTOP.
 
-A test cannot hang on it: waiting for nothing is a `Deadlock`, spinning is a `Runaway`, and what is
-left when `run_virtual` ends is a `Leak`.
+A test cannot hang: waiting for nothing raises `Deadlock`, an endless loop raises `Runaway`, and tasks or timers left
+at the end of `run_virtual` raise `Leak`.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ Ts = TypeVarTuple("Ts")
 
 DAY_S = 86_400.0
 EPOCH_S = 1_700_000_000.0
-"""Wall time of a virtual loop's start; any fixed date will do."""
+"""Wall time at the start of a virtual loop; an arbitrary fixed date."""
 
 _MAX_ITERATIONS = 50_000_000
 _MAX_ITERATIONS_PER_INSTANT = 1_000_000
 _MAX_SETTLING_ITERATIONS = 10_000
 _COMPACT_FROM = 128
-"""Below this many dead entries, sweeping a list costs more than carrying them."""
+"""Below this number of dead entries, compacting a list costs more than keeping them."""
 
 _PROCESS: contextvars.ContextVar[str | None] = contextvars.ContextVar("virtual process", default=None)
 
 _CLEANUP_S = 60.0
-"""Virtual seconds that cancelled tasks get for their `finally` blocks after a failed run."""
+"""Virtual seconds for the `finally` blocks of cancelled tasks after a failed run."""
 
 
 class Deadlock(AssertionError):
-    """Nothing is ready and no timer is set, but the main task is not done. `tasks` is in creation order."""
+    """No callback is ready and no timer is set, but the main task is not done. `tasks` is in creation order."""
 
     def __init__(self, tasks: list[str], positions: list[str]) -> None:
         lines = "".join(f"\n  {name}: {where}" for name, where in zip(tasks, positions, strict=True))
-        super().__init__(f"every task waits for something that cannot happen any more:{lines}")
+        super().__init__(f"all tasks wait, and no timer is set:{lines}")
         self.tasks = tasks
 
 
 class Runaway(AssertionError):
-    """The run went past its cap on virtual time or on loop iterations."""
+    """The run exceeded its limit of virtual time or loop iterations."""
 
 
 class Leak(AssertionError):
-    """The main task is done, but something it started is not. `left` says what."""
+    """Tasks, timers or generators are left after the main task ended. `left` lists them."""
 
     def __init__(self, left: list[str]) -> None:
         super().__init__("left behind:" + "".join(f"\n  {item}" for item in left))
@@ -66,11 +65,11 @@ class Leak(AssertionError):
 
 
 class Unhandled(AssertionError):
-    """A callback or an unwatched task failed, and nobody but the loop's exception handler was told."""
+    """An error reached only the loop's exception handler, from a callback or an unobserved task."""
 
 
 def in_process(name: str, call: Callable[[], T]) -> T:
-    """Run a call as part of the virtual process `name`; so is every task, timer and listener that it starts."""
+    """Run a call in the virtual process `name`, with all tasks, timers and listeners that it starts."""
     context = contextvars.copy_context()
     context.run(_PROCESS.set, name)
     return context.run(call)
@@ -101,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_iterations = 0
         self._iteration_limit = min(max_iterations, _MAX_ITERATIONS_PER_INSTANT)
         self._stalled: dict[str, list[asyncio.Handle]] = {}
-        """Stalled processes, with the callbacks that came due since."""
+        """Delayed callbacks of each stalled process."""
         self.unhandled: list[str] = []
 
     def time(self) -> float:
@@ -134,10 +133,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if dead > _COMPACT_FROM and dead * 2 > len(timers):
             timers[:] = [entry for entry in timers if not entry[2]._cancelled]  # _run_once holds the list
             heapq.heapify(timers)
-            self._num_timers_cancelled = 1  # this one: it is marked after this call, and stays till its time
+            self._num_timers_cancelled = 1  # this one is marked after this call and stays until its time
 
     def _run_once(self) -> None:
-        """One iteration: jump if nothing is ready, move due timers to the ready queue, run what was in it."""
+        """One iteration: jump if nothing is ready, move due timers to the ready queue, run its callbacks."""
         ready, timers = self._ready, self._timers
         if not ready and not self._stopping:
             self._jump()
@@ -151,10 +150,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 ready.append(timer)
         self._num_iterations += 1
         if self._num_iterations > self._iteration_limit:
-            self._refuse_to_spin()
+            self._raise_runaway()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle._cancelled or (self._stalled and self._hold_back(handle)):
+            if handle._cancelled or (self._stalled and self._delay_if_stalled(handle)):
                 continue
             handle._run()
 
@@ -180,11 +179,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # -- stalled processes
 
     def stall(self, process: str) -> None:
-        """Run nothing of a process until `resume`; time goes on without it."""
+        """Delay all callbacks of a process until `resume`."""
         self._stalled.setdefault(process, [])
 
     def resume(self, process: str) -> None:
-        """Run what came due, in the order of a real loop: callbacks that were ready, arrived bytes, timers."""
+        """Run delayed callbacks in the order of a real loop: ready callbacks, received bytes, timers."""
         for handle in self._stalled.pop(process, ()):
             if handle._cancelled:
                 continue
@@ -195,14 +194,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
             else:
                 self._ready.append(handle)
 
-    def _hold_back(self, handle: Any) -> bool:
+    def _delay_if_stalled(self, handle: Any) -> bool:
         held = self._stalled.get(handle._context.get(_PROCESS))
         if held is None:
             return False
         held.append(handle)
         return True
 
-    def _refuse_to_spin(self) -> NoReturn:
+    def _raise_runaway(self) -> NoReturn:
         names = ", ".join(task.get_name() for task in self.pending_tasks())
         raise Runaway(f"{self._num_iterations} iterations at {self._now:g} s; tasks: {names}")
 
@@ -212,7 +211,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None, **options: Any
     ) -> asyncio.Task[Any]:
         self._num_tasks_created += 1
-        # asyncio's default names count over the whole process, so a second run would read differently.
+        # asyncio's default names count over the whole process, so they would differ in a second run.
         label = f"task-{self._num_tasks_created}" if name is None else name
         task = super().create_task(coro, name=label, context=context, **options)
         self._tasks.append(weakref.ref(task))
@@ -226,7 +225,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         tasks = [reference() for reference in self._tasks]
         return [task for task in tasks if task is not None and not task.done()]
 
-    # -- what a virtual loop does not have
+    # -- unsupported
 
     def call_soon_threadsafe(
         self,
@@ -236,7 +235,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "another thread called into a virtual loop: its order would not be reproducible"
+                "a virtual loop cannot be called from another thread: its order would not be reproducible"
             )
         return self.call_soon(callback, *args, context=context)
 
@@ -259,7 +258,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().default_exception_handler(context)
 
     def settle(self) -> None:
-        """Run what is ready now, without letting time pass."""
+        """Run ready callbacks without advancing the time."""
         for _ in range(_MAX_SETTLING_ITERATIONS):
             if not self._ready and not (self._timers and self._timers[0][0] <= self._now):
                 return
@@ -278,11 +277,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return tasks + timers + generators
 
     def _open_generators(self) -> list[Any]:
-        # A finished generator that is still referenced has lost its frame.
+        # A finished generator that is still referenced has no frame.
         return [gen for gen in self._asyncgens if gen.ag_frame is not None]
 
     def abandon(self) -> None:
-        """Cancel what is left, oldest first, give it a little virtual time to clean up, and close."""
+        """Cancel remaining tasks, oldest first, give them some virtual time to clean up, and close."""
         for process in list(self._stalled):
             self.resume(process)
         tasks = self.pending_tasks()
@@ -298,7 +297,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if self._open_generators():
                 self.run_until_complete(self.shutdown_asyncgens())
         except (Deadlock, Runaway):
-            pass  # the caller already raises what went wrong
+            pass  # the caller already raises the error
         finally:
             self._timers.clear()
             self.close()
@@ -310,9 +309,9 @@ def run_virtual(
     until_s: float = DAY_S,
     max_iterations: int = _MAX_ITERATIONS,
 ) -> T:
-    """Run `main()` to its end on a new virtual loop, and check that it left nothing behind.
+    """Run `main()` on a new virtual loop and check that it leaves nothing behind.
 
-    Callbacks that are ready at the end still run; time does not pass any more.
+    Callbacks that are ready at the end still run, without advancing the time.
     """
     loop = VirtualLoop(until_s=until_s, max_iterations=max_iterations)
     try:
@@ -329,7 +328,7 @@ def run_virtual(
 
 
 class VirtualClock:
-    """The Clock port on a virtual loop (by default the running one)."""
+    """Clock port of a virtual loop. Default: the running one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None, epoch_s: float = EPOCH_S) -> None:
         self._loop = loop or asyncio.get_running_loop()
@@ -343,9 +342,9 @@ class VirtualClock:
 
 
 class InlineBlocking:
-    """The Blocking port without threads: the call runs on the loop, after `latency_s` of virtual time.
+    """Blocking port without threads: calls run on the loop after `latency_s` of virtual time.
 
-    Even with no latency the caller is suspended once, as it would be with a thread.
+    Without latency the caller is still suspended once, as with a thread.
     """
 
     def __init__(self, latency_s: float = 0.0) -> None:
@@ -354,16 +353,16 @@ class InlineBlocking:
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
         await asyncio.sleep(min(self.latency_s, timeout_s))
         if self.latency_s > timeout_s:
-            raise DeadlineExceeded("blocking call took too long", stage="blocking", after_s=timeout_s)
+            raise DeadlineExceeded("blocking call timed out", stage="blocking", after_s=timeout_s)
         return call()
 
     def dedicated(self, name: str, num_threads: int = 1) -> InlineBlocking:
-        """Itself: calls on the loop never overlap."""
+        """Return itself: calls on the loop never overlap."""
         return self
 
 
 def _position(task: asyncio.Task[Any]) -> str:
-    """The innermost suspended frame, which says what the task waits for."""
+    """Innermost suspended frame, which shows what the task waits for."""
     awaited: Any = task.get_coro()
     where = "not started"
     while awaited is not None:

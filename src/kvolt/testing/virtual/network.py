@@ -1,8 +1,7 @@
-"""An in-memory network on virtual time: hosts, connections, and the faults that a test may cause.
+"""In-memory network on virtual time: hosts, connections and injected faults.
 
-Owns who is connected with whom and what a fault does to each end; the way of the bytes is `link`'s. It
-must not know what the bytes mean, nor which loop runs it; all chance comes from the one generator it was
-given.
+`link` models a single connection. Must not know the meaning of the bytes or the loop; all randomness comes from one
+generator.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ class _VirtualListener:
 
 
 class VirtualHost:
-    """One machine with one process: a `Network` port. Its own addresses are `name:port`."""
+    """One machine with one process: a `Network` port with addresses `name:port`."""
 
     def __init__(self, network: VirtualNetwork, name: str) -> None:
         self.name = name
         self.alive = True
         self.answers = True
-        """False after a silent crash: not even a refusal comes back."""
+        """False after a silent crash: connection attempts get no response."""
         self.paused = False
-        self.losses_untold: list[Callable[[], None]] = []
-        """Connections that ended while the process was stopped."""
+        self.pending_losses: list[Callable[[], None]] = []
+        """Callbacks of connections that ended while the process was paused."""
         self.num_crashes = 0
         self.listeners: dict[int, _VirtualListener] = {}
         self._network = network
@@ -58,9 +57,9 @@ class VirtualHost:
 
     def wake(self) -> None:
         self.paused = False
-        for tell in self.losses_untold:
-            tell()
-        self.losses_untold.clear()
+        for report in self.pending_losses:
+            report()
+        self.pending_losses.clear()
 
     def factory_at(self, port: int) -> ProtocolFactory | None:
         listener = self.listeners.get(port)
@@ -74,7 +73,7 @@ class VirtualHost:
             )
         if port in self.listeners:
             raise ConfigError(
-                f"{address} is taken by another process",
+                f"{address} is already in use",
                 key="port",
                 remedy="choose another port, or 0 for any free one",
             )
@@ -104,7 +103,7 @@ class VirtualHost:
         return protocol
 
     async def _shake_hands(self, target: VirtualHost, port: int) -> _VirtualListener | None:
-        """One round trip, tried again while packets are lost. None: refused, or this host is down."""
+        """One round trip, repeated while packets are lost. None: refused, or this host is down."""
         route = self._network.route(self, target)
         num_crashes = self.num_crashes
         retry_s = _FIRST_CONNECT_RETRY_S
@@ -132,10 +131,10 @@ HostRef = VirtualHost | str
 
 
 class VirtualNetwork:
-    """All hosts and all connections between them; a test breaks them through the methods below.
+    """All hosts and connections, and methods that inject faults.
 
-    A silent fault is one that no end is told about. What tasks of a crashed process still do is not
-    stopped here, it only stays without effect: end them before `restart`.
+    No end is notified of a silent fault. Tasks of a crashed process are not stopped but have no effect on the network:
+    end them before `restart`.
     """
 
     def __init__(
@@ -153,10 +152,10 @@ class VirtualNetwork:
         self._hosts: dict[str, VirtualHost] = {}
         self._routes: dict[tuple[str, str], Route] = {}
         self._clients: dict[VirtualTransport, None] = {}
-        """The connecting end of every connection, in the order in which they were opened."""
+        """Client end of every connection, in order of opening."""
 
     def host(self, name: str) -> VirtualHost:
-        """The host of that name; new at the first call."""
+        """Return the host with this name, created at the first call."""
         if name not in self._hosts:
             self._hosts[name] = VirtualHost(self, name)
         return self._hosts[name]
@@ -170,7 +169,7 @@ class VirtualNetwork:
     # -- shape of the links
 
     def shape(self, a: HostRef, b: HostRef, profile: LinkProfile) -> None:
-        """A profile of their own for two hosts; bytes already on the wire keep their times."""
+        """Set the profile between two hosts; bytes on the wire keep their arrival times."""
         self.route(self.find(a), self.find(b)).profile = profile
 
     def slow(self, a: HostRef, b: HostRef, latency_s: float, bytes_per_s: float | None) -> None:
@@ -181,7 +180,7 @@ class VirtualNetwork:
     # -- faults
 
     def cut(self, a: HostRef, b: HostRef, silent: bool) -> None:
-        """End the present connections between two hosts; new ones can be opened."""
+        """End the current connections between two hosts; new ones can be opened."""
         self.note(f"cut {_name(a)} {_name(b)} silent={silent}")
         for client in self._between(a, b):
             if silent:
@@ -190,14 +189,14 @@ class VirtualNetwork:
                 self._reset(client)
 
     def partition(self, a: HostRef, b: HostRef) -> None:
-        """Nothing passes between two hosts until `heal`; no end is told."""
+        """Block all traffic between two hosts until `heal`; no end is notified."""
         route = self.route(self.find(a), self.find(b))
         if route.partitioned_at is None:
             self.note(f"partition {_name(a)} {_name(b)}")
             route.partitioned_at = asyncio.get_running_loop().time()
 
     def heal(self, a: HostRef, b: HostRef) -> None:
-        """End a partition: held bytes arrive after all, but past `retransmit_s` connections are reset."""
+        """End a partition: held bytes arrive; after more than `retransmit_s`, connections are reset."""
         route = self.route(self.find(a), self.find(b))
         if route.partitioned_at is None:
             return
@@ -214,7 +213,7 @@ class VirtualNetwork:
                 client.into.retransmit()
 
     def pause(self, host: HostRef) -> None:
-        """A stopped process: it reads nothing, is told nothing, and what it writes stays with it."""
+        """Pause a process: it reads nothing, gets no notifications, and its writes stay queued."""
         self.note(f"pause {_name(host)}")
         self.find(host).paused = True
 
@@ -229,7 +228,7 @@ class VirtualNetwork:
             end.into.arm()
 
     def crash(self, host: HostRef, silent: bool) -> None:
-        """The process is gone. Peers see resets, or nothing at all (a machine without power)."""
+        """Crash the process. Peers see resets, or nothing if silent (power loss)."""
         crashed = self.find(host)
         if not crashed.alive:
             return
@@ -247,13 +246,13 @@ class VirtualNetwork:
             end.lose(ConnectionResetError(f"{crashed.name} crashed"))
 
     def restart(self, host: HostRef) -> None:
-        """Up again, with nothing listening yet."""
+        """Restart the host without listeners."""
         self.note(f"restart {_name(host)}")
         restarted = self.find(host)
         restarted.alive = restarted.answers = True
 
     def close(self) -> None:
-        """End every connection and listener; after that nothing of the network is left on the loop."""
+        """End every connection and listener; nothing of the network stays on the loop."""
         for host in self._hosts.values():
             self.resume(host)
             host.listeners.clear()
@@ -280,7 +279,7 @@ class VirtualNetwork:
         return route
 
     def link(self, host: VirtualHost, port: int, listener: _VirtualListener) -> VirtualTransport:
-        """A new connection: its connecting end. The other end opens when the first segment arrives."""
+        """Create a connection; return its client end. The other end opens when the first segment arrives."""
         peer = listener.host
         client = VirtualTransport(host, port, (peer.name, listener.port), contextvars.copy_context())
         server = VirtualTransport(peer, listener.port, (host.name, port), listener.context.copy())
@@ -292,8 +291,8 @@ class VirtualNetwork:
         client.out.send(Kind.OPEN)
         return client
 
-    def forget(self, end: VirtualTransport) -> None:
-        """Both ends are lost: nothing may arrive any more."""
+    def remove_connection(self, end: VirtualTransport) -> None:
+        """Remove a connection whose ends are both lost."""
         end.out.stop()
         end.into.stop()
         client = end if end in self._clients else end.out.receiver

@@ -1,4 +1,4 @@
-"""The ports of one virtual process in one value, so that a test starts ten of them in a loop."""
+"""Ports of a virtual process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvolt.testing.virtual.network import VirtualHost, VirtualNetwork
 
 @dataclass(frozen=True, slots=True)
 class VirtualProcess:
-    """What a process gets from outside: time, blocking calls, chance and its host's network."""
+    """Clock, blocking calls, random generator and network of a process."""
 
     name: str
     clock: VirtualClock
@@ -23,22 +23,22 @@ class VirtualProcess:
 
     @classmethod
     def on(cls, network: VirtualNetwork, name: str, seed: int) -> Self:
-        """The process of host `name` on the running loop; its chance depends on nothing but seed and name."""
+        """Create the process of host `name` on the running loop; its randomness depends only on seed and name."""
         rng = random.Random(f"{seed}/{name}")
         return cls(name, VirtualClock(), InlineBlocking(), rng, network.host(name))
 
 
 def stall_process(network: VirtualNetwork, name: str) -> None:
-    """Stop a process as SIGSTOP does: nothing of it runs while its host still takes in what peers send.
+    """Stop a process as SIGSTOP does: its code does not run, but its host still receives data.
 
-    Holds for what was started by `in_process(name, ...)`; `name` is its host's, too.
+    Affects code started by `in_process(name, ...)`; the host has the same name.
     """
     network.pause(name)
     _loop().stall(name)
 
 
 def resume_process(network: VirtualNetwork, name: str) -> None:
-    """Let a stalled process run again: what its peers sent arrives first, then its timers fire, late."""
+    """Resume a stalled process: received data is delivered first, then overdue timers fire."""
     network.resume(name)
     _loop().resume(name)
 

@@ -1,4 +1,4 @@
-"""Tier threads of a virtual process: calls take virtual time and run on the loop, in order."""
+"""Tier executor of a virtual process: calls take virtual time and run on the loop, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class VirtualExecutor:
         self._clock_s = 0.0
 
     def now(self) -> float:
-        """So that every call takes the same time, whatever the machine."""
+        """Clock in which every call takes the same time, on any machine."""
         self._clock_s += _CALL_S
         return self._clock_s
 
@@ -60,5 +60,5 @@ class VirtualExecutor:
 
 
 def without_threads() -> None:
-    """In this context, from now on."""
+    """Use VirtualExecutor for tier threads in the current context."""
     EXECUTORS.set(VirtualExecutor)

@@ -1,1 +1,1 @@
-"""Blocks in GPU memory: copies, checksums, CUDA IPC. Imported only where a GPU is used."""
+"""Blocks in GPU memory: copies, checksums, CUDA IPC. Imported only if a GPU is used."""

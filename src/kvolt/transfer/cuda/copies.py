@@ -1,8 +1,8 @@
-"""Many copies between a device and pinned memory at once, by its copy engines. Imported only where a device is used.
+"""Batched copies between a device and pinned memory with its copy engines. Imported only if a device is used.
 
-A kernel that copies takes the device from who computes: of two processes one waits while the other has it, and both
-take twice as long. Copy engines work beside them. The driver takes a batch of copies in one call (since CUDA 12.8), by
-ctypes since torch has none; where it does not, torch makes one after the other.
+A copy kernel competes with computation: two processes that share the device both take twice as long. Copy engines run
+concurrently. The driver accepts a batch of copies per call since CUDA 12.8, called by ctypes since torch does not
+expose it; with older drivers torch issues one copy per piece.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvolt.transfer.memory.piece_checks import Numbers
+from kvolt.transfer.memory.pieces import Numbers
 
 log = logging.getLogger(__name__)
 
 _NOT_SUPPORTED = 801
 _VERSION = 12080
-"""Of CUDA, whose form of the call this is: a newer driver has it still."""
+"""CUDA version of the function signature; newer drivers keep it."""
 _IN_STREAM_ORDER = 1
 
 
@@ -43,27 +43,27 @@ class _Attributes(ctypes.Structure):
 
 
 def has_batches() -> bool:
-    """Whether the driver takes many copies at once."""
+    """Whether the driver supports batched copies."""
     return _batch_call() is not None
 
 
 def copy_pieces(
     dst: Tensor, dst_offsets: Numbers, src: Tensor, src_offsets: Numbers, piece_bytes: int
 ) -> None:
-    """On the current stream, which must be one that was made. Comes back before it is done. Offsets are checked."""
+    """Enqueue copies on the current stream, which must not be the default stream. Offsets must be valid."""
     error = _copy_batch(dst_offsets + dst.data_ptr(), src_offsets + src.data_ptr(), piece_bytes)
     if error:
-        log.debug("a batch of copies was refused (CUDA error %d): one after the other", error)
+        log.debug("batched copy rejected, copying piece by piece: cuda_error=%d", error)
         for to, origin in zip(dst_offsets.tolist(), src_offsets.tolist(), strict=True):
             dst[to : to + piece_bytes].copy_(src[origin : origin + piece_bytes], non_blocking=True)
 
 
 def _copy_batch(targets: Numbers, sources: Numbers, piece_bytes: int) -> int:
-    """An error of CUDA, or 0. Where it is one, any of them may have been copied."""
+    """Return 0 or a CUDA error code; on an error any subset may have been copied."""
     batch = _batch_call()
     if batch is None:
         return _NOT_SUPPORTED
-    # The driver's own calls need a context in the thread they are made in, which torch's bring. Nothing waits here.
+    # Driver calls need a current context in this thread, which a torch call sets. The stream is idle, so this is fast.
     torch.cuda.current_stream().synchronize()
     count = len(targets)
     sizes = np.full(count, piece_bytes, dtype=np.uint64)
@@ -83,21 +83,21 @@ def _copy_batch(targets: Numbers, sources: Numbers, piece_bytes: int) -> int:
 
 @cache
 def _batch_call() -> Callable[..., int] | None:
-    """cuMemcpyBatchAsync, where the driver has it."""
+    """cuMemcpyBatchAsync; None if the driver lacks it."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
-        found, status = ctypes.c_void_p(), ctypes.c_int()
+        function, status = ctypes.c_void_p(), ctypes.c_int()
         error = driver.cuGetProcAddress_v2(
             b"cuMemcpyBatchAsync",
-            ctypes.byref(found),
+            ctypes.byref(function),
             _VERSION,
             ctypes.c_uint64(0),
             ctypes.byref(status),
         )
     except (OSError, AttributeError):
         return None
-    if error or not found.value:
+    if error or not function.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    takes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
-    return ctypes.CFUNCTYPE(ctypes.c_int, *takes)(found.value)
+    argument_types = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(function.value)

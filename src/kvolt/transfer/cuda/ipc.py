@@ -1,7 +1,7 @@
-"""CUDA's handles of allocations, by which other processes of a host map them: the driver's own calls, by ctypes.
+"""CUDA IPC handles, with which other processes of the host map an allocation: driver calls by ctypes.
 
-torch shares tensors in its own way, between processes that it made and with counts of who has them; here the owner of a
-memory only tells its handle, and keeps the memory as long as there are peers. Calls need a CUDA context to be current.
+torch's own sharing works between processes it spawned, with reference counts. Here the owner publishes the handle and
+keeps the memory as long as it has peers. Calls need a current CUDA context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvolt.core.errors import Unsupported
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-"""Flag: another device's memory is reached, too, where the two can."""
+"""Flag: enable peer access to another device's memory if supported."""
 
 
 class _Handle(ctypes.Structure):
@@ -26,7 +26,7 @@ def _driver() -> Any:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise Unsupported(f"there is no CUDA driver: {error}", feature="cuda-ipc") from None
+        raise Unsupported(f"no CUDA driver: {error}", feature="cuda-ipc") from None
     pointer = ctypes.c_uint64
     driver.cuMemGetAddressRange_v2.argtypes = [
         ctypes.POINTER(pointer),
@@ -41,21 +41,21 @@ def _driver() -> Any:
 
 
 def handle_of(address: int) -> tuple[bytes, int]:
-    """Of the allocation that an address lies in, and how far from its start. Unsupported where it has none."""
+    """IPC handle of the allocation that contains `address`, and the offset in it. Unsupported if it has none."""
     base, _ = _range_of(address)
     handle = _Handle()
-    _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), "its memory cannot be shared")
+    _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), "cannot share this memory")
     return bytes(handle.reserved), address - base
 
 
 def open_handle(handle: bytes) -> tuple[int, int]:
-    """Where a peer's allocation lies for this process, and its size. Unsupported where it cannot be mapped."""
+    """Map a peer's allocation; return its address in this process and its size. Unsupported if that fails."""
     if len(handle) != HANDLE_BYTES:
-        raise Unsupported("no handle of a CUDA allocation", feature="cuda-ipc")
+        raise Unsupported("invalid CUDA IPC handle", feature="cuda-ipc")
     base = ctypes.c_uint64()
-    given = _Handle((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
-    opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), given, _LAZY_PEER_ACCESS)
-    _check(opened, "a peer's memory cannot be mapped")
+    ipc_handle = _Handle((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
+    status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), ipc_handle, _LAZY_PEER_ACCESS)
+    _check(status, "cannot map the peer's memory")
     try:
         return base.value, _range_of(base.value)[1]
     except Unsupported:
@@ -64,20 +64,20 @@ def open_handle(handle: bytes) -> tuple[int, int]:
 
 
 def close_handle(base: int) -> None:
-    """Nothing may read from it any more."""
-    _check(_driver().cuIpcCloseMemHandle(base), "a peer's memory cannot be unmapped")
+    """Unmap a peer's allocation, which must no longer be in use."""
+    _check(_driver().cuIpcCloseMemHandle(base), "cannot unmap the peer's memory")
 
 
 def _range_of(address: int) -> tuple[int, int]:
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
-    _check(found, "no allocation of CUDA")
+    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+    _check(status, "not a CUDA allocation")
     return base.value, size.value
 
 
-def _check(result: int, told: str) -> None:
+def _check(result: int, failure: str) -> None:
     if result:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(name))
-        said = name.value.decode() if name.value else str(result)
-        raise Unsupported(f"{told}: {said}", feature="cuda-ipc")
+        reason = name.value.decode() if name.value else str(result)
+        raise Unsupported(f"{failure}: {reason}", feature="cuda-ipc")

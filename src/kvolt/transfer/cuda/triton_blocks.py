@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Pieces of a device's memory moved and summed in one pass, by a Triton kernel. Imported only where a device is used.
+"""Copies pieces of device memory and computes their checksums in one pass of a Triton kernel.
 
-A word is loaded once, and what was loaded is stored and summed: the checksum is of what has arrived, whatever happens
-to the source meanwhile. Memory is any that the device reaches: its own, a peer's that is mapped (CUDA IPC), the host's
-where it is pinned. Offsets stay on the host until they are checked: they may come from a peer.
+Imported only if a device is used. Each word is loaded once, then stored and added to the checksum, so the checksum
+matches the copied bytes even if the source changes. Works on any memory the device can access: its own, a peer's mapped
+by CUDA IPC, pinned host memory. Offsets may come from a peer and are checked on the host.
 
-What is moved must lie at multiples of 8 bytes and be multiples of 8; at multiples of 16 it is faster.
+Pieces must be 8-byte aligned and a multiple of 8 bytes; 16 is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvolt.transfer.memory.checksum import KEY, finish
-from kvolt.transfer.memory.piece_checks import (
+from kvolt.transfer.memory.pieces import (
     WORD_BYTES,
     Buffer,
     Extent,
@@ -31,18 +31,18 @@ from kvolt.transfer.memory.piece_checks import (
     check_one_each,
     check_pieces,
     count_blocks,
-    numbers_of,
+    int64_view,
 )
 
 _KEY = tl.constexpr(KEY)
 _TILE_WORDS = 2048
 _WARPS = 8
-_PIECES_AT_ONCE = 8192
+_BATCH_PIECES = 8192
 _PROGRAMS_PER_PROCESSOR = 4
-"""So that enough bytes are on their way; more would only wait."""
+"""Enough to keep loads in flight; more would only queue."""
 
 
-# Not specialised: a transfer shall not wait for a compiler because its number of blocks is another one.
+# Not specialized: a new number of blocks must not trigger a compilation.
 @triton.jit(
     do_not_specialize=["num_tiles", "tiles_per_piece", "piece_units", "pieces_per_block"],
     do_not_specialize_on_alignment=["dst_at_ptr", "src_at_ptr", "sums_ptr"],
@@ -61,7 +61,7 @@ def _move_kernel(
     STORES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Offsets and sizes in units of so many words: the compiler sees from it how wide it may load and store."""
+    """Offsets and sizes are in units of UNIT words, from which the compiler derives the load and store width."""
     piece_words = piece_units * UNIT
     columns = tl.arange(0, TILE)
     lane_keys = (columns + 1).to(tl.uint64) * _KEY
@@ -79,23 +79,23 @@ def _move_kernel(
         mixed = word ^ (lane_keys + first.to(tl.uint64) * _KEY)
         terms = (mixed & 0xFFFFFFFF) * (mixed >> 32) + word
         total = tl.sum(tl.where(inside, terms, tl.zeros_like(terms)), 0)
-        # A sum mod 2^64 is the same in any order.
+        # The sum mod 2^64 does not depend on the order.
         tl.atomic_add(sums_ptr + piece // pieces_per_block, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-class Moved:
-    """Work that a device has been given. What it reads and writes must stay until it is done."""
+class PendingMove:
+    """Launched work on a device. Its source and destination must stay valid until it is done."""
 
     def __init__(self, sums: Tensor, length: int, seeds: Numbers | None) -> None:
-        """Before anything is launched: what it needs is there then, or nothing moves."""
+        """Allocates everything it needs before anything is launched."""
         self._length = length
         self._seeds = seeds
         self._event = torch.cuda.Event() if sums.is_cuda else None
         self._on_device = sums
         self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True) if sums.is_cuda else sums
 
-    def launched(self) -> None:
-        """All of it."""
+    def record(self) -> None:
+        """Enqueue the copy of the sums and the completion event."""
         if self._event is not None:
             self._sums.copy_(self._on_device, non_blocking=True)
             self._event.record()
@@ -104,17 +104,17 @@ class Moved:
         return self._event is None or self._event.query()
 
     def checksums(self) -> Sums:
-        """Of each block; waits until all is done."""
+        """Checksums of each block; blocks until the work is done."""
         if self._event is not None:
             self._event.synchronize()
         return finish(self._sums.numpy().view(np.uint64), self._length, self._seeds)
 
 
 class DeviceBlocks:
-    """Gives the work to a device, on its current stream. ValueError where a call is refused: nothing has moved then."""
+    """Launches copies on the current stream of a device. A rejected call raises ValueError and has moved nothing."""
 
     def __init__(self, device: torch.device, max_programs: int | None = None) -> None:
-        """`max_programs`: how much of the device a transfer may take, for the sake of who computes meanwhile."""
+        """`max_programs`: limit on concurrent kernel programs, which leaves the rest of the device to computation."""
         self._device = device
         self._max_programs = max_programs or _PROGRAMS_PER_PROCESSOR * _processors_of(device)
 
@@ -126,10 +126,10 @@ class DeviceBlocks:
         piece_bytes: int,
         pieces_per_block: int = 1,
         seeds: Buffer | None = None,
-    ) -> Moved:
-        """Pieces of a slab to `out`, one after the other."""
-        in_row = _in_row(numbers_of("offsets", offsets), piece_bytes)
-        return self.copy(out, in_row, slab, offsets, piece_bytes, pieces_per_block, seeds)
+    ) -> PendingMove:
+        """Copy pieces of a slab into `out` contiguously."""
+        row_offsets = _row_offsets(int64_view("offsets", offsets), piece_bytes)
+        return self.copy(out, row_offsets, slab, offsets, piece_bytes, pieces_per_block, seeds)
 
     def scatter(
         self,
@@ -139,10 +139,10 @@ class DeviceBlocks:
         piece_bytes: int,
         pieces_per_block: int = 1,
         seeds: Buffer | None = None,
-    ) -> Moved:
-        """Pieces that lie one after the other to their places in a slab."""
-        in_row = _in_row(numbers_of("offsets", offsets), piece_bytes)
-        return self.copy(slab, offsets, row, in_row, piece_bytes, pieces_per_block, seeds)
+    ) -> PendingMove:
+        """Copy contiguous pieces into a slab."""
+        row_offsets = _row_offsets(int64_view("offsets", offsets), piece_bytes)
+        return self.copy(slab, offsets, row, row_offsets, piece_bytes, pieces_per_block, seeds)
 
     def copy(
         self,
@@ -153,9 +153,9 @@ class DeviceBlocks:
         piece_bytes: int,
         pieces_per_block: int = 1,
         seeds: Buffer | None = None,
-    ) -> Moved:
-        """See `bytes_python.copy_checked`."""
-        to, origins = _own("dst_offsets", dst_offsets), _own("src_offsets", src_offsets)
+    ) -> PendingMove:
+        """Like `block_bytes_python.copy_checked`."""
+        to, origins = _private_copy("dst_offsets", dst_offsets), _private_copy("src_offsets", src_offsets)
         check_as_many(to, origins)
         check_pieces("dst_offsets", to, piece_bytes, dst.nbytes)
         check_pieces("src_offsets", origins, piece_bytes, src.nbytes)
@@ -169,9 +169,9 @@ class DeviceBlocks:
         piece_bytes: int,
         pieces_per_block: int = 1,
         seeds: Buffer | None = None,
-    ) -> Moved:
-        """Of blocks that stay where they are."""
-        origins = _own("offsets", offsets)
+    ) -> PendingMove:
+        """Checksums of blocks in `src`."""
+        origins = _private_copy("offsets", offsets)
         check_pieces("offsets", origins, piece_bytes, src.nbytes)
         return self._launch(None, (src, origins), piece_bytes, pieces_per_block, seeds)
 
@@ -182,10 +182,10 @@ class DeviceBlocks:
         piece_bytes: int,
         pieces_per_block: int,
         seeds: Buffer | None,
-    ) -> Moved:
+    ) -> PendingMove:
         num_pieces = len(src[1])
         num_blocks = count_blocks(num_pieces, piece_bytes, pieces_per_block)
-        own_seeds = None if seeds is None else _own("seeds", seeds)
+        own_seeds = None if seeds is None else _private_copy("seeds", seeds)
         if own_seeds is not None:
             check_one_each("seeds", own_seeds, num_blocks)
         sides = [src] if dst is None else [dst, src]
@@ -193,23 +193,23 @@ class DeviceBlocks:
         words = [_words(memory) for memory, _ in sides]
         with self._on_device():
             sums = torch.zeros(num_blocks, dtype=torch.int64, device=self._device)
-            moved = Moved(sums, piece_bytes * pieces_per_block, own_seeds)
+            moved = PendingMove(sums, piece_bytes * pieces_per_block, own_seeds)
             try:
-                # Part by part: while the device moves one the host prepares the next.
-                num_blocks_at_once = max(_PIECES_AT_ONCE // pieces_per_block, 1)
-                for first in range(0, num_blocks, num_blocks_at_once):
-                    part = slice(first * pieces_per_block, (first + num_blocks_at_once) * pieces_per_block)
+                # In parts, so that the host prepares the next one while the device works.
+                batch_blocks = max(_BATCH_PIECES // pieces_per_block, 1)
+                for first in range(0, num_blocks, batch_blocks):
+                    part = slice(first * pieces_per_block, (first + batch_blocks) * pieces_per_block)
                     offsets = np.stack([each[part] for _, each in sides])
                     self._move(words, offsets, sums[first:], piece_bytes, pieces_per_block, unit_bytes)
-                moved.launched()
+                moved.record()
             except BaseException:
-                # Whoever is told that nothing comes of it may give the blocks to others.
-                self._settle()
+                # The caller may reuse the blocks after an error.
+                self._synchronize()
                 raise
             return moved
 
-    def _settle(self) -> None:
-        """Nothing that was launched is under way any more."""
+    def _synchronize(self) -> None:
+        """Wait for all launched work."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -222,16 +222,16 @@ class DeviceBlocks:
         pieces_per_block: int,
         unit_bytes: int,
     ) -> None:
-        """Of one memory, which is only summed, or from the second to the first; `offsets` has a row for each."""
-        # Shifted: to divide takes numpy longer than the device needs for blocks of 64 KiB.
-        places = self._uploaded(offsets >> (unit_bytes.bit_length() - 1))
+        """Copy from the second memory to the first, or only sum a single one. `offsets` has one row per memory."""
+        # Shift instead of divide: numpy's division takes longer than the device needs for 64 KiB blocks.
+        unit_offsets = self._upload(offsets >> (unit_bytes.bit_length() - 1))
         tiles_per_piece = triton.cdiv(piece_bytes, WORD_BYTES * _TILE_WORDS)
         num_tiles = offsets.shape[1] * tiles_per_piece
         _move_kernel[(min(num_tiles, self._max_programs),)](
             words[0],
             words[-1],
-            places[0],
-            places[-1],
+            unit_offsets[0],
+            unit_offsets[-1],
             sums,
             num_tiles,
             tiles_per_piece,
@@ -246,8 +246,8 @@ class DeviceBlocks:
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def _uploaded(self, numbers: Numbers) -> Tensor:
-        """By way of pinned memory: from any other the copy would wait for what the stream does."""
+    def _upload(self, numbers: Numbers) -> Tensor:
+        """Copy to the device from pinned memory; from pageable memory the copy would synchronize with the stream."""
         if self._device.type != "cuda":
             return torch.from_numpy(numbers)
         return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
@@ -259,12 +259,12 @@ def _processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _own(name: str, numbers: Buffer) -> Numbers:
-    """Nobody changes them after they were checked."""
-    return numbers_of(name, numbers).copy()
+def _private_copy(name: str, numbers: Buffer) -> Numbers:
+    """Copy of the numbers, so that they cannot change after the checks."""
+    return int64_view(name, numbers).copy()
 
 
-def _in_row(offsets: Numbers, piece_bytes: int) -> Numbers:
+def _row_offsets(offsets: Numbers, piece_bytes: int) -> Numbers:
     return np.arange(len(offsets), dtype=np.int64) * piece_bytes
 
 
@@ -274,17 +274,17 @@ def _extent(memory: Tensor) -> Extent:
 
 def _words(memory: Tensor) -> Tensor:
     if not memory.is_contiguous():
-        raise ValueError("a memory that is moved from or to must be contiguous")
+        raise ValueError("source and destination must be contiguous")
     as_bytes = memory.view(-1).view(torch.uint8)
     return as_bytes[: as_bytes.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
 
 
 def _unit_bytes(sides: list[tuple[Tensor, Numbers]], piece_bytes: int) -> int:
-    """The largest that everything is a multiple of: 16 or 8."""
+    """Largest common unit: 16 or 8 bytes."""
     for unit in (2 * WORD_BYTES, WORD_BYTES):
         starts = (
             memory.data_ptr() | int(np.bitwise_or.reduce(offsets, initial=0)) for memory, offsets in sides
         )
         if piece_bytes % unit == 0 and not any(start % unit for start in starts):
             return unit
-    raise ValueError(f"a device moves pieces that lie at multiples of {WORD_BYTES} bytes, of as many bytes")
+    raise ValueError(f"pieces must be aligned to and a multiple of {WORD_BYTES} bytes on a device")

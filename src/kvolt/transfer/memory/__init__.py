@@ -1,1 +1,1 @@
-"""Memory that blocks are moved from and to: slabs, layouts, checksums."""
+"""Block memory: slabs, layouts across TP ranks, checksums."""

@@ -1,8 +1,8 @@
-/* Bytes of pieces from memory to memory and through sockets, in C: `bytes_python.py` says what each function does,
-   `checksum.py` what a checksum is.
+/* Copies pieces between memories and through sockets. `block_bytes_python.py` documents the functions, `checksum.py`
+   the checksum.
 
-   Offsets are taken into memory of this call and checked there before a byte moves: the GIL is released meanwhile, and
-   whoever else has the array could write to it. */
+   Offsets are copied and then checked before a byte moves, since other threads may write to the caller's array while
+   the GIL is released. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +21,7 @@
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "words are little-endian: the Python form is right on any machine"
+#error "words are little-endian: use the Python implementation on this machine"
 #endif
 
 #ifndef KVOLT_SOURCE_DIGEST
@@ -33,10 +33,10 @@
 
 enum {
     WORD = 8,
-    /* Copied before it is summed: it is still in the second-level cache then, and memcpy is at its best. */
+    /* Bytes copied before their checksum is computed: they are still in the L2 cache. */
     CHUNK = 64 * 1024,
-    MAX_RANGES = 1024, /* of one system call */
-    /* Below it others would wait longer for the GIL to change hands than for the work. */
+    MAX_RANGES = 1024, /* per system call */
+    /* Minimum bytes for which the GIL is released; below, switching costs more than the work. */
     WORTH_RELEASING = 32 * 1024,
 };
 
@@ -59,7 +59,7 @@ static uint64_t sum_plain(const unsigned char *data, size_t words, uint64_t firs
 
 #ifdef HAS_X86_FORMS
 
-/* Four vectors at a time, each with its own keys and sums, so that none waits for the one before. */
+/* Four vectors at a time with independent keys and sums, to avoid dependency stalls. */
 enum { AHEAD = 4 };
 
 __attribute__((target("avx2"))) static uint64_t sum_avx2(const unsigned char *data, size_t words, uint64_t first) {
@@ -120,7 +120,7 @@ typedef struct {
     SumWords *sum;
 } Form;
 
-static Form forms[3]; /* that this CPU has, the slowest first */
+static Form forms[3]; /* supported by this CPU, slowest first */
 static int num_forms;
 static SumWords *sum_words;
 
@@ -135,7 +135,7 @@ static void find_forms(void) {
     sum_words = forms[num_forms - 1].sum;
 }
 
-/* `first`: the number of the first word in its block. Only the end of a block may be less than a word. */
+/* `first`: index of the first word in its block. Only the end of a block may be a partial word. */
 static uint64_t sum_bytes(const unsigned char *data, size_t bytes, uint64_t first) {
     const size_t words = bytes / WORD, rest = bytes % WORD;
     uint64_t sum = sum_words(data, words, first);
@@ -154,11 +154,11 @@ static uint64_t finish(uint64_t sum, uint64_t length, uint64_t seed) {
     return h ^ h >> 32;
 }
 
-/* -- what a call was given -- */
+/* -- arguments of a call -- */
 
 typedef struct {
-    Py_buffer dst, src, seeds, out; /* those that were not given are empty */
-    int64_t *to, *from;             /* offsets, of this call alone */
+    Py_buffer dst, src, seeds, out; /* empty if not given */
+    int64_t *to, *from;             /* private copies of the offsets */
     Py_ssize_t num_pieces, piece_bytes, per_block, num_blocks;
 } Call;
 
@@ -171,8 +171,8 @@ static void end_call(Call *call) {
     free(call->from);
 }
 
-static bool take_memory(Py_buffer *view, const char *name, PyObject *given, bool is_written) {
-    if (PyObject_GetBuffer(given, view, PyBUF_FULL_RO) < 0) return false;
+static bool take_memory(Py_buffer *view, const char *name, PyObject *argument, bool is_written) {
+    if (PyObject_GetBuffer(argument, view, PyBUF_FULL_RO) < 0) return false;
     if (!PyBuffer_IsContiguous(view, 'C')) {
         PyErr_Format(PyExc_ValueError, "%s is not contiguous", name);
         return false;
@@ -184,19 +184,19 @@ static bool take_memory(Py_buffer *view, const char *name, PyObject *given, bool
     return true;
 }
 
-static bool take_numbers(Py_buffer *view, const char *name, PyObject *given, bool is_written) {
-    if (!take_memory(view, name, given, is_written)) return false;
+static bool take_numbers(Py_buffer *view, const char *name, PyObject *argument, bool is_written) {
+    if (!take_memory(view, name, argument, is_written)) return false;
     const char *format = view->format ? view->format : "B", *kind = format + strspn(format, "@=<");
     const bool is_numbers = view->itemsize == WORD && strlen(kind) == 1 && strchr("lLqQ", *kind);
     if (is_numbers || (strcmp(format, "B") == 0 && view->len % WORD == 0)) return true;
-    PyErr_Format(PyExc_ValueError, "%s must be whole numbers of 64 bits, not of the format %s", name, format);
+    PyErr_Format(PyExc_ValueError, "%s must be 64-bit integers, not format %s", name, format);
     return false;
 }
 
-/* Offsets into memory of this call, where all of them lie inside `memory`. */
-static bool take_offsets(Call *call, int64_t **offsets, const char *name, PyObject *given, const Py_buffer *memory) {
+/* Copies the offsets and checks that all pieces are inside `memory`. */
+static bool take_offsets(Call *call, int64_t **offsets, const char *name, PyObject *argument, const Py_buffer *memory) {
     Py_buffer view = {0};
-    if (!take_numbers(&view, name, given, false)) {
+    if (!take_numbers(&view, name, argument, false)) {
         PyBuffer_Release(&view);
         return false;
     }
@@ -211,12 +211,12 @@ static bool take_offsets(Call *call, int64_t **offsets, const char *name, PyObje
     *offsets = own;
     call->num_pieces = count;
     if (call->piece_bytes < 1) {
-        PyErr_Format(PyExc_ValueError, "a piece has %zd bytes: it must have one or more", call->piece_bytes);
+        PyErr_Format(PyExc_ValueError, "piece size must be at least one byte, not %zd", call->piece_bytes);
         return false;
     }
     const int64_t last = (int64_t)(memory->len - call->piece_bytes);
     bool fits = true;
-    for (Py_ssize_t i = 0; i < count; i++) fits &= (own[i] >= 0) & (own[i] <= last); /* no branch: it is vectors */
+    for (Py_ssize_t i = 0; i < count; i++) fits &= (own[i] >= 0) & (own[i] <= last); /* branchless, so vectorized */
     for (Py_ssize_t i = 0; !fits && i < count; i++)
         if (own[i] < 0 || own[i] > last) {
             PyErr_Format(PyExc_ValueError, "%s: piece %zd at offset %lld with %zd bytes lies outside of %zd bytes",
@@ -231,7 +231,7 @@ static int compare_offsets(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-/* No piece is written over one that is read. Looked at only where the two memories are not apart anyway. */
+/* Checks that no destination overlaps a source; only needed if the two memories overlap. */
 static bool check_apart(const Call *call) {
     const uintptr_t dst = (uintptr_t)call->dst.buf, src = (uintptr_t)call->src.buf;
     if (dst >= src + (size_t)call->src.len || src >= dst + (size_t)call->dst.len || !call->num_pieces) return true;
@@ -246,7 +246,7 @@ static bool check_apart(const Call *call) {
     bool is_apart = true;
     for (size_t i = 0; i < count && is_apart; i++) {
         const int64_t place = call->to[i] + (int64_t)(dst - src); /* in offsets of src */
-        size_t low = 0, high = count;                            /* the first that ends after `place` */
+        size_t low = 0, high = count;                            /* first piece that ends after `place` */
         while (low < high) {
             const size_t middle = low + (high - low) / 2;
             if (read[middle] > place - call->piece_bytes)
@@ -268,7 +268,7 @@ static bool take_sides(Call *call, PyObject *dst, PyObject *to, PyObject *src, P
     const Py_ssize_t num_places = call->num_pieces;
     if (!take_offsets(call, &call->from, "src_offsets", from, &call->src)) return false;
     if (call->num_pieces != num_places) {
-        PyErr_Format(PyExc_ValueError, "%zd pieces cannot go to %zd places", call->num_pieces, num_places);
+        PyErr_Format(PyExc_ValueError, "%zd source pieces for %zd destination pieces", call->num_pieces, num_places);
         return false;
     }
     return check_apart(call);
@@ -282,11 +282,12 @@ static bool check_one_each(const Call *call, const char *name, const Py_buffer *
 
 static bool take_blocks(Call *call, PyObject *seeds, PyObject *out) {
     if (call->per_block < 1 || call->num_pieces % call->per_block) {
-        PyErr_Format(PyExc_ValueError, "%zd pieces are not whole blocks of %zd", call->num_pieces, call->per_block);
+        PyErr_Format(PyExc_ValueError, "%zd pieces are not a multiple of %zd pieces per block", call->num_pieces,
+                     call->per_block);
         return false;
     }
     if (call->per_block > 1 && call->piece_bytes % WORD) {
-        PyErr_Format(PyExc_ValueError, "pieces of %zd bytes: of several to a block each must be a multiple of 8",
+        PyErr_Format(PyExc_ValueError, "piece size %zd must be a multiple of 8 with several pieces per block",
                      call->piece_bytes);
         return false;
     }
@@ -297,7 +298,7 @@ static bool take_blocks(Call *call, PyObject *seeds, PyObject *out) {
     return take_numbers(&call->out, "out", out, true) && check_one_each(call, "out", &call->out);
 }
 
-/* -- the work; without the GIL where it is worth it -- */
+/* -- the work, without the GIL if it is long -- */
 
 typedef void Work(const Call *call);
 
@@ -320,14 +321,14 @@ static void copy_pieces(const Call *call) {
     }
 }
 
-/* What has arrived is summed, not what was read: a source that changes in between is found. */
+/* Computes the checksum of the destination, so that a source that changes during the copy is detected. */
 static uint64_t copy_and_sum(unsigned char *to, const unsigned char *from, size_t bytes, uint64_t first) {
     uint64_t sum = 0;
     for (size_t at = 0; at < bytes; at += CHUNK) {
         const size_t size = bytes - at < CHUNK ? bytes - at : CHUNK;
         memcpy(to + at, from + at, size);
 #if defined(__GNUC__) || defined(__clang__)
-        __asm__ volatile("" ::: "memory"); /* or a compiler might read the source once more */
+        __asm__ volatile("" ::: "memory"); /* prevents the compiler from reading the source again */
 #endif
         sum += sum_bytes(to + at, size, first + at / WORD);
     }
@@ -350,19 +351,19 @@ static void sum_blocks(const Call *call) {
                 sum += sum_bytes(piece, (size_t)call->piece_bytes, first);
         }
         if (call->seeds.buf) memcpy(&seed, (const unsigned char *)call->seeds.buf + WORD * block, WORD);
-        const uint64_t found = finish(sum, length, seed);
-        memcpy((unsigned char *)call->out.buf + WORD * block, &found, WORD);
+        const uint64_t checksum = finish(sum, length, seed);
+        memcpy((unsigned char *)call->out.buf + WORD * block, &checksum, WORD);
     }
 }
 
-/* Ranges of memory from byte `start` of the pieces on, at most `most` bytes of them; how many bytes it became. */
-static size_t fill_ranges(const Call *call, const int64_t *offsets, unsigned char *memory, size_t start, size_t most,
-                          struct iovec *ranges, struct msghdr *message) {
+/* Fills memory ranges for at most `max_bytes` bytes from byte `start` of the pieces on; returns the number of bytes. */
+static size_t fill_ranges(const Call *call, const int64_t *offsets, unsigned char *memory, size_t start,
+                          size_t max_bytes, struct iovec *ranges, struct msghdr *message) {
     const size_t size = (size_t)call->piece_bytes;
     size_t index = start / size, skipped = start % size, filled = 0, count = 0;
-    for (; filled < most && index < (size_t)call->num_pieces; index++, skipped = 0) {
+    for (; filled < max_bytes && index < (size_t)call->num_pieces; index++, skipped = 0) {
         unsigned char *base = memory + offsets[index] + skipped;
-        const size_t length = size - skipped < most - filled ? size - skipped : most - filled;
+        const size_t length = size - skipped < max_bytes - filled ? size - skipped : max_bytes - filled;
         if (count && (unsigned char *)ranges[count - 1].iov_base + ranges[count - 1].iov_len == base) {
             ranges[count - 1].iov_len += length;
         } else {
@@ -375,37 +376,37 @@ static size_t fill_ranges(const Call *call, const int64_t *offsets, unsigned cha
     return filled;
 }
 
-/* Goes on while the socket takes, or has, all that it was asked for; waits, if at all, for the first bytes only. What
-   goes wrong after some have moved is found by the next call. */
-static Py_ssize_t move_ranges(const Call *call, int fd, bool is_send, size_t start, size_t most) {
+/* Continues while the socket transfers everything requested; blocks for the first bytes only. An error after some
+   bytes were moved is reported by the next call. */
+static Py_ssize_t move_ranges(const Call *call, int fd, bool is_send, size_t start, size_t max_bytes) {
     struct iovec ranges[MAX_RANGES];
     struct msghdr message;
     const int64_t *offsets = is_send ? call->from : call->to;
     size_t moved = 0;
-    while (moved < most) {
+    while (moved < max_bytes) {
         const int wait = moved ? MSG_DONTWAIT : 0;
         unsigned char *memory = is_send ? call->src.buf : call->dst.buf;
-        const size_t asked = fill_ranges(call, offsets, memory, start + moved, most - moved, ranges, &message);
+        const size_t requested = fill_ranges(call, offsets, memory, start + moved, max_bytes - moved, ranges, &message);
         const ssize_t done =
             is_send ? sendmsg(fd, &message, MSG_NOSIGNAL | wait) : recvmsg(fd, &message, wait);
         if (done < 0 && !moved) return -1;
         if (done > 0) moved += (size_t)done;
-        if (done < (ssize_t)asked) break;
+        if (done < (ssize_t)requested) break;
     }
     return (Py_ssize_t)moved;
 }
 
-static PyObject *move_by_socket(Call *call, int fd, bool is_send, Py_ssize_t start, Py_ssize_t most) {
+static PyObject *move_by_socket(Call *call, int fd, bool is_send, Py_ssize_t start, Py_ssize_t max_bytes) {
     Py_ssize_t size;
     if (__builtin_mul_overflow(call->num_pieces, call->piece_bytes, &size)) size = PY_SSIZE_T_MAX;
-    if (start < 0 || start >= size || most < 1)
-        return PyErr_Format(PyExc_ValueError, "there are no %zd bytes from byte %zd on of %zd", most, start, size);
-    if (most > size - start) most = size - start;
+    if (start < 0 || start >= size || max_bytes < 1)
+        return PyErr_Format(PyExc_ValueError, "invalid range: %zd bytes from byte %zd of %zd", max_bytes, start, size);
+    if (max_bytes > size - start) max_bytes = size - start;
     for (;;) {
         Py_ssize_t moved;
         int problem;
         Py_BEGIN_ALLOW_THREADS;
-        moved = move_ranges(call, fd, is_send, (size_t)start, (size_t)most);
+        moved = move_ranges(call, fd, is_send, (size_t)start, (size_t)max_bytes);
         problem = errno;
         Py_END_ALLOW_THREADS;
         if (moved >= 0) return PyLong_FromSsize_t(moved);
@@ -458,10 +459,10 @@ static PyObject *bytes_send(PyObject *self, PyObject *args) {
     Call call = {0};
     int fd;
     PyObject *src, *from, *sent = NULL;
-    Py_ssize_t start, most;
-    if (!PyArg_ParseTuple(args, "iOOnnn:send", &fd, &src, &from, &call.piece_bytes, &start, &most)) return NULL;
+    Py_ssize_t start, max_bytes;
+    if (!PyArg_ParseTuple(args, "iOOnnn:send", &fd, &src, &from, &call.piece_bytes, &start, &max_bytes)) return NULL;
     if (take_memory(&call.src, "src", src, false) && take_offsets(&call, &call.from, "offsets", from, &call.src))
-        sent = move_by_socket(&call, fd, true, start, most);
+        sent = move_by_socket(&call, fd, true, start, max_bytes);
     end_call(&call);
     return sent;
 }
@@ -470,10 +471,10 @@ static PyObject *bytes_receive(PyObject *self, PyObject *args) {
     Call call = {0};
     int fd;
     PyObject *dst, *to, *received = NULL;
-    Py_ssize_t start, most;
-    if (!PyArg_ParseTuple(args, "iOOnnn:receive", &fd, &dst, &to, &call.piece_bytes, &start, &most)) return NULL;
+    Py_ssize_t start, max_bytes;
+    if (!PyArg_ParseTuple(args, "iOOnnn:receive", &fd, &dst, &to, &call.piece_bytes, &start, &max_bytes)) return NULL;
     if (take_memory(&call.dst, "dst", dst, true) && take_offsets(&call, &call.to, "offsets", to, &call.dst))
-        received = move_by_socket(&call, fd, false, start, most);
+        received = move_by_socket(&call, fd, false, start, max_bytes);
     end_call(&call);
     return received;
 }
@@ -484,7 +485,7 @@ static PyObject *bytes_use_form(PyObject *self, PyObject *name) {
             sum_words = forms[i].sum;
             Py_RETURN_NONE;
         }
-    return PyErr_Format(PyExc_ValueError, "there is no form %R here", name);
+    return PyErr_Format(PyExc_ValueError, "unknown implementation %R", name);
 }
 
 static PyMethodDef methods[] = {
@@ -493,7 +494,7 @@ static PyMethodDef methods[] = {
     {"copy_checked", bytes_copy_checked, METH_VARARGS, "See kvolt.transfer.memory.block_bytes_python.copy_checked."},
     {"send", bytes_send, METH_VARARGS, "See kvolt.transfer.memory.block_bytes_python.send."},
     {"receive", bytes_receive, METH_VARARGS, "See kvolt.transfer.memory.block_bytes_python.receive."},
-    {"use_form", bytes_use_form, METH_O, "Which of FORMS sums from now on, for tests; the last one does by itself."},
+    {"use_form", bytes_use_form, METH_O, "Select one of FORMS, for tests; default: the last."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,7 +1,6 @@
-"""Bytes of blocks from memory to memory and through sockets: native where it was built, else the same in Python, which
-is slower and equally right.
+"""Copies and sends block bytes: the native module if it was built, else the slower Python equivalent.
 
-`bytes_python` says what each function does; ADR 9 says how native modules are built.
+The functions are documented in `block_bytes_python`; ADR 9 covers native modules.
 """
 
 from __future__ import annotations

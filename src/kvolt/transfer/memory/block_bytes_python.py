@@ -1,10 +1,9 @@
-"""Bytes of pieces from memory to memory and through sockets, in Python: what `block_bytes` does, and what runs where no
-compiler was. `_bytes_native.c` is the same in C.
+"""Copies pieces between memories and through sockets: the Python reference for `_bytes_native.c`, used if that was not
+built.
 
-Offsets, seeds and `out` are numbers of 64 bits in any buffer: arrays, or their bytes. A call that is refused
-(ValueError) has moved nothing. Destinations of one call must not overlap each other: whoever owns the blocks gives each
-out once. A destination over a source of the same call is refused where both lie in memory that this process sees at one
-address; memory that is mapped twice looks like two.
+Offsets, seeds and `out` are 64-bit numbers in any buffer. A rejected call (ValueError) has moved nothing. Destinations
+of one call must not overlap each other; the owner of the blocks ensures that. Destinations that overlap a source of the
+same call are rejected if both have the same address range; memory mapped twice is not recognised.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.transfer.memory.checksum import checksums as defined_checksums
-from kvolt.transfer.memory.piece_checks import (
+from kvolt.transfer.memory.pieces import (
     Buffer,
     Bytes,
     Extent,
     Numbers,
-    bytes_of,
+    byte_view,
     check_apart,
     check_as_many,
     check_one_each,
     check_pieces,
     count_blocks,
-    numbers_of,
+    int64_view,
 )
 
 _MAX_RANGES = 1024
-"""Of memory in one system call: what Linux takes."""
+"""Memory ranges per system call: IOV_MAX."""
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def copy(dst: Buffer, dst_offsets: Buffer, src: Buffer, src_offsets: Buffer, piece_bytes: int, /) -> None:
-    """Pieces to their places; neighbours on both sides at once."""
+    """Copy pieces; pieces adjacent on both sides are copied together."""
     _copy(*_both_sides(dst, dst_offsets, src, src_offsets, piece_bytes), piece_bytes)
 
 
@@ -51,9 +50,9 @@ def checksums(
     out: Buffer,
     /,
 ) -> None:
-    """See `checksum`; one for each block into `out`."""
-    places = numbers_of("offsets", offsets)
-    check_pieces("offsets", places, piece_bytes, len(bytes_of("src", src)))
+    """Compute the checksum of each block into `out`; defined in `checksum`."""
+    places = int64_view("offsets", offsets)
+    check_pieces("offsets", places, piece_bytes, len(byte_view("src", src)))
     sums = _sums_for(places, piece_bytes, pieces_per_block, seeds, out)
     sums[:] = defined_checksums(src, places, piece_bytes, pieces_per_block, seeds).view(np.int64)
 
@@ -69,46 +68,48 @@ def copy_checked(
     out: Buffer,
     /,
 ) -> None:
-    """`copy`, and checksums of what has arrived in `dst`: a source that changes meanwhile does not go unnoticed."""
+    """Copy, then compute checksums of `dst`, so that a source that changes during the copy is detected."""
     sides = _both_sides(dst, dst_offsets, src, src_offsets, piece_bytes)
     sums = _sums_for(sides[1], piece_bytes, pieces_per_block, seeds, out)
     _copy(*sides, piece_bytes)
     sums[:] = defined_checksums(sides[0], sides[1], piece_bytes, pieces_per_block, seeds).view(np.int64)
 
 
-def send(fd: int, src: Buffer, offsets: Buffer, piece_bytes: int, start: int, most: int, /) -> int:
-    """Bytes of the pieces, one after the other, from the one numbered `start` on: how many a socket took, one or more.
-    BlockingIOError when it took none. Of a socket that blocks it waits for the first only."""
-    ranges = _ranges(bytes_of("src", src), numbers_of("offsets", offsets), piece_bytes, start, most)
-    with _borrowed(fd) as link:
-        return link.sendmsg(ranges, (), _NO_SIGNAL)
+def send(fd: int, src: Buffer, offsets: Buffer, piece_bytes: int, start: int, max_bytes: int, /) -> int:
+    """Send the concatenated pieces from byte `start` on; return the number of bytes sent, at least one.
+
+    BlockingIOError if the socket accepts none. A blocking socket blocks for the first byte only.
+    """
+    ranges = _ranges(byte_view("src", src), int64_view("offsets", offsets), piece_bytes, start, max_bytes)
+    with _borrow_socket(fd) as sock:
+        return sock.sendmsg(ranges, (), _NO_SIGNAL)
 
 
-def receive(fd: int, dst: Buffer, offsets: Buffer, piece_bytes: int, start: int, most: int, /) -> int:
-    """As `send`, from a socket into the pieces; 0 when the peer has closed."""
-    memory = bytes_of("dst", dst, is_written=True)
-    ranges = _ranges(memory, numbers_of("offsets", offsets), piece_bytes, start, most)
-    with _borrowed(fd) as link:
-        return link.recvmsg_into(ranges)[0]
+def receive(fd: int, dst: Buffer, offsets: Buffer, piece_bytes: int, start: int, max_bytes: int, /) -> int:
+    """Receive into the pieces, like `send`; 0 if the peer has closed."""
+    memory = byte_view("dst", dst, is_written=True)
+    ranges = _ranges(memory, int64_view("offsets", offsets), piece_bytes, start, max_bytes)
+    with _borrow_socket(fd) as sock:
+        return sock.recvmsg_into(ranges)[0]
 
 
 @contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Somebody else's socket."""
-    if fd < 0:  # of one that was closed
+def _borrow_socket(fd: int) -> Iterator[socket.socket]:
+    """Socket object for a descriptor that it does not own."""
+    if fd < 0:  # closed socket
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    link = socket.socket(fileno=fd)
+    sock = socket.socket(fileno=fd)
     try:
-        yield link
+        yield sock
     finally:
-        link.detach()
+        sock.detach()
 
 
 def _both_sides(
     dst: Buffer, dst_offsets: Buffer, src: Buffer, src_offsets: Buffer, piece_bytes: int
 ) -> tuple[Bytes, Numbers, Bytes, Numbers]:
-    written, read = bytes_of("dst", dst, is_written=True), bytes_of("src", src)
-    to, origins = numbers_of("dst_offsets", dst_offsets), numbers_of("src_offsets", src_offsets)
+    written, read = byte_view("dst", dst, is_written=True), byte_view("src", src)
+    to, origins = int64_view("dst_offsets", dst_offsets), int64_view("src_offsets", src_offsets)
     check_as_many(to, origins)
     check_pieces("dst_offsets", to, piece_bytes, len(written))
     check_pieces("src_offsets", origins, piece_bytes, len(read))
@@ -121,8 +122,8 @@ def _sums_for(
 ) -> Numbers:
     num_blocks = count_blocks(len(offsets), piece_bytes, pieces_per_block)
     if seeds is not None:
-        check_one_each("seeds", numbers_of("seeds", seeds), num_blocks)
-    sums = numbers_of("out", out, is_written=True)
+        check_one_each("seeds", int64_view("seeds", seeds), num_blocks)
+    sums = int64_view("out", out, is_written=True)
     check_one_each("out", sums, num_blocks)
     return sums
 
@@ -135,7 +136,7 @@ def _copy(dst: Bytes, dst_offsets: Numbers, src: Bytes, src_offsets: Numbers, pi
 
 
 def _runs(piece_bytes: int, *offsets: Numbers) -> Iterator[tuple[int, int]]:
-    """First and end of pieces that follow each other on all sides."""
+    """Yield start and end index of pieces that are adjacent in all offset arrays."""
     count = len(offsets[0])
     if count:
         breaks = np.logical_or.reduce([np.diff(side) != piece_bytes for side in offsets])
@@ -143,13 +144,15 @@ def _runs(piece_bytes: int, *offsets: Numbers) -> Iterator[tuple[int, int]]:
         yield from zip([0, *ends[:-1]], ends, strict=True)
 
 
-def _ranges(memory: Bytes, offsets: Numbers, piece_bytes: int, start: int, most: int) -> list[memoryview]:
-    """Of memory, as many as a system call takes."""
+def _ranges(
+    memory: Bytes, offsets: Numbers, piece_bytes: int, start: int, max_bytes: int
+) -> list[memoryview]:
+    """Memory ranges of the bytes to transfer, at most `_MAX_RANGES`."""
     check_pieces("offsets", offsets, piece_bytes, len(memory))
     size = len(offsets) * piece_bytes
-    if not 0 <= start < size or most < 1:
-        raise ValueError(f"there are no {most} bytes from byte {start} on of {size}")
-    end = min(start + most, size)
+    if not 0 <= start < size or max_bytes < 1:
+        raise ValueError(f"invalid range: {max_bytes} bytes from byte {start} of {size}")
+    end = min(start + max_bytes, size)
     first, skipped = divmod(start, piece_bytes)
     touched = offsets[first : -(-end // piece_bytes)]
     view = memory.data

@@ -1,7 +1,7 @@
-"""The checksum that blocks travel with: its one definition. Pure; `_bytes_native.c` and `cuda_blocks` do the same.
+"""Block checksum: the reference definition. Pure; `_bytes_native.c` and `cuda.triton_blocks` are equal implementations.
 
-Of a block's payload: its pieces one after the other, `length` bytes, as little-endian words w of 64 bits, the last one
-filled up with zero bytes. All arithmetic is mod 2^64.
+Input is the payload of a block: its concatenated pieces, `length` bytes, as little-endian 64-bit words w, the last one
+padded with zeros. All arithmetic is mod 2^64.
 
     key(i) = (i + 1) * KEY
     x      = w[i] ^ key(i)
@@ -9,8 +9,8 @@ filled up with zero bytes. All arithmetic is mod 2^64.
     h      = (S + length * LENGTH_KEY) ^ seed
     h     ^= h >> 37;  h *= FINAL_KEY;  h ^= h >> 32
 
-A sum, so that lanes of a vector unit and threads of a GPU may take words in any order. The seed is made of a block's
-names, so that a block in another's place is found too. It finds accidents; it does not withstand who means harm.
+S is a sum, so that vector lanes and GPU threads can process words in any order. The seed is derived from the block's
+identity, so that a block in the wrong place is detected. Detects accidental corruption, not deliberate manipulation.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.transfer.memory.piece_checks import (
+from kvolt.transfer.memory.pieces import (
     WORD_BYTES,
     Buffer,
     Sums,
-    bytes_of,
+    byte_view,
     check_one_each,
     check_pieces,
     count_blocks,
-    numbers_of,
+    int64_view,
 )
 
 KEY = 0x9E3779B97F4A7C15
@@ -35,14 +35,14 @@ FINAL_KEY = 0x165667919E3779F9
 
 _LOW32 = np.uint64(0xFFFFFFFF)
 _BATCH_BYTES = 1 << 20
-"""Of blocks that are summed together."""
+"""Bytes of blocks per batch."""
 _COLUMNS = 1 << 16
-"""Words of a block that are looked at together: what numpy makes of them on the way stays in the cache."""
+"""Words per block and step, so that numpy's temporaries stay in the cache."""
 
 
 def checksum(data: Buffer, seed: int = 0) -> int:
-    """Of one payload."""
-    payload = bytes_of("data", data)
+    """Checksum of one payload."""
+    payload = byte_view("data", data)
     padded = np.zeros((1, -(-len(payload) // WORD_BYTES) * WORD_BYTES), dtype=np.uint8)
     padded[0, : len(payload)] = payload
     return int(finish(_word_sums(padded.view("<u8")), len(payload), np.array([seed], dtype=np.uint64))[0])
@@ -51,30 +51,30 @@ def checksum(data: Buffer, seed: int = 0) -> int:
 def checksums(
     buffer: Buffer, offsets: Buffer, piece_bytes: int, pieces_per_block: int = 1, seeds: Buffer | None = None
 ) -> Sums:
-    """Of each block: pieces at these offsets, all of one block before those of the next."""
-    memory, places = bytes_of("buffer", buffer), numbers_of("offsets", offsets)
+    """Checksum of each block; `offsets` lists all pieces of one block before those of the next."""
+    memory, places = byte_view("buffer", buffer), int64_view("offsets", offsets)
     check_pieces("offsets", places, piece_bytes, len(memory))
     num_blocks = count_blocks(len(places), piece_bytes, pieces_per_block)
     length = piece_bytes * pieces_per_block
     sums = np.empty(num_blocks, dtype=np.uint64)
-    at_once = max(_BATCH_BYTES // length, 1)
-    payloads = np.zeros((min(at_once, num_blocks), -(-length // WORD_BYTES) * WORD_BYTES), dtype=np.uint8)
+    batch = max(_BATCH_BYTES // length, 1)
+    payloads = np.zeros((min(batch, num_blocks), -(-length // WORD_BYTES) * WORD_BYTES), dtype=np.uint8)
     starts = range(0, length, piece_bytes)
-    for first in range(0, num_blocks, at_once):
-        blocks = places[first * pieces_per_block : (first + at_once) * pieces_per_block]
+    for first in range(0, num_blocks, batch):
+        blocks = places[first * pieces_per_block : (first + batch) * pieces_per_block]
         rows = blocks.reshape(-1, pieces_per_block).tolist()
         for payload, row in zip(payloads, rows, strict=False):
             for start, place in zip(starts, row, strict=True):
                 payload[start : start + piece_bytes] = memory[place : place + piece_bytes]
-        sums[first : first + at_once] = _word_sums(payloads[: len(rows)].view("<u8"))
+        sums[first : first + batch] = _word_sums(payloads[: len(rows)].view("<u8"))
     return finish(sums, length, seeds)
 
 
 def finish(sums: Sums, length: int, seeds: Buffer | None = None) -> Sums:
-    """Checksums from S of each block, all of one length."""
+    """Checksums from S of each block, all of `length` bytes."""
     h = sums + np.uint64(length * LENGTH_KEY % 2**64)
     if seeds is not None:
-        numbers = numbers_of("seeds", seeds)
+        numbers = int64_view("seeds", seeds)
         check_one_each("seeds", numbers, len(sums))
         h ^= numbers.view(np.uint64)
     h ^= h >> np.uint64(37)
@@ -84,7 +84,7 @@ def finish(sums: Sums, length: int, seeds: Buffer | None = None) -> Sums:
 
 
 def _word_sums(words: npt.NDArray[np.uint64]) -> Sums:
-    """S of each row."""
+    """S of each row of words."""
     sums = np.zeros(len(words), dtype=np.uint64)
     for start in range(0, words.shape[1], _COLUMNS):
         part = words[:, start : start + _COLUMNS]

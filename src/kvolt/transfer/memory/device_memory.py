@@ -1,48 +1,43 @@
-"""DeviceMemory: memory of an accelerator as transfers see it, and pieces moved between any two memories. No torch.
+"""DeviceMemory: accelerator memory as seen by transfers, and copies between any two memories. Without torch.
 
-A device moves pieces itself, from and to its own memory, and sums them as it does. Calls come back when all is done:
-what is asked for at a time is small, and a transfer that is stopped between two of them has stopped.
+A device copies pieces from and to its own memory and computes their checksums on the way. Calls are synchronous and
+small, so a transfer that is stopped between two calls has stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvolt.transfer.memory import block_bytes
+from kvolt.transfer.memory.pieces import Pieces, Sums
 
-if TYPE_CHECKING:
-    from kvolt.transfer.memory.slabs import Pieces
-
-Sums = npt.NDArray[np.uint64]
-
-MOST_PIECES = 1 << 18
-"""Moved at a time, however small they are: the host has work with each."""
-DEVICE_TURN_BYTES = 1 << 30
-"""Moved at a time between memories of devices: a millisecond on one device, some tens over PCIe."""
+MAX_PIECES = 1 << 18
+"""Pieces per step: the host has work per piece."""
+DEVICE_STEP_BYTES = 1 << 30
+"""Bytes per step between devices: a millisecond on one device, tens of milliseconds over PCIe."""
 
 
 class DeviceHandle(msgspec.Struct, frozen=True):
-    """By which another process of the host opens a device's memory."""
+    """Handle with which another process of the host opens device memory."""
 
     allocation: bytes
-    """Opaque: what the driver calls the allocation that the memory lies in."""
+    """Opaque driver handle of the allocation that contains the memory."""
     offset: int
-    """Of the memory in it."""
+    """Offset of the memory in the allocation."""
     num_bytes: int
 
 
 class DeviceMemory(Protocol):
-    """See the module. For one thread at a time. ValueError from any call that is refused: nothing has moved then;
-    TransferFailed where the device failed."""
+    """See the module. One thread at a time. A rejected call raises ValueError and has moved nothing; TransferFailed if
+    the device failed."""
 
     @property
     def name(self) -> str:
-        """Of the device: the same for all processes of the host."""
+        """Device name, equal in all processes of the host."""
         ...
 
     @property
@@ -50,50 +45,50 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins, as this process knows it."""
+        """Start address in this process."""
         ...
 
     @property
     def ordinal(self) -> int | None:
-        """The number of the device in this process; None where it is the host's memory in truth, as tests have it."""
+        """Device number in this process; None for host memory that stands in for a device in tests."""
         ...
 
     @property
     def numa_node(self) -> int | None:
-        """The part of the host's memory that is nearest to it; None where there are no parts, or it is not known."""
+        """Nearest NUMA node; None with a single node or if unknown."""
         ...
 
     @property
     def handle(self) -> DeviceHandle | None:
-        """For peers; None where there is none."""
+        """Handle for peers; None if the memory cannot be shared."""
         ...
 
     def open(self, handle: DeviceHandle) -> DeviceMemory:
-        """A peer's memory, to be read from into this one. Unsupported where the device cannot reach it."""
+        """Open a peer's memory as a source for reads. Unsupported if the device cannot access it."""
         ...
 
     def close(self) -> None:
-        """Give back what was opened for it. Nothing may be under way."""
+        """Release what was opened. No operation may be in flight."""
         ...
 
     def staging(self, num_bytes: int) -> memoryview:
-        """New memory of the host that pieces come to, or go from, fast."""
+        """Allocate host memory with fast copies from and to the device."""
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Make memory of the host such, until what this gives is called. Nothing, where the device cannot."""
+        """Pin host memory and return the function that unpins it. No-op if the device does not support it."""
         ...
 
     def for_thread(self) -> DeviceMemory:
-        """The same memory, for another thread. To be closed before this one."""
+        """The same memory for another thread. Must be closed before this one."""
         ...
 
     def move(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:
-        """As `bytes_python.copy_checked`; one of the two memories is this, the other any of this process."""
+        """Like `block_bytes_python.copy_checked`; one memory is this one, the other any memory of this process."""
         ...
 
     def checksums(self, pieces: Pieces, seeds: bytes | None) -> Sums:
-        """Of blocks that stay where they are."""
+        """Checksums of blocks in this memory."""
         ...
 
 
@@ -103,7 +98,7 @@ Memory = memoryview | DeviceMemory
 def copy_checked(
     dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None, sums: Sums
 ) -> None:
-    """As `bytes_python.copy_checked`, whatever the two memories are."""
+    """Like `block_bytes_python.copy_checked`, for any two memories."""
     if isinstance(dst, memoryview) and isinstance(src, memoryview):
         block_bytes.copy_checked(
             dst, into.offsets, src, origin.offsets, into.piece_bytes, into.per_block, seeds, sums
@@ -115,7 +110,7 @@ def copy_checked(
 
 
 def copy(dst: Memory, into: Pieces, src: Memory, origin: Pieces) -> None:
-    """Likewise, without checksums. A device, which has them for nothing, sums all the same."""
+    """Copy without checksums. A device computes them anyway, at no cost."""
     if isinstance(dst, memoryview) and isinstance(src, memoryview):
         block_bytes.copy(dst, into.offsets, src, origin.offsets, into.piece_bytes)
     else:
@@ -123,15 +118,15 @@ def copy(dst: Memory, into: Pieces, src: Memory, origin: Pieces) -> None:
 
 
 def checksums(memory: Memory, pieces: Pieces, seeds: bytes | None, sums: Sums) -> None:
-    """As `bytes_python.checksums`."""
+    """Like `block_bytes_python.checksums`, for any memory."""
     if isinstance(memory, memoryview):
         block_bytes.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, sums)
     else:
         sums[:] = memory.checksums(pieces, seeds)
 
 
-def blocks_at_once(dst: Memory, src: Memory, pieces: Pieces, most_bytes: int) -> int:
-    """How many are moved before others have their turn; `most_bytes`: where the host's memory is in it."""
+def blocks_per_step(dst: Memory, src: Memory, pieces: Pieces, max_bytes: int) -> int:
+    """Blocks per step; `max_bytes` applies if host memory is involved."""
     if not isinstance(dst, memoryview) and not isinstance(src, memoryview):
-        most_bytes = DEVICE_TURN_BYTES
-    return max(min(most_bytes // pieces.bytes_per_block, MOST_PIECES // pieces.per_block), 1)
+        max_bytes = DEVICE_STEP_BYTES
+    return max(min(max_bytes // pieces.bytes_per_block, MAX_PIECES // pieces.per_block), 1)

@@ -1,15 +1,14 @@
-"""What a slab's blocks hold, and which bytes of one rank's block belong where in another's. Pure.
+"""KV layout of slabs, and the byte ranges to copy between blocks of different TP ranks. Pure.
 
-Ranks of a tensor-parallel model share its KV heads: each has the heads of its share, next to each other. With more
-ranks than heads a head is on several ranks, which are replicas of each other.
+The TP ranks of a model share its KV heads; each rank has a contiguous range. With more ranks than heads, several ranks
+are replicas with the same head.
 
     8 heads    degree 1  [0 1 2 3 4 5 6 7]              2 heads   degree 4  [0] [0] [1] [1]
                degree 2  [0 1 2 3] [4 5 6 7]                      degree 2  [0]     [1]
                degree 4  [0 1] [2 3] [4 5] [6 7]
 
-Where two sides share heads differently, a block is moved as equal pieces: one for every run of the axes that stand
-before the heads. Nothing but the order of axes, which a layout's name tells, says where they lie. Knows no memory and
-no peer.
+If the TP degrees differ, a block is copied as equal pieces, one per combination of the axes before the heads. The order
+of axes comes from the layout's name. Knows no memory and no peer.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ Offsets = npt.NDArray[np.int64]
 
 _AXES = frozenset(("layer", "kv", "head", "token"))
 _CHECKSUM_WORD_BYTES = 8
-"""A checksum over several pieces reads whole words of each."""
+"""Pieces of a multi-piece block must be a multiple of this for the checksum."""
 
 
 class IncompatibleLayout(KvoltError):
-    """Blocks of two slabs do not mean the same. Its message is `why_incompatible`'s."""
+    """Blocks of two slabs cannot be exchanged. The message is from `why_incompatible`."""
 
     code = "incompatible_layout"
     fault = Fault.OPERATOR
 
 
 class MissingHeads(KvoltError):
-    """The source ranks that are there do not have all heads. Fields: heads (text: "4-7"), num_sources."""
+    """The registered source ranks lack some heads. Fields: heads (text such as "4-7"), num_sources."""
 
     code = "missing_heads"
     fault = Fault.OPERATOR
     retryable = True
-    """A rank that is starting will be there."""
+    """A missing rank may still be starting."""
 
 
 class SlabLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank's slab. `of_rank` makes one from the whole model's layout."""
+    """KV layout of one rank's slab; `of_rank` derives it from the layout of the whole model."""
 
     block: KvLayout
-    """Of this rank's blocks: its number of heads and of bytes are the rank's."""
+    """Layout of this rank's blocks, with the rank's number of heads and bytes."""
     total_kv_heads: int
-    """Of the model. The rank's own do not tell, where heads are on several ranks."""
+    """KV heads of the model, which the rank's heads do not determine if heads are replicated."""
     tp_degree: int = 1
     tp_rank: int = 0
 
     def __post_init__(self) -> None:
         total, degree, rank = self.total_kv_heads, self.tp_degree, self.tp_rank
         if total < 1 or degree < 1 or not 0 <= rank < degree:
-            raise ValueError(f"rank {rank} of {degree} over {total} KV heads is no layout")
+            raise ValueError(f"invalid layout: rank {rank} of {degree} with {total} KV heads")
         if total % degree and degree % total:
             raise ValueError(
                 f"{total} KV heads cannot be shared by {degree} ranks: choose a tensor parallelism that divides "
@@ -69,12 +68,12 @@ class SlabLayout(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.block.num_kv_heads != (share := max(total // degree, 1)):
             raise ValueError(
-                f"a rank of {degree} has {share} of {total} KV heads, and not {self.block.num_kv_heads}"
+                f"a rank of {degree} must have {share} of {total} KV heads, not {self.block.num_kv_heads}"
             )
 
     @classmethod
     def of_rank(cls, model: KvLayout, degree: int = 1, rank: int = 0) -> SlabLayout:
-        """`model`: what an engine that is one rank would have."""
+        """`model`: layout of an engine with a single rank."""
         total = model.num_kv_heads
         share = max(total // max(degree, 1), 1)
         block = msgspec.structs.replace(
@@ -84,18 +83,18 @@ class SlabLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_shares(self) -> int:
-        """Ranks that differ from each other."""
+        """Number of ranks with different heads."""
         return min(self.tp_degree, self.total_kv_heads)
 
     @property
     def heads(self) -> range:
-        """Which of the model's heads this rank has."""
+        """Heads of the model on this rank."""
         first = self.tp_rank * self.total_kv_heads // self.tp_degree
         return range(first, first + self.block.num_kv_heads)
 
 
 class Cut(NamedTuple):
-    """Equal pieces of a source block and where they go in the destination's block, in the same order."""
+    """Equal pieces of a source block and their offsets in the destination block, in the same order."""
 
     source_offsets: Offsets
     destination_offsets: Offsets
@@ -103,7 +102,7 @@ class Cut(NamedTuple):
 
 
 class RankCut(NamedTuple):
-    """What one source rank gives."""
+    """Pieces provided by one source rank."""
 
     source: SlabLayout
     cut: Cut
@@ -119,7 +118,7 @@ _MUST_BE_EQUAL = {
 
 
 def why_incompatible(mine: SlabLayout, theirs: SlabLayout) -> str | None:
-    """Why no block can go from one to the other, with the remedy; None when it can."""
+    """Reason and remedy why blocks cannot be exchanged; None if they can."""
     for field, (name, remedy) in _MUST_BE_EQUAL.items():
         ours, other = getattr(mine.block, field), getattr(theirs.block, field)
         if ours != other:
@@ -130,15 +129,13 @@ def why_incompatible(mine: SlabLayout, theirs: SlabLayout) -> str | None:
         )
     fewer, more = sorted((mine.num_shares, theirs.num_shares))
     if more % fewer:
-        remedy = "choose degrees of which one divides the other"
+        remedy = "choose degrees such that one divides the other"
         return _differ("tensor parallelism", mine.tp_degree, theirs.tp_degree, remedy)
     if (
         mine.block.block_bytes * theirs.block.num_kv_heads
         != theirs.block.block_bytes * mine.block.num_kv_heads
     ):
-        remedy = (
-            "start both workers with the same KV settings: a block holds more than its values on one side"
-        )
+        remedy = "start both workers with the same KV settings: blocks of one side have additional bytes"
         return _differ("block_bytes", mine.block.block_bytes, theirs.block.block_bytes, remedy)
     return None if fewer == more else _why_not_cut(mine, theirs)
 
@@ -148,33 +145,35 @@ def _differ(name: str, mine: object, theirs: object, remedy: str) -> str:
 
 
 def _why_not_cut(mine: SlabLayout, theirs: SlabLayout) -> str | None:
-    """Of two that have different shares of the heads."""
+    """Reason why two layouts with different TP degrees are incompatible."""
     degrees = f"tensor parallelism is {mine.tp_degree} here and {theirs.tp_degree} there"
     remedy = "use the same on both sides"
     runs = _runs_before_heads(mine.block)
     if runs is None:
-        return f"{degrees}, and the order of axes {mine.block.name!r} does not say where heads lie: {remedy}"
+        return f"{degrees}, and the position of heads is unknown for the axes {mine.block.name!r}: {remedy}"
     block = mine.block
     if block.block_bytes % (block.num_layers * 2 * block.num_kv_heads * block.block_size * block.head_dim):
-        return f"{degrees}, and blocks of {block.block_bytes} bytes hold more than whole values: {remedy}"
+        return (
+            f"{degrees}, and blocks of {block.block_bytes} bytes are not a whole number of values: {remedy}"
+        )
     num_heads = min(block.num_kv_heads, theirs.block.num_kv_heads)
     piece_bytes = num_heads * (block.block_bytes // (runs * block.num_kv_heads))
     if piece_bytes % _CHECKSUM_WORD_BYTES:
         return (
-            f"{degrees}, and pieces of {piece_bytes} bytes have no checksum, which takes "
-            f"multiples of {_CHECKSUM_WORD_BYTES}: {remedy}, or larger blocks"
+            f"{degrees}, and pieces of {piece_bytes} bytes are not a "
+            f"multiple of {_CHECKSUM_WORD_BYTES}, which checksums require: {remedy}, or larger blocks"
         )
     return None
 
 
 def _axes(block: KvLayout) -> list[str] | None:
-    """The order of axes inside a block, or None where the name does not tell. The values of a head come last."""
+    """Order of axes in a block, before the values of a head; None if the name does not encode it."""
     first, *axes = block.name.split("-")
     return axes if first == "block" and len(axes) == len(_AXES) and set(axes) == _AXES else None
 
 
 def _runs_before_heads(block: KvLayout) -> int | None:
-    """How many runs of heads there are in a block."""
+    """Number of contiguous runs of heads in a block; None if unknown."""
     axes = _axes(block)
     if axes is None:
         return None
@@ -183,9 +182,9 @@ def _runs_before_heads(block: KvLayout) -> int | None:
 
 
 def cut(source: SlabLayout, destination: SlabLayout) -> Cut | None:
-    """Which bytes of a source rank's block go where in a destination rank's; None when they have no head in common.
+    """Pieces to copy from a source rank's block to a destination rank's; None without a common head.
 
-    IncompatibleLayout where blocks cannot go from one to the other at all.
+    IncompatibleLayout if blocks cannot be exchanged.
     """
     if (reason := why_incompatible(destination, source)) is not None:
         raise IncompatibleLayout(reason)
@@ -208,20 +207,21 @@ def cut(source: SlabLayout, destination: SlabLayout) -> Cut | None:
 
 
 def sources_for(destination: SlabLayout, sources: Sequence[SlabLayout]) -> list[RankCut]:
-    """The fewest of a peer's ranks that fill the destination's block, in order of heads. MissingHeads otherwise, and
-    IncompatibleLayout where a source is none, or they are not ranks of one peer.
+    """Minimal set of a peer's ranks that provides all heads of the destination, ordered by head.
 
-    Of replicas each destination rank takes another one, as far as there are so many.
+    Destination ranks are spread over replicas. MissingHeads if heads are missing, IncompatibleLayout if a source is
+    incompatible or the sources have different degrees.
     """
     replicas: dict[int, list[RankCut]] = {}
     missing = set(destination.heads)
     for source in sorted(sources, key=lambda each: each.tp_rank):
         if source.tp_degree != sources[0].tp_degree:
             raise IncompatibleLayout(
-                f"ranks of degrees {sources[0].tp_degree} and {source.tp_degree} are no one peer's: run one version"
+                f"ranks of degrees {sources[0].tp_degree} and {source.tp_degree} do not belong to one peer: "
+                "run one version"
             )
-        if (found := cut(source, destination)) is not None:
-            replicas.setdefault(source.heads.start, []).append(RankCut(source, found))
+        if (pieces := cut(source, destination)) is not None:
+            replicas.setdefault(source.heads.start, []).append(RankCut(source, pieces))
             missing.difference_update(source.heads)
     if missing:
         heads = _spans(sorted(missing))
@@ -235,13 +235,13 @@ def sources_for(destination: SlabLayout, sources: Sequence[SlabLayout]) -> list[
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Text such as 0-3, 6."""
+    """Text such as `0-3, 6`."""
     starts = [each for each in numbers if each - 1 not in numbers]
     ends = [each for each in numbers if each + 1 not in numbers]
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in zip(starts, ends, strict=True))
 
 
 def expand(blocks: npt.ArrayLike, block_bytes: int, cut_offsets: Offsets) -> Offsets:
-    """Offsets in a slab of the pieces of these blocks: all of the first block, then all of the second."""
+    """Slab offsets of the pieces of these blocks, all pieces of one block before those of the next."""
     starts = np.asarray(blocks, dtype=np.int64) * block_bytes
     return (starts[:, np.newaxis] + cut_offsets).ravel()

@@ -1,5 +1,7 @@
-"""Memory on the NUMA node of a device: a copy to the far one crosses the link between sockets, and takes half as long
-again or more. Linux only; where there is one node, or nothing is known, nothing is done."""
+"""NUMA placement of memory near a device: copies to a remote node take at least 1.5 times as long.
+
+Linux only. No effect with a single or unknown node.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call, which libc has no function for."""
+"""System call number of mbind, for which libc has no function."""
 _PREFERRED = 1
 _MASK_BITS = 1024
 _WORD_BITS = 64
@@ -19,7 +21,7 @@ _NODES = Path("/sys/devices/system/node/online")
 
 
 def node_of_pci(address: str) -> int | None:
-    """Of a device by its address (`0000:19:00.0`); None where there is one node only, or it is not known."""
+    """NUMA node of a PCI address (`0000:19:00.0`); None with a single node or if unknown."""
     try:
         if _NODES.read_text().strip() == "0":
             return None
@@ -30,7 +32,7 @@ def node_of_pci(address: str) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Pages of this memory that are made from now on are of that node, while it has any; whether the system does so."""
+    """Prefer `node` for pages allocated from now on. Return whether the system supports it."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return False

@@ -1,6 +1,6 @@
-"""Pages of new memory, made now and not when blocks first come, which would take them several times as long.
+"""Pre-faults the pages of new memory, so that the first transfers do not pay for it.
 
-By libc's own call: Python's holds the interpreter meanwhile, and a GiB of small pages takes the kernel a second.
+Calls libc directly, since `mmap.madvise` holds the GIL and a GiB of small pages takes about a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: since Linux 5.14."""
 _PART_BYTES = 32 << 20
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 
 @cache
@@ -33,26 +33,26 @@ def _libc() -> Any:
 
 
 def populate(memory: mmap.mmap, node: int | None = None) -> None:
-    """All of it, by several threads, of which each makes pages about as fast as another; on a NUMA node, if one is
-    named. Where the system cannot, or has no more memory, that is found out when it is used."""
+    """Pre-fault all pages with several threads, on NUMA node `node` if given. Best effort: failures show on first
+    use."""
     address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
     if node is not None and not prefer_node(address, len(memory), node):
-        log.warning("memory of the host cannot be had on NUMA node %d: copies may take longer", node)
-    _libc().madvise(address, len(memory), mmap.MADV_HUGEPAGE)  # shared memory has none on many systems
+        log.warning("NUMA placement failed, copies may be slower: node=%d", node)
+    _libc().madvise(address, len(memory), mmap.MADV_HUGEPAGE)  # unsupported for shared memory on many systems
 
-    def make(start: int) -> bool:
+    def fault_in(start: int) -> bool:
         num_bytes = min(_PART_BYTES, len(memory) - start)
         return bool(_libc().madvise(address + start, num_bytes, _POPULATE_WRITE) == 0)
 
     starts = range(0, len(memory), _PART_BYTES)
-    num_threads = min(_MOST_THREADS, (os.cpu_count() or 2) // 2, len(starts))
+    num_threads = min(_MAX_THREADS, (os.cpu_count() or 2) // 2, len(starts))
     if num_threads < 2:
         for start in starts:
-            if not make(start):
+            if not fault_in(start):
                 return
         return
     with ThreadPoolExecutor(num_threads, "kv-pages") as threads:
-        for is_made in threads.map(make, starts):
-            if not is_made:
+        for is_ok in threads.map(fault_in, starts):
+            if not is_ok:
                 threads.shutdown(cancel_futures=True)
                 return

@@ -1,4 +1,4 @@
-"""Staging: memory of the host in which blocks of a file, or of a device, wait to be sent: of one part at a time."""
+"""Staging: host buffers for blocks of files or devices that are sent over a socket, one part at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from weakref import WeakKeyDictionary
 
 from kvolt.core.errors import TransferFailed
 from kvolt.transfer.memory.device_memory import DeviceMemory
-from kvolt.transfer.memory.slabs import Pieces, Slab
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.paths.file_path import read_file
 
 
@@ -16,25 +17,25 @@ class Staging:
     def __init__(self) -> None:
         self._plain = memoryview(b"")
         self._of_device: WeakKeyDictionary[DeviceMemory, memoryview] = WeakKeyDictionary()
-        """By device: each has memory that is fast for it."""
+        """Pinned buffer per device."""
 
     def fill(self, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces]:
-        """Blocks of a slab, side by side. Void when it is filled again. TransferFailed where there are none."""
+        """Copy blocks into the buffer contiguously. Valid until the next call. TransferFailed on errors."""
         num_bytes = pieces.num_blocks * pieces.bytes_per_block
-        in_row = pieces.in_row()
+        packed = pieces.contiguous()
         if slab.device is None:
             if len(self._plain) < num_bytes:
                 self._plain = memoryview(bytearray(num_bytes))
-            read_file(slab, pieces, self._plain, in_row.offsets)
-            return self._plain, in_row
+            read_file(slab, pieces, self._plain, packed.offsets)
+            return self._plain, packed
         try:
             memory = self._pinned(slab.device, num_bytes)
-            slab.device.move(memory, in_row, slab.device, pieces, None)
+            slab.device.move(memory, packed, slab.device, pieces, None)
         except ValueError as error:
             raise TransferFailed(
-                f"blocks of a device cannot be moved: {error}", path="cuda-copy", reason="device"
+                f"cannot copy device blocks: {error}", path="cuda-copy", reason="device"
             ) from None
-        return memory, in_row
+        return memory, packed
 
     def _pinned(self, device: DeviceMemory, num_bytes: int) -> memoryview:
         memory = self._of_device.get(device)

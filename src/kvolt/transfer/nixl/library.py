@@ -1,7 +1,7 @@
-"""The NIXL library: looked for, loaded and made into an agent only where somebody wants it. Knows no slab and no peer.
+"""NIXL library: detection, import and agent creation. Knows no slab and no peer.
 
-An extra, which `pip install kvolt` does without. NIXL's own progress thread would take a whole core even while nothing
-moves, so it is off: bytes move, and peers are answered, while somebody asks NIXL how things are.
+An optional dependency. NIXL's progress thread would use a whole core even when idle, so it is disabled: NIXL moves
+bytes and answers peers only while it is polled.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from typing import Any
 from kvolt.core.errors import ConfigError, Unsupported
 
 _NAMES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The first chooses between the others."""
-_BETWEEN_PROCESSES = "UCX"
+"""Package names; the first one selects one of the others."""
+_UCX = "UCX"
 REMEDY = (
     "pip install --no-deps nixl-cu12==1.5.1 (its own dependencies would choose a torch), or leave NIXL off"
 )
 
 
-def find() -> str | None:
-    """The name of the package that is installed."""
+def find_package() -> str | None:
+    """Name of the installed NIXL package."""
     return next((name for name in _NAMES if importlib.util.find_spec(name) is not None), None)
 
 
-def require() -> None:
-    """ConfigError where it is not installed."""
-    if find() is None:
-        raise ConfigError("NIXL is asked for and not installed", key="transfer.nixl", remedy=REMEDY)
+def require_package() -> None:
+    """ConfigError if NIXL is not installed."""
+    if find_package() is None:
+        raise ConfigError("NIXL is enabled but not installed", key="transfer.nixl", remedy=REMEDY)
 
 
-def new_agent(name: str, backend: str = _BETWEEN_PROCESSES) -> Any:
-    """Takes half a second the first time. For one thread at a time. Unsupported where it does not work here."""
+def new_agent(name: str, backend: str = _UCX) -> Any:
+    """Create an agent; half a second the first time. One thread at a time. Unsupported if it fails."""
     try:
         library = _load()
         agent = library.nixl_agent(
             name, library.nixl_agent_config(enable_prog_thread=False, backends=[backend])
         )
-    except Exception as error:  # NIXL's errors have no base of their own
-        hint = ". Where UCX_TLS is set, it must have tcp in it" if backend == _BETWEEN_PROCESSES else ""
-        raise Unsupported(f"NIXL's {backend} does not work here: {error!r}{hint}", feature="nixl") from None
+    except Exception as error:  # NIXL's errors have no common base class
+        hint = ". If UCX_TLS is set, it must include tcp" if backend == _UCX else ""
+        raise Unsupported(f"the NIXL backend {backend} failed: {error!r}{hint}", feature="nixl") from None
     if backend not in agent.backends:
-        raise Unsupported(f"NIXL has no {backend} here", feature="nixl")
+        raise Unsupported(f"this NIXL has no backend {backend}", feature="nixl")
     return agent
 
 
 def _load() -> Any:
-    """Its import sets up the logging of the whole process, which is not its business: undone here."""
-    name = find()
+    """Import NIXL and undo its changes to the logging of the process."""
+    name = find_package()
     if name is None:
         raise ModuleNotFoundError(REMEDY)
     raises = logging.raiseExceptions
     library = importlib.import_module(name)
     logging.raiseExceptions = raises
-    its = logging.getLogger("nixl")
-    for handler in list(its.handlers):
-        its.removeHandler(handler)
-    its.propagate = True
-    if its.level == logging.INFO:  # its own choice, unless NIXL_LOG_LEVEL says so
-        its.setLevel(logging.WARNING)
+    logger = logging.getLogger("nixl")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = True
+    if logger.level == logging.INFO:  # set by NIXL unless NIXL_LOG_LEVEL is set
+        logger.setLevel(logging.WARNING)
     return library

@@ -1,7 +1,7 @@
-"""Memory as NIXL knows it: ours that is registered with it, and that of peers by what they told us.
+"""Memory as NIXL sees it: local memory registered with it, and peer memory by its description.
 
-Both are lists of equal units side by side, made once for a memory and a size of unit. A transfer names units by their
-numbers, in arrays: there is no descriptor to be made for a block. For 64 blocks that takes 4 us in the place of 20.
+Both are descriptor lists of equal adjacent units, prepared once per memory and unit size. A transfer names units by
+index arrays instead of one descriptor per block, which takes 4 us instead of 20 us for 64 blocks.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.errors import Unsupported
-from kvolt.transfer.memory.slabs import Pieces, Slab
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.paths.lanes import MemoryKind
 
 Units = npt.NDArray[np.int32]
 
 OURS = "NIXL_INIT_AGENT"
-"""The owner of our own side of a transfer, in NIXL's words."""
+"""NIXL's name for the local side of a transfer."""
 RAM = frozenset((MemoryKind.HOST, MemoryKind.SHARED, MemoryKind.PINNED))
-"""Kinds of memory that it is used with."""
+"""Memory kinds that NIXL is used with."""
 _MAX_UNITS = 1 << 24
-"""Of a memory, or of a read: NIXL takes some bytes for each, and the sizes of a peer's memory are its own word."""
+"""Limit per memory and per read: NIXL allocates some bytes per unit, and a peer's sizes are untrusted."""
 _PROBE_BYTES = 1 << 20
 _EMULATED_BYTES_PER_US = 50
-"""UCX expects 12 MB/s of a read that it emulates, and 11,000 where processes of a host read each other's memory."""
+"""Speed below which UCX emulates: it estimates 12 MB/s for an emulated read, 11,000 MB/s between processes of one
+host."""
 
 
 @dataclass(slots=True)
 class NixlMemory:
-    """See the module."""
+    """Local or remote memory with its descriptor lists."""
 
     owner: str
     address: int
     num_bytes: int
     device: int = 0
     lists: dict[int, Any] = field(default_factory=dict)
-    """NIXL's handles, by the size of a unit."""
+    """NIXL descriptor lists by unit size."""
     is_one_sided: bool | None = None
-    """Of a peer's: whether it is read without the peer's doing; None until UCX was asked."""
+    """Remote memory: whether UCX reads it one-sidedly; None until checked."""
 
-    def list_of(self, agent: Any, unit_bytes: int) -> Any:
-        found = self.lists.get(unit_bytes)
-        if found is None:
+    def descriptor_list(self, agent: Any, unit_bytes: int) -> Any:
+        descriptors = self.lists.get(unit_bytes)
+        if descriptors is None:
             count = self.num_bytes // unit_bytes
             if count > _MAX_UNITS:
-                raise Unsupported(f"NIXL is not used with {count} pieces of a memory", feature="nixl")
+                raise Unsupported(f"{count} pieces exceed the limit for NIXL", feature="nixl")
             row = np.array([[self.address, unit_bytes, self.device, unit_bytes, count]], dtype=np.uint64)
-            found = self.lists[unit_bytes] = agent.prep_xfer_dlist(self.owner, row, "DRAM")
-        return found
+            descriptors = self.lists[unit_bytes] = agent.prep_xfer_dlist(self.owner, row, "DRAM")
+        return descriptors
 
     def release(self) -> None:
         for each in self.lists.values():
@@ -59,29 +61,29 @@ class NixlMemory:
         self.lists.clear()
 
     def row(self, num_bytes: int) -> npt.NDArray[np.uint64]:
-        """The descriptor of its first bytes."""
+        """Descriptor row of its first bytes."""
         return np.array([[self.address, num_bytes, self.device]], dtype=np.uint64)
 
 
-def is_one_sided(agent: Any, ours: NixlMemory, theirs: NixlMemory) -> bool:
-    """Whether UCX has a way to read a peer's memory without the peer's doing. Nothing is moved to find out.
+def is_one_sided(agent: Any, local: NixlMemory, remote: NixlMemory) -> bool:
+    """Whether UCX can read a peer's memory one-sidedly, by its cost estimate; no data is moved.
 
-    Else, which is between hosts without RDMA, it emulates: the peer's UCX sends when it is asked to. That is slower
-    than our own TCP path; and when a reader dies in mid-read, the process that it reads from may die with it (SIGABRT
-    or SIGSEGV inside UCX, tried with NIXL 1.5.1).
+    Otherwise, between hosts without RDMA, UCX emulates reads: the peer's UCX sends on request. That is slower than the
+    TCP path, and if a reader dies during a read, the process it reads from may die too (SIGABRT or SIGSEGV inside UCX,
+    observed with NIXL 1.5.1).
     """
-    if theirs.is_one_sided is None:
-        size = min(ours.num_bytes, theirs.num_bytes, _PROBE_BYTES)
+    if remote.is_one_sided is None:
+        size = min(local.num_bytes, remote.num_bytes, _PROBE_BYTES)
         handle = agent.initialize_xfer(
             "READ",
-            agent.get_xfer_descs(ours.row(size), "DRAM"),
-            agent.get_xfer_descs(theirs.row(size), "DRAM"),
-            theirs.owner,
+            agent.get_xfer_descs(local.row(size), "DRAM"),
+            agent.get_xfer_descs(remote.row(size), "DRAM"),
+            remote.owner,
         )
         expected_us = agent.estimate_xfer_cost(handle)[0]
         handle.release()
-        theirs.is_one_sided = size > expected_us * _EMULATED_BYTES_PER_US
-    return theirs.is_one_sided
+        remote.is_one_sided = size > expected_us * _EMULATED_BYTES_PER_US
+    return remote.is_one_sided
 
 
 @dataclass(slots=True)
@@ -89,17 +91,17 @@ class _Registered:
     memory: NixlMemory
     descriptors: Any
     metadata: bytes
-    """What the NIXL of a peer must know of it, and of us."""
+    """NIXL metadata for peers: the memory and the agent."""
     slabs: WeakSet[Slab]
-    """That lie over it."""
+    """Slabs that use this memory."""
 
     @property
     def is_stale(self) -> bool:
         return all(map(_is_closed, self.slabs))
 
 
-class OurMemory:
-    """What of ours is registered with one NIXL agent, each memory once, whatever slabs lie over it."""
+class LocalMemory:
+    """Local memory registered with one NIXL agent, each memory once regardless of its slabs."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -109,9 +111,9 @@ class OurMemory:
         return self._registered(slab).memory
 
     def describe(self, slab: Slab) -> tuple[int, bytes]:
-        """For peers: its address, and what their NIXL must know of it and of us."""
-        found = self._registered(slab)
-        return found.memory.address, found.metadata
+        """Address and NIXL metadata for peers."""
+        registered = self._registered(slab)
+        return registered.memory.address, registered.metadata
 
     def close(self) -> None:
         for each in self._known.values():
@@ -120,14 +122,14 @@ class OurMemory:
 
     def _registered(self, slab: Slab) -> _Registered:
         if slab.kind not in RAM:
-            raise Unsupported(f"NIXL is not used with {slab.kind} memory", feature="nixl")
+            raise Unsupported(f"NIXL does not support {slab.kind} memory", feature="nixl")
         array = np.frombuffer(slab.memory, dtype=np.uint8)
         key = (array.ctypes.data, array.nbytes)
-        # Another memory may have the address of one that is gone: NIXL must not take the one for the other.
+        # New memory may have the address of freed memory, so stale registrations are removed first.
         for stale in [each for each, known in self._known.items() if known.is_stale]:
-            gone = self._known.pop(stale)
-            gone.memory.release()
-            self._agent.deregister_memory(gone.descriptors)
+            removed = self._known.pop(stale)
+            removed.memory.release()
+            self._agent.deregister_memory(removed.descriptors)
         known = self._known.get(key)
         if known is None:
             memory = NixlMemory(OURS, *key)
@@ -138,16 +140,16 @@ class OurMemory:
         return known
 
 
-def unit_bytes_of(here: Pieces, there: Pieces) -> int:
-    """The largest unit that all these pieces are made of whole: a block where blocks are whole."""
-    offsets = np.concatenate(([here.piece_bytes], here.offsets, there.offsets))
+def unit_bytes_of(destination: Pieces, source: Pieces) -> int:
+    """Largest unit that divides all pieces; the block size for whole blocks."""
+    offsets = np.concatenate(([destination.piece_bytes], destination.offsets, source.offsets))
     return int(np.gcd.reduce(offsets))
 
 
 def units_of(pieces: Pieces, unit_bytes: int) -> Units:
-    """The numbers of the units that these pieces are made of. Unsupported for more than NIXL is asked for at a time."""
+    """Unit indexes of these pieces. Unsupported above the limit."""
     if len(pieces.offsets) * (pieces.piece_bytes // unit_bytes) > _MAX_UNITS:
-        raise Unsupported(f"NIXL is not used with blocks cut into {unit_bytes} bytes", feature="nixl")
+        raise Unsupported(f"blocks in units of {unit_bytes} bytes exceed the limit for NIXL", feature="nixl")
     firsts = (pieces.offsets // unit_bytes).astype(np.int32)
     per_piece = pieces.piece_bytes // unit_bytes
     if per_piece == 1:

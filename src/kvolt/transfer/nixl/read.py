@@ -1,16 +1,16 @@
-"""One read over NIXL: its blocks in parts, each a transfer of NIXL's, one under way at a time.
+"""NixlRead: one read over NIXL, in parts; each part is one NIXL transfer and one is in flight at a time.
 
-Here alone somebody else writes to our memory: NIXL, which is UCX, a network card or the kernel. So the rule that an
-operation which is over moves no byte needs its word. What that is worth was tried out with NIXL 1.5.1 and UCX:
+This is the only place where another component (UCX, a network card, the kernel) writes to local blocks, so that a
+finished operation moves no byte depends on NIXL. Observed with NIXL 1.5.1 and UCX:
 
-* That a transfer is done, or has failed, is told when nothing of it is under way any more. This is believed.
-* `release_xfer_handle` of a transfer under way returns at once and without an error, and *the transfer goes on*: 256
-  MiB were written after it. It is never called for one that is under way.
-* When the NIXL agent itself is destroyed nothing of it moves any more.
+* A transfer that is reported done or failed has nothing in flight. The code relies on this.
+* `release_xfer_handle` of a transfer in flight returns at once without an error and *the transfer continues*: 256 MiB
+  were written after it. It is never called for a transfer in flight.
+* Destroying the NIXL agent stops all its transfers.
 
-Hence: who stops a read stops it between two parts. What is under way is waited for, and only then is the read told to
-be over: in a millisecond or so from a peer that lives, at once from one that died. From one that hangs nothing comes;
-then, after a while, the NIXL agent is given up with all that it had under way (`Nixl.turn`).
+A read is therefore stopped between two parts: the part in flight completes before the read is reported as done, about a
+millisecond for a live peer and at once for a dead one. If a peer hangs, the NIXL agent is destroyed after a timeout
+(`Nixl.step`).
 """
 
 from __future__ import annotations
@@ -18,39 +18,48 @@ from __future__ import annotations
 from typing import Any
 
 from kvolt.core.errors import WorkerLost
-from kvolt.transfer.memory.slabs import Pieces
+from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.nixl.memory import NixlMemory, unit_bytes_of, units_of
-from kvolt.transfer.peer.read_op import Reading
+from kvolt.transfer.peer.read_op import ReadOp
 from kvolt.transfer.peer.wire import Address
 
-TURN_BYTES = 4 << 20
-"""Of a part. The kernel copies it while we ask for it, between processes of one host: a millisecond or so."""
-_UNDER_WAY = "PROC"
+STEP_BYTES = 4 << 20
+"""Bytes per part. Between processes of one host the kernel copies it during the call, in about a millisecond."""
+_IN_PROGRESS = "PROC"
 _DONE = "DONE"
 
 
 class NixlRead:
-    """See the module: the Mover of a Reading. In the progress thread only."""
+    """Mover of a ReadOp. Progress thread only."""
 
     def __init__(
-        self, agent: Any, peer: Address, reading: Reading, there: Pieces, ours: NixlMemory, theirs: NixlMemory
+        self,
+        agent: Any,
+        peer: Address,
+        read_op: ReadOp,
+        source: Pieces,
+        local: NixlMemory,
+        remote: NixlMemory,
     ) -> None:
-        """`there`: where the blocks lie in the memory of the peer. An error for what NIXL cannot, or may not, read."""
+        """`source`: location of the blocks in the peer's memory. Raises if NIXL cannot read them."""
         self.peer = peer
-        self.reading = reading
+        self.read_op = read_op
         self.stopped_at: float | None = None
-        """When `Nixl.turn` first saw that it was."""
+        """Time at which `Nixl.step` first saw that it was stopped."""
         self.is_stopped = False
         self._agent = agent
-        here = reading.wanted.into
-        unit_bytes = unit_bytes_of(here, there)
-        self._lists = ours.list_of(agent, unit_bytes), theirs.list_of(agent, unit_bytes)
-        self._here, self._there = units_of(here, unit_bytes), units_of(there, unit_bytes)
-        self._units_per_block = len(self._here) // here.num_blocks
-        self._bytes_per_block = here.bytes_per_block
-        self._num_blocks = here.num_blocks
-        self._num_asked = 0
-        self._num_under_way = 0
+        destination = read_op.request.into
+        unit_bytes = unit_bytes_of(destination, source)
+        self._lists = local.descriptor_list(agent, unit_bytes), remote.descriptor_list(agent, unit_bytes)
+        self._local_units, self._remote_units = (
+            units_of(destination, unit_bytes),
+            units_of(source, unit_bytes),
+        )
+        self._units_per_block = len(self._local_units) // destination.num_blocks
+        self._bytes_per_block = destination.bytes_per_block
+        self._num_blocks = destination.num_blocks
+        self._num_submitted = 0
+        self._num_in_flight = 0
         self._handle: Any = None
         self._state = _DONE
 
@@ -59,51 +68,53 @@ class NixlRead:
         return self._handle is None
 
     def advance(self) -> bool:
-        """See how it stands, and ask for the next part. Whether anything has happened."""
-        landed = 0
+        """Poll the part in flight and submit the next one. Return whether there was progress."""
+        num_moved = 0
         try:
             if self._handle is not None:
-                if self._state == _UNDER_WAY:
+                if self._state == _IN_PROGRESS:
                     self._state = self._agent.check_xfer_state(self._handle)
-                if self._state == _UNDER_WAY:
+                if self._state == _IN_PROGRESS:
                     return False
                 if self._state != _DONE:
-                    raise ConnectionError("NIXL says that the transfer failed")
+                    raise ConnectionError("NIXL reports a failed transfer")
                 self._handle.release()
-                self._handle, landed = None, self._num_under_way
-            if not self.is_stopped and self._num_asked < self._num_blocks:
-                self._ask()  # before what has landed is looked at: it can come meanwhile
-        except Exception as error:  # NIXL's errors have no base of their own
+                self._handle, num_moved = None, self._num_in_flight
+            if not self.is_stopped and self._num_submitted < self._num_blocks:
+                self._submit()  # first, so that it overlaps with the checksums of the last part
+        except Exception as error:  # NIXL's errors have no common base class
             self._handle = None
-            self.reading.let_go(WorkerLost("a peer's memory cannot be read over NIXL", reason=repr(error)))
+            self.read_op.on_mover_stopped(
+                WorkerLost("cannot read the peer's memory over NIXL", reason=repr(error))
+            )
             return True
         if self.is_stopped:
-            self.reading.let_go(None)
-        elif landed:
-            self.reading.landed(landed)
+            self.read_op.on_mover_stopped(None)
+        elif num_moved:
+            self.read_op.on_blocks_moved(num_moved)
         return True
 
-    def give_up(self) -> None:
-        """The NIXL agent goes, and must not be held by a part of this."""
+    def release_agent(self) -> None:
+        """Drop all references to the NIXL agent, which is about to be destroyed."""
         self._handle = self._agent = None
         self._lists = None, None
 
     @property
-    def is_over(self) -> bool:
-        """Nothing is under way, and nothing more will be."""
+    def is_done(self) -> bool:
+        """No part is in flight and none will follow."""
         return self._handle is None and (
-            self.is_stopped or self.reading.is_over or self._num_asked == self._num_blocks
+            self.is_stopped or self.read_op.is_done or self._num_submitted == self._num_blocks
         )
 
-    def _ask(self) -> None:
-        count = min(max(TURN_BYTES // self._bytes_per_block, 1), self._num_blocks - self._num_asked)
-        first = self._num_asked * self._units_per_block
+    def _submit(self) -> None:
+        count = min(max(STEP_BYTES // self._bytes_per_block, 1), self._num_blocks - self._num_submitted)
+        first = self._num_submitted * self._units_per_block
         end = first + count * self._units_per_block
-        ours, theirs = self._lists
+        local, remote = self._lists
         handle = self._agent.make_prepped_xfer(
-            "READ", ours, self._here[first:end], theirs, self._there[first:end]
+            "READ", local, self._local_units[first:end], remote, self._remote_units[first:end]
         )
-        self._num_asked += count
-        self._num_under_way = count
+        self._num_submitted += count
+        self._num_in_flight = count
         self._handle = handle
         self._state = self._agent.transfer(handle)

@@ -1,7 +1,7 @@
-"""Fallbacks: whether the path that blocks took is a slow one, what it is taken in the place of, and why. Pure.
+"""Fallback detection: whether a path is much slower than an alternative, and why the alternative was not used. Pure.
 
-Two reasons there are: a faster route lacks something at one of the sides, or both have what it takes and the agent goes
-another way all the same (memory that nobody else can map, a socket that cannot be reached, an option).
+Either a faster route lacks a capability on one side, or both sides support it but it was not usable (private memory, an
+unreachable socket, a setting).
 """
 
 from __future__ import annotations
@@ -11,42 +11,44 @@ import msgspec
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
-from kvolt.transfer.paths.path_choice import bytes_per_s, name_taken
+from kvolt.transfer.paths.path_choice import bytes_per_s, lane_name
 from kvolt.transfer.paths.routes import Lack, NoRoute, Route, plan
 
-WORTH_TELLING = 1.5
-"""So many times as fast, or it is no fall back."""
+MIN_SPEEDUP = 1.5
+"""Minimum speed ratio of the alternative to report a fallback."""
 _MAX_REASON_CHARS = 300
-"""A peer's reasons are its own words."""
+"""Limit for the untrusted text of a peer."""
 
 
 class Fallback(msgspec.Struct, frozen=True, kw_only=True):
-    """A path was taken that is slower than another would be."""
+    """Path in use and a faster alternative."""
 
     path: str
     bytes_per_s: float
-    instead_of: str
-    """The route, in words."""
-    could_be_bytes_per_s: float
+    alternative: str
+    """Faster route as text."""
+    alternative_bytes_per_s: float
     lacks: tuple[Lack, ...]
     is_choice: bool = False
-    """Both sides have what the faster route takes."""
+    """Both sides support the faster route."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is lacking, each once."""
+        """Distinct names of the missing capabilities."""
         return tuple(dict.fromkeys(lack.name for lack in self.lacks))
 
     def __str__(self) -> str:
-        reasons = "; ".join(f"{lack.name} at the {lack.side}: {_tame(lack.reason)}" for lack in self.lacks)
+        reasons = "; ".join(
+            f"{lack.name} at the {lack.side}: {_sanitize(lack.reason)}" for lack in self.lacks
+        )
         return (
-            f"{self.path} at {self.bytes_per_s / 1e9:.2g} GB/s in the place of {self.instead_of} at about "
-            f"{self.could_be_bytes_per_s / 1e9:.2g} GB/s, which lacks {reasons}"
+            f"path={self.path} gb_per_s={self.bytes_per_s / 1e9:.2g} alternative='{self.alternative}' "
+            f"alternative_gb_per_s={self.alternative_bytes_per_s / 1e9:.2g} missing='{reasons}'"
         )
 
 
 def table_route(source: Place, destination: Place, mine: Capabilities, theirs: Capabilities) -> Route | None:
-    """The fastest route by the table of lanes; None where the capabilities of both sides allow none."""
+    """Fastest route by the lane table; None if the capabilities allow none."""
     try:
         return plan(source, destination, mine, theirs, LinkSpeeds())
     except NoRoute:
@@ -62,61 +64,63 @@ def find_fallback(
     speeds: LinkSpeeds,
     route: Route | None,
 ) -> Fallback | None:
-    """Compare the `path` that blocks took with `route`, their `table_route`. None unless the route is much faster.
+    """Compare the path in use with `route`, its `table_route`. None unless the route is much faster.
 
-    A measured speed is not compared with the table alone: the path must be slower by the table, too.
+    The path must also be slower by the lane table, since a measured speed alone is not comparable with the table.
     """
-    name = name_taken(source, destination, path, mine, theirs)
+    name = lane_name(source, destination, path, mine, theirs)
     if name is None or route is None:
         return None
-    guessed = bytes_per_s(source, destination, path, mine, theirs, LinkSpeeds())
+    table_speed = bytes_per_s(source, destination, path, mine, theirs, LinkSpeeds())
     measured = speeds.expected(source.host, name)
-    took = guessed if measured is None else measured.bytes_per_s
-    ruled_out = next(iter(route.instead_of), None)
+    current = table_speed if measured is None else measured.bytes_per_s
+    faster = next(iter(route.ruled_out), None)
     is_choice = False
-    if ruled_out is not None and ruled_out.bytes_per_s > WORTH_TELLING * took:
-        words, could_be, lacks = ruled_out.route, ruled_out.bytes_per_s, ruled_out.lacks
+    if faster is not None and faster.bytes_per_s > MIN_SPEEDUP * current:
+        route_text, possible, lacks = faster.route, faster.bytes_per_s, faster.lacks
     else:
-        words, could_be, lacks = str(route), _speed(route, speeds), (_not_taken(source, route),)
+        route_text, possible, lacks = str(route), _speed(route, speeds), (_not_taken_reason(source, route),)
         is_choice = route.hops[0].path == "shm" and source.kind is not MemoryKind.HOST
-        if _crossing(route) == path or route.bytes_per_s <= WORTH_TELLING * guessed:
+        if _crossing(route) == path or route.bytes_per_s <= MIN_SPEEDUP * table_speed:
             return None
-        if could_be <= WORTH_TELLING * took:
+        if possible <= MIN_SPEEDUP * current:
             return None
     return Fallback(
         path=path,
-        bytes_per_s=took,
-        instead_of=words,
-        could_be_bytes_per_s=could_be,
+        bytes_per_s=current,
+        alternative=route_text,
+        alternative_bytes_per_s=possible,
         lacks=lacks,
         is_choice=is_choice,
     )
 
 
 def _crossing(route: Route) -> str:
-    """The path of the hop that leaves the source's process."""
+    """Path of the hop that leaves the source process."""
     return next((hop.path for hop in route.hops if hop.source.home != hop.destination.home), "")
 
 
 def _speed(route: Route, speeds: LinkSpeeds) -> float:
-    """As measured, where all of it was."""
-    found = [speeds.expected(hop.source.host, hop.link) for hop in route.hops]
-    measured = [link.bytes_per_s for link in found if link is not None]
-    return route.bytes_per_s if len(measured) < len(found) else 1 / sum(1 / each for each in measured)
+    """Speed of the route: measured if all hops were, else by the lane table."""
+    links = [speeds.expected(hop.source.host, hop.link) for hop in route.hops]
+    measured = [link.bytes_per_s for link in links if link is not None]
+    return route.bytes_per_s if len(measured) < len(links) else 1 / sum(1 / each for each in measured)
 
 
-def _not_taken(source: Place, route: Route) -> Lack:
-    """Why agents that both have what it takes do not go this way."""
+def _not_taken_reason(source: Place, route: Route) -> Lack:
+    """Reason why a route that both sides support is not used."""
     if source.kind is MemoryKind.HOST:
-        return Lack("source", "shared memory", "its blocks lie in private memory; make them with Slab.shared")
+        return Lack(
+            "source", "shared memory", "the blocks are in private memory; allocate them with Slab.shared"
+        )
     if route.hops[0].path == "shm":
-        told = "its socket cannot be reached from here; run both in one network namespace, as one user"
-        return Lack("source", "socket", told)
+        reason = "its Unix socket is unreachable; run both processes in one network namespace, as one user"
+        return Lack("source", "socket", reason)
     if route.hops[0].path == "cuda-ipc":
-        return Lack("source", "cuda-ipc", "its memory cannot be opened from here; the log says why")
-    return Lack("destination", route.hops[0].path, "NIXL does not work between the two; the log says why")
+        return Lack("source", "cuda-ipc", "its memory cannot be opened by the reader; see the log")
+    return Lack("destination", route.hops[0].path, "NIXL does not work between the two; see the log")
 
 
-def _tame(reason: str) -> str:
+def _sanitize(reason: str) -> str:
     text = " ".join(reason.split())
     return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."

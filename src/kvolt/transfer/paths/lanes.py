@@ -1,7 +1,7 @@
-"""Where memory is, and which path leads from which kind of memory to which: a table, with what each may cost. Pure.
+"""Memory kinds and places, and the table of lanes with estimated costs. Pure.
 
-A path is a way of moving bytes (shm, tcp, ...). A lane is a path between two kinds of memory: the same path can be a
-hundred times slower with other memory at one end, so speeds belong to lanes.
+A path is a way of moving bytes (shm, tcp, ...). A lane is a path between two kinds of memory. The same path can be a
+hundred times slower with another kind of memory at one end, so speeds belong to lanes.
 """
 
 from __future__ import annotations
@@ -12,55 +12,58 @@ from typing import NamedTuple
 
 import msgspec
 
+FILE = "file"
+"""Path between a file and memory of the process that has it open. Not checksummed, since no bytes leave the process."""
+
 
 class MemoryKind(StrEnum):
     HOST = "host"
-    """Of one process alone, and pageable."""
+    """Private pageable memory of one process."""
     SHARED = "shared"
-    """Other processes of the host can map it by a descriptor."""
+    """Mappable by other processes of the host through its descriptor."""
     PINNED = "pinned"
-    """Shared, and page-locked for CUDA as well."""
+    """Shared and page-locked for CUDA."""
     DEVICE = "device"
     FILE = "file"
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a slab is."""
+    """Location of a slab."""
 
     kind: MemoryKind
     host: str
     process: str
-    """Told apart from all others of the host: a bare pid is not, where there are containers."""
+    """Unique on the host. A pid is not unique across containers."""
     device: str | None = None
-    """By a name that is the same for all processes of the host."""
+    """Device name, equal in all processes of the host."""
     file_system: str | None = None
-    """By a name that is the same for everybody who sees it."""
+    """File system name, equal on all hosts that mount it."""
 
     def __post_init__(self) -> None:
         if (self.device is not None) != (self.kind is MemoryKind.DEVICE):
             raise ValueError(
-                f"{self.kind} memory with device {self.device}: a device's, and no other, has one"
+                f"{self.kind} memory with device {self.device}: only device memory names a device"
             )
         if (self.file_system is not None) != (self.kind is MemoryKind.FILE):
             raise ValueError(
-                f"{self.kind} memory on file system {self.file_system}: a file, and no other, has one"
+                f"{self.kind} memory on file system {self.file_system}: only a file names a file system"
             )
 
     @property
     def home(self) -> tuple[str, str]:
-        """Whose it is: the one process that writes to it."""
+        """Owner: the one process that writes to it."""
         return self.host, self.process
 
 
 class Reach(StrEnum):
-    """How far apart the two ends of a lane are."""
+    """Distance between the two ends of a lane."""
 
     PROCESS = "process"
     HOST = "host"
-    """Two processes of one host."""
+    """Two processes on one host."""
     NETWORK = "network"
     FILE = "file"
-    """A file, and any process that sees it."""
+    """A file and any process that can open it."""
 
 
 def reach(source: Place, destination: Place) -> Reach:
@@ -73,27 +76,27 @@ def reach(source: Place, destination: Place) -> Reach:
 
 class Cost(NamedTuple):
     bytes_per_s: float
-    """Of pieces so large that their number does not matter."""
+    """Bandwidth for large pieces."""
     block_s: float
-    """For each piece."""
+    """Overhead per piece."""
     operation_s: float
-    """For the whole, whatever its size."""
+    """Overhead per operation, independent of its size."""
 
 
 class Lane(NamedTuple):
     name: str
-    """Under which its speed is kept; begins with its path."""
+    """Key of its measured speed; starts with the path."""
     reach: Reach
     sources: frozenset[MemoryKind]
     destinations: frozenset[MemoryKind]
     cost: Cost
-    """Until something was measured."""
+    """Estimate used until a speed was measured."""
     needs: tuple[str, ...] = ()
-    """Beside its path, of both sides."""
+    """Capabilities required of both sides besides the path."""
     reader_needs: tuple[str, ...] = ()
-    """Beside those, of the destination."""
+    """Further capabilities required of the destination."""
     same_device: bool | None = None
-    """Whether two devices must be one, or must not be; None where it does not matter."""
+    """Whether both ends must be the same device; None: either."""
 
     @property
     def path(self) -> str:
@@ -109,9 +112,9 @@ _MAPPABLE = frozenset((MemoryKind.SHARED, MemoryKind.PINNED))
 _RAM = _PAGEABLE | _PINNED
 _ANY = _RAM | _DEVICE
 
-# Guesses to begin with, which measured speeds replace. GPU figures are those of an H200 on PCIe 5, blocks gathered by a
-# kernel: 2.0 TB/s on the device and by IPC, 52 GB/s to and from pinned memory, 13 GB/s pageable. NIXL there has 1.2
-# TB/s, but 12 us for every block. One thread copies 10 to 20 GB/s in RAM, loopback carries 2.5 GB/s. Between devices
+# Initial estimates, replaced by measured speeds. GPU values were measured on an H200 with PCIe 5, blocks gathered by a
+# kernel: 2.0 TB/s on the device and over IPC, 52 GB/s to and from pinned memory, 13 GB/s pageable. NIXL reaches 1.2
+# TB/s there, with 12 us per block. One thread copies 10 to 20 GB/s in RAM, loopback carries 2.5 GB/s. Between devices
 # and between hosts nothing was measured: PCIe, 10 Gbit/s Ethernet and 100 Gbit/s RDMA are assumed.
 _COPY = Cost(10e9, 0.5e-6, 5e-6)
 _ON_DEVICE = Cost(2000e9, 20e-9, 30e-6)
@@ -135,7 +138,7 @@ LANES: tuple[Lane, ...] = (
     Lane("cuda-copy/device-host", Reach.PROCESS, _DEVICE, _PAGEABLE, _PCIE_PAGEABLE),
     Lane("cuda-copy/host-device", Reach.PROCESS, _PAGEABLE, _DEVICE, _PCIE_PAGEABLE),
     Lane("shm", Reach.HOST, _MAPPABLE, _RAM, _MAPPED),
-    # The reader copies to its device straight out of the mapping, which it has pinned for itself where it can be.
+    # The reader copies from the mapping, which it pins if possible, directly to its device.
     Lane("shm/pinned-device", Reach.HOST, _PINNED, _DEVICE, _PCIE_PINNED, reader_needs=("cuda-copy",)),
     Lane("shm/host-device", Reach.HOST, _SHARED, _DEVICE, _PCIE_PAGEABLE, reader_needs=("cuda-copy",)),
     Lane("cuda-ipc/device-device", Reach.HOST, _DEVICE, _DEVICE, _IPC, same_device=True),
@@ -166,14 +169,14 @@ LANES: tuple[Lane, ...] = (
 
 
 def lanes(source: Place, destination: Place) -> Iterator[Lane]:
-    """All that lead from one to the other, whoever can use them."""
-    apart = reach(source, destination)
-    is_one_device = source.device == destination.device
+    """Lanes from `source` to `destination`, regardless of capabilities."""
+    distance = reach(source, destination)
+    is_same_device = source.device == destination.device
     for lane in LANES:
         if (
-            lane.reach is apart
+            lane.reach is distance
             and source.kind in lane.sources
             and destination.kind in lane.destinations
-            and lane.same_device in (None, is_one_device)
+            and lane.same_device in (None, is_same_device)
         ):
             yield lane

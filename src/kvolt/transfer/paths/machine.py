@@ -1,4 +1,4 @@
-"""The facts of this machine that decide which paths an agent has. Looks, and judges nothing (`capabilities` does)."""
+"""Probes the machine for the facts from which `capabilities` derives the available paths."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _DEV = Path("/dev")
 _INFINIBAND = Path("/sys/class/infiniband")
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
-"""Who has it may lock any amount, whatever the limit."""
+"""Capability that lifts the limit on locked memory."""
 
 
-def look(
+def probe_machine(
     environ: Mapping[str, str],
     infiniband: Path = _INFINIBAND,
     status: Path = _STATUS,
     devices_in: Path = _DEV,
 ) -> MachineFacts:
-    """`environ`: where UCX will find its settings."""
+    """`environ`: environment with the UCX settings."""
     devices = rdma_devices(infiniband)
     return MachineFacts(
         shared_memory_fault=shared_memory_fault(),
         num_gpus=num_gpus(devices_in),
         has_torch=all(map(find_spec, ("torch", "triton"))),
-        nixl_package=nixl_library.find(),
+        nixl_package=nixl_library.find_package(),
         rdma_devices=tuple(name for name, is_up in devices.items() if is_up),
         idle_rdma_devices=tuple(name for name, is_up in devices.items() if not is_up),
         lockable_bytes=lockable_bytes(status),
@@ -40,12 +40,12 @@ def look(
 
 
 def num_gpus(folder: Path) -> int:
-    """Of NVIDIA's, by the files by which processes use them."""
+    """NVIDIA GPUs, counted by device files."""
     return sum(each.name[len("nvidia") :].isdigit() for each in folder.glob("nvidia*"))
 
 
 def shared_memory_fault() -> str:
-    """Why memory cannot be shared by its descriptor, read only for the other; empty where it can."""
+    """Reason why memory cannot be shared read-only by descriptor; empty if it can."""
     try:
         descriptor = os.memfd_create("kvolt-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
@@ -53,23 +53,23 @@ def shared_memory_fault() -> str:
     try:
         os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        return f"/proc is not there, by which memory is shared read only ({error.strerror})"
+        return f"/proc is not mounted, which read-only sharing needs ({error.strerror})"
     finally:
         os.close(descriptor)
     return ""
 
 
 def rdma_devices(folder: Path) -> dict[str, bool]:
-    """By name, whether a port of it is up."""
+    """RDMA devices by name, and whether one of their ports is up."""
     try:
-        found = sorted(each.name for each in folder.iterdir())
+        names = sorted(each.name for each in folder.iterdir())
     except OSError:
         return {}
-    return {name: any(map(_is_active, (folder / name).glob("ports/*/state"))) for name in found}
+    return {name: any(map(_is_active, (folder / name).glob("ports/*/state"))) for name in names}
 
 
 def lockable_bytes(status: Path) -> int | None:
-    """None for any number."""
+    """Limit on locked memory; None: unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY or _may_lock_any(status) else soft
 
@@ -79,8 +79,8 @@ def _may_lock_any(status: Path) -> bool:
         lines = status.read_text().splitlines()
     except OSError:
         return False
-    held = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
-    return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
 
 
 def _is_active(state: Path) -> bool:

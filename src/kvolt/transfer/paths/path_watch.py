@@ -1,7 +1,7 @@
-"""PathWatch: how fast blocks really come from each peer's host, and where they take a slow path for want of something.
+"""PathWatch: measured path speeds per peer host, path selection and slow-path reports.
 
-Fed with every read that has ended well, and by self-tests. A slow path is told once for each host, loudly, with its
-cause and remedy, and counted. Knows no connection.
+Fed by every completed read and by self-tests. Each slow path is logged once per host with cause and remedy, and
+counted. Knows no connection.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.fallbacks import find_fallback, table_route
 from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
-from kvolt.transfer.paths.path_choice import PROVEN, Choice, choose, name_taken
+from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
 from kvolt.transfer.paths.routes import Route
 
 log = logging.getLogger(__name__)
 
-NEWS = 1.5
-"""A link that is so many times as fast or as slow as it was when others were told of it is news."""
-_MAX_TOLD = 1024
-"""Slow paths that were told; those after them are counted only."""
-_MAX_CHOSEN = 1024
-"""Paths that are remembered, by peer and memories."""
-_TRIAL_EVERY = 8
-"""Reads between two over the challenger of the path that is taken; doubled with each after the first few."""
-_MOST_EVERY = 256
+SPEED_CHANGE_FACTOR = 1.5
+"""Ratio to the last reported speed of a link that triggers a new report."""
+_MAX_REPORTED = 1024
+"""Logged slow paths; further ones are only counted."""
+_MAX_CHOICES = 1024
+"""Cached choices, by peer and endpoints."""
+_TRIAL_INTERVAL = 8
+"""Reads between two trials of the challenger; doubled after each trial beyond the first few."""
+_MAX_TRIAL_INTERVAL = 256
 
 
 class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one agent."""
+    """Path settings of one agent."""
 
-    can: Capabilities
+    capabilities: Capabilities
     self_test: bool = False
-    """Whether paths are tested when a peer is first read from, and may be by others."""
+    """Test the paths to a peer after the first read from it, and allow peers to test paths to this agent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """Whoever is read from, on one connection."""
+    """Peer that is read from, on one connection."""
 
     host: str
-    """Ours, where it is on this one."""
+    """Host of the peer; the local host if the peer is on it."""
     agent: str
-    can: Capabilities
+    capabilities: Capabilities
     is_near: bool = False
-    """Its socket on this host was reached: its shared memory can be mapped."""
+    """Reached over its Unix socket, so its shared memory can be mapped."""
 
 
 @dataclass(slots=True)
-class _Chosen:
-    """A choice, and when its challenger is read over next."""
+class _CachedChoice:
+    """A choice and the countdown to the next trial of its challenger."""
 
     choice: Choice
     num_trials: int = 0
-    every: int = _TRIAL_EVERY
-    num_left: int = _TRIAL_EVERY
+    interval: int = _TRIAL_INTERVAL
+    num_left: int = _TRIAL_INTERVAL
 
     def next_path(self) -> str:
         if self.choice.challenger is None:
@@ -71,14 +71,14 @@ class _Chosen:
         if self.num_left:
             return self.choice.path
         self.num_trials += 1
-        if self.num_trials > PROVEN:
-            self.every = min(2 * self.every, _MOST_EVERY)
-        self.num_left = self.every
+        if self.num_trials > MIN_PROVEN_READS:
+            self.interval = min(2 * self.interval, _MAX_TRIAL_INTERVAL)
+        self.num_left = self.interval
         return self.choice.challenger
 
 
-class Ends(msgspec.Struct, frozen=True):
-    """From which memory to which: the kinds, and of devices which."""
+class Endpoints(msgspec.Struct, frozen=True):
+    """Source and destination memory: kinds and device names."""
 
     source: MemoryKind
     destination: MemoryKind
@@ -86,134 +86,155 @@ class Ends(msgspec.Struct, frozen=True):
     destination_device: str | None = None
 
 
-class Way(msgspec.Struct, frozen=True):
-    """From which memory to which, and over which path."""
+class TransferPath(msgspec.Struct, frozen=True):
+    """Endpoints and path name."""
 
-    ends: Ends
-    path: str
+    endpoints: Endpoints
+    name: str
 
     @property
-    def is_watched(self) -> bool:
-        return MemoryKind.FILE not in (self.ends.source, self.ends.destination)
+    def is_measured(self) -> bool:
+        return MemoryKind.FILE not in (self.endpoints.source, self.endpoints.destination)
 
 
 class PathWatch:
-    """See the module. From any thread."""
+    """See the module. Thread-safe."""
 
-    def __init__(self, host: str, agent: str, can: Capabilities) -> None:
-        self.can = can
-        self.on_news: Callable[[], object] = _nothing
-        """`links` has something new to say. Called in the thread that moves blocks."""
+    def __init__(self, host: str, agent: str, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self.on_speed_change: Callable[[], object] = _nothing
+        """Called in the progress thread when `links` has changed significantly."""
         self.on_tested: Callable[[], object] = _nothing
-        """A self-test with a peer is over. As above."""
+        """Called in the progress thread after a self-test."""
         self._host = host
         self._agent = agent
         self._lock = threading.Lock()
         self._speeds = LinkSpeeds()
-        self._news: dict[tuple[str, str], float] = {}
-        """By host and lane: the speed that was news last."""
-        self._told: set[tuple[str, str, tuple[str, ...]]] = set()
+        self._reported_speeds: dict[tuple[str, str], float] = {}
+        """Last reported speed, by host and lane."""
+        self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._num_slow: Counter[tuple[str, str]] = Counter()
-        self._chosen: dict[tuple[Peer, Ends, tuple[str, ...]], _Chosen] = {}
-        self._stale: set[tuple[Peer, Ends, tuple[str, ...]]] = set()
-        """Chosen before something new was known of a link."""
-        self._routes: dict[tuple[Peer, Ends], Route | None] = {}
-        """By the table of lanes. Planning one takes about a millisecond, as long as a small read."""
+        self._choices: dict[tuple[Peer, Endpoints, tuple[str, ...]], _CachedChoice] = {}
+        self._stale: set[tuple[Peer, Endpoints, tuple[str, ...]]] = set()
+        """Choices to recompute because a link speed changed."""
+        self._routes: dict[tuple[Peer, Endpoints], Route | None] = {}
+        """Planned from the lane table. Cached because planning takes about a millisecond, as long as a small read."""
 
-    def peer(self, host: str, agent: str, is_near: bool, can: Capabilities) -> Peer:
-        """`is_near`: known to be on our host. One that tells our own address is, too."""
-        return Peer(self._host if is_near else host, agent, can, is_near)
+    def peer(self, host: str, agent: str, is_near: bool, capabilities: Capabilities) -> Peer:
+        """`is_near`: reached over its Unix socket, so on this host."""
+        return Peer(self._host if is_near else host, agent, capabilities, is_near)
 
-    def observe(self, peer: Peer, way: Way, num_bytes: int, seconds: float) -> None:
-        """A read has ended well."""
-        if not way.is_watched:
+    def observe(self, peer: Peer, path: TransferPath, num_bytes: int, seconds: float) -> None:
+        """Record a completed read."""
+        if not path.is_measured:
             return
-        source, destination = self._places(peer, way.ends)
-        name = name_taken(source, destination, way.path, self.can, peer.can)
+        source, destination = self._places(peer, path.endpoints)
+        name = lane_name(source, destination, path.name, self.capabilities, peer.capabilities)
         if name is None:
             return
         with self._lock:
             self._speeds.observe(peer.host, name, num_bytes, seconds)
-            is_news = self._is_news(peer.host, name)
-            if is_news or self._speeds.num_large(peer.host, name) == PROVEN:
-                self._stale.update(self._chosen)
-        if is_news:
-            self.on_news()
+            is_change = self._is_speed_change(peer.host, name)
+            if is_change or self._speeds.num_large(peer.host, name) == MIN_PROVEN_READS:
+                self._stale.update(self._choices)
+        if is_change:
+            self.on_speed_change()
 
-    def _is_news(self, host: str, lane: str) -> bool:
+    def _is_speed_change(self, host: str, lane: str) -> bool:
         now = self._speeds.expected(host, lane)
         if now is None:
             return False
-        before = self._news.get((host, lane))
-        if before is not None and before / NEWS < now.bytes_per_s < before * NEWS:
+        before = self._reported_speeds.get((host, lane))
+        if (
+            before is not None
+            and before / SPEED_CHANGE_FACTOR < now.bytes_per_s < before * SPEED_CHANGE_FACTOR
+        ):
             return False
-        if len(self._news) > 2 * len(self._speeds):  # most are of links that were forgotten
-            self._news.clear()
-        self._news[host, lane] = now.bytes_per_s
+        if len(self._reported_speeds) > 2 * len(self._speeds):  # most belong to evicted links
+            self._reported_speeds.clear()
+        self._reported_speeds[host, lane] = now.bytes_per_s
         return True
 
-    def judge(self, peer: Peer, way: Way) -> None:
-        """Blocks came this way: tell it, and count it, where that is a slow one."""
-        if not way.is_watched:
+    def check_fallback(self, peer: Peer, path: TransferPath) -> None:
+        """Log and count `path` if it is a slow one for this peer."""
+        if not path.is_measured:
             return
-        source, destination = self._places(peer, way.ends)
+        source, destination = self._places(peer, path.endpoints)
         with self._lock:
-            route = self._table_route(peer, way.ends)
-            found = find_fallback(source, destination, way.path, self.can, peer.can, self._speeds, route)
-            # What both sides can do is not lacking: it was left for its speed, or another path is being tried.
-            if found is None or (peer.is_near and found.is_choice):
+            route = self._table_route(peer, path.endpoints)
+            fallback = find_fallback(
+                source, destination, path.name, self.capabilities, peer.capabilities, self._speeds, route
+            )
+            # Both sides support the faster path: it was left for its measured speed, or another one is on trial.
+            if fallback is None or (peer.is_near and fallback.is_choice):
                 return
-            for name in found.names:
-                self._num_slow[way.path, name] += 1
-            key = (peer.host, way.path, found.names)
-            is_new = key not in self._told and len(self._told) < _MAX_TOLD
+            for name in fallback.names:
+                self._num_slow[path.name, name] += 1
+            key = (peer.host, path.name, fallback.names)
+            is_new = key not in self._reported and len(self._reported) < _MAX_REPORTED
             if is_new:
-                self._told.add(key)
+                self._reported.add(key)
         if is_new:
-            log.warning("blocks from %s take a slow path: %s", peer.host, found)
+            log.warning("slow transfer path: host=%s %s", peer.host, fallback)
 
-    def _table_route(self, peer: Peer, ends: Ends) -> Route | None:
-        key = (peer, ends)
+    def _table_route(self, peer: Peer, endpoints: Endpoints) -> Route | None:
+        key = (peer, endpoints)
         if key not in self._routes:
-            if len(self._routes) >= _MAX_CHOSEN:
+            if len(self._routes) >= _MAX_CHOICES:
                 self._routes.clear()
-            self._routes[key] = table_route(*self._places(peer, ends), self.can, peer.can)
+            self._routes[key] = table_route(
+                *self._places(peer, endpoints), self.capabilities, peer.capabilities
+            )
         return self._routes[key]
 
-    def links(self, most: int | None = None) -> dict[str, Link]:
-        """The speeds that are known, as `EngineInfo.links` tells them; of so many links at most."""
+    def links(self, max_links: int | None = None) -> dict[str, Link]:
+        """Measured speeds in the form of `EngineInfo.links`, of at most `max_links` links."""
         with self._lock:
-            return self._speeds.links(most)
+            return self._speeds.links(max_links)
 
     def slow_paths(self) -> dict[tuple[str, str], int]:
-        """How many peers' blocks took a path for want of something, by both."""
+        """Number of slow peers by (path, missing capability)."""
         with self._lock:
             return dict(self._num_slow)
 
-    def fastest(self, peer: Peer, ends: Ends, paths: Sequence[str]) -> str:
-        """Of these paths, each of which blocks can take between the two: the one for the next read."""
+    def choose_path(self, peer: Peer, endpoints: Endpoints, paths: Sequence[str]) -> str:
+        """Select one of the usable `paths` for the next read."""
         if len(paths) == 1:
             return paths[0]
-        key = (peer, ends, tuple(paths))
+        key = (peer, endpoints, tuple(paths))
         with self._lock:
-            known = self._chosen.get(key)
-            if known is None or key in self._stale:
+            cached = self._choices.get(key)
+            if cached is None or key in self._stale:
                 self._stale.discard(key)
-                if len(self._chosen) >= _MAX_CHOSEN:
-                    self._chosen.clear()
+                if len(self._choices) >= _MAX_CHOICES:
+                    self._choices.clear()
                     self._stale.clear()
-                choice = self._choose(peer, ends, paths, "" if known is None else known.choice.path)
-                # News begin the trials anew: a path that became faster is soon seen to be.
-                known = self._chosen[key] = _Chosen(choice)
-            return known.next_path()
+                choice = self._new_choice(
+                    peer, endpoints, paths, "" if cached is None else cached.choice.path
+                )
+                # Restart trials, so that a path that became faster is noticed soon.
+                cached = self._choices[key] = _CachedChoice(choice)
+            return cached.next_path()
 
-    def _choose(self, peer: Peer, ends: Ends, paths: Sequence[str], taken: str) -> Choice:
-        return choose(*self._places(peer, ends), paths, self.can, peer.can, self._speeds, taken=taken)
+    def _new_choice(self, peer: Peer, endpoints: Endpoints, paths: Sequence[str], current: str) -> Choice:
+        return choose(
+            *self._places(peer, endpoints),
+            paths,
+            self.capabilities,
+            peer.capabilities,
+            self._speeds,
+            current=current,
+        )
 
-    def _places(self, peer: Peer, ends: Ends) -> tuple[Place, Place]:
-        source = Place(kind=ends.source, host=peer.host, process=peer.agent, device=ends.source_device)
+    def _places(self, peer: Peer, endpoints: Endpoints) -> tuple[Place, Place]:
+        source = Place(
+            kind=endpoints.source, host=peer.host, process=peer.agent, device=endpoints.source_device
+        )
         return source, Place(
-            kind=ends.destination, host=self._host, process=self._agent, device=ends.destination_device
+            kind=endpoints.destination,
+            host=self._host,
+            process=self._agent,
+            device=endpoints.destination_device,
         )
 
 

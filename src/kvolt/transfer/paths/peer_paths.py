@@ -1,94 +1,97 @@
-"""PeerPaths: what a link learns of the paths to its peer: each read that ends tells something, the first brings a test.
+"""PeerPaths: reports the reads of one link to the PathWatch and runs the self-test after the first read.
 
-The test waits until nothing else is read from the peer, so that nobody waits for it and it is not slowed down itself;
-which way blocks came is judged after it, by what was measured.
+The test waits until no other read from the peer is active, so that neither delays the other. Slow paths are checked
+after the test, against measured speeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.lanes import MemoryKind
-from kvolt.transfer.paths.path_watch import Ends, PathWatch, Peer, Way
-from kvolt.transfer.paths.self_test import SelfTest
+from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
+from kvolt.transfer.paths.self_test import SelfTest, TestedLink
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import TCP, Reading
-from kvolt.transfer.peer.read_request import Wanted
+from kvolt.transfer.peer.read_op import TCP, ReadOp
+from kvolt.transfer.peer.read_request import ReadRequest
 from kvolt.transfer.peer.wire import Address
 
-if TYPE_CHECKING:
-    from kvolt.transfer.peer.link import Link
-
-
-_MAX_WAYS = 64
-"""From and to which blocks of one peer came: those after them are not judged."""
+_MAX_PATHS = 64
+"""Paths checked per peer; further ones are not checked for fallbacks."""
 
 
 class PeerPaths:
-    """See the module. In the progress thread only."""
+    """See the module. Progress thread only."""
 
-    def __init__(self, watch: PathWatch, progress: Progress, link: Link, to: Address, tests: bool) -> None:
+    def __init__(
+        self, watch: PathWatch, progress: Progress, link: TestedLink, address: Address, needs_test: bool
+    ) -> None:
         self._watch = watch
         self._progress = progress
         self._link = link
-        self._to = to
-        self._tests = tests
-        """A test is still to be made."""
+        self._address = address
+        self._needs_test = needs_test
+        """The self-test has not run yet."""
         self._is_testing = False
         self._peer: Peer | None = None
-        self._judged: dict[Way, bool] = {}
-        """The ways that blocks came; those that were not judged yet with False. A few kinds of memory and paths."""
+        self._checked: dict[TransferPath, bool] = {}
+        """Paths that blocks took, and whether each was checked for a fallback."""
 
-    def welcomed(self, can: Capabilities | None, is_near: bool) -> None:
-        """`can`: None from a peer that does not say, nor can be tested."""
-        if can is None:
-            self._tests = False
-            can = Capabilities(paths=frozenset(("copy", "tcp", "shm") if is_near else ("copy", "tcp")))
-        self._peer = self._watch.peer(self._to.host, self._to.agent, is_near, can)
+    def on_welcome(self, capabilities: Capabilities | None, is_near: bool) -> None:
+        """`capabilities`: None from a peer that sends none; it cannot be tested."""
+        if capabilities is None:
+            self._needs_test = False
+            capabilities = Capabilities(
+                paths=frozenset(("copy", "tcp", "shm") if is_near else ("copy", "tcp"))
+            )
+        self._peer = self._watch.peer(self._address.host, self._address.agent, is_near, capabilities)
 
-    def ended(self, reading: Reading) -> None:
-        """A read of this peer, however it went."""
-        if self._peer is None or not reading.is_complete:
+    def on_read_done(self, read_op: ReadOp) -> None:
+        """Handle the end of a read, successful or not."""
+        if self._peer is None or not read_op.is_complete:
             return
-        wanted = reading.wanted
-        way = Way(ends_of(wanted), reading.path)
-        self._watch.observe(self._peer, way, wanted.num_bytes, self._progress.now() - reading.began_at)
-        if reading.is_test:
+        request = read_op.request
+        path = TransferPath(endpoints_of(request), read_op.path)
+        self._watch.observe(self._peer, path, request.num_bytes, self._progress.now() - read_op.started_at)
+        if read_op.is_test:
             return
-        if len(self._judged) < _MAX_WAYS:
-            self._judged.setdefault(way, False)
-        if not self._tests:
-            self._judge()
+        if len(self._checked) < _MAX_PATHS:
+            self._checked.setdefault(path, False)
+        if not self._needs_test:
+            self._check_fallbacks()
         elif not self._is_testing and not self._link.is_busy:
             self._is_testing = True
-            # Later, that whoever has read is told first.
-            self._progress.call(self._test)
+            # Deferred, so that the caller of the read is notified first.
+            self._progress.call_soon(self._run_test)
 
-    def choose(self, wanted: Wanted, paths: Sequence[str]) -> str:
-        """Of these, by which blocks could come: the one that is expected to be the fastest."""
-        return paths[0] if self._peer is None else self._watch.fastest(self._peer, ends_of(wanted), paths)
+    def choose_path(self, request: ReadRequest, paths: Sequence[str]) -> str:
+        """Usable path that is expected to be fastest."""
+        return (
+            paths[0]
+            if self._peer is None
+            else self._watch.choose_path(self._peer, endpoints_of(request), paths)
+        )
 
-    def _test(self) -> None:
+    def _run_test(self) -> None:
         paths = self._link.paths_between(MemoryKind.SHARED, MemoryKind.HOST)
-        # TCP only where there is nothing else: it takes a connection more, and who is near may not be reached so.
+        # TCP only without an alternative: it needs another connection, and a peer on this host may not be reachable.
         paths = [path for path in paths if path != TCP] or paths
-        SelfTest(self._progress, self._link, self._to, paths, self._tested).start()
+        SelfTest(self._progress, self._link, self._address, paths, self._on_tested).start()
 
-    def _tested(self) -> None:
-        self._tests = self._is_testing = False
-        self._judge()
+    def _on_tested(self) -> None:
+        self._needs_test = self._is_testing = False
+        self._check_fallbacks()
         self._watch.on_tested()
 
-    def _judge(self) -> None:
-        for way in [way for way, is_judged in self._judged.items() if not is_judged]:
-            self._judged[way] = True
+    def _check_fallbacks(self) -> None:
+        for path in [path for path, is_checked in self._checked.items() if not is_checked]:
+            self._checked[path] = True
             if self._peer is not None:
-                self._watch.judge(self._peer, way)
+                self._watch.check_fallback(self._peer, path)
 
 
-def ends_of(wanted: Wanted) -> Ends:
-    theirs, ours = wanted.ticket.slab, wanted.slab
-    named = None if ours.device is None else ours.device.name
-    return Ends(theirs.kind, ours.kind, theirs.device, named)
+def endpoints_of(request: ReadRequest) -> Endpoints:
+    remote, local = request.ticket.slab, request.slab
+    device_name = None if local.device is None else local.device.name
+    return Endpoints(remote.kind, local.kind, remote.device, device_name)

@@ -1,12 +1,11 @@
-"""The route planner: how blocks get from one memory to another, how fast that may be, and what would be faster. Pure.
+"""Route planner: the fastest route between two memories, and the faster routes that lack a capability. Pure.
 
-A route is one hop, or several with memory to stage the blocks in between: pinned or plain memory of either side, of
-both sides (device memory of two hosts that have only TCP), or a file that both see. All routes that could exist are
-told; the fastest whose every need is met is taken, and the faster ones that were not are kept with what they lack.
+A route is one hop, or several with staging memory between them: pinned or pageable memory of either side, of both sides
+(device memory of two hosts that have only TCP), or a file that both sides can open. All possible routes are enumerated.
+The fastest one without missing capabilities is selected; faster ones are reported with what they lack.
 
-Only the owner of a memory writes to it, so the destination reads, and it is the destination that plans: `mine` is what
-it can do, `theirs` what the source can. Assumed: hops go one after the other and do not overlap, so their times add up;
-each side has memory to stage in.
+Only the owner of a memory writes to it, so the destination reads and plans: `mine` are its capabilities, `theirs` those
+of the source. Hops are assumed to run sequentially, so their times add up, and each side to have staging memory.
 """
 
 from __future__ import annotations
@@ -27,27 +26,30 @@ __all__ += ["plan", "seconds"]
 
 TYPICAL_PIECE_BYTES = 256 << 10
 MAX_RULED_OUT = 8
-"""The fastest of them are told."""
+"""Reported routes, fastest first."""
 _MAX_FILE_SYSTEMS = 4
-"""So many that both see are considered, in order of their names."""
+"""Common file systems considered, in name order."""
 _STAGING_NEEDS: dict[MemoryKind, tuple[str, ...]] = {
     MemoryKind.HOST: (),
     MemoryKind.SHARED: ("shm",),
     MemoryKind.PINNED: ("cuda-copy",),
 }
-"""The least precious first: among equally fast ones it is taken."""
+"""Staging memory kinds and their required capabilities, cheapest first; the order breaks ties."""
 
 
 class NoRoute(KvoltError):
-    """Nothing both sides can do. Fields: source, destination, source_lacks, destination_lacks, remedy; all text."""
+    """No route with the capabilities of both sides. Text fields: source, destination, source_lacks, destination_lacks,
+    remedy."""
 
     code = "no_route"
     fault = Fault.OPERATOR
 
 
 class Lack(msgspec.Struct, frozen=True, order=True):
+    """Capability that one side lacks."""
+
     side: str
-    """source or destination"""
+    """`source` or `destination`."""
     name: str
     reason: str
 
@@ -55,7 +57,7 @@ class Lack(msgspec.Struct, frozen=True, order=True):
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     link: str
-    """The name under which its speed is measured."""
+    """Name of its lane, the key of its measured speed."""
     source: Place
     destination: Place
     bytes_per_s: float
@@ -65,7 +67,7 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuledOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A faster route, had the sides not lacked something."""
+    """Faster route that lacks capabilities."""
 
     route: str
     bytes_per_s: float
@@ -75,16 +77,16 @@ class RuledOut(msgspec.Struct, frozen=True, kw_only=True):
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[Hop, ...]
     bytes_per_s: float
-    """Expected of the whole, for pieces of the size it was planned for."""
-    instead_of: tuple[RuledOut, ...] = ()
-    """The fastest first. Not empty: a fall back, which is to be told loudly."""
+    """Expected for the whole route, for the planned piece size."""
+    ruled_out: tuple[RuledOut, ...] = ()
+    """Faster routes that lack capabilities, fastest first. If not empty, this route is a fallback."""
 
     def __str__(self) -> str:
-        return _words(self.hops)
+        return _describe(self.hops)
 
 
-class _Way(NamedTuple):
-    """A route that could be."""
+class _Candidate(NamedTuple):
+    """Possible route and what it lacks."""
 
     s_per_byte: float
     hops: tuple[Hop, ...]
@@ -98,14 +100,14 @@ class _Sides(NamedTuple):
     theirs: Capabilities
 
     def lacks_of(self, place: Place, names: tuple[str, ...], file: Place | None = None) -> Iterator[Lack]:
-        """What whoever owns a place cannot do of these; and whether it does not see a file."""
+        """Capabilities of `names` that the owner of `place` lacks, and its access to `file`."""
         is_mine = place.home == self.destination.home
-        side, can = ("destination", self.mine) if is_mine else ("source", self.theirs)
+        side, capabilities = ("destination", self.mine) if is_mine else ("source", self.theirs)
         for name in names:
-            if name not in can.paths:
-                yield Lack(side, name, can.missing.get(name, "not offered"))
-        if file is not None and file.file_system not in can.file_systems:
-            yield Lack(side, "file", f"does not see the file system {file.file_system}")
+            if name not in capabilities.paths:
+                yield Lack(side, name, capabilities.missing.get(name, "not offered"))
+        if file is not None and file.file_system not in capabilities.file_systems:
+            yield Lack(side, "file", f"cannot access the file system {file.file_system}")
 
 
 def plan(
@@ -116,28 +118,31 @@ def plan(
     speeds: LinkSpeeds,
     piece_bytes: int = TYPICAL_PIECE_BYTES,
 ) -> Route:
-    """The fastest route there is for pieces of that size; NoRoute when there is none."""
+    """Fastest route for pieces of `piece_bytes`. NoRoute if there is none."""
     sides = _Sides(source, destination, mine, theirs)
-    # Equally fast: the one with fewer hops, then the one that is named first.
-    ways = sorted(_ways(sides, speeds, piece_bytes), key=lambda way: (way.s_per_byte, len(way.hops)))
-    best = next((way for way in ways if not way.lacks), None)
+    # Ties: fewer hops, then enumeration order.
+    candidates = sorted(
+        _candidates(sides, speeds, piece_bytes),
+        key=lambda candidate: (candidate.s_per_byte, len(candidate.hops)),
+    )
+    best = next((candidate for candidate in candidates if not candidate.lacks), None)
     if best is None:
-        raise _no_route(sides, ways)
-    return Route(hops=best.hops, bytes_per_s=1 / best.s_per_byte, instead_of=_ruled_out(ways, best))
+        raise _no_route(sides, candidates)
+    return Route(hops=best.hops, bytes_per_s=1 / best.s_per_byte, ruled_out=_ruled_out(candidates, best))
 
 
 def seconds(route: Route, num_bytes: int, num_blocks: int) -> float:
-    """Expected, for so many blocks (or pieces of blocks) of so many bytes together."""
+    """Expected time to move `num_blocks` blocks or pieces with `num_bytes` in total."""
     return sum(hop.operation_s + num_blocks * hop.block_s + num_bytes / hop.bytes_per_s for hop in route.hops)
 
 
-def _ways(sides: _Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Way]:
-    for between in _stagings(sides):
-        places = (sides.source, *between, sides.destination)
+def _candidates(sides: _Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Candidate]:
+    for staging in _stagings(sides):
+        places = (sides.source, *staging, sides.destination)
         staging_lacks = frozenset(
-            lack for place in between for lack in sides.lacks_of(place, _STAGING_NEEDS.get(place.kind, ()))
+            lack for place in staging for lack in sides.lacks_of(place, _STAGING_NEEDS.get(place.kind, ()))
         )
-        # For each step all lanes there are, with what they lack; then one of each step.
+        # All lanes of each hop with what they lack; a candidate combines one lane per hop.
         choices = [
             [(_hop(lane, *step, speeds), frozenset(_lacks(sides, lane, *step))) for lane in lanes(*step)]
             for step in pairwise(places)
@@ -145,11 +150,13 @@ def _ways(sides: _Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Way]
         for chosen in product(*choices):
             hops = tuple(hop for hop, _ in chosen)
             lacks = staging_lacks.union(*(lacks for _, lacks in chosen))
-            yield _Way(sum(1 / hop.bytes_per_s + hop.block_s / piece_bytes for hop in hops), hops, lacks)
+            yield _Candidate(
+                sum(1 / hop.bytes_per_s + hop.block_s / piece_bytes for hop in hops), hops, lacks
+            )
 
 
 def _stagings(sides: _Sides) -> Iterator[tuple[Place, ...]]:
-    """The memories that blocks may pass through, in order."""
+    """Sequences of staging places that blocks may pass through."""
     yield ()
     theirs, mine = (
         [Place(kind=kind, host=side.host, process=side.process) for kind in _STAGING_NEEDS]
@@ -160,17 +167,17 @@ def _stagings(sides: _Sides) -> Iterator[tuple[Place, ...]]:
         return
     yield from ((place,) for place in theirs)
     yield from product(theirs, mine)
-    both_see = sorted(sides.mine.file_systems & sides.theirs.file_systems)
-    for name in both_see[:_MAX_FILE_SYSTEMS]:
-        host, process = sides.source.home  # who writes it
+    common = sorted(sides.mine.file_systems & sides.theirs.file_systems)
+    for name in common[:_MAX_FILE_SYSTEMS]:
+        host, process = sides.source.home  # the source writes the file
         yield (Place(kind=MemoryKind.FILE, host=host, process=process, file_system=name),)
 
 
 def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> Hop:
-    # A hop inside one side is that host's own; one between the sides is known by where its bytes come from.
+    # Speeds are kept by the host that the bytes come from; a file has none, so by the reader's host.
     peer = destination.host if source.kind is MemoryKind.FILE else source.host
     measured = speeds.expected(peer, lane.name)
-    # What was measured has the cost of blocks in it.
+    # A measured speed includes the overhead per block.
     bytes_per_s, block_s, operation_s = (
         lane.cost if measured is None else (measured.bytes_per_s, 0.0, measured.latency_s)
     )
@@ -189,31 +196,35 @@ def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> H
 def _lacks(sides: _Sides, lane: Lane, source: Place, destination: Place) -> Iterator[Lack]:
     names = (lane.path, *lane.needs)
     for end, other in ((source, destination), (destination, source)):
-        # Whoever reads or writes a file needs something, and the file does not.
+        # A file itself needs no capability, only its reader or writer.
         if end.kind is not MemoryKind.FILE:
             yield from sides.lacks_of(end, names, other if other.kind is MemoryKind.FILE else None)
     yield from sides.lacks_of(destination, lane.reader_needs)
 
 
-def _ruled_out(ways: list[_Way], best: _Way) -> tuple[RuledOut, ...]:
-    """Each for another reason: what lacks more than a faster one tells nothing new."""
-    told: list[_Way] = []
-    for way in ways:
-        if way.s_per_byte < best.s_per_byte and not any(each.lacks <= way.lacks for each in told):
-            told.append(way)
+def _ruled_out(candidates: list[_Candidate], best: _Candidate) -> tuple[RuledOut, ...]:
+    """Faster candidates that lack something. Skip those that lack a superset of what a faster one lacks."""
+    kept: list[_Candidate] = []
+    for candidate in candidates:
+        if candidate.s_per_byte < best.s_per_byte and not any(each.lacks <= candidate.lacks for each in kept):
+            kept.append(candidate)
     return tuple(
-        RuledOut(route=_words(way.hops), bytes_per_s=1 / way.s_per_byte, lacks=tuple(sorted(way.lacks)))
-        for way in told[:MAX_RULED_OUT]
+        RuledOut(
+            route=_describe(candidate.hops),
+            bytes_per_s=1 / candidate.s_per_byte,
+            lacks=tuple(sorted(candidate.lacks)),
+        )
+        for candidate in kept[:MAX_RULED_OUT]
     )
 
 
-def _no_route(sides: _Sides, ways: list[_Way]) -> NoRoute:
-    lacks = sorted(frozenset[Lack]().union(*(way.lacks for way in ways)))
+def _no_route(sides: _Sides, candidates: list[_Candidate]) -> NoRoute:
+    lacks = sorted(frozenset[Lack]().union(*(candidate.lacks for candidate in candidates)))
     theirs, mine = (
         "; ".join(f"{lack.name} ({lack.reason})" for lack in lacks if lack.side == side) or "nothing"
         for side in ("source", "destination")
     )
-    nearest = min(ways, key=lambda way: len(way.lacks))
+    nearest = min(candidates, key=lambda candidate: len(candidate.lacks))
     remedy = "enable " + " and ".join(f"{lack.name} at the {lack.side}" for lack in sorted(nearest.lacks))
     return NoRoute(
         f"no route from {sides.source.kind} to {sides.destination.kind} memory. The source lacks: {theirs}. "
@@ -226,6 +237,6 @@ def _no_route(sides: _Sides, ways: list[_Way]) -> NoRoute:
     )
 
 
-def _words(hops: tuple[Hop, ...]) -> str:
-    """Text such as device -cuda-copy-> pinned -tcp-> host."""
+def _describe(hops: tuple[Hop, ...]) -> str:
+    """Text such as `device -cuda-copy-> pinned -tcp-> host`."""
     return str(hops[0].source.kind) + "".join(f" -{hop.path}-> {hop.destination.kind}" for hop in hops)

@@ -1,8 +1,7 @@
-"""The self-test of two agents: a few MiB of a memory that is there for it, read over each path that there is.
+"""SelfTest: measures each path between two agents by reading a few MiB of a test slab.
 
-Bounded: about 8 MiB a path, and a second for each (NIXL, which has to begin first, has five); where a link is slow it
-does with half. Its reads are ordinary
-ones, so what they tell is kept as what all reads tell is.
+About 8 MiB and at most one second per path (five seconds for NIXL, which starts its agent first); half of that on a
+slow link. The reads are ordinary reads, so their speeds are recorded like those of all reads.
 """
 
 from __future__ import annotations
@@ -20,52 +19,57 @@ from kvolt.transfer.nixl.path import NIXL
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import Reading
-from kvolt.transfer.peer.read_request import new_wanted
+from kvolt.transfer.peer.read_op import ReadOp
+from kvolt.transfer.peer.read_request import new_read_request
 from kvolt.transfer.peer.wire import Address, Ticket
 
 log = logging.getLogger(__name__)
 
 SECRET = 0
-"""The ticket of the memory that tests read: everybody knows it, and nothing is in it."""
+"""Well-known ticket secret of the test slab, which holds no data."""
 BLOCK_BYTES = SMALL_BYTES
 NUM_BLOCKS = LARGE_BYTES // BLOCK_BYTES
 LIMIT_S = 1.0
 NIXL_LIMIT_S = 5.0
-"""Both sides may have to make their NIXL first."""
+"""Includes the creation of the NIXL agents on both sides."""
 _ROUNDS = (2, 1, NUM_BLOCKS, NUM_BLOCKS)
-"""Blocks of each read. The first pays for connections and mappings and, by its size, tells nothing; then what an
-operation costs; the speed, with pages touched for the first time; the speed."""
+"""Blocks per read: set up connections and mappings (a size that is not recorded); operation cost; speed with
+first-touch pages; speed."""
 _SLOW_S = 0.02
-"""After a read that took so long the next one would tell little more."""
+"""Skip the remaining reads of a path after a read that took longer."""
 
 
-class Tested(Protocol):
-    """The link whose paths are tested."""
+class TestedLink(Protocol):
+    """Link whose paths are tested."""
 
-    def read(self, reading: Reading) -> None: ...
+    @property
+    def is_busy(self) -> bool: ...
+
+    def read(self, read_op: ReadOp) -> None: ...
+
+    def paths_between(self, source: MemoryKind, destination: MemoryKind) -> list[str]: ...
 
 
 def new_slab() -> Slab:
-    """To be read by those who test."""
+    """Slab that peers read in their self-tests."""
     try:
         return Slab.shared(NUM_BLOCKS, BLOCK_BYTES)
-    except (AttributeError, OSError):  # no memory to share here: TCP is left
+    except (AttributeError, OSError):  # no shared memory on this system: only TCP can be tested
         return _private_slab()
 
 
 class SelfTest:
-    """See the module. In the progress thread only."""
+    """See the module. Progress thread only."""
 
     def __init__(
         self,
         progress: Progress,
-        link: Tested,
+        link: TestedLink,
         address: Address,
         paths: Sequence[str],
         on_done: Callable[[], None],
     ) -> None:
-        """`paths`: one after the other."""
+        """`paths` are tested sequentially."""
         self._progress = progress
         self._link = link
         self._address = address
@@ -73,25 +77,25 @@ class SelfTest:
         self._on_done = on_done
         self._slab = _private_slab()
         self._rounds: deque[int] = deque()
-        self._reading: Reading | None = None
+        self._read_op: ReadOp | None = None
 
     def start(self) -> None:
-        """Of the next path, or its end."""
+        """Test the next path; call `on_done` after the last."""
         if not self._paths:
             self._on_done()
             return
         self._path = self._paths.popleft()
         self._rounds = deque(_ROUNDS)
         limit_s = NIXL_LIMIT_S if self._path == NIXL else LIMIT_S
-        self._timer = self._progress.at(self._progress.now() + limit_s, self._late)
-        self._next()
+        self._timer = self._progress.call_at(self._progress.now() + limit_s, self._on_timeout)
+        self._run_round()
 
-    def _late(self) -> None:
+    def _on_timeout(self) -> None:
         self._rounds.clear()
-        if self._reading is not None:
-            self._reading.stop(DeadlineExceeded("the self-test took too long", stage="total"))
+        if self._read_op is not None:
+            self._read_op.stop(DeadlineExceeded("the self-test exceeded its time limit", stage="total"))
 
-    def _next(self) -> None:
+    def _run_round(self) -> None:
         if not self._rounds:
             self._timer.cancel()
             self.start()
@@ -99,20 +103,22 @@ class SelfTest:
         blocks = np.arange(self._rounds.popleft(), dtype=np.int64)
         info = SlabInfo(number=0, kind=MemoryKind.SHARED, block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
         ticket = Ticket(self._address, SECRET, info, NUM_BLOCKS, "read")
-        reading = Reading(new_wanted(ticket, self._slab, blocks, blocks), self._over, is_last=False)
-        reading.only_path, reading.is_test = self._path, True
-        self._reading = reading
-        self._link.read(reading)
+        read_op = ReadOp(
+            new_read_request(ticket, self._slab, blocks, blocks), self._on_read_done, is_last=False
+        )
+        read_op.forced_path, read_op.is_test = self._path, True
+        self._read_op = read_op
+        self._link.read(read_op)
 
-    def _over(self, error: KvoltError | None) -> None:
-        reading, self._reading = self._reading, None
-        assert reading is not None
+    def _on_read_done(self, error: KvoltError | None) -> None:
+        read_op, self._read_op = self._read_op, None
+        assert read_op is not None
         if error is not None:
-            log.debug("the self-test of %s ended: %s", reading.path or "a path", error)
-        took_s = self._progress.now() - reading.began_at
-        if error is not None or took_s > _SLOW_S:
+            log.debug("self-test failed: path=%s error=%s", read_op.path or "unknown", error)
+        elapsed_s = self._progress.now() - read_op.started_at
+        if error is not None or elapsed_s > _SLOW_S:
             self._rounds.clear()
-        self._progress.call(self._next)
+        self._progress.call_soon(self._run_round)
 
 
 def _private_slab() -> Slab:

@@ -1,4 +1,4 @@
-"""Summing: the checksums of blocks that a peer reads by itself, a part at a turn, told as they are known."""
+"""ChecksumTask: computes checksums of blocks that a peer reads by itself, in steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from kvolt.core.errors import KvoltError, TransferFailed
 from kvolt.transfer.memory import device_memory
-from kvolt.transfer.memory.device_memory import Memory, blocks_at_once
-from kvolt.transfer.memory.slabs import Pieces, Slab
-from kvolt.transfer.peer.chunks import Sums
+from kvolt.transfer.memory.device_memory import Memory, blocks_per_step
+from kvolt.transfer.memory.pieces import Pieces, Sums
+from kvolt.transfer.memory.slabs import Slab
 
-TURN_BYTES = 4 << 20
-"""Work of a turn: a millisecond or so."""
-_MOST_SUMS = 1 << 17
-"""Told at once, however small the blocks are."""
+STEP_BYTES = 4 << 20
+"""Bytes per step, about a millisecond."""
+_MAX_CHECKSUMS = 1 << 17
+"""Checksums per message."""
 
 
-class Summing:
+class ChecksumTask:
     """Work. See the module."""
 
     def __init__(
@@ -27,40 +27,40 @@ class Summing:
         pieces: Pieces,
         seeds: bytes | None,
         is_wanted: Callable[[], bool],
-        tell: Callable[[int, bytes], None],
-        fail: Callable[[KvoltError], None],
+        on_checksums: Callable[[int, bytes], None],
+        on_error: Callable[[KvoltError], None],
     ) -> None:
-        """`tell` gets the first block of a part, and its checksums."""
+        """`on_checksums` gets the index of the first block and the checksums of each step."""
         self._slab = slab
         self._pieces = pieces
         self._seeds = seeds
         self._is_wanted = is_wanted
-        self._tell = tell
-        self._fail = fail
+        self._on_checksums = on_checksums
+        self._on_error = on_error
         self._first = 0
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         if not self._is_wanted():
             return False
         first, pieces = self._first, self._pieces
         memory = self._slab.contents
-        most = min(blocks_at_once(memory, memory, pieces, TURN_BYTES), _MOST_SUMS)
-        count = min(most, pieces.num_blocks - first)
+        max_blocks = min(blocks_per_step(memory, memory, pieces, STEP_BYTES), _MAX_CHECKSUMS)
+        count = min(max_blocks, pieces.num_blocks - first)
         seeds = None if self._seeds is None else self._seeds[8 * first : 8 * (first + count)]
         try:
-            sums = sums_of(memory, pieces.part(first, count), seeds)
-        except ValueError as error:  # pieces that cannot be summed, or a slab that was closed too early
-            self._fail(TransferFailed(f"blocks that cannot be summed up: {error}", reason="checksum"))
+            sums = compute_checksums(memory, pieces.slice(first, count), seeds)
+        except ValueError as error:  # invalid pieces or a closed slab
+            self._on_error(TransferFailed(f"cannot compute checksums: {error}", reason="checksum"))
             return False
         except KvoltError as error:  # of a device
-            self._fail(error)
+            self._on_error(error)
             return False
         self._first += count
-        self._tell(first, sums.tobytes())
+        self._on_checksums(first, sums.tobytes())
         return self._first < pieces.num_blocks
 
 
-def sums_of(memory: Memory, pieces: Pieces, seeds: bytes | None) -> Sums:
-    found = np.empty(pieces.num_blocks, dtype=np.uint64)
-    device_memory.checksums(memory, pieces, seeds, found)
-    return found
+def compute_checksums(memory: Memory, pieces: Pieces, seeds: bytes | None) -> Sums:
+    checksums = np.empty(pieces.num_blocks, dtype=np.uint64)
+    device_memory.checksums(memory, pieces, seeds, checksums)
+    return checksums

@@ -1,8 +1,7 @@
-"""Chunks: bytes of blocks over a TCP connection of their own, straight from one memory into the other.
+"""Chunks: block bytes over a dedicated TCP connection, from memory to memory without intermediate copies.
 
-A chunk is a few whole blocks with their checksums before them. So a block is checked as soon as it is there, while it
-is still in the cache, and a transfer that is stopped stops at the end of a chunk: what is left of that one is zeros, as
-its blocks may be somebody else's by then.
+A chunk is a few whole blocks preceded by their checksums, so that a block is verified on arrival, while in cache. A
+stopped transfer fills the rest of its current chunk with zeros, since its blocks may already be reused.
 """
 
 from __future__ import annotations
@@ -16,29 +15,26 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvolt.core.errors import ProtocolError, WorkerLost
 from kvolt.transfer.memory import block_bytes
-from kvolt.transfer.memory.slabs import Pieces
+from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.wire import CHUNK
 
 CHUNK_BYTES = 1 << 20
-_MOST_BLOCKS = CHUNK_BYTES
-"""In a chunk: they have a byte at least."""
-_TURN_BYTES = 8 << 20
-"""Moved before others have their turn."""
+_MAX_CHUNK_BLOCKS = CHUNK_BYTES
+"""Blocks per chunk: a block has at least one byte."""
+_STEP_BYTES = 8 << 20
+"""Bytes per step."""
 _SCRATCH_BYTES = 1 << 18
-
-Sums = npt.NDArray[np.uint64]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
-    """Blocks for a peer."""
+class OutgoingBlocks:
+    """Blocks to be sent to a peer."""
 
     op: int
     memory: memoryview
@@ -46,51 +42,51 @@ class Outgoing:
     seeds: bytes | None
     is_checked: bool
     first: int = 0
-    """Of the next chunk."""
+    """First block of the next chunk."""
     stage: Callable[[Pieces], tuple[memoryview, Pieces] | None] | None = None
-    """Brings those of a chunk into memory, where they are not; None when they cannot be, and who waits was told."""
+    """Copies the blocks of a chunk into host memory if needed; returns None on failure, which it reports."""
 
 
 class ChunkSender:
-    """See the module. In the progress thread only."""
+    """See the module. Progress thread only."""
 
-    def __init__(self, progress: Progress, link: socket.socket, on_lost: Callable[[], None]) -> None:
+    def __init__(self, progress: Progress, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._progress = progress
-        self._socket = link
+        self._socket = sock
         self._on_lost = on_lost
-        self._queue: OrderedDict[Outgoing, None] = OrderedDict()
+        self._queue: OrderedDict[OutgoingBlocks, None] = OrderedDict()
         self._head = memoryview(b"")
-        self._under_way: Outgoing | None = None
-        """Whose chunk is being sent."""
+        self._sending: OutgoingBlocks | None = None
+        """Owner of the current chunk."""
         self._chunk: tuple[memoryview, Pieces] | None = None
         self._sent = 0
-        """Of the chunk's blocks."""
+        """Bytes sent of the current chunk."""
         self.is_open = True
-        progress.watch(link.fileno(), EVENT_READ, self._on_ready)
+        progress.watch(sock.fileno(), EVENT_READ, self._on_ready)
 
-    def send(self, outgoing: Outgoing) -> None:
+    def send(self, outgoing: OutgoingBlocks) -> None:
         if not self.is_open:
-            raise WorkerLost("the connection for blocks is closed", reason="closed")
+            raise WorkerLost("the chunk connection is closed", reason="closed")
         self._queue[outgoing] = None
         self._progress.watch(self._socket.fileno(), EVENT_READ | EVENT_WRITE, self._on_ready)
 
-    def drop(self, outgoing: Outgoing) -> None:
-        """Nothing more of it leaves. Not an error for what has left, or was dropped."""
+    def drop(self, outgoing: OutgoingBlocks) -> None:
+        """Stop sending. No-op if sent or dropped."""
         self._queue.pop(outgoing, None)
-        if self._under_way is outgoing and self._chunk is not None:
+        if self._sending is outgoing and self._chunk is not None:
             _, pieces = self._chunk
             nowhere = np.zeros(len(pieces.offsets), dtype=np.int64)
             zeros = memoryview(bytes(pieces.piece_bytes))
             self._chunk = zeros, Pieces(nowhere, pieces.piece_bytes, pieces.per_block)
-            self._under_way = None
+            self._sending = None
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._progress.forget(self._socket.fileno())
+            self._progress.unwatch(self._socket.fileno())
             self._socket.close()
             self._queue.clear()
-            self._chunk = self._under_way = None
+            self._chunk = self._sending = None
 
     def _on_ready(self, events: int) -> None:
         try:
@@ -101,17 +97,17 @@ class ChunkSender:
         except (BlockingIOError, InterruptedError):
             return
         except Exception as error:
-            # A slab that was closed too early, or a defect, is nobody's but this peer's loss.
+            # A closed slab or a defect affects this peer only.
             if not isinstance(error, OSError):
-                log.warning("blocks cannot be sent to a peer", exc_info=True)
+                log.warning("sending chunks failed", exc_info=True)
             self.close()
             self._on_lost()
 
     def _write(self) -> None:
-        left = _TURN_BYTES
+        left = _STEP_BYTES
         while left > 0:
             if not len(self._head) and self._chunk is None and not self._next_chunk():
-                if self.is_open:  # to say that blocks cannot be read may have ended it
+                if self.is_open:  # staging errors may have closed it
                     self._progress.watch(self._socket.fileno(), EVENT_READ, self._on_ready)
                 return
             if len(self._head):
@@ -132,17 +128,17 @@ class ChunkSender:
             self._sent += sent
             left -= sent
             if self._sent == size:
-                self._chunk = self._under_way = None
+                self._chunk = self._sending = None
 
     def _next_chunk(self) -> bool:
-        """Whether there is one."""
+        """Prepare the next chunk; return whether there is one."""
         while self._queue:
             out = next(iter(self._queue))
             if out.first >= out.pieces.num_blocks:
                 del self._queue[out]
                 continue
             count = min(max(CHUNK_BYTES // out.pieces.bytes_per_block, 1), out.pieces.num_blocks - out.first)
-            memory, pieces = out.memory, out.pieces.part(out.first, count)
+            memory, pieces = out.memory, out.pieces.slice(out.first, count)
             if out.stage is not None:
                 staged = out.stage(pieces)
                 if staged is None:
@@ -158,43 +154,43 @@ class ChunkSender:
                 )
                 head += sums.tobytes()
             self._head, self._chunk, self._sent = memoryview(head), (memory, pieces), 0
-            self._under_way = out
+            self._sending = out
             out.first += count
             return True
         return False
 
 
-class Incoming(Protocol):
-    """Who takes the blocks of one op."""
+class ChunkSink(Protocol):
+    """Receives the blocks of one op."""
 
     @property
-    def is_over(self) -> bool:
-        """Nobody wants them any more: not a byte is written where they were to go."""
+    def is_done(self) -> bool:
+        """Cancelled: nothing more is written to its destination."""
         ...
 
-    def place(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
-        """Where these go; None when nobody wants them any more. ProtocolError for blocks that were not asked for."""
+    def destination(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
+        """Memory for these blocks; None if cancelled. ProtocolError for unrequested blocks."""
         ...
 
-    def arrived(self, first: int, count: int, sums: Sums | None) -> None:
-        """They lie where they were to go; with the checksums that they left with."""
+    def on_chunk(self, first: int, count: int, sums: Sums | None) -> None:
+        """The blocks are in place; `sums`: checksums from the sender."""
         ...
 
 
 class ChunkReceiver:
-    """See the module. In the progress thread only."""
+    """See the module. Progress thread only."""
 
     def __init__(
         self,
         progress: Progress,
-        link: socket.socket,
-        who: Callable[[int], Incoming | None],
+        sock: socket.socket,
+        find_sink: Callable[[int], ChunkSink | None],
         on_lost: Callable[[Exception], None],
     ) -> None:
-        """`who` takes the blocks of an op; nobody, where it was stopped: they are read and left."""
+        """`find_sink` returns the sink of an op; None: discard its blocks."""
         self._progress = progress
-        self._socket = link
-        self._who = who
+        self._socket = sock
+        self._find_sink = find_sink
         self._on_lost = on_lost
         self._head = bytearray(CHUNK.size)
         self._num_head = 0
@@ -202,76 +198,81 @@ class ChunkReceiver:
         self._sums: bytearray | None = None
         self._num_sums = 0
         self._received, self._size = 0, 0
-        self._incoming: Incoming | None = None
-        self._place: tuple[memoryview, Pieces] | None = None
-        """Of the chunk that comes."""
+        self._sink: ChunkSink | None = None
+        self._destination: tuple[memoryview, Pieces] | None = None
+        """Of the current chunk."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self.is_open = True
-        progress.watch(link.fileno(), EVENT_READ, self._on_ready)
+        progress.watch(sock.fileno(), EVENT_READ, self._on_ready)
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._progress.forget(self._socket.fileno())
+            self._progress.unwatch(self._socket.fileno())
             self._socket.close()
-            self._incoming = self._place = None
+            self._sink = self._destination = None
 
     def _on_ready(self, events: int) -> None:
         try:
-            left = _TURN_BYTES
+            left = _STEP_BYTES
             while left > 0 and self.is_open:
                 left -= self._read()
         except (BlockingIOError, InterruptedError):
             return
         except Exception as error:
             if not isinstance(error, OSError | ProtocolError):
-                log.warning("blocks of a peer cannot be taken", exc_info=True)
+                log.warning("receiving chunks failed", exc_info=True)
             self.close()
             self._on_lost(error)
 
     def _read(self) -> int:
-        """Some bytes; how many."""
+        """Receive some bytes; return the count."""
         if self._num_head < CHUNK.size:
             return self._read_head()
         if self._sums is not None and self._num_sums < len(self._sums):
-            got = self._into(memoryview(self._sums)[self._num_sums :])
-            self._num_sums += got
-            return got
+            num_bytes = self._receive_into(memoryview(self._sums)[self._num_sums :])
+            self._num_sums += num_bytes
+            return num_bytes
         return self._read_blocks()
 
-    def _into(self, target: memoryview) -> int:
-        got = self._socket.recv_into(target)
-        if not got:
-            raise ConnectionResetError("a peer closed the connection for blocks")
-        return got
+    def _receive_into(self, target: memoryview) -> int:
+        num_bytes = self._socket.recv_into(target)
+        if not num_bytes:
+            raise ConnectionResetError("the peer closed the chunk connection")
+        return num_bytes
 
     def _read_head(self) -> int:
-        got = self._into(memoryview(self._head)[self._num_head :])
-        self._num_head += got
+        num_bytes = self._receive_into(memoryview(self._head)[self._num_head :])
+        self._num_head += num_bytes
         if self._num_head == CHUNK.size:
             self._op, self._first, self._count, size, is_checked = CHUNK.unpack(self._head)
-            if not 0 < self._count <= _MOST_BLOCKS or not size:
+            if not 0 < self._count <= _MAX_CHUNK_BLOCKS or not size:
                 raise ProtocolError(f"a chunk of {self._count} blocks of {size} bytes", rule="chunk")
             self._sums = bytearray(8 * self._count) if is_checked else None
             self._num_sums, self._received = 0, 0
             self._size = self._count * size
-            self._find_place()
-        return got
+            self._find_destination()
+        return num_bytes
 
-    def _find_place(self) -> None:
-        incoming = self._who(self._op)
-        place = None if incoming is None else incoming.place(self._first, self._count)
-        if place is not None and place[1].num_blocks * place[1].bytes_per_block != self._size:
-            raise ProtocolError("blocks of another size than was asked for", rule="chunk")
-        self._incoming, self._place = incoming, place
+    def _find_destination(self) -> None:
+        sink = self._find_sink(self._op)
+        destination = None if sink is None else sink.destination(self._first, self._count)
+        if (
+            destination is not None
+            and destination[1].num_blocks * destination[1].bytes_per_block != self._size
+        ):
+            raise ProtocolError("chunk size differs from the requested blocks", rule="chunk")
+        self._sink, self._destination = sink, destination
 
     def _read_blocks(self) -> int:
-        incoming, place = self._incoming, self._place
-        if incoming is None or place is None or incoming.is_over:
-            got = self._into(self._scratch[: min(len(self._scratch), self._size - self._received)])
+        sink, destination = self._sink, self._destination
+        if sink is None or destination is None or sink.is_done:
+            num_bytes = self._receive_into(
+                self._scratch[: min(len(self._scratch), self._size - self._received)]
+            )
         else:
-            memory, pieces = place
-            got = block_bytes.receive(
+            memory, pieces = destination
+            num_bytes = block_bytes.receive(
                 self._socket.fileno(),
                 memory,
                 pieces.offsets,
@@ -279,13 +280,13 @@ class ChunkReceiver:
                 self._received,
                 self._size - self._received,
             )
-            if not got:
-                raise ConnectionResetError("a peer closed the connection for blocks")
-        self._received += got
+            if not num_bytes:
+                raise ConnectionResetError("the peer closed the chunk connection")
+        self._received += num_bytes
         if self._received == self._size:
             self._num_head = 0
-            self._incoming = self._place = None
-            if incoming is not None:
+            self._sink = self._destination = None
+            if sink is not None:
                 sums = None if self._sums is None else np.frombuffer(self._sums, dtype=np.uint64)
-                incoming.arrived(self._first, self._count, sums)
-        return got
+                sink.on_chunk(self._first, self._count, sums)
+        return num_bytes

@@ -1,7 +1,6 @@
-"""Fetched: what a peer asks for, held against what it was offered, before anything is done for it. Pure.
+"""CheckedFetch: a peer's Fetch validated against the offer. Pure.
 
-All numbers of a Fetch are the peer's: none of them may lead outside of what is offered, or make us take more memory
-than that is worth.
+All numbers in a Fetch are untrusted: none may address memory outside the offer or cause large allocations.
 """
 
 from __future__ import annotations
@@ -11,54 +10,59 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvolt.core.errors import InvalidRequest, Overloaded
-from kvolt.transfer.memory.slabs import Numbers, Pieces, Slab
-from kvolt.transfer.peer.offers import Offered, chosen
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Numbers, Slab
+from kvolt.transfer.peer.offers import Offer, select_blocks
 from kvolt.transfer.peer.wire import Fetch
 
 MAX_PIECES = 1 << 24
-"""That one peer reads at a time: eight bytes each are kept."""
+"""Concurrent pieces of one peer; eight bytes are kept for each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """See the module; `fetched` makes one."""
+class CheckedFetch:
+    """Created by `check_fetch`."""
 
     blocks: Numbers
     pieces: Pieces
-    """Of the slab: where what is asked for lies."""
+    """Location of the requested pieces in the slab."""
     seeds: bytes | None
 
 
-def fetched(offered: Offered, asked: Fetch, room: int) -> Fetched:
-    """`room`: for so many pieces. InvalidRequest for what was not offered, Overloaded for too much at a time."""
-    positions = numbers_of(asked.positions)
-    blocks = chosen(offered.blocks, positions)
-    inside = _inside(offered.slab, asked)
-    per_block = 1 if inside is None else len(inside)
-    if len(blocks) * per_block > room:
+def check_fetch(offer: Offer, fetch: Fetch, max_pieces: int) -> CheckedFetch:
+    """InvalidRequest if outside the offer, Overloaded if larger than `max_pieces`."""
+    positions = unpack_numbers(fetch.positions)
+    blocks = select_blocks(offer.blocks, positions)
+    piece_offsets = _piece_offsets(offer.slab, fetch)
+    per_block = 1 if piece_offsets is None else len(piece_offsets)
+    if len(blocks) * per_block > max_pieces:
         raise Overloaded(
-            f"a peer reads {MAX_PIECES} pieces at a time at most", queue="pieces", limit=MAX_PIECES
+            f"too many concurrent pieces of one peer: limit is {MAX_PIECES}", queue="pieces", limit=MAX_PIECES
         )
-    seeds = offered.seeds if asked.is_checked else None
+    seeds = offer.seeds if fetch.is_checked else None
     if seeds is not None and len(positions):
         seeds = np.frombuffer(seeds, dtype="<u8")[positions].tobytes()
-    return Fetched(blocks, offered.slab.pieces(blocks, inside, asked.piece_bytes), seeds)
+    return CheckedFetch(blocks, offer.slab.pieces(blocks, piece_offsets, fetch.piece_bytes), seeds)
 
 
-def numbers_of(packed: bytes) -> Numbers:
-    """InvalidRequest for what is none."""
+def unpack_numbers(packed: bytes) -> Numbers:
+    """Decode packed int64. InvalidRequest if malformed."""
     if len(packed) % 8:
-        raise InvalidRequest("numbers have eight bytes each", param="positions")
+        raise InvalidRequest("packed numbers must have eight bytes each", param="positions")
     return np.frombuffer(packed, dtype="<i8")
 
 
-def _inside(slab: Slab, asked: Fetch) -> Numbers | None:
-    """Offsets of the pieces of a block; None where it is whole."""
-    if not asked.pieces:
+def _piece_offsets(slab: Slab, fetch: Fetch) -> Numbers | None:
+    """Offsets of the requested pieces in a block; None for whole blocks."""
+    if not fetch.pieces:
         return None
-    inside, size = numbers_of(asked.pieces), asked.piece_bytes
-    if not 0 < size <= slab.block_bytes or inside.min() < 0 or inside.max() > slab.block_bytes - size:
-        raise InvalidRequest("pieces that lie outside of a block", param="pieces")
-    if len(inside) * size > slab.block_bytes:
-        raise InvalidRequest("pieces that are more than a block", param="pieces")
-    return inside
+    piece_offsets, size = unpack_numbers(fetch.pieces), fetch.piece_bytes
+    if (
+        not 0 < size <= slab.block_bytes
+        or piece_offsets.min() < 0
+        or piece_offsets.max() > slab.block_bytes - size
+    ):
+        raise InvalidRequest("pieces lie outside the block", param="pieces")
+    if len(piece_offsets) * size > slab.block_bytes:
+        raise InvalidRequest("pieces exceed the block", param="pieces")
+    return piece_offsets

@@ -1,6 +1,6 @@
-"""Hub: one agent's state in its progress thread: who is connected, what is offered, posted, may be written to.
+"""Hub: state of one agent: listeners, sessions, links, offers, mailboxes and writable blocks.
 
-Owns the sockets that it listens on and the links that it opened. `agent` is how the rest of a process asks it.
+Used in the progress thread only; `agent` is the interface for the rest of the process.
 """
 
 from __future__ import annotations
@@ -32,61 +32,61 @@ from kvolt.core.errors import (
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.memory.slabs import Numbers, Slab, are_apart
+from kvolt.transfer.memory.slabs import Numbers, Slab, are_unique
 from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl.memory import RAM
 from kvolt.transfer.nixl.path import NIXL, Nixl
 from kvolt.transfer.paths import file_path, self_test
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.paths.lanes import FILE, MemoryKind
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
-from kvolt.transfer.peer.fetch_check import numbers_of
+from kvolt.transfer.peer.fetch_check import unpack_numbers
 from kvolt.transfer.peer.link import Link
-from kvolt.transfer.peer.mailbox import Guest, Rooms
-from kvolt.transfer.peer.offers import Offered, Offers, chosen
+from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
+from kvolt.transfer.peer.offers import Offer, Offers, select_blocks
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import OWN, SHM, TCP, OnOver, Reading
-from kvolt.transfer.peer.read_request import ALL, Wanted, new_wanted
-from kvolt.transfer.peer.serving import Served
+from kvolt.transfer.peer.read_op import COPY, SHM, TCP, OnDone, ReadOp
+from kvolt.transfer.peer.read_request import ALL, ReadRequest, new_read_request
+from kvolt.transfer.peer.serving import ServingSession
 from kvolt.transfer.peer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
-from kvolt.transfer.peer.wire import CUDA_IPC, MAX_FRAME_BYTES, Address, Offer
+from kvolt.transfer.peer.wire import CUDA_IPC, MAX_FRAME_BYTES, Address, WriteRequest
 
 log = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 7 * 86_400.0
 MAX_WRITABLES = 65_536
 _RETIRE_S = 1.0
-_MAX_SERVED = 4096
-_MAX_SERVED_PER_PEER = 1024
-"""Connections from one address (of IPv6: from one /64), and over the Unix socket."""
+_MAX_SESSIONS = 4096
+_MAX_SESSIONS_PER_HOST = 1024
+"""Connections from one address (IPv6: one /64); the Unix socket counts as one address."""
 _MAX_LINKS = 4096
 
-_NO_PATHS = PathOptions(can=Capabilities(paths=frozenset()))
+_NO_PATHS = PathOptions(capabilities=Capabilities(paths=frozenset()))
 
-TakeOffer = Callable[[KvoltError | None], None]
+OnWriteResult = Callable[[KvoltError | None], None]
 
 
 @dataclass(slots=True)
 class Writable:
-    """Blocks that a peer may send something for, each once."""
+    """Blocks that a peer may write, each once."""
 
     slab: Slab
     blocks: Numbers
     seeds: bytes | None
     deadline: float
-    on_over: OnOver
-    is_taken: npt.NDArray[np.bool_]
-    """By block: somebody sends it, or has."""
+    on_done: OnDone
+    is_claimed: npt.NDArray[np.bool_]
+    """Per block: written, or being written."""
     num_left: int
-    """Blocks that have not come."""
-    readings: set[Reading] = field(default_factory=set)
-    """That are under way."""
-    ends_with: KvoltError | None = None
-    """Why it is over, while somebody still writes to its blocks."""
+    """Blocks not yet written."""
+    read_ops: set[ReadOp] = field(default_factory=set)
+    """Active reads from peers."""
+    final_error: KvoltError | None = None
+    """Error to report once the active reads have stopped."""
 
 
 class Hub:
-    """See the module. Made anywhere; used in the progress thread only."""
+    """See the module. Created in any thread; used in the progress thread only."""
 
     def __init__(
         self,
@@ -98,57 +98,57 @@ class Hub:
         uses_nixl: bool = False,
         paths: PathOptions = _NO_PATHS,
     ) -> None:
-        """ConfigError when the port cannot be listened on, `advertise` has no address, or NIXL is not installed."""
+        """ConfigError if the port is unavailable, `advertise` does not resolve or NIXL is not installed."""
         if uses_nixl:
-            nixl_library.require()
+            nixl_library.require_package()
         agent = secrets.token_hex(8)
         unix = f"kvolt-transfer-{agent}" if uses_unix else ""
-        listening = [listen_tcp(host, port)]
-        bound = listening[0].getsockname()
+        sockets = [listen_tcp(host, port)]
+        bound = sockets[0].getsockname()
         try:
-            told = bound[0] if advertise is None else resolve(advertise, listening[0].family)
+            advertised = bound[0] if advertise is None else resolve(advertise, sockets[0].family)
             if uses_unix:
-                listening.append(listen_unix(unix))
+                sockets.append(listen_unix(unix))
         except BaseException:
-            listening[0].close()
+            sockets[0].close()
             raise
-        self.address = Address(agent, told, bound[1], unix)
+        self.address = Address(agent, advertised, bound[1], unix)
         self.progress = Progress("kvolt-transfer", clock)
         self.nixl = Nixl(self.progress, agent) if uses_nixl else None
         self.uses_unix = uses_unix
         self.is_closed = False
         self.offers = Offers()
-        self.rooms = Rooms(self.progress)
-        self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()
-        self._next_number = count()
-        """A number that was told is never another slab's."""
-        self.unfinished = ByteBudget(4 * MAX_FRAME_BYTES, 2 * MAX_FRAME_BYTES)
+        self.mailboxes = Mailboxes(self.progress)
+        self._slab_numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()
+        self._next_slab_number = count()
+        """Slab numbers are never reused."""
+        self.frame_budget = ByteBudget(4 * MAX_FRAME_BYTES, 2 * MAX_FRAME_BYTES)
         self.num_refused = 0
-        """Connections over the limits."""
-        self._served: dict[Served, str] = {}
+        """Connections refused because of a limit."""
+        self._sessions: dict[ServingSession, str] = {}
         """With the `peer_group` of each."""
-        self._num_from: Counter[str] = Counter()
-        self._by_key: dict[str, Served] = {}
-        """Those whose blocks nobody takes yet."""
+        self._num_by_host: Counter[str] = Counter()
+        self._sessions_by_key: dict[str, ServingSession] = {}
+        """Sessions without a chunk connection."""
         self._links: dict[Address, Link] = {}
-        """By all of an address: an agent's name alone anybody can give himself."""
+        """Keyed by the full address: agent names are not authenticated."""
         self._retired: set[Link] = set()
-        """That finish what was begun over them."""
-        self._own_reads: dict[Reading, Offered] = {}
-        """Of what this very agent offers."""
+        """Replaced links that still have operations."""
+        self._local_reads: dict[ReadOp, Offer] = {}
+        """Reads of offers of this agent."""
         self._writables: dict[int, Writable] = {}
-        self._listeners = [Listener(self.progress, each, self._let_in) for each in listening]
-        self.paths = PathWatch(self.address.host, agent, paths.can)
+        self._listeners = [Listener(self.progress, each, self._accept) for each in sockets]
+        self.paths = PathWatch(self.address.host, agent, paths.capabilities)
         self.tests_paths = paths.self_test
         self._test_slab = self_test.new_slab() if paths.self_test else None
 
     def start(self) -> None:
         for listener in self._listeners:
             listener.start()
-        self._offer_test()
+        self._offer_self_test()
 
     def close(self) -> None:
-        """The last that is done in the thread."""
+        """Last call in the progress thread."""
         self.is_closed = True
         error = Cancelled("the agent was closed")
         for listener in self._listeners:
@@ -157,131 +157,131 @@ class Hub:
             self.nixl.close(error)
         for link in [*self._links.values(), *self._retired]:
             link.close(error)
-        for served in list(self._served):
-            served.close()
-        for reading in list(self._own_reads):
-            reading.stop(error)
+        for session in list(self._sessions):
+            session.close()
+        for read_op in list(self._local_reads):
+            read_op.stop(error)
         self.offers.close()
-        self.rooms.close()
+        self.mailboxes.close()
         for secret in list(self._writables):
-            self._writable_over(secret, error)
+            self._finish_writable(secret, error)
         if self._test_slab is not None:
-            with contextlib.suppress(BufferError):  # somebody who read it is not quite gone: it goes with him
+            with contextlib.suppress(BufferError):  # a reader still maps it
                 self._test_slab.close()
 
     def deadline_in(self, timeout_s: float) -> float:
-        """One that has passed is one, too. Asked from any thread; InvalidRequest for what is no time."""
+        """Absolute deadline, possibly past. Any thread. InvalidRequest if not finite or too long."""
         if not math.isfinite(timeout_s) or timeout_s > MAX_TIMEOUT_S:
             raise InvalidRequest(
-                f"a timeout of {timeout_s} s: it must be a number up to {MAX_TIMEOUT_S:g}", param="timeout_s"
+                f"timeout {timeout_s} s is invalid: at most {MAX_TIMEOUT_S:g} s", param="timeout_s"
             )
         return self.progress.now() + timeout_s
 
-    def _let_in(self, link: socket.socket) -> None:
+    def _accept(self, link: socket.socket) -> None:
         group = peer_group(host_of(link))
         for num_open, limit in (
-            (len(self._served), _MAX_SERVED),
-            (self._num_from[group], _MAX_SERVED_PER_PEER),
+            (len(self._sessions), _MAX_SESSIONS),
+            (self._num_by_host[group], _MAX_SESSIONS_PER_HOST),
         ):
             if num_open >= limit:
                 self.num_refused += 1
-                raise Overloaded(f"{group} has the most connections it may have", queue="peers", limit=limit)
-        self._served[Served(self, link)] = group
-        self._num_from[group] += 1
+                raise Overloaded(f"too many connections from {group}", queue="peers", limit=limit)
+        self._sessions[ServingSession(self, link)] = group
+        self._num_by_host[group] += 1
 
-    def give_key(self, served: Served) -> None:
-        """Who presents it may take the blocks that this one reads."""
-        self._by_key[served.key] = served
+    def register_chunk_key(self, session: ServingSession) -> None:
+        """Allow a chunk connection to bind to this session."""
+        self._sessions_by_key[session.key] = session
 
-    def take_key(self, key: str) -> Served:
-        """Whose it is. ProtocolError for one that is nobody's, or was taken."""
-        served = self._by_key.pop(key, None)
-        if served is None:
-            raise ProtocolError("blocks are asked for in the name of nobody who is here", rule="key")
-        return served
+    def claim_chunk_key(self, key: str) -> ServingSession:
+        """Session of a key, usable once. ProtocolError if unknown or used."""
+        session = self._sessions_by_key.pop(key, None)
+        if session is None:
+            raise ProtocolError("unknown chunk key", rule="key")
+        return session
 
-    def gone(self, served: Served) -> None:
-        group = self._served.pop(served, None)
+    def remove_session(self, session: ServingSession) -> None:
+        group = self._sessions.pop(session, None)
         if group is not None:
-            self._num_from[group] -= 1
-            if not self._num_from[group]:
-                del self._num_from[group]
-        self._by_key.pop(served.key, None)
+            self._num_by_host[group] -= 1
+            if not self._num_by_host[group]:
+                del self._num_by_host[group]
+        self._sessions_by_key.pop(session.key, None)
 
-    def unlink(self, address: Address, link: Link) -> None:
+    def remove_link(self, address: Address, link: Link) -> None:
         if self._links.get(address) is link:
             del self._links[address]
         self._retired.discard(link)
 
-    def is_linked(self, address: Address) -> bool:
+    def has_link(self, address: Address) -> bool:
         return address in self._links
 
     def retire(self, address: Address, link: Link) -> None:
-        """New reads open another link; this one ends when nothing is left of it."""
-        self.unlink(address, link)
+        """New reads open another link; this one closes when idle."""
+        self.remove_link(address, link)
         if link.is_idle:
-            link.close(Cancelled("another connection takes its place"))
+            link.close(Cancelled("the connection was replaced"))
         else:
             self._retired.add(link)
-            self.progress.at(self.progress.now() + _RETIRE_S, lambda: self._retire_again(address, link))
+            self.progress.call_at(self.progress.now() + _RETIRE_S, lambda: self._retire_again(address, link))
 
     def _retire_again(self, address: Address, link: Link) -> None:
         if not link.is_closed:
             self.retire(address, link)
 
-    def number_of(self, slab: Slab) -> int:
-        """Peers know slabs by numbers."""
-        number = self._numbers.get(slab)
+    def slab_number(self, slab: Slab) -> int:
+        """Number by which peers know the slab."""
+        number = self._slab_numbers.get(slab)
         if number is None:
-            number = self._numbers[slab] = next(self._next_number)
+            number = self._slab_numbers[slab] = next(self._next_slab_number)
         return number
 
-    # --- offers: what peers read
+    # --- offers
 
-    def offer(self, secret: int, offered: Offered) -> None:
-        """Until it is over. Overloaded when there are too many."""
-        self.offers.add(secret, offered)
-        timer = self.progress.at(offered.deadline, lambda: self._expire(secret, offered))
-        offered.on_over = _after(timer.cancel, offered.on_over)
+    def offer(self, secret: int, offer: Offer) -> None:
+        """Register an offer until done. Overloaded at the limit."""
+        self.offers.add(secret, offer)
+        timer = self.progress.call_at(offer.deadline, lambda: self._expire(secret, offer))
+        offer.on_done = _chain(timer.cancel, offer.on_done)
 
-    def _offer_test(self, error: KvoltError | None = None) -> None:
-        """What those read who test the paths from here: again when it is over, and any number of times."""
+    def _offer_self_test(self, error: KvoltError | None = None) -> None:
+        """Offer the self-test slab; repeated after each read."""
         slab = self._test_slab
         if slab is not None and not self.is_closed:
             blocks = np.arange(slab.num_blocks, dtype=np.int64)
-            self.offers.add(self_test.SECRET, Offered(slab, blocks, float("inf"), self._offer_test))
+            self.offers.add(self_test.SECRET, Offer(slab, blocks, float("inf"), self._offer_self_test))
 
-    def _expire(self, secret: int, offered: Offered) -> None:
-        error = DeadlineExceeded("the offer of these blocks has expired", stage="total")
-        for served in list(self._served):
-            served.revoke(offered, error)
-        for reading in [each for each, what in self._own_reads.items() if what is offered]:
-            reading.stop(error)
+    def _expire(self, secret: int, offer: Offer) -> None:
+        error = DeadlineExceeded("the offer expired", stage="total")
+        for session in list(self._sessions):
+            session.revoke_offer(offer, error)
+        for read_op in [each for each, source in self._local_reads.items() if source is offer]:
+            read_op.stop(error)
         self.offers.expire(secret)
 
-    # --- reading
+    # --- reads
 
-    def read(self, reading: Reading, deadline: float) -> None:
-        timer = self.progress.at(deadline, lambda: reading.stop(_late(reading)))
-        reading.then(timer.cancel)
-        address = reading.wanted.ticket.address
+    def read(self, read_op: ReadOp, deadline: float) -> None:
+        timer = self.progress.call_at(deadline, lambda: read_op.stop(_deadline_error(read_op)))
+        read_op.before_done(timer.cancel)
+        address = read_op.request.ticket.address
         if address == self.address:
-            self._read_own(reading)
-        elif reading.wanted.slab.kind is MemoryKind.FILE:
-            told = "blocks of a peer do not go to a file: read them into memory, and from there to the file"
-            reading.stop(Unsupported(told, feature=file_path.FILE))
+            self._read_local(read_op)
+        elif read_op.request.slab.kind is MemoryKind.FILE:
+            message = "cannot read from a peer into a file: read into memory first"
+            read_op.stop(Unsupported(message, feature=FILE))
         else:
             try:
-                self.link_to(address).read(reading)
+                self.link_to(address).read(read_op)
             except Overloaded as error:
-                reading.stop(error)
+                read_op.stop(error)
 
     def link_to(self, address: Address) -> Link:
-        """Overloaded when there are too many."""
+        """Link to an agent, created on first use. Overloaded at the limit."""
         link = self._links.get(address)
         if link is None:
             if len(self._links) >= _MAX_LINKS:
-                raise Overloaded(f"{_MAX_LINKS} peers are read from already", queue="links", limit=_MAX_LINKS)
+                raise Overloaded(f"too many links: limit is {_MAX_LINKS}", queue="links", limit=_MAX_LINKS)
             link = Link(self, address)
             if not link.is_closed:
                 self._links[address] = link
@@ -290,152 +290,153 @@ class Hub:
     def paths_from(
         self, source: MemoryKind, destination: MemoryKind, is_near: bool, serves: Container[str]
     ) -> list[str]:
-        """All by which bytes could come from a peer that serves these, the most likely one first."""
+        """Possible paths from a peer that serves `serves`, preferred first."""
         paths = []
         if is_near and source is MemoryKind.SHARED:
             paths.append(SHM)
         if is_near and source is destination is MemoryKind.DEVICE and CUDA_IPC in serves:
             paths.append(CUDA_IPC)
-        can_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in serves
-        if can_nixl and source in RAM and destination in RAM:
+        uses_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in serves
+        if uses_nixl and source in RAM and destination in RAM:
             paths.append(NIXL)
         return [*paths, TCP]
 
-    def _read_own(self, reading: Reading) -> None:
-        """Of what this very agent offers: no connection, and the same rules."""
-        wanted = reading.wanted
+    def _read_local(self, read_op: ReadOp) -> None:
+        """Read an offer of this agent, without a connection."""
+        request = read_op.request
         try:
-            offered = self.offers.begin(wanted.ticket.secret)
+            offer = self.offers.begin_read(request.ticket.secret)
         except KvoltError as error:
-            reading.stop(error)
+            read_op.stop(error)
             return
-        self._own_reads[reading] = offered
-        is_file = MemoryKind.FILE in (offered.slab.kind, wanted.slab.kind)
+        self._local_reads[read_op] = offer
+        is_file = MemoryKind.FILE in (offer.slab.kind, request.slab.kind)
 
-        def ended(is_whole: bool) -> None:
-            del self._own_reads[reading]
-            self.offers.end(wanted.ticket.secret, is_whole)
+        def on_ended(is_whole: bool) -> None:
+            del self._local_reads[read_op]
+            self.offers.end_read(request.ticket.secret, is_whole)
 
-        reading.begin(_Own(ended), 0, file_path.FILE if is_file else OWN)
+        read_op.start(_LocalSource(on_ended), 0, FILE if is_file else COPY)
         try:
-            blocks = chosen(offered.blocks, wanted.positions)
+            blocks = select_blocks(offer.blocks, request.positions)
         except KvoltError as error:
-            reading.stop(error)
+            read_op.stop(error)
             return
         if is_file:
-            file_path.move(self.progress, reading, offered.slab, blocks)
-        elif reading.copy_from(offered.slab.contents, blocks, offered.slab.block_bytes):
-            self.progress.work(reading)
+            file_path.move_blocks(self.progress, read_op, offer.slab, blocks)
+        elif read_op.start_copy(offer.slab.contents, blocks, offer.slab.block_bytes):
+            self.progress.schedule(read_op)
 
-    # --- rooms
+    # --- mailboxes
 
-    def meet(self, address: Address, guest: Guest) -> None:
-        """Its end is told to it; Overloaded, or late already: it is not."""
+    def receive(self, address: Address, waiter: Waiter) -> None:
+        """Wait for a message. Raises if the limit is reached or the deadline passed, else the waiter gets the
+        outcome."""
         if address == self.address:
-            self.rooms.meet_here(guest)
+            self.mailboxes.wait_local(waiter)
             return
         link = self.link_to(address)
-        self.rooms.meet_away(guest)
-        link.meet(guest)
+        self.mailboxes.wait_remote(waiter)
+        link.receive(waiter)
 
-    # --- what may be written to
+    # --- writable blocks
 
-    def let_write(self, secret: int, writable: Writable) -> None:
+    def add_writable(self, secret: int, writable: Writable) -> None:
         if len(self._writables) >= MAX_WRITABLES:
             raise Overloaded(
-                f"{MAX_WRITABLES} sets of blocks wait to be written to already",
+                f"too many writable block sets: limit is {MAX_WRITABLES}",
                 queue="writables",
                 limit=MAX_WRITABLES,
             )
         self._writables[secret] = writable
-        late = DeadlineExceeded("nobody has written to these blocks in time", stage="total")
-        timer = self.progress.at(writable.deadline, lambda: self._writable_over(secret, late))
-        writable.on_over = _after(timer.cancel, writable.on_over)
+        late = DeadlineExceeded("the blocks were not written before the deadline", stage="total")
+        timer = self.progress.call_at(writable.deadline, lambda: self._finish_writable(secret, late))
+        writable.on_done = _chain(timer.cancel, writable.on_done)
 
     def withdraw_writable(self, secret: int) -> None:
-        self._writable_over(secret, Cancelled("nobody is to write to these blocks any more"))
+        self._finish_writable(secret, Cancelled("the accept was cancelled"))
 
-    def take_offer(self, offer: Offer, answer: TakeOffer) -> None:
-        """A peer has something for blocks of ours: read it, then say so."""
+    def handle_write_request(self, write: WriteRequest, on_result: OnWriteResult) -> None:
+        """Read a peer's blocks into writable blocks and report the result."""
         try:
-            writable, positions, wanted = self._claim(offer)
+            writable, positions, request = self._claim_positions(write)
         except KvoltError as error:
-            answer(error)
+            on_result(error)
             return
 
-        def over(error: KvoltError | None) -> None:
-            writable.is_taken[positions] = error is None
+        def on_done(error: KvoltError | None) -> None:
+            writable.is_claimed[positions] = error is None
             if error is None:
                 writable.num_left -= len(positions)
-            writable.readings.discard(reading)
-            answer(error)
+            writable.read_ops.discard(read_op)
+            on_result(error)
             if not writable.num_left:
-                self._writable_over(offer.secret, None)
-            elif writable.ends_with is not None and not writable.readings:
-                writable.on_over(writable.ends_with)
+                self._finish_writable(write.secret, None)
+            elif writable.final_error is not None and not writable.read_ops:
+                writable.on_done(writable.final_error)
 
-        reading = Reading(wanted, over)
-        writable.is_taken[positions] = True
-        writable.readings.add(reading)
-        self.read(reading, writable.deadline)
+        read_op = ReadOp(request, on_done)
+        writable.is_claimed[positions] = True
+        writable.read_ops.add(read_op)
+        self.read(read_op, writable.deadline)
 
-    def _claim(self, offer: Offer) -> tuple[Writable, Numbers, Wanted]:
-        writable = self._writables.get(offer.secret)
+    def _claim_positions(self, write: WriteRequest) -> tuple[Writable, Numbers, ReadRequest]:
+        writable = self._writables.get(write.secret)
         if writable is None:
             raise NotFound(
-                "these blocks may not be written to any more", kind="ticket", name=f"{offer.secret:016x}"
+                "the blocks are not writable or no longer", kind="ticket", name=f"{write.secret:016x}"
             )
-        positions = numbers_of(offer.positions)
+        positions = unpack_numbers(write.positions)
         num_blocks = len(writable.blocks)
-        if len(positions) != offer.ticket.num_blocks or not len(positions):
-            raise InvalidRequest("as many positions as there are blocks", param="positions")
-        if positions.min() < 0 or positions.max() >= num_blocks or not are_apart(positions, num_blocks):
-            raise InvalidRequest(f"positions outside of {num_blocks} blocks, or twice", param="positions")
-        if writable.is_taken[positions].any():
-            raise InvalidRequest("some of these blocks were written to already", param="positions")
+        if len(positions) != write.ticket.num_blocks or not len(positions):
+            raise InvalidRequest("the number of positions must equal the number of blocks", param="positions")
+        if positions.min() < 0 or positions.max() >= num_blocks or not are_unique(positions, num_blocks):
+            raise InvalidRequest(f"positions are duplicate or outside {num_blocks} blocks", param="positions")
+        if writable.is_claimed[positions].any():
+            raise InvalidRequest("some of these blocks were already written", param="positions")
         seeds = None if writable.seeds is None else np.frombuffer(writable.seeds, "<u8")[positions].tobytes()
         blocks = writable.blocks[positions]
-        wanted = new_wanted(offer.ticket, writable.slab, blocks, ALL, seeds, offer.is_checked)
-        return writable, positions, wanted
+        request = new_read_request(write.ticket, writable.slab, blocks, ALL, seeds, write.is_checked)
+        return writable, positions, request
 
-    def _writable_over(self, secret: int, error: KvoltError | None) -> None:
+    def _finish_writable(self, secret: int, error: KvoltError | None) -> None:
         writable = self._writables.pop(secret, None)
         if writable is None:
             return
         if error is not None:
-            for reading in list(writable.readings):
-                reading.stop(error)
-        if writable.readings:
-            writable.ends_with = error
+            for read_op in list(writable.read_ops):
+                read_op.stop(error)
+        if writable.read_ops:
+            writable.final_error = error
         else:
-            writable.on_over(error)
+            writable.on_done(error)
 
 
-def _after(first: Callable[[], None], on_over: OnOver) -> OnOver:
-    """The same, told after something else was done."""
+def _chain(first: Callable[[], None], on_done: OnDone) -> OnDone:
+    """Callback that runs `first`, then `on_done`."""
 
-    def over(error: KvoltError | None) -> None:
+    def run(error: KvoltError | None) -> None:
         first()
-        on_over(error)
+        on_done(error)
 
-    return over
+    return run
 
 
-class _Own:
-    """The Source of a read of our own blocks."""
+class _LocalSource:
+    """ReadSource for reads of this agent's own blocks."""
 
     def __init__(self, on_ended: Callable[[bool], None]) -> None:
-        """`on_ended` is told whether all was read."""
+        """`on_ended` gets whether the read was complete."""
         self._on_ended = on_ended
 
-    def ended(self, op: int, is_whole: bool) -> None:
+    def end_read(self, op: int, is_whole: bool) -> None:
         self._on_ended(is_whole)
 
-    def forget(self, op: int) -> None: ...
+    def forget_read(self, op: int) -> None: ...
 
 
-def _late(reading: Reading) -> KvoltError:
+def _deadline_error(read_op: ReadOp) -> KvoltError:
     return DeadlineExceeded(
-        f"{reading.wanted.num_bytes} bytes did not come in time over {reading.path or 'a connection'}",
-        stage="total" if reading.path else "connect",
+        f"{read_op.request.num_bytes} bytes not received before the deadline over {read_op.path or 'a connection'}",
+        stage="total" if read_op.path else "connect",
     )

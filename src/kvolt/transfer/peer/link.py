@@ -1,9 +1,8 @@
-"""Link: a connection that we opened to another agent, and all that we read from it or wait for at it.
+"""Link: outgoing connection to another agent, with all reads and waits on it.
 
-Opened when something is wanted of the agent, over its Unix socket where that can be reached: then it is on this host,
-and its shared memory can be mapped; else over TCP. It stays until it breaks. When it does, or cannot be opened in time,
-all that waits for it or is read over it fails. A socket of this host that could not be reached is tried again, ever
-less often: once it is reached, new reads open another link.
+Connects to the agent's Unix socket if reachable (then it is on this host and its shared memory can be mapped), else
+over TCP. Opened on first use and kept until it breaks; then everything pending on it fails. An unreachable local
+socket is probed with exponential backoff; once it answers, new reads open another link.
 """
 
 from __future__ import annotations
@@ -13,149 +12,174 @@ import mmap
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container
+from typing import Protocol
 
 import numpy as np
 
 from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, Unsupported, WorkerLost, from_info
+from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.memory.device_memory import DeviceMemory
 from kvolt.transfer.memory.slabs import SlabInfo, map_for_reading
-from kvolt.transfer.nixl.path import NIXL
+from kvolt.transfer.nixl.path import NIXL, Nixl
 from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.paths.path_watch import PathWatch
 from kvolt.transfer.paths.peer_paths import PeerPaths
 from kvolt.transfer.peer.chunks import ChunkReceiver
 from kvolt.transfer.peer.connection import FrameConnection
-from kvolt.transfer.peer.mailbox import Guest
-from kvolt.transfer.peer.progress import Timer
-from kvolt.transfer.peer.read_op import TCP, OnOver, Reading
-from kvolt.transfer.peer.sockets import connect, name_of
+from kvolt.transfer.peer.mailbox import Waiter
+from kvolt.transfer.peer.progress import Progress, Timer
+from kvolt.transfer.peer.read_op import TCP, OnDone, ReadOp
+from kvolt.transfer.peer.sockets import connect, host_port
 from kvolt.transfer.peer.wire import (
     CUDA_IPC,
     MAX_GREETING_BYTES,
     Address,
+    Checksums,
     Declined,
-    Described,
+    Delivered,
     DeviceSlab,
     Ended,
     Failed,
     Hello,
-    Meet,
     Message,
-    Met,
     NixlSlab,
-    Offer,
     Ready,
-    Sums,
-    Taken,
+    Receive,
+    SharedSlab,
     Welcome,
+    WriteRequest,
+    WriteResult,
 )
-
-if TYPE_CHECKING:
-    from kvolt.transfer.peer.hub import Hub
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-"""Until a peer has said welcome."""
+"""Deadline for the Welcome message."""
 PROBE_S = 5.0
-"""Until a socket of this host that could not be reached is tried again; doubled each time."""
-_MOST_PROBE_S = 300.0
+"""Delay before an unreachable local socket is probed; doubled each time."""
+_MAX_PROBE_S = 300.0
 _MAX_SLABS = 1024
-"""Of a peer."""
+"""Per peer."""
 
-_Wish = Callable[[], None]
-_Waiting = deque[tuple[_Wish, Callable[[KvoltError], None]]]
-"""With how it is told that nothing comes of it."""
+_Action = Callable[[], None]
+_ActionQueue = deque[tuple[_Action, Callable[[KvoltError], None]]]
+"""Each with its error callback."""
 
 
 def _nothing() -> None: ...
 
 
-class Link:
-    """See the module. In the progress thread only."""
+class LinkOwner(Protocol):
+    """The hub as its links use it."""
 
-    def __init__(self, hub: Hub, to: Address) -> None:
+    address: Address
+    progress: Progress
+    nixl: Nixl | None
+    uses_unix: bool
+    frame_budget: ByteBudget
+    paths: PathWatch
+    tests_paths: bool
+
+    def has_link(self, address: Address) -> bool: ...
+
+    def remove_link(self, address: Address, link: Link) -> None: ...
+
+    def retire(self, address: Address, link: Link) -> None:
+        """Replace the link for new reads; close it when idle."""
+        ...
+
+    def paths_from(
+        self, source: MemoryKind, destination: MemoryKind, is_near: bool, serves: Container[str]
+    ) -> list[str]:
+        """Possible paths from a peer that serves `serves`, preferred first."""
+        ...
+
+
+class Link:
+    """See the module. Progress thread only."""
+
+    def __init__(self, hub: LinkOwner, address: Address) -> None:
         self._hub = hub
-        self._to = to
+        self._address = address
         self._frames: FrameConnection | None = None
         self._chunks: ChunkReceiver | None = None
-        self._greeting: FrameConnection | None = None
-        """That will carry chunks."""
-        self._give_up: Callable[[], None] = _nothing
-        """Of what is being connected."""
-        self._probe: Timer | None = None
-        self._give_up_probe: Callable[[], None] = _nothing
+        self._chunk_handshake: FrameConnection | None = None
+        """Handshake of the chunk connection."""
+        self._cancel_connect: Callable[[], None] = _nothing
+        """Cancels the pending connect."""
+        self._probe_timer: Timer | None = None
+        self._cancel_probe: Callable[[], None] = _nothing
         self._has_tcp = True
-        """Blocks can be sent over TCP, as far as is known."""
-        self._key = ""
-        self._is_welcome = False
-        self._waiting: _Waiting = deque()
-        self._waiting_for_chunks: _Waiting = deque()
-        self._readings: dict[int, Reading] = {}
-        self._offers: dict[int, OnOver] = {}
-        self._guests: dict[int, Guest] = {}
+        """TCP is reachable, as far as known."""
+        self._chunk_key = ""
+        self._is_welcomed = False
+        self._waiting: _ActionQueue = deque()
+        self._waiting_for_chunk_socket: _ActionQueue = deque()
+        self._read_ops: dict[int, ReadOp] = {}
+        self._write_requests: dict[int, OnDone] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._slabs: dict[int, tuple[SlabInfo, mmap.mmap]] = {}
         self._nixl_slabs: dict[int, NixlSlab] = {}
         self._device_slabs: dict[int, DeviceSlab] = {}
-        self._opened: dict[tuple[int, DeviceMemory], DeviceMemory] = {}
-        """Those of them that a device of ours has mapped."""
-        self._unopened: set[int] = set()
-        """Those that none could."""
-        self._serves: frozenset[str] = frozenset()
-        """Paths beside those that everybody has, as long as they were not found to be of no use."""
-        self._num_ops = 0
-        self._closed_with: KvoltError | None = None
-        self._paths = PeerPaths(hub.paths, hub.progress, self, to, hub.tests_paths)
-        self._timer = self._answer_within(CONNECT_S)
-        self._connect(use_unix=hub.uses_unix and bool(to.unix))
+        self._opened_memory: dict[tuple[int, DeviceMemory], DeviceMemory] = {}
+        """Device slabs mapped by a local device."""
+        self._unopenable_slabs: set[int] = set()
+        """Device slabs that no local device can map."""
+        self._served_paths: frozenset[str] = frozenset()
+        """Optional paths the peer serves, less those found unusable."""
+        self._last_op = 0
+        self._close_error: KvoltError | None = None
+        self._paths = PeerPaths(hub.paths, hub.progress, self, address, hub.tests_paths)
+        self._deadline = self._start_deadline(CONNECT_S)
+        self._connect(use_unix=hub.uses_unix and bool(address.unix))
 
     @property
     def is_closed(self) -> bool:
-        return self._closed_with is not None
+        return self._close_error is not None
 
     @property
     def is_busy(self) -> bool:
-        """Something is read, or about to be."""
-        return bool(self._readings or self._waiting or self._waiting_for_chunks)
+        """Whether reads are active or queued."""
+        return bool(self._read_ops or self._waiting or self._waiting_for_chunk_socket)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.is_busy or self._offers or self._guests)
+        return not (self.is_busy or self._write_requests or self._waiters)
 
-    # --- what is wanted of the peer
+    # --- requests to the peer
 
-    def read(self, reading: Reading) -> None:
-        """Its end is told to it."""
-        self._when_ready(lambda: self._begin(reading), reading.stop)
+    def read(self, read_op: ReadOp) -> None:
+        """Start a read; failures are reported to it."""
+        self._when_ready(lambda: self._start_read(read_op), read_op.stop)
 
-    def offer(self, new_offer: Callable[[int], Offer], on_over: OnOver) -> None:
-        """To one who may be written to; `on_over` is told whether it was taken."""
-
-        def send() -> None:
-            self._num_ops += 1
-            self._offers[self._num_ops] = on_over
-            self.send(new_offer(self._num_ops))
-
-        self._when_ready(send, on_over)
-
-    def meet(self, guest: Guest) -> None:
-        """The peer has the room."""
+    def send_write_request(self, new_request: Callable[[int], WriteRequest], on_done: OnDone) -> None:
+        """Ask the peer to read our blocks into its writable ones; `on_done` gets the result."""
 
         def send() -> None:
-            if guest.is_over:
+            self._last_op += 1
+            self._write_requests[self._last_op] = on_done
+            self.send(new_request(self._last_op))
+
+        self._when_ready(send, on_done)
+
+    def receive(self, waiter: Waiter) -> None:
+        """Wait for a mailbox of the peer."""
+
+        def send() -> None:
+            if waiter.is_done:
                 return
-            self._num_ops += 1
-            op = self._num_ops
-            self._guests[op] = guest
-            guest.then(lambda: self._left(op))
-            self.send(Meet(op, guest.room, guest.deadline - self._hub.progress.now()))
+            self._last_op += 1
+            op = self._last_op
+            self._waiters[op] = waiter
+            waiter.add_cleanup(lambda: self._on_waiter_done(op))
+            self.send(Receive(op, waiter.mailbox, waiter.deadline - self._hub.progress.now()))
 
-        self._when_ready(send, guest.fail)
+        self._when_ready(send, waiter.fail)
 
-    def _left(self, op: int) -> None:
-        """Told to the peer, unless it was he who said so."""
-        if self._guests.pop(op, None) is not None:
+    def _on_waiter_done(self, op: int) -> None:
+        """Tell the peer, unless it completed the wait."""
+        if self._waiters.pop(op, None) is not None:
             self.send(Ended(op, is_whole=False))
 
     def decline(self, secret: int) -> None:
@@ -165,329 +189,341 @@ class Link:
         if self._frames is not None:
             self._frames.send(message)
 
-    def ended(self, op: int, is_whole: bool) -> None:
-        """We read no more of it."""
-        reading = self._readings.pop(op, None)
+    def end_read(self, op: int, is_whole: bool) -> None:
+        """Send Ended and drop the read."""
+        read_op = self._read_ops.pop(op, None)
         self.send(Ended(op, is_whole))
-        if reading is not None:
-            self._paths.ended(reading)
+        if read_op is not None:
+            self._paths.on_read_done(read_op)
 
-    def forget(self, op: int) -> None:
-        self._readings.pop(op, None)
+    def forget_read(self, op: int) -> None:
+        self._read_ops.pop(op, None)
 
     def close(self, error: KvoltError) -> None:
-        """All that is under way fails."""
-        if self._closed_with is not None:
+        """Fail everything pending."""
+        if self._close_error is not None:
             return
-        self._closed_with = error
-        self._timer.cancel()
-        self._give_up()
-        self._give_up_probe()
-        if self._probe is not None:
-            self._probe.cancel()
-        for connection in (self._frames, self._greeting, self._chunks):
+        self._close_error = error
+        self._deadline.cancel()
+        self._cancel_connect()
+        self._cancel_probe()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        for connection in (self._frames, self._chunk_handshake, self._chunks):
             if connection is not None:
                 connection.close()
-        self._hub.unlink(self._to, self)
-        for reading in list(self._readings.values()):
-            reading.stop(error)
-        for on_over in list(self._offers.values()):
-            on_over(error)
-        self._offers.clear()
-        for guest in list(self._guests.values()):
-            guest.fail(error)
-        for waiting in (self._waiting, self._waiting_for_chunks):
+        self._hub.remove_link(self._address, self)
+        for read_op in list(self._read_ops.values()):
+            read_op.stop(error)
+        for on_done in list(self._write_requests.values()):
+            on_done(error)
+        self._write_requests.clear()
+        for waiter in list(self._waiters.values()):
+            waiter.fail(error)
+        for waiting in (self._waiting, self._waiting_for_chunk_socket):
             while waiting:
                 _, fail = waiting.popleft()
                 fail(error)
-        self._slabs.clear()  # the last who reads from one of them unmaps it
+        self._slabs.clear()  # unmapped when the last reader is gone
         self._device_slabs.clear()
-        while self._opened:
-            self._opened.popitem()[1].close()
-        if self._hub.nixl is not None and not self._hub.is_linked(self._to):
-            self._hub.nixl.forget(self._to)
+        while self._opened_memory:
+            self._opened_memory.popitem()[1].close()
+        if self._hub.nixl is not None and not self._hub.has_link(self._address):
+            self._hub.nixl.forget_peer(self._address)
 
     # --- connecting
 
-    def _answer_within(self, seconds: float) -> Timer:
-        def late() -> None:
-            named = name_of(self._to)
-            self.close(ConnectFailed(f"no answer from {named} within {seconds:g} s", address=named))
+    def _start_deadline(self, seconds: float) -> Timer:
+        def on_timeout() -> None:
+            peer = host_port(self._address)
+            self.close(ConnectFailed(f"no answer from {peer} within {seconds:g} s", address=peer))
 
-        return self._hub.progress.at(self._hub.progress.now() + seconds, late)
+        return self._hub.progress.call_at(self._hub.progress.now() + seconds, on_timeout)
 
     def _connect(self, use_unix: bool) -> None:
-        def done(found: socket.socket | ConnectFailed) -> None:
-            if not isinstance(found, ConnectFailed):
+        def done(result: socket.socket | ConnectFailed) -> None:
+            if not isinstance(result, ConnectFailed):
                 self._frames = FrameConnection(
                     self._hub.progress,
-                    found,
+                    result,
                     self._on_message,
                     self.close,
-                    budget=self._hub.unfinished,
+                    budget=self._hub.frame_budget,
                 )
                 self.send(Hello(self._hub.address.agent, "frames"))
             elif use_unix:
-                if self._to.host == self._hub.address.host:
+                if self._address.host == self._hub.address.host:
                     self._probe_socket(PROBE_S)
                 self._connect(use_unix=False)
             else:
-                self.close(found)
+                self.close(result)
 
         self._open(use_unix, done)
 
     def _probe_socket(self, after_s: float) -> None:
-        def tried(found: socket.socket | ConnectFailed) -> None:
-            self._give_up_probe = _nothing
-            if isinstance(found, ConnectFailed):
-                self._probe_socket(min(2 * after_s, _MOST_PROBE_S))
+        def on_probed(result: socket.socket | ConnectFailed) -> None:
+            self._cancel_probe = _nothing
+            if isinstance(result, ConnectFailed):
+                self._probe_socket(min(2 * after_s, _MAX_PROBE_S))
                 return
-            found.close()
-            log.info("shared memory of %s can be reached again: new reads use it", name_of(self._to))
-            self._hub.retire(self._to, self)
+            result.close()
+            log.info("shared memory reachable again: peer=%s", host_port(self._address))
+            self._hub.retire(self._address, self)
 
         def probe() -> None:
-            give_up = connect(self._hub.progress, self._to, True, tried)
-            if self._probe is timer and not self.is_closed:
-                self._give_up_probe = give_up
+            cancel = connect(self._hub.progress, self._address, True, on_probed)
+            if self._probe_timer is timer and not self.is_closed:
+                self._cancel_probe = cancel
 
-        timer = self._probe = self._hub.progress.at(self._hub.progress.now() + after_s, probe)
+        timer = self._probe_timer = self._hub.progress.call_at(self._hub.progress.now() + after_s, probe)
 
     def _connect_chunks(self) -> None:
-        def done(found: socket.socket | ConnectFailed) -> None:
-            if isinstance(found, ConnectFailed):
+        def done(result: socket.socket | ConnectFailed) -> None:
+            if isinstance(result, ConnectFailed):
                 if self._frames is None or not self._frames.is_unix:
-                    self.close(found)
+                    self.close(result)
                     return
-                # On this host, and not reached so: what has another path takes that.
-                self._timer.cancel()
+                # Same host but TCP unreachable: only reads with another path proceed.
+                self._deadline.cancel()
                 self._has_tcp = False
-                self._grant(self._waiting_for_chunks)
+                self._run_queue(self._waiting_for_chunk_socket)
                 return
-            greeting = FrameConnection(
-                self._hub.progress, found, self._welcome_chunks, self.close, MAX_GREETING_BYTES
+            handshake = FrameConnection(
+                self._hub.progress, result, self._on_chunk_welcome, self.close, MAX_GREETING_BYTES
             )
-            self._greeting = greeting
-            greeting.send(Hello(self._hub.address.agent, "chunks", key=self._key))
+            self._chunk_handshake = handshake
+            handshake.send(Hello(self._hub.address.agent, "chunks", key=self._chunk_key))
 
-        self._timer = self._answer_within(CONNECT_S)
+        self._deadline = self._start_deadline(CONNECT_S)
         self._open(use_unix=False, done=done)
 
     def _open(self, use_unix: bool, done: Callable[[socket.socket | ConnectFailed], None]) -> None:
         is_done = False
 
-        def once(found: socket.socket | ConnectFailed) -> None:
+        def once(result: socket.socket | ConnectFailed) -> None:
             nonlocal is_done
             is_done = True
-            self._give_up = _nothing
-            done(found)
+            self._cancel_connect = _nothing
+            done(result)
 
-        give_up = connect(self._hub.progress, self._to, use_unix, once)
+        cancel = connect(self._hub.progress, self._address, use_unix, once)
         if not is_done:
-            self._give_up = give_up
+            self._cancel_connect = cancel
 
-    def _welcome_chunks(self, message: Message) -> None:
-        if not isinstance(message, Welcome) or self._greeting is None:
-            raise ProtocolError(f"{type(message).__name__} in the place of a welcome", rule="hello")
-        self._timer.cancel()
-        link, self._greeting = self._greeting.detach(), None
+    def _on_chunk_welcome(self, message: Message) -> None:
+        if not isinstance(message, Welcome) or self._chunk_handshake is None:
+            raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
+        self._deadline.cancel()
+        link, self._chunk_handshake = self._chunk_handshake.detach(), None
         self._chunks = ChunkReceiver(
             self._hub.progress,
             link,
-            self._readings.get,
-            lambda error: self.close(WorkerLost("the connection for blocks broke", reason=str(error))),
+            self._read_ops.get,
+            lambda error: self.close(WorkerLost("chunk connection lost", reason=str(error))),
         )
-        self._grant(self._waiting_for_chunks)
+        self._run_queue(self._waiting_for_chunk_socket)
 
-    def _grant(self, waiting: _Waiting) -> None:
-        """One by one: each may find out that the peer is gone, and then the others are told so by `close`."""
+    def _run_queue(self, waiting: _ActionQueue) -> None:
+        """Run one at a time: each may find the peer gone, and `close` then fails the rest."""
         while waiting:
-            wish, _ = waiting.popleft()
-            wish()
+            action, _ = waiting.popleft()
+            action()
 
-    def _when_ready(self, wish: _Wish, fail: Callable[[KvoltError], None]) -> None:
-        if self._closed_with is not None:
-            fail(self._closed_with)
-        elif self._is_welcome:
-            wish()
+    def _when_ready(self, action: _Action, fail: Callable[[KvoltError], None]) -> None:
+        if self._close_error is not None:
+            fail(self._close_error)
+        elif self._is_welcomed:
+            action()
         else:
-            self._waiting.append((wish, fail))
+            self._waiting.append((action, fail))
 
-    def _begin(self, reading: Reading) -> None:
-        if reading.is_over:
+    def _start_read(self, read_op: ReadOp) -> None:
+        if read_op.is_done:
             return
-        if self._closed_with is not None:
-            reading.stop(self._closed_with)
+        if self._close_error is not None:
+            read_op.stop(self._close_error)
             return
-        wanted = reading.wanted
-        slab = wanted.ticket.slab
-        paths = self.paths_between(slab.kind, wanted.slab.kind)
-        if slab.number in self._unopened:
+        request = read_op.request
+        slab = request.ticket.slab
+        paths = self.paths_between(slab.kind, request.slab.kind)
+        if slab.number in self._unopenable_slabs:
             paths = [each for each in paths if each != CUDA_IPC]
-        path = reading.only_path or self._paths.choose(wanted, paths)
+        path = read_op.forced_path or self._paths.choose_path(request, paths)
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_usable:
-            reading.stop(Unsupported("NIXL is of no use here", feature=NIXL))  # a test, which asked for it
+            read_op.stop(Unsupported("NIXL is not usable", feature=NIXL))  # only self-tests force a path
             return
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_ready:
-            self._hub.nixl.when_ready(lambda: self.read(reading))
+            self._hub.nixl.when_ready(lambda: self.read(read_op))
             return
         if path == TCP and not self._has_tcp:
-            reading.stop(ConnectFailed(f"no connection to {name_of(self._to)}", address=name_of(self._to)))
+            read_op.stop(
+                ConnectFailed(
+                    f"no connection to {host_port(self._address)}", address=host_port(self._address)
+                )
+            )
             return
         if path == TCP and self._chunks is None:
-            self._waiting_for_chunks.append((lambda: self._begin(reading), reading.stop))
-            if len(self._waiting_for_chunks) == 1:
+            self._waiting_for_chunk_socket.append((lambda: self._start_read(read_op), read_op.stop))
+            if len(self._waiting_for_chunk_socket) == 1:
                 self._connect_chunks()
             return
-        self._num_ops += 1
-        self._readings[self._num_ops] = reading
-        reading.began_at = self._hub.progress.now()
-        self.send(reading.begin(self, self._num_ops, path))
+        self._last_op += 1
+        self._read_ops[self._last_op] = read_op
+        read_op.started_at = self._hub.progress.now()
+        self.send(read_op.start(self, self._last_op, path))
 
     def paths_between(self, source: MemoryKind, destination: MemoryKind) -> list[str]:
-        """By which blocks could come from the peer."""
+        """Paths by which blocks could come from the peer."""
         is_near = self._frames is not None and self._frames.is_unix
-        *others, tcp = self._hub.paths_from(source, destination, is_near, self._serves)
+        *others, tcp = self._hub.paths_from(source, destination, is_near, self._served_paths)
         return others if others and not self._has_tcp else [*others, tcp]
 
-    # --- what the peer says
+    # --- messages from the peer
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Welcome(agent) if not self._is_welcome:
-                if agent != self._to.agent:
-                    raise WorkerLost("another agent has its address now", reason="replaced")
-                can = frozenset() if message.can is None else message.can.paths & {CUDA_IPC}
-                self._serves, self._key = can.union(message.also_serves), message.key
-                self._is_welcome = True
-                self._timer.cancel()
-                self._paths.welcomed(message.can, self._frames is not None and self._frames.is_unix)
-                self._grant(self._waiting)
-            case _ if not self._is_welcome:
-                raise ProtocolError(f"{type(message).__name__} in the place of a welcome", rule="hello")
-            case Described():
-                self._map(message)
+            case Welcome(agent) if not self._is_welcomed:
+                if agent != self._address.agent:
+                    raise WorkerLost("the address belongs to another agent", reason="replaced")
+                ipc = frozenset() if message.capabilities is None else message.capabilities.paths & {CUDA_IPC}
+                self._served_paths, self._chunk_key = ipc.union(message.also_serves), message.key
+                self._is_welcomed = True
+                self._deadline.cancel()
+                self._paths.on_welcome(
+                    message.capabilities, self._frames is not None and self._frames.is_unix
+                )
+                self._run_queue(self._waiting)
+            case _ if not self._is_welcomed:
+                raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
+            case SharedSlab():
+                self._map_slab(message)
             case NixlSlab(slab):
                 self._nixl_slabs[slab.number] = message
-                _check_number(len(self._nixl_slabs))
+                _check_slab_limit(len(self._nixl_slabs))
             case DeviceSlab(slab):
                 self._device_slabs[slab.number] = message
-                _check_number(len(self._device_slabs))
+                _check_slab_limit(len(self._device_slabs))
             case Ready(op):
-                reading = self._readings.get(op)
-                if reading is not None:
-                    reading.expect_ready()
-                    self._copy(reading, message)
-            case Sums(op):
-                reading = self._readings.get(op)
-                if reading is not None:
-                    reading.on_sums(message)
+                read_op = self._read_ops.get(op)
+                if read_op is not None:
+                    read_op.expect_ready()
+                    self._on_ready(read_op, message)
+            case Checksums(op):
+                read_op = self._read_ops.get(op)
+                if read_op is not None:
+                    read_op.on_sums(message)
             case Failed(op):
-                reading = self._readings.get(op)
-                if reading is not None:
-                    self._failed(reading, message)
-                guest = self._guests.pop(op, None)
-                if guest is not None:
-                    guest.fail(from_info(message.error))
-            case Met(op, note):
-                guest = self._guests.pop(op, None)
-                if guest is not None:
-                    guest.take(note)
-            case Taken(op, error):
-                on_over = self._offers.pop(op, None)
-                if on_over is not None:
-                    on_over(None if error is None else from_info(error))
+                read_op = self._read_ops.get(op)
+                if read_op is not None:
+                    self._on_failed(read_op, message)
+                waiter = self._waiters.pop(op, None)
+                if waiter is not None:
+                    waiter.fail(from_info(message.error))
+            case Delivered(op, payload):
+                waiter = self._waiters.pop(op, None)
+                if waiter is not None:
+                    waiter.deliver(payload)
+            case WriteResult(op, error):
+                on_done = self._write_requests.pop(op, None)
+                if on_done is not None:
+                    on_done(None if error is None else from_info(error))
             case _:
-                raise ProtocolError(f"{type(message).__name__} from who is read from", rule="direction")
+                raise ProtocolError(
+                    f"unexpected {type(message).__name__} from a serving peer", rule="direction"
+                )
 
-    def _map(self, message: Described) -> None:
-        """Read only: only its owner writes to a memory."""
+    def _map_slab(self, message: SharedSlab) -> None:
+        """Map read-only: only the owner writes to a memory."""
         slab = message.slab
         descriptor = (
             self._frames.take_descriptor() if self._frames is not None and message.has_descriptor else None
         )
         if descriptor is None or slab.kind is not MemoryKind.SHARED:
-            raise ProtocolError("a memory to be mapped came without its descriptor", rule="described")
+            raise ProtocolError("SharedSlab without its descriptor", rule="described")
         try:
             mapped = map_for_reading(descriptor, slab.block_bytes * slab.num_blocks)
         except (OSError, ValueError) as error:
-            raise ProtocolError(f"a memory that cannot be mapped: {error}", rule="described") from None
+            raise ProtocolError(f"cannot map the peer's memory: {error}", rule="described") from None
         finally:
             os.close(descriptor)
         self._slabs[slab.number] = (slab, mapped)
-        _check_number(len(self._slabs))
+        _check_slab_limit(len(self._slabs))
 
-    def _failed(self, reading: Reading, message: Failed) -> None:
-        if reading.path in (NIXL, CUDA_IPC) and message.error.code == Unsupported.code:
-            reading.expect_ready()  # what somebody may write to is not begun anew
-            log.warning("a peer has no %s for us: %s", reading.path, message.error.message)
-            if reading.path == NIXL:
-                self._without(NIXL, reading)
+    def _on_failed(self, read_op: ReadOp, message: Failed) -> None:
+        if read_op.path in (NIXL, CUDA_IPC) and message.error.code == Unsupported.code:
+            read_op.expect_ready()  # a read with a mover cannot restart
+            log.warning("path unavailable: path=%s error=%s", read_op.path, message.error.message)
+            if read_op.path == NIXL:
+                self._drop_path(NIXL, read_op)
             else:
-                self._unopened.add(reading.wanted.ticket.slab.number)
-                _check_number(len(self._unopened))
-                self._again(reading)
+                self._unopenable_slabs.add(read_op.request.ticket.slab.number)
+                _check_slab_limit(len(self._unopenable_slabs))
+                self._retry(read_op)
         else:
-            reading.on_failed(message)
+            read_op.on_failed(message)
 
-    def _read_over_nixl(self, reading: Reading, message: Ready) -> None:
+    def _read_over_nixl(self, read_op: ReadOp, message: Ready) -> None:
         known = self._nixl_slabs.get(message.slab)
         if known is None or self._hub.nixl is None:
-            raise ProtocolError("blocks of a memory that was not described", rule="ready")
+            raise ProtocolError("Ready for an unknown slab", rule="ready")
         numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if not self._hub.nixl.read(self._to, known, numbers, reading):
-            self.send(Ended(reading.op, is_whole=False))
-            self._without(NIXL, reading)
+        if not self._hub.nixl.read(self._address, known, numbers, read_op):
+            self.send(Ended(read_op.op, is_whole=False))
+            self._drop_path(NIXL, read_op)
 
-    def _read_over_ipc(self, reading: Reading, message: Ready) -> None:
-        known, device = self._device_slabs.get(message.slab), reading.wanted.slab.device
+    def _read_over_ipc(self, read_op: ReadOp, message: Ready) -> None:
+        known, device = self._device_slabs.get(message.slab), read_op.request.slab.device
         if known is None or device is None:
-            raise ProtocolError("blocks of a memory that was not described", rule="ready")
-        memory = self._opened.get((message.slab, device))
+            raise ProtocolError("Ready for an unknown slab", rule="ready")
+        memory = self._opened_memory.get((message.slab, device))
         try:
-            memory = memory or self._opened.setdefault((message.slab, device), device.open(known.handle))
+            memory = memory or self._opened_memory.setdefault(
+                (message.slab, device), device.open(known.handle)
+            )
         except Unsupported as error:
-            log.warning("blocks of a peer's device do not come by %s: %s", CUDA_IPC, error)
-            self.send(Ended(reading.op, is_whole=False))
-            self._unopened.add(message.slab)
-            self._again(reading)
+            log.warning("cannot open the peer's device memory: path=%s error=%s", CUDA_IPC, error)
+            self.send(Ended(read_op.op, is_whole=False))
+            self._unopenable_slabs.add(message.slab)
+            self._retry(read_op)
             return
         except KvoltError as error:
-            reading.stop(error)
+            read_op.stop(error)
             return
         numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if reading.copy_from(memory, numbers, known.slab.block_bytes):
-            self._hub.progress.work(reading)
+        if read_op.start_copy(memory, numbers, known.slab.block_bytes):
+            self._hub.progress.schedule(read_op)
 
-    def _without(self, path: str, reading: Reading) -> None:
-        """From this peer from now on: over another path."""
-        self._serves -= {path}
-        self._again(reading)
+    def _drop_path(self, path: str, read_op: ReadOp) -> None:
+        """Stop using `path` with this peer and retry the read."""
+        self._served_paths -= {path}
+        self._retry(read_op)
 
-    def _again(self, reading: Reading) -> None:
-        """Over what is left; a test of one path is over with it."""
-        self.forget(reading.op)
-        if reading.only_path:
-            reading.stop(Unsupported(f"a peer has no {reading.only_path} for us", feature=reading.only_path))
+    def _retry(self, read_op: ReadOp) -> None:
+        """Retry over another path; a read with a forced path fails."""
+        self.forget_read(read_op.op)
+        if read_op.forced_path:
+            read_op.stop(
+                Unsupported(f"the peer does not serve {read_op.forced_path}", feature=read_op.forced_path)
+            )
             return
-        self._begin(reading)
+        self._start_read(read_op)
 
-    def _copy(self, reading: Reading, message: Ready) -> None:
-        if reading.path == NIXL:
-            self._read_over_nixl(reading, message)
+    def _on_ready(self, read_op: ReadOp, message: Ready) -> None:
+        if read_op.path == NIXL:
+            self._read_over_nixl(read_op, message)
             return
-        if reading.path == CUDA_IPC:
-            self._read_over_ipc(reading, message)
+        if read_op.path == CUDA_IPC:
+            self._read_over_ipc(read_op, message)
             return
         known = self._slabs.get(message.slab)
         if known is None:
-            raise ProtocolError("blocks of a memory that was not described", rule="ready")
+            raise ProtocolError("Ready for an unknown slab", rule="ready")
         slab, mapped = known
         numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if reading.copy_from(memoryview(mapped), numbers, slab.block_bytes):
-            self._hub.progress.work(reading)
+        if read_op.start_copy(memoryview(mapped), numbers, slab.block_bytes):
+            self._hub.progress.schedule(read_op)
 
 
-def _check_number(num_slabs: int) -> None:
+def _check_slab_limit(num_slabs: int) -> None:
     if num_slabs > _MAX_SLABS:
-        raise ProtocolError(f"a peer with more than {_MAX_SLABS} memories", rule="described")
+        raise ProtocolError(f"the peer announced more than {_MAX_SLABS} slabs", rule="described")

@@ -1,8 +1,8 @@
-"""Rooms: notes that somebody left under a number, and those who come for them; either may be there first.
+"""Mailboxes: messages posted under a number, and their waiters. Either side may come first.
 
-Owns who waits where, and until when. The number is the secret: a room that nobody has posted looks like any other, so
-who has a wrong number waits until his time is over. A note goes to one guest, the first who came, and then the room is
-as if it had never been: others wait on. A note that was sent is gone: if the connection breaks then, nobody has it.
+The mailbox number is the secret. An unknown number looks like an empty mailbox, so a reader with an unknown key times
+out. The first waiter gets the message and the mailbox is removed; other waiters keep waiting. A message is sent at most
+once: it is lost if the connection breaks after that.
 """
 
 from __future__ import annotations
@@ -14,152 +14,159 @@ from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Kvolt
 from kvolt.transfer.peer.progress import Progress, Timer
 
 MAX_POSTS = 4096
-MAX_GUESTS = 4096
-"""Here, and as many of ours at peers."""
-LAST_ROOM = (1 << 63) - 1
+MAX_WAITERS = 4096
+"""Limit for local waiters, and separately for waiters at peers."""
+MAX_MAILBOX = (1 << 63) - 1
 
 
 @dataclass(slots=True, eq=False)
-class Posted:
-    """A note in its room."""
+class PostedMessage:
+    """A message in its mailbox."""
 
-    room: int
-    note: bytes
+    mailbox: int
+    message: bytes
     deadline: float
-    on_over: Callable[[KvoltError | None], None]
-    """Told once: None when it went to somebody, else why not."""
+    on_done: Callable[[KvoltError | None], None]
+    """Called once: None after delivery, else the error."""
     timer: Timer | None = None
 
 
-class Guest:
-    """Somebody who waits for a note: one of ours, here or at a peer, or a peer's. It is told one thing, once."""
+class Waiter:
+    """Waiter for a message, local or of a peer. Completes once."""
 
     def __init__(
         self,
-        room: int,
+        mailbox: int,
         deadline: float,
-        on_note: Callable[[bytes], bool],
-        on_failed: Callable[[KvoltError], None],
+        on_message: Callable[[bytes], bool],
+        on_error: Callable[[KvoltError], None],
     ) -> None:
-        """`on_note` says whether it took the note: a peer may turn out to be gone."""
-        self.room = room
+        """`on_message` returns whether the message was accepted; False if the peer is gone."""
+        self.mailbox = mailbox
         self.deadline = deadline
-        self._on_note = on_note
-        self._on_failed = on_failed
-        self._leave: list[Callable[[], None]] = []
-        self.is_over = False
+        self._on_message = on_message
+        self._on_error = on_error
+        self._cleanups: list[Callable[[], None]] = []
+        self.is_done = False
 
-    def then(self, leave: Callable[[], None]) -> None:
-        """To be done when it waits no more, before it is told why."""
-        self._leave.append(leave)
+    def add_cleanup(self, cleanup: Callable[[], None]) -> None:
+        """Run `cleanup` on completion, before the callback."""
+        self._cleanups.append(cleanup)
 
-    def take(self, note: bytes) -> bool:
-        if not self.go():
+    def deliver(self, message: bytes) -> bool:
+        if not self.cancel():
             return False
-        return self._on_note(note)
+        return self._on_message(message)
 
     def fail(self, error: KvoltError) -> None:
-        """Not an error for one that is over."""
-        if self.go():
-            self._on_failed(error)
+        """No-op if done."""
+        if self.cancel():
+            self._on_error(error)
 
-    def go(self) -> bool:
-        """It waits no more, and is told nothing. Whether it did."""
-        if self.is_over:
+    def cancel(self) -> bool:
+        """Complete without a callback. Return whether the waiter was pending."""
+        if self.is_done:
             return False
-        self.is_over = True
-        for leave in self._leave:
-            leave()
+        self.is_done = True
+        for cleanup in self._cleanups:
+            cleanup()
         return True
 
 
-class Rooms:
-    """See the module. In the progress thread only."""
+class Mailboxes:
+    """Mailboxes of an agent. Progress thread only."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._posted: dict[int, Posted] = {}
-        self._here: dict[int, dict[Guest, None]] = {}
-        """By the room they wait for, in the order in which they came."""
-        self._num_here = 0
-        self._away: dict[Guest, None] = {}
-        """Ours at peers."""
+        self._posted: dict[int, PostedMessage] = {}
+        self._local: dict[int, dict[Waiter, None]] = {}
+        """By mailbox, in order of arrival."""
+        self._num_local = 0
+        self._remote: dict[Waiter, None] = {}
+        """Local waiters for mailboxes of peers."""
 
-    def post(self, posted: Posted) -> None:
-        """InvalidRequest for a room that is taken, Overloaded when there are too many, DeadlineExceeded when late."""
-        room = posted.room
-        if room in self._posted:
-            raise InvalidRequest("this room is taken: choose another number", param="room")
+    def post(self, posted: PostedMessage) -> None:
+        """InvalidRequest if the mailbox is in use, Overloaded at the limit, DeadlineExceeded if already expired."""
+        mailbox = posted.mailbox
+        if mailbox in self._posted:
+            raise InvalidRequest("this mailbox is in use: choose another number", param="mailbox")
         if len(self._posted) >= MAX_POSTS:
-            raise Overloaded(f"{MAX_POSTS} rooms are posted already", queue="rooms", limit=MAX_POSTS)
+            raise Overloaded(
+                f"too many posted messages: limit is {MAX_POSTS}", queue="mailboxes", limit=MAX_POSTS
+            )
         if posted.deadline <= self._progress.now():
-            raise _unfetched()
-        self._posted[room] = posted
-        posted.timer = self._progress.at(posted.deadline, lambda: self._over(posted, _unfetched()))
-        for guest in list(self._here.get(room, ())):
-            if guest.take(posted.note):
-                self._over(posted, None)
+            raise _not_received_error()
+        self._posted[mailbox] = posted
+        posted.timer = self._progress.call_at(
+            posted.deadline, lambda: self._finish(posted, _not_received_error())
+        )
+        for waiter in list(self._local.get(mailbox, ())):
+            if waiter.deliver(posted.message):
+                self._finish(posted, None)
                 return
 
-    def take_back(self, posted: Posted) -> None:
-        """Not an error for what is over, or never was."""
-        self._over(posted, Cancelled("the note was taken back"))
+    def withdraw(self, posted: PostedMessage) -> None:
+        """No-op if done or unknown."""
+        self._finish(posted, Cancelled("the message was withdrawn"))
 
-    def meet_here(self, guest: Guest) -> None:
-        """Overloaded when there are too many, DeadlineExceeded when it is late: then it was told nothing."""
-        self._check(guest, self._num_here)
-        posted = self._posted.get(guest.room)
+    def wait_local(self, waiter: Waiter) -> None:
+        """Wait for a local mailbox. Overloaded at the limit or DeadlineExceeded if already expired; `waiter` is
+        unchanged."""
+        self._check_limits(waiter, self._num_local)
+        posted = self._posted.get(waiter.mailbox)
         if posted is not None:
-            if guest.take(posted.note):
-                self._over(posted, None)
+            if waiter.deliver(posted.message):
+                self._finish(posted, None)
             return
-        self._here.setdefault(guest.room, {})[guest] = None
-        self._num_here += 1
-        guest.then(lambda: self._left(guest))
-        self._until_late(guest)
+        self._local.setdefault(waiter.mailbox, {})[waiter] = None
+        self._num_local += 1
+        waiter.add_cleanup(lambda: self._remove_local(waiter))
+        self._start_timeout(waiter)
 
-    def meet_away(self, guest: Guest) -> None:
-        """One that a peer will be asked for. The same errors."""
-        self._check(guest, len(self._away))
-        self._away[guest] = None
-        guest.then(lambda: self._away.pop(guest, None))
-        self._until_late(guest)
+    def wait_remote(self, waiter: Waiter) -> None:
+        """Track a waiter for a mailbox of a peer. Raises like `wait_local`."""
+        self._check_limits(waiter, len(self._remote))
+        self._remote[waiter] = None
+        waiter.add_cleanup(lambda: self._remote.pop(waiter, None))
+        self._start_timeout(waiter)
 
     def close(self) -> None:
         error = Cancelled("the agent was closed")
         for posted in list(self._posted.values()):
-            self._over(posted, error)
-        for guest in [*self._away, *(each for guests in self._here.values() for each in guests)]:
-            guest.fail(error)
+            self._finish(posted, error)
+        for waiter in [*self._remote, *(each for waiters in self._local.values() for each in waiters)]:
+            waiter.fail(error)
 
-    def _check(self, guest: Guest, num_guests: int) -> None:
-        if num_guests >= MAX_GUESTS:
-            raise Overloaded(f"{MAX_GUESTS} wait for a note already", queue="guests", limit=MAX_GUESTS)
-        if guest.deadline <= self._progress.now():
-            raise _unposted()
+    def _check_limits(self, waiter: Waiter, num_waiters: int) -> None:
+        if num_waiters >= MAX_WAITERS:
+            raise Overloaded(f"too many waiters: limit is {MAX_WAITERS}", queue="waiters", limit=MAX_WAITERS)
+        if waiter.deadline <= self._progress.now():
+            raise _not_posted_error()
 
-    def _until_late(self, guest: Guest) -> None:
-        guest.then(self._progress.at(guest.deadline, lambda: guest.fail(_unposted())).cancel)
+    def _start_timeout(self, waiter: Waiter) -> None:
+        waiter.add_cleanup(
+            self._progress.call_at(waiter.deadline, lambda: waiter.fail(_not_posted_error())).cancel
+        )
 
-    def _left(self, guest: Guest) -> None:
-        guests = self._here[guest.room]
-        del guests[guest]
-        self._num_here -= 1
-        if not guests:
-            del self._here[guest.room]
+    def _remove_local(self, waiter: Waiter) -> None:
+        waiters = self._local[waiter.mailbox]
+        del waiters[waiter]
+        self._num_local -= 1
+        if not waiters:
+            del self._local[waiter.mailbox]
 
-    def _over(self, posted: Posted, error: KvoltError | None) -> None:
-        if self._posted.get(posted.room) is not posted:
+    def _finish(self, posted: PostedMessage, error: KvoltError | None) -> None:
+        if self._posted.get(posted.mailbox) is not posted:
             return
-        del self._posted[posted.room]
+        del self._posted[posted.mailbox]
         if posted.timer is not None:
             posted.timer.cancel()
-        posted.on_over(error)
+        posted.on_done(error)
 
 
-def _unfetched() -> KvoltError:
-    return DeadlineExceeded("nobody has come for the note in time", stage="total")
+def _not_received_error() -> KvoltError:
+    return DeadlineExceeded("the message was not received before the deadline", stage="total")
 
 
-def _unposted() -> KvoltError:
-    return DeadlineExceeded("no note was posted in this room in time", stage="total")
+def _not_posted_error() -> KvoltError:
+    return DeadlineExceeded("no message was posted before the deadline", stage="total")

@@ -1,7 +1,7 @@
-"""Offered: blocks that peers may read, by the secret of their ticket, until they are read or their time is over. Pure.
+"""Offers: blocks that peers may read, keyed by the secret of their ticket. Pure.
 
-Owns who reads what. Blocks that are offered belong to who offered them, and stay as they are until the offer is over:
-read whole once, taken back, or expired. An offer that is taken back while somebody reads is over when that one ends.
+The owner must not change offered blocks until the offer is done: read completely once, withdrawn or expired. An offer
+withdrawn during a read is done when that read ends.
 """
 
 from __future__ import annotations
@@ -16,84 +16,84 @@ MAX_OFFERS = 65_536
 
 
 @dataclass(slots=True)
-class Offered:
-    """Blocks of a slab."""
+class Offer:
+    """Blocks of one slab offered for reading."""
 
     slab: Slab
     blocks: Numbers
     deadline: float
-    on_over: Callable[[KvoltError | None], None]
-    """Told once: None when they were read, else why not."""
+    on_done: Callable[[KvoltError | None], None]
+    """Called once: None after a complete read, else the error."""
     seeds: bytes | None = None
-    """Of their checksums, 64 bits each."""
+    """Checksum seeds, 64 bits per block."""
     num_readers: int = 0
-    is_taken_back: bool = False
+    is_withdrawn: bool = False
     was_read: bool = field(default=False)
 
 
 class Offers:
-    """See the module."""
+    """All offers of an agent."""
 
     def __init__(self) -> None:
-        self._by_secret: dict[int, Offered] = {}
+        self._by_secret: dict[int, Offer] = {}
 
     def __len__(self) -> int:
         return len(self._by_secret)
 
-    def add(self, secret: int, offered: Offered) -> None:
+    def add(self, secret: int, offer: Offer) -> None:
         if len(self._by_secret) >= MAX_OFFERS:
-            raise Overloaded(
-                f"{MAX_OFFERS} offers of blocks wait to be read already", queue="offers", limit=MAX_OFFERS
-            )
-        self._by_secret[secret] = offered
+            raise Overloaded(f"too many open offers: limit is {MAX_OFFERS}", queue="offers", limit=MAX_OFFERS)
+        self._by_secret[secret] = offer
 
-    def begin(self, secret: int) -> Offered:
-        """Somebody reads. NotFound for one that is over, taken back or never was: all the same to who asks."""
-        offered = self._by_secret.get(secret)
-        if offered is None or offered.is_taken_back:
-            raise NotFound("these blocks are not offered any more", kind="ticket", name=f"{secret:016x}")
-        offered.num_readers += 1
-        return offered
+    def begin_read(self, secret: int) -> Offer:
+        """Register a reader. NotFound for an unknown, finished or withdrawn offer, indistinguishable to the peer."""
+        offer = self._by_secret.get(secret)
+        if offer is None or offer.is_withdrawn:
+            raise NotFound("the offer does not exist or has ended", kind="ticket", name=f"{secret:016x}")
+        offer.num_readers += 1
+        return offer
 
-    def end(self, secret: int, is_whole: bool) -> None:
-        """Somebody reads no more. Not an error for what is over."""
-        offered = self._by_secret.get(secret)
-        if offered is None:
+    def end_read(self, secret: int, is_whole: bool) -> None:
+        """Unregister a reader. No-op if the offer is done."""
+        offer = self._by_secret.get(secret)
+        if offer is None:
             return
-        offered.num_readers -= 1
-        offered.was_read |= is_whole
-        if offered.num_readers == 0 and (offered.was_read or offered.is_taken_back):
-            self._over(secret, None if offered.was_read else Cancelled("the offer was taken back"))
+        offer.num_readers -= 1
+        offer.was_read |= is_whole
+        if offer.num_readers == 0 and (offer.was_read or offer.is_withdrawn):
+            self._finish(secret, None if offer.was_read else Cancelled("the offer was withdrawn"))
 
-    def take_back(self, secret: int) -> None:
-        """Nobody may begin any more. Not an error for what is over."""
-        offered = self._by_secret.get(secret)
-        if offered is None:
+    def withdraw(self, secret: int) -> None:
+        """Reject new readers; done once current readers end. No-op if the offer is done."""
+        offer = self._by_secret.get(secret)
+        if offer is None:
             return
-        offered.is_taken_back = True
-        if offered.num_readers == 0:
-            self._over(secret, Cancelled("the offer was taken back"))
+        offer.is_withdrawn = True
+        if offer.num_readers == 0:
+            self._finish(secret, Cancelled("the offer was withdrawn"))
 
     def expire(self, secret: int) -> None:
-        """Its time is over, whoever reads: those must be told."""
+        """Finish at the deadline. The caller stops current readers."""
         if secret in self._by_secret:
-            self._over(secret, DeadlineExceeded("nobody has read these blocks in time", stage="total"))
+            self._finish(
+                secret,
+                DeadlineExceeded("the offered blocks were not read before the deadline", stage="total"),
+            )
 
     def close(self) -> None:
         for secret in list(self._by_secret):
-            self._over(secret, Cancelled("the agent was closed"))
+            self._finish(secret, Cancelled("the agent was closed"))
 
-    def _over(self, secret: int, error: KvoltError | None) -> None:
-        self._by_secret.pop(secret).on_over(error)
+    def _finish(self, secret: int, error: KvoltError | None) -> None:
+        self._by_secret.pop(secret).on_done(error)
 
 
-def chosen(blocks: Numbers, positions: Numbers) -> Numbers:
-    """Of an offer's blocks those at these positions; all where none are named. InvalidRequest for others, and for more
-    than there are."""
+def select_blocks(blocks: Numbers, positions: Numbers) -> Numbers:
+    """Blocks at these positions of an offer; all if `positions` is empty. InvalidRequest if out of range."""
     if not len(positions):
         return blocks
     if len(positions) > len(blocks):
-        raise InvalidRequest(f"{len(blocks)} blocks are offered; asked for more", param="positions")
+        raise InvalidRequest(f"more positions than the {len(blocks)} offered blocks", param="positions")
     if positions.min() < 0 or positions.max() >= len(blocks):
-        raise InvalidRequest(f"{len(blocks)} blocks are offered; asked for others", param="positions")
+        raise InvalidRequest(f"positions outside the {len(blocks)} offered blocks", param="positions")
     return blocks[positions]

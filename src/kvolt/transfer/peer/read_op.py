@@ -1,8 +1,7 @@
-"""Reading: blocks of a peer come into ours. One `Reading` for each read, whatever the way.
+"""ReadOp: one read of a peer's blocks into local blocks, over any path.
 
-Owns the destination's half: what is asked for, where it goes, and whether what came is what left. Nobody but this
-writes to the blocks, so a read that is stopped has stopped. Where a Mover writes to them, it is over when that one says
-that it does so no more.
+Owns the destination side: request, destination and checksum comparison. Only this object writes to the destination
+blocks, so a stopped read writes no more. With a Mover the read is done once the mover reports that it has stopped.
 """
 
 from __future__ import annotations
@@ -14,182 +13,182 @@ import numpy as np
 
 from kvolt.core.errors import KvoltError, ProtocolError, TransferFailed, from_info
 from kvolt.transfer.memory import device_memory
-from kvolt.transfer.memory.device_memory import Memory, blocks_at_once
+from kvolt.transfer.memory.device_memory import Memory, blocks_per_step
 from kvolt.transfer.memory.layout import expand
-from kvolt.transfer.memory.slabs import Numbers, Pieces
-from kvolt.transfer.paths.file_path import FILE
-from kvolt.transfer.peer.chunks import CHUNK_BYTES, Sums
-from kvolt.transfer.peer.read_request import Wanted
-from kvolt.transfer.peer.wire import Failed, Fetch
-from kvolt.transfer.peer.wire import Sums as SumsMessage
+from kvolt.transfer.memory.pieces import Pieces, Sums
+from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.paths.lanes import FILE
+from kvolt.transfer.peer.chunks import CHUNK_BYTES
+from kvolt.transfer.peer.read_request import ReadRequest
+from kvolt.transfer.peer.wire import Checksums, Failed, Fetch
 
-_TURN_BYTES = 8 << 20
-"""Copied before others have their turn: a millisecond or so."""
-OWN = "copy"
-"""The path from one slab of a process to another: nothing leaves it, so nothing is checked."""
+_STEP_BYTES = 8 << 20
+"""Bytes copied per step, about a millisecond."""
+COPY = "copy"
+"""Path between two slabs of one process. Not checksummed, since no bytes leave the process."""
 SHM = "shm"
 TCP = "tcp"
 _WHOLE = np.zeros(1, dtype=np.int64)
 
-OnOver = Callable[[KvoltError | None], None]
+OnDone = Callable[[KvoltError | None], None]
 
 
 def _nothing() -> None: ...
 
 
-class Source(Protocol):
-    """Whoever the blocks are read from."""
+class ReadSource(Protocol):
+    """Where the blocks are read from."""
 
-    def ended(self, op: int, is_whole: bool) -> None:
-        """We read no more of it."""
+    def end_read(self, op: int, is_whole: bool) -> None:
+        """The destination stops reading."""
         ...
 
-    def forget(self, op: int) -> None:
-        """By its own word nothing more comes of it."""
+    def forget_read(self, op: int) -> None:
+        """The source has already ended the read."""
         ...
 
 
 class Mover(Protocol):
-    """Who moves the blocks where they are not copied here: it tells `landed`, and `let_go`."""
+    """Moves blocks on behalf of a ReadOp; reports `on_blocks_moved` and `on_mover_stopped`."""
 
     def stop(self) -> bool:
-        """Nobody wants them any more. Whether it writes no more; else it will let go."""
+        """Stop moving. Return True if stopped, else `on_mover_stopped` follows."""
         ...
 
 
-class Reading:
-    """See the module. In the progress thread only."""
+class ReadOp:
+    """See the module. Progress thread only."""
 
-    def __init__(self, wanted: Wanted, on_over: OnOver, is_last: bool = True) -> None:
-        """`is_last`: of the ticket; another one would want other pieces of the same blocks."""
-        self.wanted = wanted
+    def __init__(self, request: ReadRequest, on_done: OnDone, is_last: bool = True) -> None:
+        """`is_last`: completes the offer; False if the same blocks are read again for other pieces."""
+        self.request = request
         self._is_last = is_last
         self.op = 0
         self.path = ""
-        """How they come; empty while nothing was asked for."""
-        self.only_path = ""
-        """The path that they are to come by; empty where that is the link's to say."""
+        """Path in use; empty before the fetch was sent."""
+        self.forced_path = ""
+        """Path to use; empty: chosen by the link."""
         self.is_test = False
-        """Of a path: nobody wants the bytes."""
-        self.began_at = 0.0
-        """When they were asked for."""
+        """Self-test of a path; the bytes are discarded."""
+        self.started_at = 0.0
+        """Time the fetch was sent."""
         self.is_complete = False
-        """It is over, and all blocks came."""
-        self._is_checked = wanted.is_checked
-        self._on_over: OnOver | None = on_over
-        self._source: Source | None = None
+        """Done, and all blocks arrived."""
+        self._is_checked = request.is_checked
+        self._on_done: OnDone | None = on_done
+        self._source: ReadSource | None = None
         self._is_ready = False
-        """The source has said where the blocks lie there."""
-        self._from: tuple[Memory, Pieces] | None = None
+        """The source has announced its blocks."""
+        self._copy_source: tuple[Memory, Pieces] | None = None
         self._mover: Mover | None = None
-        self._stopped_with: KvoltError | None = None
-        """Why, while the mover has not let go."""
-        self._then: Callable[[], None] = _nothing
+        self._stop_error: KvoltError | None = None
+        """Error to report once the mover has stopped."""
+        self._before_done: Callable[[], None] = _nothing
         self._num_copied = 0
         self._num_checked = 0
         self._staging: memoryview | None = None
-        """Where a chunk is received that goes to a device."""
-        self._came = np.zeros(wanted.num_blocks, dtype=np.uint64)
-        self._left = np.zeros(wanted.num_blocks, dtype=np.uint64)
+        """Receive buffer for chunks whose destination is a device."""
+        self._received_sums = np.zeros(request.num_blocks, dtype=np.uint64)
+        self._source_sums = np.zeros(request.num_blocks, dtype=np.uint64)
 
     @property
-    def is_over(self) -> bool:
-        return self._on_over is None
+    def is_done(self) -> bool:
+        return self._on_done is None
 
-    def then(self, do: Callable[[], None]) -> None:
-        """When it is over, before that is told."""
-        self._then = do
+    def before_done(self, do: Callable[[], None]) -> None:
+        """Run `do` on completion, before `on_done`."""
+        self._before_done = do
 
-    def begin(self, source: Source, op: int, path: str) -> Fetch:
-        """It can be asked: what is to be asked for."""
+    def start(self, source: ReadSource, op: int, path: str) -> Fetch:
+        """Begin over `path`; return the Fetch message to send."""
         self._source, self.op, self.path = source, op, path
         self._is_ready, self._num_copied, self._num_checked = False, 0, 0
-        self._is_checked = self.wanted.is_checked and path not in (OWN, FILE)
-        wanted = self.wanted
+        self._is_checked = self.request.is_checked and path not in (COPY, FILE)
+        request = self.request
         return Fetch(
             op=op,
-            secret=wanted.ticket.secret,
+            secret=request.ticket.secret,
             path=path,
-            positions=wanted.positions.tobytes(),
-            pieces=b"" if wanted.inside is None else wanted.inside.tobytes(),
-            piece_bytes=0 if wanted.inside is None else wanted.into.piece_bytes,
+            positions=request.positions.tobytes(),
+            pieces=b"" if request.inside is None else request.inside.tobytes(),
+            piece_bytes=0 if request.inside is None else request.into.piece_bytes,
             is_checked=self._is_checked,
         )
 
     def stop(self, error: KvoltError) -> None:
-        """It failed, or nobody wants it: when it is over no byte is written any more. Nothing for one that is."""
+        """Stop with an error; no byte is written once the read is done. No-op if done."""
         if self._mover is None or self._mover.stop():
-            self._end(error)
-        elif self._stopped_with is None:
-            self._stopped_with = error
+            self._finish(error)
+        elif self._stop_error is None:
+            self._stop_error = error
 
     def expect_ready(self) -> None:
-        """ProtocolError where the source has said already where its blocks lie, or they are sent."""
+        """ProtocolError if the source already announced its blocks, or sends them over TCP."""
         if self._is_ready or self.path == TCP:
-            raise ProtocolError("blocks are ready that were so already, or are sent", rule="ready")
+            raise ProtocolError("unexpected Ready message", rule="ready")
 
     def on_failed(self, message: Failed) -> None:
-        """By the source's word. It waits for our own where a mover may still need it."""
+        """Handle the source's failure. A mover that may still need the source keeps it."""
         if self._source is not None and self._mover is None:
-            self._source.forget(self.op)
+            self._source.forget_read(self.op)
             self._source = None
         self.stop(from_info(message.error))
 
-    def _end(self, error: KvoltError | None) -> None:
-        if self._on_over is None:
+    def _finish(self, error: KvoltError | None) -> None:
+        if self._on_done is None:
             return
-        on_over, self._on_over = self._on_over, None
+        on_done, self._on_done = self._on_done, None
         self.is_complete = error is None
-        source, self._source, self._from, self._mover = self._source, None, None, None
+        source, self._source, self._copy_source, self._mover = self._source, None, None, None
         self._staging = None
         try:
             if source is not None:
-                source.ended(self.op, is_whole=error is None and self._is_last)
-        finally:  # whatever is wrong with what is learned from it: who waits is told
-            self._then()
-            on_over(error)
+                source.end_read(self.op, is_whole=error is None and self._is_last)
+        finally:  # even if `end_read` raises
+            self._before_done()
+            on_done(error)
 
-    # --- from memory that is mapped here
+    # --- from memory mapped into this process
 
-    def copy_from(self, memory: Memory, numbers: Numbers, block_bytes_there: int) -> bool:
-        """The blocks lie there under these numbers: `turn` copies them. Whether they are as many as are wanted."""
-        there = self.pieces_there(numbers, block_bytes_there)
-        self._from = None if there is None else (memory, there)
-        return there is not None
+    def start_copy(self, memory: Memory, numbers: Numbers, source_block_bytes: int) -> bool:
+        """Copy the source's blocks in `step`s. Return False if their number does not match the request."""
+        source = self.source_pieces(numbers, source_block_bytes)
+        self._copy_source = None if source is None else (memory, source)
+        return source is not None
 
-    def pieces_there(self, numbers: Numbers, block_bytes_there: int) -> Pieces | None:
-        """Where blocks lie that have these numbers there. None where it is stopped: they are not as many as wanted."""
-        if len(numbers) != self.wanted.num_blocks:
-            told = f"{len(numbers)} blocks came for {self.wanted.num_blocks}"
-            self.stop(ProtocolError(told, rule="ready"))
+    def source_pieces(self, numbers: Numbers, source_block_bytes: int) -> Pieces | None:
+        """Pieces of the source's blocks. On a wrong number of blocks, stop and return None."""
+        if len(numbers) != self.request.num_blocks:
+            message = f"peer announced {len(numbers)} blocks for {self.request.num_blocks} requested"
+            self.stop(ProtocolError(message, rule="ready"))
             return None
         self._is_ready = True
-        inside, into = self.wanted.inside, self.wanted.into
-        offsets = expand(numbers, block_bytes_there, _WHOLE if inside is None else inside)
+        inside, into = self.request.inside, self.request.into
+        offsets = expand(numbers, source_block_bytes, _WHOLE if inside is None else inside)
         return Pieces(offsets, into.piece_bytes, into.per_block)
 
-    def turn(self) -> bool:
-        """Work: a part of the copying."""
-        if self._from is None:
+    def step(self) -> bool:
+        """Work: copy some blocks."""
+        if self._copy_source is None:
             return False
-        memory, source = self._from
-        wanted, into, first = self.wanted, self.wanted.into, self._num_copied
-        most = blocks_at_once(wanted.slab.contents, memory, into, _TURN_BYTES)
-        count = min(most, into.num_blocks - first)
-        here, there = into.part(first, count), source.part(first, count)
+        memory, source = self._copy_source
+        request, into, first = self.request, self.request.into, self._num_copied
+        max_blocks = blocks_per_step(request.slab.contents, memory, into, _STEP_BYTES)
+        count = min(max_blocks, into.num_blocks - first)
+        destination, source = into.slice(first, count), source.slice(first, count)
         try:
             if self._is_checked:
                 device_memory.copy_checked(
-                    wanted.slab.contents,
-                    here,
+                    request.slab.contents,
+                    destination,
                     memory,
-                    there,
-                    wanted.seeds_of(first, count),
-                    self._came[first : first + count],
+                    source,
+                    request.seeds_of(first, count),
+                    self._received_sums[first : first + count],
                 )
             else:
-                device_memory.copy(wanted.slab.contents, here, memory, there)
-        except ValueError as error:  # the source named blocks that there are not
+                device_memory.copy(request.slab.contents, destination, memory, source)
+        except ValueError as error:  # block numbers out of range
             self.stop(ProtocolError(str(error), rule="ready"))
             return False
         except KvoltError as error:  # of a device
@@ -198,64 +197,64 @@ class Reading:
         self._num_copied += count
         if self._num_copied < into.num_blocks:
             return True
-        self._end_if_all()
+        self._finish_if_complete()
         return False
 
-    def on_sums(self, message: SumsMessage) -> None:
-        """Those that the blocks left with; they may come before the blocks, or after them."""
+    def on_sums(self, message: Checksums) -> None:
+        """Store the source's checksums, which may arrive before or after the blocks."""
         sums = np.frombuffer(message.checksums, dtype="<u8")
         end = message.first + len(sums)
-        is_asked_for = self._is_checked and self.path != TCP
-        if not is_asked_for or message.first != self._num_checked or end > len(self._left):
-            self.stop(ProtocolError("checksums of other blocks", rule="sums"))
+        is_expected = self._is_checked and self.path != TCP
+        if not is_expected or message.first != self._num_checked or end > len(self._source_sums):
+            self.stop(ProtocolError("unexpected checksums", rule="sums"))
             return
-        self._left[message.first : end] = sums
+        self._source_sums[message.first : end] = sums
         self._num_checked = end
-        self._end_if_all()
+        self._finish_if_complete()
 
-    def _end_if_all(self) -> None:
-        num_blocks, is_checked = self.wanted.num_blocks, self._is_checked
+    def _finish_if_complete(self) -> None:
+        num_blocks, is_checked = self.request.num_blocks, self._is_checked
         if self._num_copied < num_blocks or (is_checked and self._num_checked < num_blocks):
             return
-        if is_checked and not np.array_equal(self._came, self._left):
-            self._wrong(int(np.flatnonzero(self._came != self._left)[0]))
+        if is_checked and not np.array_equal(self._received_sums, self._source_sums):
+            self._fail_checksum(int(np.flatnonzero(self._received_sums != self._source_sums)[0]))
         else:
-            self._end(None)
+            self._finish(None)
 
-    def _wrong(self, position: int) -> None:
-        told = f"block {position} came over {self.path} with another checksum than it left with"
-        self.stop(TransferFailed(told, path=self.path, reason="checksum"))
+    def _fail_checksum(self, position: int) -> None:
+        message = f"checksum mismatch of block {position} over {self.path}"
+        self.stop(TransferFailed(message, path=self.path, reason="checksum"))
 
-    # --- by a mover
+    # --- through a mover
 
-    def moved_by(self, mover: Mover) -> None:
+    def set_mover(self, mover: Mover) -> None:
         self._mover = mover
 
-    def landed(self, count: int) -> None:
-        """So many more blocks lie where they were to go."""
+    def on_blocks_moved(self, count: int) -> None:
+        """Count `count` more blocks in place."""
         first = self._num_copied
         self._num_copied += count
         if self._is_checked:
-            self._sum_up(first, count)
-        self._end_if_all()
+            self._compute_checksums(first, count)
+        self._finish_if_complete()
 
-    def let_go(self, error: KvoltError | None) -> None:
-        """The mover writes no more: it failed, or was stopped."""
+    def on_mover_stopped(self, error: KvoltError | None) -> None:
+        """The mover failed, or has stopped as requested."""
         self._mover = None
-        self._end(self._stopped_with or error)
+        self._finish(self._stop_error or error)
 
-    # --- over TCP: an Incoming
+    # --- over TCP: a ChunkSink
 
-    def place(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
-        if self.is_over:
+    def destination(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
+        if self.is_done:
             return None
-        if self.path != TCP or first != self._num_copied or first + count > self.wanted.num_blocks:
-            raise ProtocolError("a chunk of other blocks", rule="chunk")
-        into, device = self.wanted.into.part(first, count), self.wanted.slab.device
+        if self.path != TCP or first != self._num_copied or first + count > self.request.num_blocks:
+            raise ProtocolError("unexpected chunk", rule="chunk")
+        into, device = self.request.into.slice(first, count), self.request.slab.device
         if device is None:
-            return self.wanted.slab.memory, into
+            return self.request.slab.memory, into
         if count > max(CHUNK_BYTES // into.bytes_per_block, 1):
-            raise ProtocolError(f"a chunk of {count} blocks, which is more than a chunk", rule="chunk")
+            raise ProtocolError(f"chunk of {count} blocks exceeds the chunk size", rule="chunk")
         num_bytes = count * into.bytes_per_block
         if self._staging is None or len(self._staging) < num_bytes:
             try:
@@ -263,41 +262,41 @@ class Reading:
             except KvoltError as error:
                 self.stop(error)
                 return None
-        return self._staging, into.in_row()
+        return self._staging, into.contiguous()
 
-    def arrived(self, first: int, count: int, sums: Sums | None) -> None:
-        if self.is_over:
+    def on_chunk(self, first: int, count: int, sums: Sums | None) -> None:
+        if self.is_done:
             return
-        wanted = self.wanted
+        request = self.request
         self._num_copied = first + count
         try:
-            came = self._settled(first, count)
-        except ValueError as error:  # of a device: pieces that it cannot move
-            self.stop(TransferFailed(f"blocks cannot be moved: {error}", path=TCP, reason="device"))
+            received = self._unstage(first, count)
+        except ValueError as error:  # pieces the device cannot move
+            self.stop(TransferFailed(f"cannot move blocks: {error}", path=TCP, reason="device"))
             return
         except KvoltError as error:
             self.stop(error)
             return
-        if self._is_checked and (sums is None or not np.array_equal(came, sums)):
-            self._wrong(first if sums is None else first + int(np.flatnonzero(came != sums)[0]))
+        if self._is_checked and (sums is None or not np.array_equal(received, sums)):
+            self._fail_checksum(first if sums is None else first + int(np.flatnonzero(received != sums)[0]))
             return
-        if self._num_copied == wanted.num_blocks:
-            self._end(None)
+        if self._num_copied == request.num_blocks:
+            self._finish(None)
 
-    def _settled(self, first: int, count: int) -> Sums:
-        """What has come is where it was to go; its checksums, where they are asked for."""
-        device, came = self.wanted.slab.device, self._came[first : first + count]
+    def _unstage(self, first: int, count: int) -> Sums:
+        """Move a staged chunk to its destination. Return the checksums, if requested."""
+        device, received = self.request.slab.device, self._received_sums[first : first + count]
         if device is None:
-            return self._sum_up(first, count) if self._is_checked else came
+            return self._compute_checksums(first, count) if self._is_checked else received
         assert self._staging is not None
-        here = self.wanted.into.part(first, count)
-        seeds = self.wanted.seeds_of(first, count)
-        came[:] = device.move(device, here, self._staging, here.in_row(), seeds)
-        return came
+        destination = self.request.into.slice(first, count)
+        seeds = self.request.seeds_of(first, count)
+        received[:] = device.move(device, destination, self._staging, destination.contiguous(), seeds)
+        return received
 
-    def _sum_up(self, first: int, count: int) -> Sums:
-        """The checksums of what has come."""
-        wanted, came = self.wanted, self._came[first : first + count]
-        here = wanted.into.part(first, count)
-        device_memory.checksums(wanted.slab.contents, here, wanted.seeds_of(first, count), came)
-        return came
+    def _compute_checksums(self, first: int, count: int) -> Sums:
+        """Compute the checksums of arrived blocks."""
+        request, received = self.request, self._received_sums[first : first + count]
+        destination = request.into.slice(first, count)
+        device_memory.checksums(request.slab.contents, destination, request.seeds_of(first, count), received)
+        return received

@@ -1,4 +1,4 @@
-"""Wanted: what a read is to bring and where to, worked out before anything is asked of a peer. Pure."""
+"""ReadRequest: validated source and destination of a read. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import numpy as np
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.transfer.memory.layout import cut
-from kvolt.transfer.memory.slabs import Numbers, Pieces, Slab
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.peer.wire import Ticket
 
 ALL = np.zeros(0, dtype=np.int64)
-"""Positions: no choice among a ticket's blocks."""
+"""Positions: all blocks of the ticket."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """See the module; `new_wanted` makes one."""
+class ReadRequest:
+    """Created by `new_read_request`."""
 
     ticket: Ticket
     positions: Numbers
-    """Among the ticket's blocks; ALL for all."""
+    """Positions among the ticket's blocks; ALL for all."""
     slab: Slab
     into: Pieces
     inside: Numbers | None
-    """Offsets in a block of the source; None for whole ones."""
+    """Offsets of pieces in a source block; None for whole blocks."""
     seeds: bytes | None
     is_checked: bool
 
@@ -41,39 +42,41 @@ class Wanted:
         return None if self.seeds is None else self.seeds[8 * first : 8 * (first + count)]
 
 
-def new_wanted(
+def new_read_request(
     ticket: Ticket,
     slab: Slab,
     blocks: Numbers,
     positions: Numbers = ALL,
     seeds: bytes | None = None,
     is_checked: bool = True,
-) -> Wanted:
-    """A ticket's blocks into blocks of ours, one each.
+) -> ReadRequest:
+    """Build a request that reads a ticket's blocks into local blocks, one each.
 
-    InvalidRequest where their numbers or sizes do not fit, IncompatibleLayout where they do not mean the same.
+    InvalidRequest if counts or sizes differ, IncompatibleLayout if the KV layouts do.
     """
     num_blocks = len(positions) or ticket.num_blocks
     if num_blocks != len(blocks) or not num_blocks:
-        raise InvalidRequest(f"{num_blocks} blocks for {len(blocks)} of ours", param="blocks")
+        raise InvalidRequest(
+            f"{num_blocks} source blocks for {len(blocks)} destination blocks", param="blocks"
+        )
     if seeds is not None and len(seeds) != 8 * num_blocks:
-        raise InvalidRequest("a seed has eight bytes, and every block has one", param="seeds")
+        raise InvalidRequest("seeds must have eight bytes per block", param="seeds")
     theirs, ours = ticket.slab.layout, slab.layout
     if theirs is None or ours is None:
         if ticket.slab.block_bytes != slab.block_bytes:
             raise InvalidRequest(
-                f"blocks of {ticket.slab.block_bytes} bytes for blocks of {slab.block_bytes}",
+                f"source blocks have {ticket.slab.block_bytes} bytes, destination blocks {slab.block_bytes}",
                 param="block_bytes",
             )
-        return Wanted(ticket, positions, slab, slab.pieces(blocks), None, seeds, is_checked)
-    found = cut(theirs, ours)
-    if found is None:
+        return ReadRequest(ticket, positions, slab, slab.pieces(blocks), None, seeds, is_checked)
+    pieces = cut(theirs, ours)
+    if pieces is None:
         raise InvalidRequest(
             f"rank {theirs.tp_rank} of {theirs.tp_degree} has no head that rank {ours.tp_rank} of "
             f"{ours.tp_degree} needs",
             param="ticket",
         )
-    if found.piece_bytes == slab.block_bytes == ticket.slab.block_bytes:
-        return Wanted(ticket, positions, slab, slab.pieces(blocks), None, seeds, is_checked)
-    into = slab.pieces(blocks, found.destination_offsets, found.piece_bytes)
-    return Wanted(ticket, positions, slab, into, found.source_offsets, seeds, is_checked)
+    if pieces.piece_bytes == slab.block_bytes == ticket.slab.block_bytes:
+        return ReadRequest(ticket, positions, slab, slab.pieces(blocks), None, seeds, is_checked)
+    into = slab.pieces(blocks, pieces.destination_offsets, pieces.piece_bytes)
+    return ReadRequest(ticket, positions, slab, into, pieces.source_offsets, seeds, is_checked)

@@ -1,8 +1,7 @@
-"""Serving: what a peer that reads from us is answered. One `Served` for each connection that came in.
+"""ServingSession: serves one incoming connection of a peer that reads local blocks.
 
-Over a Unix socket a peer maps our shared memory and reads by itself; what it needs of us are the numbers of the blocks,
-their checksums, and that they stay. Over TCP their bytes are sent: over a connection of their own, which belongs to the
-one that has its key.
+Over a Unix socket the peer maps our shared memory and copies by itself; it needs block numbers, checksums and a hold on
+the blocks. Over TCP the blocks are sent on a second connection, which the peer binds to the session with its key.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvolt.core.errors import (
     InvalidRequest,
@@ -24,268 +23,301 @@ from kvolt.core.errors import (
     Unsupported,
     to_info,
 )
-from kvolt.transfer.memory.slabs import Numbers, Pieces, Slab
+from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.transfer.memory.pieces import Pieces
+from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.memory.staging import Staging
-from kvolt.transfer.nixl.path import NIXL
+from kvolt.transfer.nixl.path import NIXL, Nixl
 from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.paths.path_watch import PathWatch
 from kvolt.transfer.peer import wire
-from kvolt.transfer.peer.checksum_task import Summing
-from kvolt.transfer.peer.chunks import ChunkSender, Outgoing
+from kvolt.transfer.peer.checksum_task import ChecksumTask
+from kvolt.transfer.peer.chunks import ChunkSender, OutgoingBlocks
 from kvolt.transfer.peer.connection import FrameConnection
-from kvolt.transfer.peer.fetch_check import MAX_PIECES, Fetched, fetched
-from kvolt.transfer.peer.mailbox import Guest
-from kvolt.transfer.peer.offers import Offered
+from kvolt.transfer.peer.fetch_check import MAX_PIECES, CheckedFetch, check_fetch
+from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
+from kvolt.transfer.peer.offers import Offer, Offers
+from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.wire import (
     MAX_GREETING_BYTES,
     VERSION,
+    Address,
+    Checksums,
     Declined,
-    Described,
+    Delivered,
     DeviceSlab,
     Ended,
     Failed,
     Fetch,
     Hello,
-    Meet,
     Message,
-    Met,
     NixlSlab,
-    Offer,
     Ready,
-    Sums,
-    Taken,
+    Receive,
+    SharedSlab,
     Welcome,
+    WriteRequest,
+    WriteResult,
 )
-
-if TYPE_CHECKING:
-    from kvolt.transfer.peer.hub import Hub
 
 log = logging.getLogger(__name__)
 
 MAX_READS = 4096
-"""Of one peer at a time."""
+"""Concurrent reads of one peer."""
 HELLO_S = 10.0
-"""For a peer to say who it is."""
+"""Deadline for the Hello message."""
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
-    """By a peer, of ours."""
+class _PeerRead:
+    """A peer's read of local blocks."""
 
     secret: int
-    offered: Offered
+    offer: Offer
     num_pieces: int = 0
-    outgoing: Outgoing | None = None
+    outgoing: OutgoingBlocks | None = None
 
 
-class Served:
-    """See the module. In the progress thread only."""
+class SessionOwner(Protocol):
+    """The hub as its sessions use it."""
 
-    def __init__(self, hub: Hub, link: socket.socket) -> None:
+    address: Address
+    progress: Progress
+    nixl: Nixl | None
+    frame_budget: ByteBudget
+    paths: PathWatch
+    offers: Offers
+    mailboxes: Mailboxes
+
+    def deadline_in(self, timeout_s: float) -> float: ...
+
+    def slab_number(self, slab: Slab) -> int: ...
+
+    def handle_write_request(
+        self, write: WriteRequest, on_result: Callable[[KvoltError | None], None]
+    ) -> None: ...
+
+    def register_chunk_key(self, session: ServingSession) -> None: ...
+
+    def claim_chunk_key(self, key: str) -> ServingSession: ...
+
+    def remove_session(self, session: ServingSession) -> None: ...
+
+
+class ServingSession:
+    """See the module. Progress thread only."""
+
+    def __init__(self, hub: SessionOwner, link: socket.socket) -> None:
         self._hub = hub
         self._link = FrameConnection(
-            hub.progress, link, self._on_message, self._lost, MAX_GREETING_BYTES, hub.unfinished
+            hub.progress, link, self._on_message, self._on_lost, MAX_GREETING_BYTES, hub.frame_budget
         )
         self._peer: str | None = None
-        """By its own word; None until it has said so."""
+        """Agent id from Hello; None before."""
         self.key = secrets.token_hex(16)
-        """Who has it may take this connection's chunks."""
-        self._sender: ChunkSender | None = None
-        self._reads: dict[int, _Read] = {}
-        self._guests: dict[int, Guest] = {}
-        """The peer's, that wait in our rooms."""
+        """Key with which the peer binds its chunk connection."""
+        self._chunk_sender: ChunkSender | None = None
+        self._reads: dict[int, _PeerRead] = {}
+        self._waiters: dict[int, Waiter] = {}
+        """Waiters of the peer for local mailboxes."""
         self._num_pieces = 0
-        """Of all reads."""
-        self._described: set[int] = set()
+        """Sum over all reads."""
+        self._described_slabs: set[int] = set()
         self._nixl_slabs: dict[int, NixlSlab] = {}
-        """That the peer was told."""
-        self._over_nixl: set[int] = set()
-        """Ops whose reader may need our NIXL: until it says that it reads no more, even if they are over for us."""
+        """Descriptions already sent to the peer."""
+        self._nixl_ops: set[int] = set()
+        """Ops that still need our NIXL agent: until the peer sends Ended, even if finished here."""
         self._staging = Staging()
-        self._hello = hub.progress.at(hub.progress.now() + HELLO_S, self._is_late)
+        self._hello_timer = hub.progress.call_at(hub.progress.now() + HELLO_S, self._on_hello_timeout)
 
     def close(self) -> None:
         self._link.close()
-        self._ended()
+        self._close_ops()
 
-    def _lost(self, error: KvoltError) -> None:
+    def _on_lost(self, error: KvoltError) -> None:
         if isinstance(error, ProtocolError):
-            log.warning("a peer (%s) is let go: %s", self._peer or "that said no hello", error)
-        self._ended()
+            log.warning("peer disconnected: peer=%s error=%s", self._peer or "unknown", error)
+        self._close_ops()
 
-    def _is_late(self) -> None:
-        log.warning("a peer that has not said hello within %s s is let go", HELLO_S)
+    def _on_hello_timeout(self) -> None:
+        log.warning("peer disconnected: no hello within %s s", HELLO_S)
         self.close()
 
-    def _ended(self) -> None:
-        self._hello.cancel()
-        if self._sender is not None:
-            self._sender.close()
-        for op in [*self._reads, *self._over_nixl, *self._guests]:
-            self._end(op, is_whole=False)
-        self._hub.gone(self)
+    def _close_ops(self) -> None:
+        self._hello_timer.cancel()
+        if self._chunk_sender is not None:
+            self._chunk_sender.close()
+        for op in [*self._reads, *self._nixl_ops, *self._waiters]:
+            self._end_op(op, is_whole=False)
+        self._hub.remove_session(self)
 
-    def revoke(self, offered: Offered, error: KvoltError) -> None:
-        """What is offered is over: whoever reads it is told to stop."""
+    def revoke_offer(self, offer: Offer, error: KvoltError) -> None:
+        """Stop all reads of this offer and report the error to the peer."""
         for op, read in list(self._reads.items()):
-            if read.offered is offered:
-                self._drop(op)
+            if read.offer is offer:
+                self._drop_read(op)
                 self._link.send(Failed(op, to_info(error)))
 
     def _on_message(self, message: Message) -> None:
         match message:
             case Hello() if self._peer is None:
-                self._greet(message)
+                self._on_hello(message)
             case _ if self._peer is None:
-                raise ProtocolError("a peer that did not say hello", rule="hello")
+                raise ProtocolError("expected Hello as the first message", rule="hello")
             case Fetch():
-                self._fetch(message)
-            case Meet():
-                self._meet(message)
+                self._on_fetch(message)
+            case Receive():
+                self._on_receive(message)
             case Ended(op, is_whole):
-                self._end(op, is_whole)
+                self._end_op(op, is_whole)
             case Declined(secret):
-                self._hub.offers.take_back(secret)
-            case Offer():
-                self._hub.take_offer(message, self._answer(message.op))
+                self._hub.offers.withdraw(secret)
+            case WriteRequest():
+                self._hub.handle_write_request(message, self._write_result_sender(message.op))
             case _:
-                raise ProtocolError(f"{type(message).__name__} from who reads", rule="direction")
+                raise ProtocolError(f"unexpected {type(message).__name__} from a reader", rule="direction")
 
-    def _greet(self, hello: Hello) -> None:
+    def _on_hello(self, hello: Hello) -> None:
         if hello.version != VERSION:
-            raise ProtocolError(f"a peer of version {hello.version}, ours is {VERSION}", rule="version")
+            raise ProtocolError(
+                f"peer has protocol version {hello.version}, this agent has {VERSION}", rule="version"
+            )
         if hello.carries == "chunks":
-            belongs_to = self._hub.take_key(hello.key)
+            session = self._hub.claim_chunk_key(hello.key)
             self._link.send(Welcome(self._hub.address.agent))
             if self._link.is_open:
-                belongs_to.send_chunks_over(self._link.detach())
-                self._ended()
+                session.attach_chunk_socket(self._link.detach())
+                self._close_ops()
             return
         self._peer = hello.agent
-        self._hello.cancel()
-        self._link.let_in()
-        self._hub.give_key(self)
+        self._hello_timer.cancel()
+        self._link.raise_frame_limit()
+        self._hub.register_chunk_key(self)
         also_serves = () if self._hub.nixl is None else (NIXL,)
-        can = self._hub.paths.can
-        self._link.send(Welcome(self._hub.address.agent, also_serves=also_serves, key=self.key, can=can))
+        capabilities = self._hub.paths.capabilities
+        self._link.send(
+            Welcome(self._hub.address.agent, also_serves=also_serves, key=self.key, capabilities=capabilities)
+        )
 
-    def send_chunks_over(self, link: socket.socket) -> None:
-        """Of what this peer reads over TCP, from now on."""
-        self._sender = ChunkSender(self._hub.progress, link, self.close)
+    def attach_chunk_socket(self, link: socket.socket) -> None:
+        """Send chunks over this socket from now on."""
+        self._chunk_sender = ChunkSender(self._hub.progress, link, self.close)
 
-    def _answer(self, op: int) -> Callable[[KvoltError | None], None]:
-        return lambda error: self._link.send(Taken(op, None if error is None else to_info(error)))
+    def _write_result_sender(self, op: int) -> Callable[[KvoltError | None], None]:
+        return lambda error: self._link.send(WriteResult(op, None if error is None else to_info(error)))
 
-    # --- a peer reads
+    # --- reads
 
-    def _fetch(self, asked: Fetch) -> None:
+    def _on_fetch(self, fetch: Fetch) -> None:
         try:
-            self._begin(asked)
+            self._start_fetch(fetch)
         except KvoltError as error:
-            self._link.send(Failed(asked.op, to_info(error)))
+            self._link.send(Failed(fetch.op, to_info(error)))
 
-    def _begin(self, asked: Fetch) -> None:
-        self._check_number(asked.op)
-        if max(len(self._reads), len(self._over_nixl)) >= MAX_READS:
+    def _start_fetch(self, fetch: Fetch) -> None:
+        self._check_op(fetch.op)
+        if max(len(self._reads), len(self._nixl_ops)) >= MAX_READS:
             raise Overloaded(
-                f"a peer reads {MAX_READS} offers at a time at most", queue="reads", limit=MAX_READS
+                f"too many concurrent reads of one peer: limit is {MAX_READS}", queue="reads", limit=MAX_READS
             )
-        read = _Read(asked.secret, self._hub.offers.begin(asked.secret))
-        # Known before anything is sent: to send may show that the peer is gone, and then all that it reads ends.
-        self._reads[asked.op] = read
+        read = _PeerRead(fetch.secret, self._hub.offers.begin_read(fetch.secret))
+        # Register before sending: a send may reveal that the peer is gone, which ends all its reads.
+        self._reads[fetch.op] = read
         try:
-            found = fetched(read.offered, asked, MAX_PIECES - self._num_pieces)
-            read.num_pieces = len(found.pieces.offsets)
+            checked = check_fetch(read.offer, fetch, MAX_PIECES - self._num_pieces)
+            read.num_pieces = len(checked.pieces.offsets)
             self._num_pieces += read.num_pieces
-            self._serve(asked, read, found)
+            self._serve(fetch, read, checked)
         except BaseException:
-            self._end(asked.op, is_whole=False)
+            self._end_op(fetch.op, is_whole=False)
             raise
 
-    def _check_number(self, op: int) -> None:
-        if op in self._reads or op in self._over_nixl or op in self._guests:
-            raise InvalidRequest(f"the number {op} is taken", param="op")
+    def _check_op(self, op: int) -> None:
+        if op in self._reads or op in self._nixl_ops or op in self._waiters:
+            raise InvalidRequest(f"op {op} is in use", param="op")
 
-    def _serve(self, asked: Fetch, read: _Read, found: Fetched) -> None:
-        op, slab = asked.op, read.offered.slab
-        match asked.path:
+    def _serve(self, fetch: Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
+        op, slab = fetch.op, read.offer.slab
+        match fetch.path:
             case "shm":
-                self._show(op, slab, found.blocks)
-                if asked.is_checked:
-                    self._hub.progress.work(self._summing(op, read, found))
+                self._serve_shared(op, slab, checked.blocks)
+                if fetch.is_checked:
+                    self._hub.progress.schedule(self._checksum_task(op, read, checked))
             case "tcp":
-                if self._sender is None:
-                    told = "there is no connection to send blocks over"
-                    raise NotFound(told, kind="connection", name="tcp")
-                read.outgoing = Outgoing(op, slab.memory, found.pieces, found.seeds, asked.is_checked)
+                if self._chunk_sender is None:
+                    raise NotFound("no chunk connection", kind="connection", name="tcp")
+                read.outgoing = OutgoingBlocks(
+                    op, slab.memory, checked.pieces, checked.seeds, fetch.is_checked
+                )
                 if slab.kind in (MemoryKind.FILE, MemoryKind.DEVICE):
                     read.outgoing.stage = partial(self._stage, op, slab)
-                self._sender.send(read.outgoing)
+                self._chunk_sender.send(read.outgoing)
             case wire.CUDA_IPC:
-                self._show_device(op, slab, found.blocks)
-                if asked.is_checked:
-                    self._hub.progress.work(self._summing(op, read, found))
+                self._serve_device(op, slab, checked.blocks)
+                if fetch.is_checked:
+                    self._hub.progress.schedule(self._checksum_task(op, read, checked))
             case "nixl" if self._hub.nixl is not None:
-                self._over_nixl.add(op)
-                self._hub.nixl.serve()
-                self._hub.nixl.when_ready(lambda: self._show_nixl(asked, read, found))
+                self._nixl_ops.add(op)
+                self._hub.nixl.start_serving()
+                self._hub.nixl.when_ready(lambda: self._serve_nixl(fetch, read, checked))
             case path:
-                raise Unsupported(f"this agent serves no path {path!r}", feature=path)
+                raise Unsupported(f"this agent does not serve the path {path!r}", feature=path)
 
-    def _show(self, op: int, slab: Slab, blocks: Numbers) -> None:
+    def _serve_shared(self, op: int, slab: Slab, blocks: Numbers) -> None:
         descriptor = slab.read_only() if slab.kind is MemoryKind.SHARED and self._link.is_unix else None
         if descriptor is None:
-            raise Unsupported("this memory cannot be mapped by a peer", feature="shm")
-        number = self._hub.number_of(slab)
-        if number not in self._described:
+            raise Unsupported("the memory cannot be mapped by a peer", feature="shm")
+        number = self._hub.slab_number(slab)
+        if number not in self._described_slabs:
             try:
-                self._link.send(Described(slab.info(number), has_descriptor=True), descriptor)
+                self._link.send(SharedSlab(slab.info(number), has_descriptor=True), descriptor)
             except OSError as error:
-                told = f"no descriptor is left for a peer: {error}"
-                raise Overloaded(told, queue="descriptors") from None
-            self._described.add(number)
+                message = f"out of file descriptors: {error}"
+                raise Overloaded(message, queue="descriptors") from None
+            self._described_slabs.add(number)
         self._link.send(Ready(op, number, blocks.tobytes()))
 
-    def _show_device(self, op: int, slab: Slab, blocks: Numbers) -> None:
-        # Who has a handle may write, too: it is given to processes of this host and user only.
-        is_trusted = self._link.is_unix and wire.CUDA_IPC in self._hub.paths.can.paths
+    def _serve_device(self, op: int, slab: Slab, blocks: Numbers) -> None:
+        # The handle grants write access as well: only for processes of this host and user.
+        is_trusted = self._link.is_unix and wire.CUDA_IPC in self._hub.paths.capabilities.paths
         handle = slab.device.handle if slab.device is not None and is_trusted else None
         if handle is None:
-            raise Unsupported("this memory cannot be opened by a peer", feature=wire.CUDA_IPC)
-        number = self._hub.number_of(slab)
-        if number not in self._described:
-            self._described.add(number)
+            raise Unsupported("the memory cannot be opened by a peer", feature=wire.CUDA_IPC)
+        number = self._hub.slab_number(slab)
+        if number not in self._described_slabs:
+            self._described_slabs.add(number)
             self._link.send(DeviceSlab(slab.info(number), handle))
         self._link.send(Ready(op, number, blocks.tobytes()))
 
-    def _show_nixl(self, asked: Fetch, read: _Read, found: Fetched) -> None:
-        if self._reads.get(asked.op) is not read or self._hub.nixl is None:
-            return  # nobody waits for it any more
-        slab = read.offered.slab
-        number = self._hub.number_of(slab)
+    def _serve_nixl(self, fetch: Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
+        if self._reads.get(fetch.op) is not read or self._hub.nixl is None:
+            return  # cancelled
+        slab = read.offer.slab
+        number = self._hub.slab_number(slab)
         try:
-            told = self._hub.nixl.describe(slab, number)
+            description = self._hub.nixl.describe(slab, number)
         except KvoltError as error:
-            self._fail(asked.op, error)
+            self._fail(fetch.op, error)
             return
-        if self._nixl_slabs.get(number) != told:
-            self._nixl_slabs[number] = told
-            self._link.send(told)
-        self._link.send(Ready(asked.op, number, found.blocks.tobytes()))
-        if asked.is_checked:
-            self._hub.progress.work(self._summing(asked.op, read, found))
+        if self._nixl_slabs.get(number) != description:
+            self._nixl_slabs[number] = description
+            self._link.send(description)
+        self._link.send(Ready(fetch.op, number, checked.blocks.tobytes()))
+        if fetch.is_checked:
+            self._hub.progress.schedule(self._checksum_task(fetch.op, read, checked))
 
-    def _summing(self, op: int, read: _Read, found: Fetched) -> Summing:
-        return Summing(
-            read.offered.slab,
-            found.pieces,
-            found.seeds,
+    def _checksum_task(self, op: int, read: _PeerRead, checked: CheckedFetch) -> ChecksumTask:
+        return ChecksumTask(
+            read.offer.slab,
+            checked.pieces,
+            checked.seeds,
             is_wanted=lambda: self._reads.get(op) is read,
-            tell=lambda first, sums: self._link.send(Sums(op, first, sums)),
-            fail=lambda error: self._fail(op, error),
+            on_checksums=lambda first, sums: self._link.send(Checksums(op, first, sums)),
+            on_error=lambda error: self._fail(op, error),
         )
 
     def _stage(self, op: int, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces] | None:
-        """Blocks that are not in the host's memory, to be sent."""
+        """Copy blocks outside host memory into a send buffer."""
         try:
             return self._staging.fill(slab, pieces)
         except KvoltError as error:
@@ -293,50 +325,50 @@ class Served:
             return None
 
     def _fail(self, op: int, error: KvoltError) -> None:
-        self._end(op, is_whole=False)
+        self._end_op(op, is_whole=False)
         self._link.send(Failed(op, to_info(error)))
 
-    def _drop(self, op: int) -> _Read | None:
+    def _drop_read(self, op: int) -> _PeerRead | None:
         read = self._reads.pop(op, None)
         if read is not None:
             self._num_pieces -= read.num_pieces
-            if read.outgoing is not None and self._sender is not None:
-                self._sender.drop(read.outgoing)
+            if read.outgoing is not None and self._chunk_sender is not None:
+                self._chunk_sender.drop(read.outgoing)
         return read
 
-    def _end(self, op: int, is_whole: bool) -> None:
-        guest = self._guests.pop(op, None)
-        if guest is not None:
-            guest.go()
-        read = self._drop(op)
+    def _end_op(self, op: int, is_whole: bool) -> None:
+        waiter = self._waiters.pop(op, None)
+        if waiter is not None:
+            waiter.cancel()
+        read = self._drop_read(op)
         if read is not None:
-            self._hub.offers.end(read.secret, is_whole)
-        if op in self._over_nixl and self._hub.nixl is not None:
-            self._over_nixl.discard(op)
-            self._hub.nixl.serve_no_more()
+            self._hub.offers.end_read(read.secret, is_whole)
+        if op in self._nixl_ops and self._hub.nixl is not None:
+            self._nixl_ops.discard(op)
+            self._hub.nixl.stop_serving()
 
-    # --- a peer waits for the note of a room
+    # --- mailboxes
 
-    def _meet(self, asked: Meet) -> None:
-        op = asked.op
+    def _on_receive(self, request: Receive) -> None:
+        op = request.op
 
-        def give(note: bytes) -> bool:
-            self._guests.pop(op, None)
-            self._link.send(Met(op, note))
+        def deliver(message: bytes) -> bool:
+            self._waiters.pop(op, None)
+            self._link.send(Delivered(op, message))
             return self._link.is_open
 
         def fail(error: KvoltError) -> None:
-            self._guests.pop(op, None)
+            self._waiters.pop(op, None)
             self._link.send(Failed(op, to_info(error)))
 
         try:
-            self._check_number(op)
-            guest = Guest(asked.room, self._hub.deadline_in(asked.timeout_s), give, fail)
+            self._check_op(op)
+            waiter = Waiter(request.mailbox, self._hub.deadline_in(request.timeout_s), deliver, fail)
         except KvoltError as error:
             self._link.send(Failed(op, to_info(error)))
             return
-        self._guests[op] = guest
+        self._waiters[op] = waiter
         try:
-            self._hub.rooms.meet_here(guest)
+            self._hub.mailboxes.wait_local(waiter)
         except KvoltError as error:
-            guest.fail(error)
+            waiter.fail(error)

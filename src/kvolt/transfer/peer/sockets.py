@@ -1,7 +1,7 @@
-"""Sockets of agents: opened to a peer, and listened on, without ever waiting. Knows no message.
+"""Non-blocking sockets of agents: connect and listen.
 
-Names are looked up once, by who starts an agent. The thread that moves blocks sees numeric addresses only: a resolver
-that is slow would stop all that moves.
+Host names are resolved once at startup. The progress thread uses numeric addresses only, since a slow resolver would
+block all transfers.
 """
 
 from __future__ import annotations
@@ -23,99 +23,98 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user, group."""
-PAUSE_S = 1.0
-"""Of one who listens, when there is no descriptor left for a peer."""
+"""pid, uid, gid."""
+ACCEPT_PAUSE_S = 1.0
+"""Pause in accepting when out of descriptors."""
 
-OnDone = Callable[[socket.socket | ConnectFailed], None]
-
-
-def name_of(to: Address) -> str:
-    return f"{to.host}:{to.port}"
+OnConnected = Callable[[socket.socket | ConnectFailed], None]
 
 
-def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
-    """Open a connection; `on_done` is told how it went, once, perhaps before this returns. What is returned gives up:
-    then it is not told any more."""
-    named = to.unix if use_unix else name_of(to)
-    link: socket.socket | None = None
+def host_port(address: Address) -> str:
+    return f"{address.host}:{address.port}"
 
-    def failed(why: object) -> None:
-        give_up()
+
+def connect(progress: Progress, address: Address, use_unix: bool, on_done: OnConnected) -> Callable[[], None]:
+    """Connect; `on_done` is called once, possibly before this returns. Returns a function that cancels."""
+    named = address.unix if use_unix else host_port(address)
+    sock: socket.socket | None = None
+
+    def fail(why: object) -> None:
+        cancel()
         on_done(ConnectFailed(f"no connection to {named}: {why}", address=named))
 
-    def give_up() -> None:
-        nonlocal link
-        if link is not None:
-            progress.forget(link.fileno())
-            link.close()
-            link = None
+    def cancel() -> None:
+        nonlocal sock
+        if sock is not None:
+            progress.unwatch(sock.fileno())
+            sock.close()
+            sock = None
 
-    def done() -> None:
-        nonlocal link
-        assert link is not None
-        if use_unix and not is_same_user(link):
-            failed("it is of another user")
+    def succeed() -> None:
+        nonlocal sock
+        assert sock is not None
+        if use_unix and not is_same_user(sock):
+            fail("it is of another user")
             return
-        opened, link = link, None
+        opened, sock = sock, None
         on_done(opened)
 
-    def tried(events: int) -> None:
-        if link is None:
+    def on_writable(events: int) -> None:
+        if sock is None:
             return
-        progress.forget(link.fileno())
-        code = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        progress.unwatch(sock.fileno())
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            failed(os.strerror(code))
+            fail(os.strerror(code))
         else:
-            done()
+            succeed()
 
     try:
-        where = f"\0{to.unix}" if use_unix else _numeric(to)
-        link = _new_socket(socket.AF_UNIX if use_unix else family_of(to.host))
-        code = link.connect_ex(where)
+        target = f"\0{address.unix}" if use_unix else _numeric_address(address)
+        sock = _new_socket(socket.AF_UNIX if use_unix else family_of(address.host))
+        code = sock.connect_ex(target)
         if code == errno.EINPROGRESS:
-            progress.watch(link.fileno(), EVENT_WRITE, tried)
+            progress.watch(sock.fileno(), EVENT_WRITE, on_writable)
     except (OSError, ValueError) as error:
-        failed(error)
-        return give_up
+        fail(error)
+        return cancel
     if not code:
-        done()
-    elif code != errno.EINPROGRESS:  # EAGAIN, too: who listens at a Unix socket has too many waiting already
-        failed(os.strerror(code))
-    return give_up
+        succeed()
+    elif code != errno.EINPROGRESS:  # also EAGAIN: the backlog of a Unix socket is full
+        fail(os.strerror(code))
+    return cancel
 
 
-def _numeric(to: Address) -> tuple[str, int]:
-    if not is_numeric(to.host):
-        raise ValueError("its host must be told as a numeric address")
-    if not 0 < to.port < 1 << 16:
-        raise ValueError("there is no such port")
-    return to.host, to.port
+def _numeric_address(address: Address) -> tuple[str, int]:
+    if not is_numeric(address.host):
+        raise ValueError("host must be a numeric address")
+    if not 0 < address.port < 1 << 16:
+        raise ValueError("port out of range")
+    return address.host, address.port
 
 
 def _new_socket(family: socket.AddressFamily) -> socket.socket:
-    link = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    link.setblocking(False)
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.setblocking(False)
     if family != socket.AF_UNIX:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
-def is_same_user(link: socket.socket) -> bool:
-    """Whether the peer of a Unix socket is of the same user, or root. Who may map one slab of ours sees all of it; and
-    anybody can listen at a name that an agent has left."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the peer of a Unix socket has the same user, or root. Mapping one slab exposes all of it, and any process
+    can listen on a name that an agent has released."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return user in (0, os.getuid())
 
 
-def host_of(link: socket.socket) -> str:
-    """The address of a peer, without its port; one name for all that come over a Unix socket."""
-    if link.family == socket.AF_UNIX:
+def host_of(sock: socket.socket) -> str:
+    """Peer address without port; `unix` for Unix sockets."""
+    if sock.family == socket.AF_UNIX:
         return "unix"
     try:
-        return str(link.getpeername()[0])
+        return str(sock.getpeername()[0])
     except OSError:  # gone already
         return "?"
 
@@ -133,91 +132,91 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def resolve(host: str, family: socket.AddressFamily) -> str:
-    """The numeric address of a name, of this family if it has one. Waits for it. ConfigError where there is none."""
+    """Numeric address of a name, preferably of this family. Blocks. ConfigError if it does not resolve."""
     if is_numeric(host):
         return host
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"peers cannot be told {host!r}: {error}",
+            f"cannot advertise {host!r}: {error}",
             key="transfer.advertise",
-            remedy="name an address of this machine that peers reach, or leave it to the host that is listened on",
+            remedy="set an address of this machine that peers can reach, or leave it unset",
         ) from None
-    return str(min(found, key=lambda each: each[0] != family)[4][0])
+    return str(min(addresses, key=lambda each: each[0] != family)[4][0])
 
 
 # --- listening
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """ConfigError when it cannot be."""
-    listening = socket.socket(family_of(host), socket.SOCK_STREAM)
+    """ConfigError if the address is unavailable."""
+    sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
     except OSError as error:
-        listening.close()
+        sock.close()
         raise ConfigError(
-            f"blocks cannot be served at {host}:{port}: {error.strerror}",
+            f"cannot listen on {host}:{port}: {error.strerror}",
             key="transfer.port",
             remedy="name a free port, or 0 for any",
         ) from None
-    return listening
+    return sock
 
 
 def listen_unix(name: str) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(f"\0{name}")
-    listening.listen(_BACKLOG)
-    listening.setblocking(False)
-    return listening
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0{name}")
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    return sock
 
 
 class Listener:
-    """Lets peers in, for as long as it is not closed, whatever goes wrong with one of them."""
+    """Accepts peers until closed; an error of one peer does not affect others."""
 
     def __init__(
-        self, progress: Progress, listening: socket.socket, on_peer: Callable[[socket.socket], None]
+        self, progress: Progress, sock: socket.socket, on_peer: Callable[[socket.socket], None]
     ) -> None:
-        """`on_peer` gets each socket, which is its own from then on."""
+        """`on_peer` takes ownership of each socket."""
         self._progress = progress
-        self._listening = listening
+        self._socket = sock
         self._on_peer = on_peer
         self._num_refused = 0
         self._is_closed = False
 
     def start(self) -> None:
         if not self._is_closed:
-            self._progress.watch(self._listening.fileno(), EVENT_READ, self._on_ready)
+            self._progress.watch(self._socket.fileno(), EVENT_READ, self._on_ready)
 
     def close(self) -> None:
         self._is_closed = True
-        self._progress.forget(self._listening.fileno())
-        self._listening.close()
+        self._progress.unwatch(self._socket.fileno())
+        self._socket.close()
 
     def _on_ready(self, events: int) -> None:
         try:
-            link, _ = self._listening.accept()
+            sock, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # No descriptor, or no memory, is left: who waits would be there again at once.
-            log.warning("peers are not let in for %s s: %s", PAUSE_S, error)
-            self._progress.forget(self._listening.fileno())
-            self._progress.at(self._progress.now() + PAUSE_S, self.start)
+            # Out of descriptors or memory: pause, or accept would spin.
+            log.warning("accept paused: seconds=%s error=%s", ACCEPT_PAUSE_S, error)
+            self._progress.unwatch(self._socket.fileno())
+            self._progress.call_at(self._progress.now() + ACCEPT_PAUSE_S, self.start)
             return
         try:
-            link.setblocking(False)
-            if link.family != socket.AF_UNIX:
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            elif not is_same_user(link):
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            elif not is_same_user(sock):
                 raise PermissionError("it is of another user")
-            self._on_peer(link)
+            self._on_peer(sock)
         except Exception as error:
             self._num_refused += 1
             if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
                 log.warning("connection refused: reason=%s refused=%d", error, self._num_refused)
-            link.close()
+            sock.close()

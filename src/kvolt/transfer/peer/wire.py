@@ -1,13 +1,12 @@
-"""What two agents say to each other: messages in frames, and the bytes of blocks between them. Pure.
+"""Wire format between agents: framed messages and chunks of block bytes. Pure.
 
-    frame    length (4, little-endian) | a message (msgpack, tagged)
-    chunk    op (8) | first (4) | count (4) | bytes of a block (4) | whether checked (4)
-             | checksums (8 each, where asked for) | the blocks' bytes
+    frame    length (4, little-endian) | message (msgpack, tagged)
+    chunk    op (8) | first (4) | count (4) | bytes per block (4) | is checked (4)
+             | checksums (8 each, if checked) | block bytes
 
-A connection carries frames, or, from its Welcome on, chunks: one of each kind for a pair of agents that talk over TCP,
-so that no word waits behind a block. The one for chunks is opened with the key that came with the Welcome of the other,
-so that nobody has blocks sent to himself in another's name. Over a Unix socket the descriptor of a shared memory comes
-with its Described.
+A connection carries frames or, after its Welcome, chunks. Agents that use TCP have one of each, so that messages do not
+queue behind blocks. A chunk connection presents the key from the Welcome of its frame connection, which prevents a
+third party from receiving the blocks. On a Unix socket the descriptor of a shared memory accompanies its SharedSlab.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ from kvolt.transfer.paths.capabilities import Capabilities
 
 VERSION = 2
 MAX_FRAME_BYTES = 32 << 20
-"""Of one who was let in."""
+"""After the handshake."""
 MAX_GREETING_BYTES = 4096
-"""Of one who was not yet."""
+"""Before the handshake."""
 MAX_BLOCKS = 3_000_000
-"""In one transfer: their numbers, and their checksums, fit into a frame."""
-MAX_NOTE_BYTES = 1 << 20
-"""Of a room."""
+"""Per transfer: their numbers and checksums fit into a frame."""
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of a mailbox message."""
 CUDA_IPC = "cuda-ipc"
-"""The path by which a device reads another process's memory itself."""
+"""Path on which a device maps another process's memory."""
 CHUNK = struct.Struct("<QIIII")
 _LENGTH = struct.Struct("<I")
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where an agent is reached."""
+    """Network address of an agent."""
 
     agent: str
-    """Another one with every start."""
+    """Random id, new at each start."""
     host: str
     port: int
     unix: str
-    """The name of its abstract socket: whoever shares a network namespace with it reaches it there."""
+    """Name of its abstract Unix socket, reachable from the same network namespace."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """For blocks that may be read, or written to, by who has it. Opaque to all but agents."""
+    """Capability to read or write blocks. Opaque outside agents."""
 
     address: Address
     secret: int
     slab: SlabInfo
     num_blocks: int
-    is_for: Literal["read", "write"]
+    access: Literal["read", "write"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -65,68 +64,68 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     carries: Literal["frames", "chunks"]
     version: int = VERSION
     key: str = ""
-    """Of the connection for frames that these chunks belong to."""
+    """For chunks: key of the frame connection."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     agent: str
     version: int = VERSION
     also_serves: tuple[str, ...] = ()
-    """Paths beside those that everybody has."""
+    """Optional paths that this agent serves."""
     key: str = ""
-    """What the connection for chunks that belongs to this one must present. Good for one."""
-    can: Capabilities | None = None
-    """What the agent can do, for whoever plans a route from it."""
+    """Key for the chunk connection of this connection. Single use."""
+    capabilities: Capabilities | None = None
+    """Capabilities of the agent, for route planning."""
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """I would like to have these."""
+    """Request to read blocks of a ticket."""
 
     op: int
     secret: int
     path: str
     positions: bytes = b""
-    """Among the ticket's blocks (int64, packed); none for all of them."""
+    """Among the ticket's blocks (packed int64); empty for all."""
     pieces: bytes = b""
-    """Offsets inside a block (int64, packed); none for whole blocks."""
+    """Offsets inside a block (packed int64); empty for whole blocks."""
     piece_bytes: int = 0
     is_checked: bool = True
 
 
-class Described(msgspec.Struct, frozen=True, tag=True):
-    """Of a slab, before anything of it. With its descriptor, where this is a Unix socket and others may map it."""
+class SharedSlab(msgspec.Struct, frozen=True, tag=True):
+    """Shared-memory slab, sent before its first use, with its descriptor if the peer may map it."""
 
     slab: SlabInfo
     has_descriptor: bool
 
 
 class NixlSlab(msgspec.Struct, frozen=True, tag=True):
-    """Of a slab, before anything of it over NIXL."""
+    """NIXL registration of a slab, sent before its first use."""
 
     slab: SlabInfo
     address: int
     device: int
     metadata: bytes
-    """Opaque: what NIXL must know of the memory, and of whose it is."""
+    """Opaque NIXL metadata of the memory and its agent."""
 
 
 class DeviceSlab(msgspec.Struct, frozen=True, tag=True):
-    """Of a slab on a device, before anything of it by CUDA IPC."""
+    """CUDA IPC handle of a device slab, sent before its first use."""
 
     slab: SlabInfo
     handle: DeviceHandle
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """They are in this slab under these numbers, and stay while you read."""
+    """Location of the requested blocks, stable during the read."""
 
     op: int
     slab: int
     blocks: bytes
 
 
-class Sums(msgspec.Struct, frozen=True, tag=True):
-    """Their checksums, from the `first` on (uint64, packed)."""
+class Checksums(msgspec.Struct, frozen=True, tag=True):
+    """Checksums of requested blocks, from `first` on (packed uint64)."""
 
     op: int
     first: int
@@ -134,27 +133,27 @@ class Sums(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """I read no more of it; whether I have it all."""
+    """The reader is done; `is_whole`: it has all blocks."""
 
     op: int
     is_whole: bool
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):
-    """Nobody will read what this ticket is for."""
+    """The ticket will not be used."""
 
     secret: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more comes of it."""
+    """The op failed."""
 
     op: int
     error: ErrorInfo
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """For your writable blocks at these positions there is something to be read."""
+class WriteRequest(msgspec.Struct, frozen=True, tag=True):
+    """Request to read the ticket's blocks into the receiver's writable blocks at these positions."""
 
     op: int
     secret: int
@@ -163,44 +162,44 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     is_checked: bool = True
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
-    """Of an Offer: it is read, or will not be."""
+class WriteResult(msgspec.Struct, frozen=True, tag=True):
+    """Outcome of a WriteRequest."""
 
     op: int
     error: ErrorInfo | None = None
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True):
-    """I wait for this room's note, so long. An Ended says that I wait no more."""
+class Receive(msgspec.Struct, frozen=True, tag=True):
+    """Wait for the message of a mailbox. Ended cancels."""
 
     op: int
-    room: int
+    mailbox: int
     timeout_s: float
 
 
-class Met(msgspec.Struct, frozen=True, tag=True):
-    """It is this. Nobody else gets it."""
+class Delivered(msgspec.Struct, frozen=True, tag=True):
+    """The message of a mailbox, delivered to this waiter only."""
 
     op: int
-    note: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
+    message: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
 Message = (
     Hello
     | Welcome
     | Fetch
-    | Described
+    | SharedSlab
     | NixlSlab
     | DeviceSlab
     | Ready
-    | Sums
+    | Checksums
     | Ended
     | Declined
     | Failed
-    | Offer
-    | Taken
-    | Meet
-    | Met
+    | WriteRequest
+    | WriteResult
+    | Receive
+    | Delivered
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -214,50 +213,50 @@ def to_frame(message: Message) -> bytes:
 
 
 class FrameReader:
-    """Bytes in, messages out."""
+    """Splits a byte stream into messages."""
 
-    def __init__(self, most_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.most_bytes = most_bytes
-        """Of a frame; may be changed between two messages."""
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
+        """Frame size limit; may be changed between messages."""
         self._buffer = bytearray()
 
     @property
     def buffered_bytes(self) -> int:
-        """Of a frame that has not come whole."""
+        """Bytes of the incomplete frame."""
         return len(self._buffer)
 
     def clear(self) -> None:
-        """Free what is buffered; nothing may be fed after it."""
+        """Free the buffer; `feed` must not be called again."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """To be taken to the end, or not used again. ProtocolError for what is none."""
+        """Must be exhausted before the next call. ProtocolError if malformed."""
         buffer = self._buffer
         buffer += data
         start = 0
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > self.most_bytes:
-                raise ProtocolError(f"a frame of {length} bytes", rule="frame_size")
+            if length > self.max_bytes:
+                raise ProtocolError(f"frame of {length} bytes exceeds the limit", rule="frame_size")
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
             try:
                 message = _decode_message(memoryview(buffer)[start + _LENGTH.size : end].tobytes())
             except MALFORMED as error:
-                raise ProtocolError(f"a message that cannot be read: {error}", rule="message") from None
+                raise ProtocolError(f"malformed message: {error}", rule="message") from None
             yield message
             start = end
         del buffer[:start]
 
 
-def ticket_bytes(ticket: Ticket) -> bytes:
+def encode_ticket(ticket: Ticket) -> bytes:
     return _encoder.encode(ticket)
 
 
-def read_ticket(data: bytes) -> Ticket:
-    """ProtocolError for what is none."""
+def decode_ticket(data: bytes) -> Ticket:
+    """ProtocolError if malformed."""
     try:
         return _decode_ticket(data)
     except MALFORMED as error:
-        raise ProtocolError(f"a ticket that cannot be read: {error}", rule="ticket") from None
+        raise ProtocolError(f"malformed ticket: {error}", rule="ticket") from None

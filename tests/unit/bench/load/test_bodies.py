@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvolt.bench.load.bodies import Endpoint, RequestMaker, Target, parse_target
-from kvolt.bench.load.workloads import Ask, Message
+from kvolt.bench.load.workloads import Message, Prompt
 from kvolt.core.errors import ConfigError
 
 TARGET = Target(host="h", port=8000, path="/v1", api_key="k")
-ASK = Ask(
+ASK = Prompt(
     (Message("system", [1, 2]), Message("user", [3]), Message("assistant", "so"), Message("user", [4])), 5, 6
 )
 

@@ -44,14 +44,14 @@ def test_chance_alone_is_mostly_recognised_as_chance() -> None:
         ].verdict
         for seed in range(30)
     ]
-    assert verdicts.count("no difference seen") >= 25
+    assert verdicts.count("no significant difference") >= 25
 
 
 def test_what_does_not_vary_is_no_difference() -> None:
     found = by_figure(compare(run(1, 0.1), run(1, 0.1)))
     assert found["tpot mean"].change == 0.0
     assert found["requests/s"].change == 0.0
-    assert found["ttft p99"].verdict == "no difference seen"
+    assert found["ttft p99"].verdict == "no significant difference"
 
 
 def test_the_seed_decides() -> None:

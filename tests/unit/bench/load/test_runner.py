@@ -211,7 +211,7 @@ BROKEN = [
     ("http_503", plain(503, b"busy", more="Connection: close\r\n"), "busy"),
     ("not_a_stream", plain(200, b"{}"), "stream"),
     ("hang_up", [HANG_UP], "answered nothing"),
-    ("hang_up", [STREAM_HEAD + chunk(ROLE) + chunk(token("a")), 0.1, HANG_UP], "middle"),
+    ("hang_up", [STREAM_HEAD + chunk(ROLE) + chunk(token("a")), 0.1, HANG_UP], "during the response"),
     ("broken_stream", [STREAM_HEAD + chunk(token("a")) + END], "neither"),
     (
         "stream_error",

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.bench.load.workloads import (
-    Ask,
     Chats,
     FromTrace,
     Lengths,
+    Prompt,
     PromptShape,
     Session,
     Synthetic,
@@ -22,7 +22,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
 
-def only_ask(session: Session | None) -> Ask:
+def only_ask(session: Session | None) -> Prompt:
     assert session is not None
     ask = session.next(None)
     assert ask is not None
@@ -30,7 +30,7 @@ def only_ask(session: Session | None) -> Ask:
     return ask
 
 
-def tokens(ask: Ask) -> Sequence[int]:
+def tokens(ask: Prompt) -> Sequence[int]:
     [message] = ask.messages
     assert not isinstance(message.content, str)
     return message.content

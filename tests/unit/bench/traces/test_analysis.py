@@ -42,7 +42,7 @@ def test_what_a_trace_does_not_say() -> None:
 
 
 def test_a_trace_without_requests_is_told() -> None:
-    with pytest.raises(ConfigError, match="without requests"):
+    with pytest.raises(ConfigError, match="has no requests"):
         analyze([])
 
 

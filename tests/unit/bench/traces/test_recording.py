@@ -36,7 +36,7 @@ def test_what_came_is_on_disk_before_the_end(tmp_path: Path) -> None:
     trace.flush()
     left = list(read_trace(trace.unsorted_path, ReadOptions(in_order=False)))
     assert [each.timestamp for each in left] == [5.0, 2.0]
-    with pytest.raises(ConfigError, match="is what a recording has left") as caught:
+    with pytest.raises(ConfigError, match="another recording is running or was killed") as caught:
         UnsortedTrace(tmp_path / "t.jsonl")
     assert "--sort" in str(caught.value.fields["remedy"])
     again = UnsortedTrace(tmp_path / "t.jsonl", replace_left=True)

@@ -75,12 +75,12 @@ def test_the_default_counter_is_a_rule_of_thumb() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "reason"),
     [
-        ("[]", 1, "no requests in it"),
-        ("[\n\n" + json.dumps(CHAT), 3, "bad JSON: the file is cut"),
+        ("[]", 1, "no requests"),
+        ("[\n\n" + json.dumps(CHAT), 3, "bad JSON: unexpected end of file"),
         ("[\n" + json.dumps(CHAT) + ",\n{", 3, "bad JSON: Expecting property name enclosed in double quotes"),
         ("[\n" + json.dumps(CHAT) + ",\n\n" + json.dumps(CHAT)[:40], 4, None),
         ("[\n" + json.dumps(CHAT) + "\n" + json.dumps(CHAT) + "]", 3, "bad JSON: expected ']', got '{'"),
-        ("[" + json.dumps(CHAT) + "]\n\n[", 3, "something follows the array"),
+        ("[" + json.dumps(CHAT) + "]\n\n[", 3, "data after the array"),
         ('[\n{"conversations":\n\n [nonsense' + " " * 50 + "]}]", 4, "bad JSON: Expecting value"),
         ('[\n{"id": "a"}]', 2, "object missing required field conversations"),
         (
@@ -125,5 +125,5 @@ def test_items_may_be_cut_anywhere_by_a_read(
 def test_an_item_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_items, "MAX_LINE_BYTES", 200)
     monkeypatch.setattr(json_items, "_CHUNK_BYTES", 50)
-    with pytest.raises(ConfigError, match=":1: an item of more than"):
+    with pytest.raises(ConfigError, match=":1: an item exceeds"):
         read(tmp_path, json.dumps([chat("human: " + "a " * 500, "gpt: b")]))

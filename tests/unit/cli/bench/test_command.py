@@ -71,7 +71,7 @@ def test_a_closed_loop_with_all_its_files(
     assert len(Path("o/requests.csv").read_text().splitlines()) == 25
     assert "<svg" in Path("o/report.html").read_text()
     printed = capsys.readouterr().out
-    assert "20 whole, 0 failed" in printed
+    assert "20 complete, 0 failed" in printed
     assert "time to first token" in printed
 
 
@@ -108,7 +108,7 @@ def test_a_trace_without_times_needs_some(url: str, capsys: pytest.CaptureFixtur
     line = '{"timestamp": 5, "input_length": 9, "output_length": 1}\n'
     Path("t.jsonl").write_text(line * 2)
     assert asked(url, "--trace t.jsonl") == 2
-    assert "has no times" in capsys.readouterr().err
+    assert "has no timestamps" in capsys.readouterr().err
     Path("t.jsonl").write_text(line)
     assert asked(url, "--trace t.jsonl") == 0
 
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_in_order_and_reports(url: str, server: ScriptedServer) -> N
     report = read("o")
     assert report.was_cut
     assert (report.counts.whole, report.counts.cut, report.counts.failed) == (2, 2, 0)
-    assert "cut" in Path("o/report.html").read_text()
+    assert "interrupted" in Path("o/report.html").read_text()
 
 
 def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(
@@ -203,22 +203,22 @@ def test_runs_are_compared(url: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "choose how requests come"),
-        ("--rate 1 --concurrency 2", "--rate and --concurrency exclude each other"),
+        ("", "no load is specified"),
+        ("--rate 1 --concurrency 2", "--rate and --concurrency are mutually exclusive"),
         ("--rate 0", "--rate is 0"),
         ("--concurrency 0", "--concurrency is 0"),
-        ("--rate 1 --requests 5 --duration 3s", "exclude each other"),
-        ("--rate 1 --input 0", "is no length"),
-        ("--rate 1 --shared-prefix 600", "over --input 512"),
-        ("--rate 1 --sla quick=1s", "is no limit"),
+        ("--rate 1 --requests 5 --duration 3s", "mutually exclusive"),
+        ("--rate 1 --input 0", "invalid length"),
+        ("--rate 1 --shared-prefix 600", "exceeds --input 512"),
+        ("--rate 1 --sla quick=1s", "invalid limit"),
         ("--rate 1 --timeout 0", "--timeout is 0"),
-        ("--rate 1 --turns 2 --endpoint tokens", "--turns needs chat"),
-        ("--rate 1 --turns 0", "a chat needs a turn"),
+        ("--rate 1 --turns 2 --endpoint tokens", "--turns requires generated chat prompts"),
+        ("--rate 1 --turns 0", "--turns must be 1 or more"),
         ("--rate 1 --set x", "NAME=VALUE"),
         ("--trace nowhere.jsonl", "nowhere.jsonl"),
-        ("--concurrency 99999999", "more than the"),
-        ("--rate 1 --url ftp://x", "no URL"),
-        ("--rate 1 --url 127.0.0.1:1", "nothing answers at http://127.0.0.1:1/v1"),
+        ("--concurrency 99999999", "exceed the open file limit"),
+        ("--rate 1 --url ftp://x", "invalid server URL"),
+        ("--rate 1 --url 127.0.0.1:1", "http://127.0.0.1:1/v1 is unreachable"),
         ("--rate 1 --out /dev/null/x --url 127.0.0.1:1", "cannot write to"),
     ],
 )
@@ -237,9 +237,7 @@ def test_a_report_is_not_written_over(url: str, capsys: pytest.CaptureFixture[st
     assert asked(url, f"{flags} --force") == 0
 
 
-@pytest.mark.parametrize(
-    ("names", "said"), [((), "serves no model yet"), (("a", "b"), "serves 2 models: a, b")]
-)
+@pytest.mark.parametrize(("names", "said"), [((), "serves no model"), (("a", "b"), "serves 2 models: a, b")])
 def test_the_model_must_be_clear(
     names: tuple[str, ...], said: str, url: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, in_eight_bits, s
 from kvolt.cli.main import main
 from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.disk.fp8 import EightBits
+from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import Slot
 
@@ -56,7 +56,7 @@ def test_how_much_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["cache", "stat", "--dir", str(folder)]) == 0
     told = capsys.readouterr().out
     assert "5 of 20 blocks" in told
-    assert "nobody has it now" in told
+    assert "not in use" in told
     assert main(["cache", "stat", "--dir", str(folder), "--json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
     assert (row["blocks"], row["bytes"], row["owned"]) == (5, 5 * BLOCK_BYTES, False)
@@ -64,7 +64,7 @@ def test_how_much_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_who_has_it_is_told(owned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "stat", "--dir", str(owned)]) == 0
-    assert "a worker has it" in capsys.readouterr().out
+    assert "in use by a worker" in capsys.readouterr().out
     assert main(["cache", "evict", "--all", "--dir", str(owned)]) == 1
     assert "stop it" in capsys.readouterr().err
 
@@ -87,9 +87,9 @@ def test_what_is_spoiled_is_found_and_can_be_forgotten(
     assert main(["cache", "verify", "--dir", str(folder)]) == 1
     assert f"corrupt: {BLOCKS[2].key.hex()}" in capsys.readouterr().out
     assert main(["cache", "evict", "--corrupt", "--dir", str(folder)]) == 0
-    assert "1 blocks are forgotten" in capsys.readouterr().out
+    assert "1 blocks removed" in capsys.readouterr().out
     assert main(["cache", "verify", "--dir", str(folder)]) == 0
-    assert "4 of 4 blocks are whole" in capsys.readouterr().out
+    assert "4 of 4 blocks are valid" in capsys.readouterr().out
 
 
 def test_a_file_that_is_gone_is_no_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_blocks_are_forgotten_by_key(folder: Path, capsys: pytest.CaptureFixture
     key = BLOCKS[1].key.hex()
     assert main(["cache", "evict", "--key", key[:12].upper(), "--dir", str(folder)]) == 0
     assert main(["cache", "evict", "--key", "", "--dir", str(folder)]) == 0
-    assert "0 blocks are forgotten" in capsys.readouterr().out
+    assert "0 blocks removed" in capsys.readouterr().out
     assert main(["cache", "ls", "--dir", str(folder)]) == 0
     told = capsys.readouterr().out
     assert key not in told
@@ -116,14 +116,14 @@ def test_the_bytes_of_a_block(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert out.read_bytes() == contents(BLOCKS[3])
     spoil(folder, 0)
     assert main(["cache", "export", BLOCKS[3].key.hex(), str(out), "--dir", str(folder)]) == 2
-    assert "is not what was written" in capsys.readouterr().err
+    assert "has a wrong checksum" in capsys.readouterr().err
     assert main(["cache", "export", "ffffffffff", str(out), "--dir", str(folder)]) == 2
     assert "no block" in capsys.readouterr().err
 
 
 def test_a_folder_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = BlockShape(5000, 2, "bfloat16")
-    files, memory = DiskFiles(tmp_path, shape, 20, EightBits.of(shape)), SlotMemory(shape, 5)
+    files, memory = DiskFiles(tmp_path, shape, 20, Fp8.of(shape)), SlotMemory(shape, 5)
     places, there = np.arange(5, dtype=np.int64), DiskBlocks(files)
     for index, block in enumerate(BLOCKS):
         with memory.block(index) as view:
@@ -134,7 +134,7 @@ def test_a_folder_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture[st
         each.close()
     where = ("--dir", str(tmp_path))
     assert main(["cache", "stat", *where]) == 0
-    assert "bfloat16 in eight bits (lossy)" in capsys.readouterr().out
+    assert "bfloat16 as fp8 (lossy)" in capsys.readouterr().out
     assert main(["cache", "stat", "--json", *where]) == 0
     [row] = json.loads(capsys.readouterr().out)
     assert (row["form"], row["bytes"]) == ("fp8x64-bfloat16", 5 * 2 * (2500 + 40))
@@ -158,9 +158,9 @@ def test_a_folder_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_folder_without_any_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "stat", "--dir", str(tmp_path)]) == 2
-    assert "no KV is kept" in capsys.readouterr().err
+    assert "no KV blocks in" in capsys.readouterr().err
     part = tmp_path / "v1-5000x1" / "00"
     part.mkdir(parents=True)
     (part / "about.json").write_text("{")
     assert main(["cache", "ls", "--dir", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_is_spoiled_is_told_and_removed(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "verify", "--object", store]) == 0
-    assert "5 of 5 blocks are whole" in capsys.readouterr().out
+    assert "5 of 5 blocks are valid" in capsys.readouterr().out
     data = bytearray(file_of(store, 1).read_bytes())
     data[99] ^= 1
     file_of(store, 1).write_bytes(data)
@@ -72,7 +72,7 @@ def test_what_is_spoiled_is_told_and_removed(store: str, capsys: pytest.CaptureF
     assert f"corrupt: {KEYS[1].hex()}" in told
     assert f"corrupt: {KEYS[3].hex()}" in told
     assert main(["cache", "evict", "--object", store, "--corrupt"]) == 0
-    assert "2 blocks are removed" in capsys.readouterr().out
+    assert "2 blocks removed" in capsys.readouterr().out
     assert main(["cache", "verify", "--object", store]) == 0
 
 
@@ -80,7 +80,7 @@ def test_what_is_old_is_removed(store: str, capsys: pytest.CaptureFixture[str]) 
     long_ago = time.time() - 8 * 86_400
     os.utime(file_of(store, 2), (long_ago, long_ago))
     assert main(["cache", "evict", "--object", store, "--older-than", "7d"]) == 0
-    assert "1 blocks are removed" in capsys.readouterr().out
+    assert "1 blocks removed" in capsys.readouterr().out
     assert keys_in(store, capsys) == {key.hex() for key in KEYS} - {KEYS[2].hex()}
 
 
@@ -99,15 +99,15 @@ def test_the_bytes_of_one(store: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["cache", "export", KEYS[4].hex(), str(target), "--object", store]) == 0
     assert target.read_bytes() == contents(BLOCKS[4])
     assert main(["cache", "export", "ffffffffff", str(target), "--object", store]) != 0
-    assert "no block has a key" in capsys.readouterr().err
+    assert "no block with key prefix" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["evict", "--object", "STORE", "--older-than", "soon"], "say 30m, 12h or 7d"),
-        (["stat", "--object", "nosuch://x/y"], "is no object store"),
-        (["evict", "--older-than", "7d", "--dir", "STORE"], "name a store with --object"),
+        (["evict", "--object", "STORE", "--older-than", "soon"], "for example 30m, 12h or 7d"),
+        (["stat", "--object", "nosuch://x/y"], "invalid object store"),
+        (["evict", "--older-than", "7d", "--dir", "STORE"], "use --object"),
     ],
 )
 def test_what_is_wrong_is_told(

@@ -108,16 +108,16 @@ def test_server_and_key_come_from_flag_environment_or_settings(
         ([], "kvolt: the question is empty (see `kvolt chat --help`)"),
         (
             ["q", "--set", "temperature"],
-            "kvolt: --set temperature: is no NAME=VALUE (e.g. --set temperature=0.2)",
+            "kvolt: --set temperature: expected NAME=VALUE (e.g. --set temperature=0.2)",
         ),
-        (["q", "--set", "seed=x"], "kvolt: --set seed=x: seed is a whole number, not x (e.g."),
+        (["q", "--set", "seed=x"], "kvolt: --set seed=x: seed must be a whole number, not x (e.g."),
         (["q", "--timeout", "0"], "kvolt: --timeout must be above 0"),
         (["q", "--timeout", "inf"], "kvolt: --timeout must be above 0"),
         (
             ["q", "--url", "gopher://x"],
-            "kvolt: gopher://x is no URL of a server (write it as http://HOST:PORT)",
+            "kvolt: invalid server URL gopher://x (write it as http://HOST:PORT)",
         ),
-        (["q", "--url", ""], "kvolt: frontend.port is 0, which is no address (give --url HOST:PORT)"),
+        (["q", "--url", ""], "kvolt: no URL: frontend.port is 0 (set --url HOST:PORT)"),
     ],
 )
 def test_wrong_usage(
@@ -142,8 +142,8 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str], pipe: Pipe, nobody: st
         assert main(["chat", "q", "--url", nobody, *model]) == 2
         assert capsys.readouterr() == (
             "",
-            f"kvolt: nothing answers at http://{nobody}/v1: connection refused "
-            "(start one with `kvolt serve`, or name another with --url)\n",
+            f"kvolt: cannot connect to http://{nobody}/v1: connection refused "
+            "(start a server with `kvolt serve`, or set --url)\n",
         )
 
 
@@ -154,17 +154,17 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str], pipe: Pipe, nobody: st
             refusal(400, b'{"error": {"message": "too long"}}'),
             2,
             "",
-            "kvolt: the server answers 400: too long",
+            "kvolt: the server responded 400: too long",
         ),
-        (refusal(401, b"{}"), 2, "", "kvolt: the server answers 401: {} (give a key with --api-key or"),
-        (refusal(500, b'{"error": "broken"}'), 1, "", "kvolt: the server answers 500: broken"),
+        (refusal(401, b"{}"), 2, "", "kvolt: the server responded 401: {} (set --api-key or"),
+        (refusal(500, b'{"error": "broken"}'), 1, "", "kvolt: the server responded 500: broken"),
         (
             Script([event("half"), b'data: {"error": {"message": "worker lost"}}\n\n']),
             1,
             "half\n",
-            "kvolt: the server says: worker lost",
+            "kvolt: server error: worker lost",
         ),
-        (Script([event("half")], breaks_off=True), 1, "half\n", "kvolt: the answer broke off"),
+        (Script([event("half")], breaks_off=True), 1, "half\n", "kvolt: the answer was cut off"),
     ],
 )
 def test_errors_of_the_server(
@@ -184,7 +184,7 @@ def test_which_model(capsys: pytest.CaptureFixture[str], pipe: Pipe) -> None:
         assert f"{server.url}/v1 serves 2 models: a, b (choose with --model NAME)" in capsys.readouterr().err
     with Server(models=[]) as server:
         assert main(["chat", "q", "--url", server.url]) == 2
-        assert "serves no model yet (see `kvolt status`)" in capsys.readouterr().err
+        assert "serves no models yet (see `kvolt status`)" in capsys.readouterr().err
 
 
 def test_colour() -> None:
@@ -247,11 +247,13 @@ def test_an_error_is_one_line_and_the_turn_can_be_retried(nobody: str) -> None:
         text = talk.run()
         roles = [[message["role"] for message in asked.body["messages"]] for asked in server.asked]
         assert roles == [["user"], ["user", "assistant", "user"], ["user", "assistant", "user"]]
-    assert "\nha\nthe server says: worker lost\n/retry asks again\n2\n" in text
+    assert "\nha\nserver error: worker lost\n/retry sends it again\n2\n" in text
     assert [turn.answer.content for turn in talk.session.turns] == ["1", "2"]
     server.url = f"http://{nobody}"
     text = Talk(server, "one", "/help").run()
-    assert f"nothing answers at http://{nobody}/v1: connection refused (start one with `kvolt serve`" in text
+    assert (
+        f"cannot connect to http://{nobody}/v1: connection refused (start a server with `kvolt serve`" in text
+    )
     assert "/undo" in text
 
 
@@ -262,7 +264,7 @@ def test_interrupts_at_the_prompt() -> None:
         )
         text = talk.run()
         assert server.asked[-1].body["messages"] == [{"role": "user", "content": "one"}]
-    assert text.count("Ctrl-C again or Ctrl-D leaves") == 2
+    assert text.count("Ctrl-C again or Ctrl-D to exit") == 2
     assert talk.left == 2, "the second in a row leaves"
 
 
@@ -280,7 +282,7 @@ def test_an_interrupted_answer_keeps_what_came(monkeypatch: pytest.MonkeyPatch) 
         talk = Talk(server, "one", KeyboardInterrupt(), "two")
         text = talk.run()
         assert server.gone.wait(5)
-    assert "so far\nstopped, what came is kept; Ctrl-C again leaves\n" in text
+    assert "so far\nstopped, partial answer kept; Ctrl-C again exits\n" in text
     assert talk.left == 2, "and the next one at the prompt left"
     assert [turn.answer.content for turn in talk.session.turns] == ["so far"]
 
@@ -288,7 +290,7 @@ def test_an_interrupted_answer_keeps_what_came(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_came_of_an_answer() -> None:
     with Server(Script([event(finish="stop"), DONE])) as server:
         talk = Talk(server, "one")
-        assert "0 pieces; no answer, /retry asks again" in talk.run()
+        assert "0 pieces; no answer, /retry sends it again" in talk.run()
     assert talk.session.question == "one"
 
 
@@ -305,7 +307,7 @@ def test_models_of_a_server_that_lists_none() -> None:
     with Server() as server:
         server.models = refusal(404, b"")
         talk = Talk(server, "/model", "/model other")
-        assert "the server answers 404: Not Found\n" in talk.run()
+        assert "the server responded 404: Not Found\n" in talk.run()
     assert talk.session.model == "other"
 
 
@@ -315,7 +317,7 @@ def test_save(tmp_path: Path) -> None:
         text = Talk(
             server, "one", "/save work.md", "/save a.md", "two", "/save a.md", "/save no/such", "/save \0"
         ).run()
-    assert "work.md exists; give another name" in text
+    assert "work.md exists; choose another name" in text
     assert (tmp_path / "work.md").read_text() == "precious"
     assert (tmp_path / "a.md").read_text().count("## user") == 2
     assert "cannot write no/such: No such file or directory" in text
@@ -325,7 +327,7 @@ def test_save(tmp_path: Path) -> None:
 def test_text_that_is_no_text() -> None:
     with Server(whole("1")) as server:
         text = Talk(server, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "one").run()
-    assert "that was no UTF-8\n1\n" in text
+    assert "input is not UTF-8\n1\n" in text
 
 
 # --- in a terminal
@@ -349,17 +351,17 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             terminal.at_prompt("second\r")
             terminal.sees(r"\x1b\[2mhm\x1b\[0m\r\nso far")
             terminal.type("\x03")
-            terminal.sees("stopped, what came is kept")
+            terminal.sees("stopped, partial answer kept")
             assert server.gone.wait(5)
             terminal.at_prompt("/he\t\r")
-            terminal.sees("/undo .*forget the last question")
+            terminal.sees("/undo .*remove the last question")
             terminal.at_prompt("\x1b[A\x1b[A\r")  # up, past /help: the second question again
             terminal.sees(r"[\r\n]two\r\n")
             assert [message["content"] for message in server.asked[-1].body["messages"]] == [
                 *("first\nlines", "one", "second", "so far", "second")
             ]
             terminal.at_prompt("\x03")
-            terminal.sees("Ctrl-C again or Ctrl-D leaves")
+            terminal.sees("Ctrl-C again or Ctrl-D to exit")
             terminal.at_prompt("")
             os.kill(terminal.pid, signal.SIGTERM)
             assert terminal.ended() == 143

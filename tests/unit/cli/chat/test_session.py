@@ -24,7 +24,7 @@ from kvolt.cli.chat.stream import CallPiece, Piece, Usage
 
 
 def answer(text: str = "", *calls: CallPiece) -> Answer:
-    given = Answer(asked_at=0.0)
+    given = Answer(sent_at=0.0)
     given.add(Piece(content=text, calls=calls), 1.0)
     return given
 
@@ -106,7 +106,7 @@ def test_a_failed_turn_is_asked_again_or_replaced() -> None:
 def test_an_empty_answer_leaves_the_question_open() -> None:
     session = Session("m")
     talk(session, "one")
-    session.answered(Answer(asked_at=0.0))
+    session.answered(Answer(sent_at=0.0))
     assert (session.question, session.turns) == ("one", [])
 
 
@@ -117,9 +117,9 @@ def test_retry_replaces_the_answer_and_undo_takes_back() -> None:
     assert talk(session, "/retry") == Ask()
     session.answered(answer("2nd"))
     assert sent(session)[-2:] == [("user", "two"), ("assistant", "2nd")]
-    assert talk(session, "/undo") == Say("forgotten: two")
+    assert talk(session, "/undo") == Say("removed: two")
     talk(session, "open\nquestion")
-    assert talk(session, "/undo") == Say("forgotten: open")
+    assert talk(session, "/undo") == Say("removed: open")
     assert sent(session) == [("user", "one"), ("assistant", "1")]
     talk(session, "/undo")
     assert isinstance(talk(session, "/undo"), Complain)
@@ -184,13 +184,13 @@ def test_model_and_system() -> None:
 
 def test_settings() -> None:
     session = Session("m")
-    assert talk(session, "/set") == Say("nothing is set: the server's defaults hold")
+    assert talk(session, "/set") == Say("no fields are set; the server's defaults apply")
     assert talk(session, "/set temperature 0.2") == Say("temperature = 0.2")
     talk(session, "/set max_tokens 5", '/set stop ["a", "b"]', "/set reasoning_effort low")
     body = session.body()
     assert (body["temperature"], body["max_tokens"], body["stop"]) == (0.2, 5, ["a", "b"])
     assert body["reasoning_effort"] == "low"
-    assert talk(session, "/set temperature -") == Say("temperature is back at the server's default")
+    assert talk(session, "/set temperature -") == Say("temperature: server default")
     assert "temperature" not in session.body()
     listed = talk(session, "/set")
     assert listed == Say('max_tokens = 5\nstop = ["a","b"]\nreasoning_effort = "low"')
@@ -199,17 +199,17 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("typed", "kind", "text"),
     [
-        ("/set temperature hot", Complain, "temperature is a number, not hot"),
-        ("/set temperature NaN", Complain, "temperature is a number, not NaN"),
-        ("/set max_tokens 1.5", Complain, "max_tokens is a whole number, not 1.5"),
-        ("/set seed true", Complain, "seed is a whole number"),
+        ("/set temperature hot", Complain, "temperature must be a number, not hot"),
+        ("/set temperature NaN", Complain, "temperature must be a number, not NaN"),
+        ("/set max_tokens 1.5", Complain, "max_tokens must be a whole number, not 1.5"),
+        ("/set seed true", Complain, "seed must be a whole number"),
         ("/set messages []", Complain, "messages cannot be set"),
         ("/set stream false", Complain, "stream cannot be set"),
-        ("/set temprature 1", Say, "not a name I know; did you mean temperature?; sent as it is"),
+        ("/set temprature 1", Say, "unknown field; did you mean temperature?; sent anyway"),
         ("/set top_p", Say, "top_p is not set"),
-        ("/save", Complain, "save where?"),
-        ("/save x", Complain, "nothing to save yet"),
-        ("/stats", Say, "no answer yet"),
+        ("/save", Complain, "missing file name"),
+        ("/save x", Complain, "nothing to save"),
+        ("/stats", Say, "no answers yet"),
     ],
 )
 def test_what_commands_say(typed: str, kind: type[Say | Complain], text: str) -> None:
@@ -228,9 +228,7 @@ def test_save() -> None:
     action = talk(session, "/save my talk.md")
     assert isinstance(action, Save)
     assert action.path == "my talk.md"
-    assert action.text == (
-        "# A conversation with m\n\n## system\n\ns\n\n## user\n\none\n\n## assistant\n\n1\n"
-    )
+    assert action.text == ("# Conversation with m\n\n## system\n\ns\n\n## user\n\none\n\n## assistant\n\n1\n")
 
 
 # --- numbers
@@ -239,7 +237,7 @@ def test_save() -> None:
 def test_summary_and_stats() -> None:
     session = Session("m")
     talk(session, "one")
-    reply = Answer(asked_at=10.0)
+    reply = Answer(sent_at=10.0)
     reply.add(Piece(), 10.2)
     reply.add(Piece(reasoning="hm"), 10.5)
     reply.add(Piece(content="a"), 11.0)
@@ -260,7 +258,7 @@ def test_summary_and_stats() -> None:
 
 def test_summary_without_usage() -> None:
     assert answer("a").summary() == "1 piece, first token after 1.00 s"
-    assert Answer(asked_at=0.0).summary() == "0 pieces"
+    assert Answer(sent_at=0.0).summary() == "0 pieces"
     alone = answer("a")
     alone.add(Piece(usage=Usage(1, 1)), 2.0)
     assert alone.summary() == "1 token, first token after 1.00 s, prompt 1 token"

@@ -25,7 +25,7 @@ from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import State
 from kvolt.runtime.tasks import Scope
 
-BLOCKS = "dynamo_component_total_blocks{"
+BLOCKS = "kvolt_worker_kv_total_blocks{"
 
 
 def written(*arguments: str) -> list[dict[str, Any]]:
@@ -52,10 +52,10 @@ def test_what_may_be_written() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a:8000", "no address"),
+        ("a:8000", "is not a server URL"),
         ("http://a,event=tcp://a:1", "no argument 'event'"),
         ("http://a,events", "not KEY=VALUE"),
-        ("http://a,events=tcp://*:1", "nowhere to connect"),
+        ("http://a,events=tcp://*:1", "is not a valid endpoint"),
         ("http://a,kind=acme", "kind"),
     ],
 )
@@ -86,7 +86,7 @@ def test_settings_that_it_does_not_go_with(settings: Settings) -> None:
 
 
 async def states(process: Process) -> list[InstanceState]:
-    found = [await part.status() for part in process.runtime.parts]
+    found = [await part.status() for part in process.runtime.children]
     return [
         endpoint.state
         for status in found

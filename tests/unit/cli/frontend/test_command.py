@@ -10,7 +10,7 @@ from tests.unit.engines.lab import NAMESPACE, Lab
 from kvolt.cli.frontend.command import _check_processor, _new_router
 from kvolt.core.errors import ConfigError
 from kvolt.router.port import Router, RouterContext
-from kvolt.router.queue.queue_router import who_decides
+from kvolt.router.queue.queue_router import deciding_router
 from kvolt.router.registry import ROUTERS
 from kvolt.router.service.client import RemoteRouter, RouterLink
 from kvolt.runtime.config.settings import FrontendSettings, Settings
@@ -51,7 +51,7 @@ def test_several_ask_their_router_and_can_decide_alone_without_an_index_each(rou
 
 def has_index(router: Router) -> bool:
     """Whether it follows the workers' KV events."""
-    ingest: Any = getattr(who_decides(router), "ingest", None)
+    ingest: Any = getattr(deciding_router(router), "ingest", None)
     return ingest is not None and ingest._stream is not None
 
 

@@ -70,8 +70,8 @@ def test_the_places_of_a_dead_process_are_free(tmp_path: Path) -> None:
     with edge_group(settings("frontend.port=0", "frontend.processes=2"), tmp_path) as group:
         assert group is not None
         counts = SharedCounts(tmp_path / "edge.counts")
-        counts.put(0, 3)
-        counts.put(1, 4)
+        counts.set_count(0, 3)
+        counts.set_count(1, 4)
         group.on_event(told("frontend-0", 17))
         group.on_event(told("worker-0", None))
         assert counts.total() == 7
@@ -94,9 +94,9 @@ def test_the_port_is_kept_while_all_are_away(tmp_path: Path) -> None:
 
 def test_what_several_processes_cannot_share() -> None:
     given = settings("frontend.processes=2", "admin.port=9000")
-    with pytest.raises(ConfigError, match="5 processes of one machine cannot share a port"):
+    with pytest.raises(ConfigError, match="5 processes cannot share a port"):
         check_shared(given)
-    with pytest.raises(ConfigError, match="which one process cannot share"):
+    with pytest.raises(ConfigError, match="which works within one process only"):
         check_shared(settings("frontend.processes=2", "discovery.kind=mem"))
 
 
@@ -120,4 +120,4 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["router", "--help"]) == 0
     text = capsys.readouterr().out
     assert "kvolt serve --processes N" in text
-    assert "kvolt router --namespace blue" in text
+    assert "kvolt router --http-port 8100" in text

@@ -20,8 +20,8 @@ from kvolt.cli.router.explain import body_of, reasons, show
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
-from kvolt.router.explanation import Candidate, Explanation, LeftOut
-from kvolt.router.policy.selector import Explained
+from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation
+from kvolt.router.policy.choice import CandidateCost
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.plane.port import Destination
 
@@ -47,9 +47,9 @@ def test_prompts_are_text_tokens_or_bodies(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "one prompt is needed"),
-        (("a", "--tokens", "1"), "one prompt at a time"),
-        (("--tokens", "1,x"), "no token ids"),
+        ((), "no prompt is specified"),
+        (("a", "--tokens", "1"), "several prompts are specified"),
+        (("--tokens", "1,x"), "invalid token ids"),
         (("--chat", "/nowhere/at/all"), "cannot be read"),
     ],
 )
@@ -60,7 +60,7 @@ def test_what_is_no_question_is_refused(argv: tuple[str, ...], words: str) -> No
 
 def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="not a JSON object"):
         asked("--chat", str(tmp_path / "list.json"))
 
 
@@ -69,12 +69,14 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
 
 def candidate(name: str, cost: float, **terms: Any) -> Candidate:
     given: dict[str, Any] = dict.fromkeys(
-        (field.name for field in msgspec.structs.fields(Explained) if field.name != "instance"), 0.0
+        (field.name for field in msgspec.structs.fields(CandidateCost) if field.name != "instance"), 0.0
     )
     given |= {"dp_rank": 0, "is_saturated": False, "is_chosen": False, "pace": 1.0, "cost": cost}
     known = given | terms
     return Candidate(
-        process=name, held_by="events, exact", terms=Explained(instance=InstanceId(f"id-{name}"), **known)
+        process=name,
+        index_source="events, exact",
+        terms=CandidateCost(instance=InstanceId(f"id-{name}"), **known),
     )
 
 
@@ -88,7 +90,7 @@ def told(*candidates: Candidate, **more: Any) -> Explanation:
         "num_blocks": 6,
         "output_tokens": 50.0,
         "candidates": candidates,
-        "left_out": (),
+        "excluded_workers": (),
         "num_waiting": 0,
     }
     return Explanation(**given | more)
@@ -114,11 +116,12 @@ def test_the_table_has_every_term_and_marks_the_choice() -> None:
         total_blocks=100.0,
     )
     second = msgspec.structs.replace(
-        candidate("w1", 0.5, dp_rank=2, is_saturated=True), held_by="own decisions: its engine tells none"
+        candidate("w1", 0.5, dp_rank=2, is_saturated=True),
+        index_source="own decisions: its engine publishes no events",
     )
-    left = LeftOut(instance=InstanceId("id-w2"), process="w2", why="it cannot be reached now")
-    text = shown(told(first, second, left_out=(left,)))
-    assert "100 prompt tokens, 6 whole blocks of 16; about 50 tokens of answer expected" in text
+    left = ExcludedWorker(instance=InstanceId("id-w2"), process="w2", reason="it is not reachable")
+    text = shown(told(first, second, excluded_workers=(left,)))
+    assert "100 prompt tokens, 6 full blocks of 16; about 50 output tokens expected" in text
     row = next(line for line in text.splitlines() if "w0" in line)
     assert row.split() == [
         "→",
@@ -137,34 +140,34 @@ def test_the_table_has_every_term_and_marks_the_choice() -> None:
         "0.012",
     ]
     assert "w1 rank 2 (full)" in text
-    assert "w1: what is held is known by own decisions: its engine tells none." in text
-    assert "w2 (id-w2): it cannot be reached now" in text
+    assert "w1: cached blocks are known from own decisions: its engine publishes no events." in text
+    assert "w2 (id-w2): it is not reachable" in text
 
 
 @pytest.mark.parametrize(
     ("explanation", "words"),
     [
-        (told(problem="nobody is there"), "Nobody could take it: nobody is there"),
-        (told(candidate("w0", 1.0, is_chosen=True)), "the only one"),
+        (told(problem="no worker is registered"), "No worker can take the request: no worker is registered"),
+        (told(candidate("w0", 1.0, is_chosen=True)), "the only candidate"),
         (
             told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 2.0)),
-            "w0 costs least: 1, the next one 2",
+            "w0 has the lowest cost: 1; the next is 2",
         ),
-        (told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 1.0)), "2 workers cost the same"),
-        (told(candidate("w0", 1.0), candidate("w1", 2.0, is_chosen=True)), "at this temperature"),
+        (told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 1.0)), "2 workers have the same cost"),
+        (told(candidate("w0", 1.0), candidate("w1", 2.0, is_chosen=True)), "router.temperature is above 0"),
         (
             told(candidate("w0", 1.0, is_saturated=True), candidate("w1", 2.0, is_chosen=True)),
-            "of those that have not enough to do",
+            "of the workers that are not saturated",
         ),
         (
             told(candidate("w0", 1.0, is_saturated=True, is_chosen=True), num_waiting=3),
-            "it would wait in the router behind 3 others",
+            "would wait in the router queue behind 3 others",
         ),
         (
             told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 2.0, overlap_blocks=4.0)),
-            "Another holds 4 blocks of the prompt, 4 more",
+            "Another worker holds 4 blocks of the prompt, 4 more",
         ),
-        (told(candidate("w0", 1.0, is_chosen=True, affinity=0.5)), "Its session was served there last"),
+        (told(candidate("w0", 1.0, is_chosen=True, affinity=0.5)), "Session affinity: w0"),
     ],
 )
 def test_the_reason_is_told_in_words(explanation: Explanation, words: str) -> None:
@@ -229,7 +232,7 @@ def test_a_frontend_is_asked_and_its_answer_shown(
     one = told(candidate("w0", 1.0, is_chosen=True))
     frontend = answered(monkeypatch, one, one, told(problem="all are gone"))
     assert main(["router", "explain", "hello"]) == 0
-    assert "w0 is the only one that could take it" in capsys.readouterr().out
+    assert "w0 is the only candidate" in capsys.readouterr().out
     assert frontend.asked == [
         (Destination("10.0.0.1:7", FRONTEND_EXPLAIN_ENDPOINT), ExplainRoute(b'{"prompt":"hello"}'))
     ]
@@ -238,4 +241,4 @@ def test_a_frontend_is_asked_and_its_answer_shown(
     assert main(["router", "explain", "hello"]) == 1
     assert "all are gone" in capsys.readouterr().out
     assert main(["router", "explain", "hello"]) == 1
-    assert "ended without an answer" in capsys.readouterr().err
+    assert "closed the stream without a response" in capsys.readouterr().err

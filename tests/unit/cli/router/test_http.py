@@ -40,7 +40,7 @@ async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> Non
                     params={"format": engine},
                     content=msgspec.msgpack.encode([1.0, [event], 0]),
                 )
-                assert answer.json()["taken"] == 1, answer.text
+                assert answer.json()["applied"] == 1, answer.text
             rows = (await client.post("/v1/explain", json={"token_ids": [*tokens, 9]})).json()["candidates"]
             assert {row["instance"]: row["overlap_blocks"] for row in rows} == {"a": 0, "b": 1, "c": 2}
             routed = (await client.post("/v1/route", json={"token_ids": [*tokens, 9]})).json()
@@ -54,5 +54,5 @@ async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> Non
 
 async def test_a_policy_that_there_is_not_is_told_before_anything_runs() -> None:
     async with running(SETTINGS, "router") as process:
-        with pytest.raises(ConfigError, match="no policy 'round-robin'"):
+        with pytest.raises(ConfigError, match="unknown policy: 'round-robin'"):
             router_http(process, "round-robin")

@@ -13,13 +13,13 @@ async def test_what_is_said_meanwhile_comes_afterwards() -> None:
     out = io.StringIO()
     held = HeldOutput(out)
     view = TerminalView(held, ["worker"], quiet=True)
-    view.say(Level.WARNING, "before")
+    view.show_own(Level.WARNING, "before")
     held.hold()
-    view.say(Level.INFO, "not even afterwards")
-    view.say(Level.WARNING, "during")
+    view.show_own(Level.INFO, "not even afterwards")
+    view.show_own(Level.WARNING, "during")
     assert out.getvalue() == "kvolt  | before\n"
     held.release()
-    view.say(Level.WARNING, "after")
+    view.show_own(Level.WARNING, "after")
     assert out.getvalue() == "kvolt  | before\nkvolt  | during\nkvolt  | after\n"
     held.release()
     await view.close()

@@ -28,7 +28,7 @@ def test_a_device_of_the_arguments_is_a_named_one() -> None:
     groups = [group(), group(name="b", args={"device": "cuda:0"})]
     assert place(groups, ("GPU-a", "GPU-b")) == [("GPU-b",), ("GPU-a",)]
     assert place([group(devices=["cuda:1"])], "01") == [("1",)]
-    with pytest.raises(ConfigError, match="more than the 1 there are"):
+    with pytest.raises(ConfigError, match="more than the 1 available"):
         place([group(count=2, devices=["0"])], ())
 
 

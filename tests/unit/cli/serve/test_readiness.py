@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.cli.health import Served
-from kvolt.cli.serve.readiness import in_words, is_ready, missing
+from kvolt.cli.serve.readiness import is_ready, missing, models_text
 from kvolt.runtime.config.settings import Settings, WorkerSettings
 
 SPLIT = (
@@ -46,11 +46,11 @@ def test_every_role_and_every_model_is_reached(
 @pytest.mark.parametrize(
     ("workers", "models", "words"),
     [
-        (SPLIT, None, "the frontend does not answer"),
+        (SPLIT, None, "the frontend does not respond"),
         (SPLIT, {}, "no worker has registered a model yet"),
         (SPLIT[:1], {}, "(only prefill)"),
-        (SPLIT, {"m": {"decode": 2, "prefill": 0}}, "no prefill worker is reached yet"),
-        (TWO_MODELS, {"a": {"aggregated": 2}}, "not every model is reached yet"),
+        (SPLIT, {"m": {"decode": 2, "prefill": 0}}, "no prefill worker is reachable yet"),
+        (TWO_MODELS, {"a": {"aggregated": 2}}, "not every model is reachable yet"),
         ((), {}, "no worker has joined yet"),
     ],
 )
@@ -60,4 +60,4 @@ def test_what_is_missing(workers: tuple[WorkerSettings, ...], models: Served | N
 
 def test_models_and_all_their_workers_are_named() -> None:
     models = {"m": {"prefill": 1, "decode": 2}, "n": {"aggregated": 1}}
-    assert in_words(models) == "m (3 workers), n (1 worker)"
+    assert models_text(models) == "m (3 workers), n (1 worker)"

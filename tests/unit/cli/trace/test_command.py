@@ -87,7 +87,7 @@ def test_convert_sorts(capsys: pytest.CaptureFixture[str]) -> None:
     convert = ["trace", "convert", "t.jsonl", "o.jsonl", "--trace-block-size", "64"]
     assert main(convert) == 2
     assert capsys.readouterr().err == (
-        "kvolt: t.jsonl:2: timestamp 3 is before 5 of line 1 (`kvolt trace convert --sort` puts records in order)\n"
+        "kvolt: t.jsonl:2: timestamp 3 is before 5 of line 1 (`kvolt trace convert --sort` sorts records)\n"
     )
     assert not Path("o.jsonl").exists()
     assert main([*convert, "--sort"]) == 0
@@ -110,16 +110,16 @@ def test_make_follows_its_flags() -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ("analyze nowhere", "nowhere: No such file or directory (name a trace file that can be read)"),
+        ("analyze nowhere", "nowhere: No such file or directory (choose a readable trace file)"),
         ("analyze t --lru 5,x", "--lru 5,x: 'x' is not a whole number above 0 (as in --lru 1000,20000)"),
         ("convert t o --speed 0", "speed 0 is not above 0"),
-        ("convert t o --sample 2", "sample 2 is not within 0 and 1"),
+        ("convert t o --sample 2", "sample 2 is not between 0 and 1"),
         ("convert t o --block-size 0", "argument --block-size: '0' is not a whole number above 0"),
         ("convert t o --limt 3", "unknown flag --limt; did you mean --limit?"),
-        ("make o --turns 0", "a session needs one turn"),
+        ("make o --turns 0", "turns must be at least 1"),
         ("make o --answer-tokens 0", "--answer-tokens 0 is under 1"),
         ("make o --recipe smal", "unknown choice smal; did you mean small?"),
-        ("make nowhere/o", "No such file or directory (name a file that can be written)"),
+        ("make nowhere/o", "No such file or directory (choose a writable file)"),
     ],
 )
 def test_wrong_commands_exit_with_two(capsys: pytest.CaptureFixture[str], argv: str, told: str) -> None:
@@ -136,10 +136,10 @@ def test_sources_tell_and_check(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "Set KVOLT_TRACES" in told
     monkeypatch.setenv("KVOLT_TRACES", ".")
     assert main(["trace", "sources"]) == 0
-    assert capsys.readouterr().out.count("not there") == len(PUBLIC_TRACES)
+    assert capsys.readouterr().out.count("not found") == len(PUBLIC_TRACES)
     Path("conversation_trace.jsonl").write_text("another file")
     assert main(["trace", "sources"]) == 1
-    assert "conversation_trace.jsonl: NOT the published bytes" in capsys.readouterr().out
+    assert "conversation_trace.jsonl: checksum mismatch" in capsys.readouterr().out
     assert main(["trace", "sources", "--json"]) == 1
     states = [each["state"] for each in json.loads(capsys.readouterr().out)]
     assert states == ["differs", "missing"]
@@ -150,4 +150,4 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert all(f"kvolt trace {verb} " in told for verb in ("analyze", "convert", "make", "sources"))
     assert main(["trace", "convert", "--help"]) == 0
-    assert "equal prefixes stay equal" in " ".join(capsys.readouterr().out.split())
+    assert "preserving shared prefixes" in " ".join(capsys.readouterr().out.split())

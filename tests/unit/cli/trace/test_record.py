@@ -130,7 +130,7 @@ def test_a_url_means_who_listens_there(url: str, address: str) -> None:
     "url", ["http://127.0.0.1:8001", "http://10.0.0.5:8000", "http://x:99999999", "http://"]
 )
 def test_a_url_where_nobody_listens_tells_where_somebody_does(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"these do: 127\.0\.0\.1:8000, \?"):
+    with pytest.raises(ConfigError, match=r"registered: 127\.0\.0\.1:8000, \?"):
         found(url, "127.0.0.1:8000", None)
 
 
@@ -210,9 +210,9 @@ def test_the_end_says_what_is_in_the_file_and_what_is_not(
     code, out, err = finished(tmp_path, parts, capsys, was_cut=True)
     assert (code, out) == (130, "1 requests of 2.0 s in t.jsonl\n")
     assert err.splitlines() == [
-        "kvolt: 2 requests had not ended and are not in it",
-        "kvolt: 4 requests got no token and are not in it",
-        "kvolt: 1 requests were dropped: this reader was too slow",
+        "kvolt: 2 requests had not finished and are not included",
+        "kvolt: 4 requests got no token and are not included",
+        "kvolt: 1 requests were dropped because the recorder was too slow",
     ]
 
 
@@ -226,13 +226,13 @@ def test_a_lost_frontend_is_named_and_the_rest_written(
     code, out, err = finished(tmp_path, parts, capsys)
     assert code == 1
     assert out.startswith("1 requests of")
-    assert "b left the recording: gone" in err
+    assert "b stopped recording: gone" in err
 
 
 def test_a_quiet_hour_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = finished(tmp_path, {"a": [(0.0, part())]}, capsys)
     assert (code, out) == (1, "")
-    assert "no requests came, t.jsonl is not written" in err
+    assert "no requests recorded, t.jsonl not written" in err
     assert not (tmp_path / "t.jsonl").exists()
 
 
@@ -260,9 +260,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_commands_leave_nothing_behind(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "trace.jsonl").write_text("mine")
     for argv, code, told in (
-        ((), 2, "trace.jsonl is there already (name another file, or give --force)"),
-        (("--out", "o", "--duration", "0s"), 2, "--duration 0s is not above 0"),
-        (("--out", "o", "--duration", "soon"), 2, "'soon' is no duration"),
+        ((), 2, "trace.jsonl exists (choose another file or use --force)"),
+        (("--out", "o", "--duration", "0s"), 2, "--duration is 0s, must be above 0"),
+        (("--out", "o", "--duration", "soon"), 2, "invalid duration 'soon'"),
         (("--out", "o/o"), 2, "No such file or directory"),
         (("--out", "o"), 1, "no frontend is registered in default"),
     ):
@@ -294,7 +294,7 @@ def test_progress_is_told_on_stderr(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "3 requests" in printed.err
-    assert ("Ctrl-C ends and writes" in printed.err) is terminal
+    assert ("Ctrl-C stops and writes" in printed.err) is terminal
 
 
 def test_signals_and_progress_around_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_signals_and_progress_around_a_run(monkeypatch: pytest.MonkeyPatch) -> N
             stops.append(self)
 
     monkeypatch.setattr(trace_record, "StopSignal", Stop)
-    asyncio.run(_cut(lambda: trace_record._run_shown(cast(RecordingRun, Run()), WANTED, False)))
+    asyncio.run(_cut(lambda: trace_record._run_with_progress(cast(RecordingRun, Run()), WANTED, False)))
 
 
 async def _cut(work: Callable[[], Coroutine[Any, Any, bool]]) -> None:

@@ -23,7 +23,7 @@ def test_the_small_trace_on_one_page(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["twin", "--limit", "40", "--workers", "2", "--sla", "ttft=20ms"]) == 0
     shown = capsys.readouterr().out
     for words in (
-        "40 whole, 0 failed",
+        "40 complete, 0 failed",
         "goodput",
         "time to first token",
         "whole answer",
@@ -32,7 +32,7 @@ def test_the_small_trace_on_one_page(capsys: pytest.CaptureFixture[str]) -> None
         "hit rate, device",
         "workers busy",
         "missed the SLA:",
-        "its own prompt took long to compute",
+        "long prefill of its own prompt",
     ):
         assert words in shown
 
@@ -95,7 +95,7 @@ def test_a_folder_gets_report_page_and_requests(tmp_path: Path, capsys: pytest.C
         assert len(list(csv.DictReader(file))) == 15
     assert "<h2>Cluster</h2>" in (folder / "report.html").read_text(encoding="utf-8")
     assert main(["twin", "--limit", "5", "--out", str(folder)]) == 2
-    assert "holds a report already" in capsys.readouterr().err
+    assert "already contains a report" in capsys.readouterr().err
     assert main(["twin", "--limit", "5", "--out", str(folder), "--force"]) == 0
 
 
@@ -113,14 +113,14 @@ def test_a_folder_that_is_lost_meanwhile_costs_no_report(
     assert main(["twin", "--limit", "5", "--out", str(folder)]) == 2
     told = capsys.readouterr()
     assert "cannot write to" in told.err
-    assert "5 whole" in told.out
+    assert "5 complete" in told.out
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--workers", "0"], "needs a worker"),
-        (["--gpus", "0"], "has a GPU"),
+        (["--workers", "0"], "--workers is below 1"),
+        (["--gpus", "0"], "--gpus is below 1"),
         (["--router", "nobody"], "least-loaded"),
         (["--router", "nowhere.py:cost"], "nowhere.py:cost cannot be used"),
         (["--router-arg", "temprature=1"], "temprature"),
@@ -186,7 +186,7 @@ def test_an_interrupt_ends_with_a_report(
     assert 5 <= report.counts.whole < 100
     assert report.counts.cut > 0
     assert (tmp_path / "run" / "report.html").exists()
-    assert "(cut)" not in report.model
+    assert "(interrupted)" not in report.model
 
 
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import argparse
 import msgspec
 import pytest
 
-from kvolt.cli.frontend.command import way_rule
+from kvolt.cli.frontend.command import prefill_mode_rules
 from kvolt.cli.main import main
-from kvolt.cli.twin.flags import add_cluster, settings_of, told_settings
-from kvolt.journey.prefill_mode import WayRule
+from kvolt.cli.twin.flags import add_cluster, report_settings, settings_of
+from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.runtime.config.settings import FrontendSettings
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.report import TwinReport
@@ -36,7 +36,7 @@ def test_the_choice_is_told_where_there_is_one() -> None:
     told = []
     for flags in ([], ["--prefill", "1"], ["--prefill", "1", "--prefill-choice", "threshold"]):
         args = parser.parse_args(flags)
-        told.append(told_settings(args, settings_of(args))["prefill choice"])
+        told.append(report_settings(args, settings_of(args))["prefill choice"])
     assert told == [None, "predicted", "threshold"]
 
 
@@ -57,7 +57,7 @@ def test_a_promise_changes_where_prompts_go(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_frontend_has_the_same_choice() -> None:
-    assert way_rule(FrontendSettings()) == WayRule()
+    assert prefill_mode_rules(FrontendSettings()) == PrefillModeRules()
     given = FrontendSettings(
         prefill_choice="threshold",
         prefill_min_tokens=7,
@@ -65,5 +65,5 @@ def test_a_frontend_has_the_same_choice() -> None:
         target_ttft_s=0.3,
         target_itl_s=0.02,
     )
-    told = WayRule(is_predicted=False, min_tokens=7, max_queue_s=0.5, ttft_s=0.3, itl_s=0.02)
-    assert way_rule(given) == told
+    told = PrefillModeRules(is_predicted=False, min_tokens=7, max_queue_s=0.5, ttft_s=0.3, itl_s=0.02)
+    assert prefill_mode_rules(given) == told

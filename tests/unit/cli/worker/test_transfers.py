@@ -36,7 +36,7 @@ class Side:
         self.transfers = moved
         self.mover = mover
         self.told: asyncio.Queue[dict[str, Link]] = asyncio.Queue()
-        moved.tell(self.told.put)
+        moved.add_listener(self.told.put)
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def carry(source: Side, target: Side, count: int = len(KEYS)) -> str:
     keys = KEYS[:count]
     offer = source.mover.offer(range(count), keys, SOON_S)
     path = await target.mover.pull(offer.ticket, 0, keys, range(count), SOON_S)
-    await offer.over()
+    await offer.wait_done()
     return path
 
 
@@ -95,14 +95,14 @@ async def test_the_settings_choose_the_path_and_turn_the_self_test_off() -> None
 async def test_news_in_quick_succession_waits_and_is_told_together(
     monkeypatch: pytest.MonkeyPatch, every_s: float, num_told: int
 ) -> None:
-    monkeypatch.setattr(transfers, "TELL_EVERY_S", every_s)
+    monkeypatch.setattr(transfers, "LINKS_INTERVAL_S", every_s)
     async with side(self_test=False) as target:
         paths = target.transfers.paths
         assert paths is not None
-        paths.on_news()
+        paths.on_speed_change()
         await asyncio.wait_for(target.told.get(), SOON_S)
         for _ in range(50):
-            paths.on_news()
+            paths.on_speed_change()
         await asyncio.sleep(0.05)
         assert target.told.qsize() == num_told
 

@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
 
 
 @dataclass
-class Said:
+class Output:
     name: str
     token: int
     logprobs: TokenLogprobs
@@ -99,17 +99,17 @@ class AcmeEngine:
         with self.lock:
             self.sequences.pop(name, None)
 
-    def step(self) -> list[Said]:
+    def step(self) -> list[Output]:
         if self.is_broken:
             raise RuntimeError("a wheel came off")
         with self.lock:
             return [self._next(*each) for each in [*self.sequences.items()][: self.max_num_seqs]]
 
-    def _next(self, name: str, sequence: _Sequence) -> Said:
+    def _next(self, name: str, sequence: _Sequence) -> Output:
         token, drawn = next_token(sequence.tokens, sequence.params, len(sequence.tokens), "")
         sequence.tokens.append(token)
         ids, values = logprob_row(token, drawn, sequence.num_logprobs)
-        return Said(
+        return Output(
             name, token, TokenLogprobs(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
         )
 
@@ -129,7 +129,7 @@ def _adapter() -> ModuleType:
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     acme: Any = ModuleType("acme")
-    acme.Engine, acme.Said = AcmeEngine, Said
+    acme.Engine, acme.Output = AcmeEngine, Output
     monkeypatch.setitem(sys.modules, "acme", acme)
     monkeypatch.setitem(sys.modules, "kvolt_acme", ModuleType("kvolt_acme"))
     monkeypatch.setattr(AcmeEngine, "made", [])
@@ -177,13 +177,13 @@ async def test_the_core_tier(case: Any, adapter: ModuleType, tmp_path: Path) -> 
     assert all(each.is_shut for each in AcmeEngine.made if each.model != "none")
 
 
-async def test_its_end_is_told(adapter: ModuleType, tmp_path: Path) -> None:
+async def test_engine_failure_is_reported(adapter: ModuleType, tmp_path: Path) -> None:
     engine = AcmeHarness(adapter, tmp_path).engine()
     await engine.start()
     [llm] = AcmeEngine.made
     llm.is_broken = True
     engine.submit(greedy("r"))
-    with pytest.raises(EngineFailed, match="Acme ended: a wheel came off"):
+    with pytest.raises(EngineFailed, match="Acme failed: a wheel came off"):
         async for _ in engine.steps():
             pass
     with pytest.raises(EngineDied, match="a wheel came off"):

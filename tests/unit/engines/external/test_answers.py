@@ -12,7 +12,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
-from kvolt.engines.external.answers import Answers, Choice, News
+from kvolt.engines.external.answers import Answers, Choice, ChoiceOutput
 
 EOS, OTHER_EOS = 2, 5
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
@@ -38,7 +38,7 @@ def answers_of(*requests: Request) -> tuple[Answers, list[Choice]]:
 
 
 def step(answers: Answers) -> StepOutput:
-    found = answers.take()
+    found = answers.take_step()
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def begun(*requests: Request) -> tuple[Answers, list[Choice]]:
     """Their first tokens are told."""
     answers, choices = answers_of(*requests)
     for choice in choices:
-        answers.tell(choice, News((1,), cached_tokens=0))
+        answers.add_output(choice, ChoiceOutput((1,), cached_tokens=0))
     step(answers)
     return answers, choices
 
@@ -64,30 +64,30 @@ def begun(*requests: Request) -> tuple[Answers, list[Choice]]:
 
 def test_one_answer_from_its_first_token_to_its_end() -> None:
     answers, [choice] = answers_of(asked())
-    assert not answers.has_begun(RequestId("r"))
-    answers.tell(choice, News((11,), cached_tokens=4))
-    assert answers.has_begun(RequestId("r"))
+    assert not answers.has_started(RequestId("r"))
+    answers.add_output(choice, ChoiceOutput((11,), cached_tokens=4))
+    assert answers.has_started(RequestId("r"))
     assert only(answers) == Delta((11,), cached_tokens=4)
-    answers.tell(choice, News((12,)))
+    answers.add_output(choice, ChoiceOutput((12,)))
     assert step(answers) == StepOutput(plain_ids=(RequestId("r"),), plain_tokens=(12,))
-    answers.tell(choice, News((13,), LENGTH))
+    answers.add_output(choice, ChoiceOutput((13,), LENGTH))
     assert only(answers) == Delta((13,), finish=LENGTH, usage=Usage(10, 3, 4))
-    assert (len(answers), answers.num_choices, answers.take()) == (0, 0, None)
+    assert (len(answers), answers.num_choices, answers.take_step()) == (0, 0, None)
     assert answers.find(choice.engine_id) is None
     assert RequestId("r") not in answers
 
 
 def test_an_end_without_a_token() -> None:
     answers, [choice] = begun(asked())
-    answers.tell(choice, News((), STOP))
+    answers.add_output(choice, ChoiceOutput((), STOP))
     assert only(answers) == Delta(finish=STOP, usage=Usage(10, 1, 0))
 
 
 def test_several_tokens_at_once() -> None:
     answers, [choice] = begun(asked())
-    answers.tell(choice, News((2, 3, 4)))
+    answers.add_output(choice, ChoiceOutput((2, 3, 4)))
     assert only(answers) == Delta((2, 3, 4))
-    answers.tell(choice, News((5, 6), LENGTH))
+    answers.add_output(choice, ChoiceOutput((5, 6), LENGTH))
     assert only(answers).usage == Usage(10, 6, 0)
 
 
@@ -96,7 +96,7 @@ def test_each_choice_ends_by_itself() -> None:
     assert [choice.index for choice in choices] == [0, 1, 2]
     assert len({choice.engine_id for choice in choices}) == 3
     for choice in choices:
-        answers.tell(choice, News((7,), cached_tokens=0))
+        answers.add_output(choice, ChoiceOutput((7,), cached_tokens=0))
     assert [(delta.index, delta.cached_tokens) for _, delta in step(answers).deltas] == [
         (0, 0),
         (1, None),
@@ -104,7 +104,7 @@ def test_each_choice_ends_by_itself() -> None:
     ]
     for at, choice in enumerate((choices[1], choices[0], choices[2])):
         assert (RequestId("r") in answers, answers.num_choices) == (True, 3 - at)
-        answers.tell(choice, News((8,), LENGTH))
+        answers.add_output(choice, ChoiceOutput((8,), LENGTH))
         assert only(answers) == Delta((8,), choice.index, LENGTH, usage=Usage(10, 2, 0))
         assert answers.find(choice.engine_id) is None
     assert (len(answers), answers.num_choices) == (0, 0)
@@ -113,7 +113,9 @@ def test_each_choice_ends_by_itself() -> None:
 def test_logprobs_go_with_their_tokens() -> None:
     answers, [choice] = answers_of(asked(logprobs=1, prompt=2))
     told = TokenLogprobs(11, -0.5, ((11, -0.5),))
-    answers.tell(choice, News((11,), logprobs=(told,), prompt_logprobs=(None, told), cached_tokens=0))
+    answers.add_output(
+        choice, ChoiceOutput((11,), logprobs=(told,), prompt_logprobs=(None, told), cached_tokens=0)
+    )
     assert only(answers) == Delta((11,), logprobs=(told,), prompt_logprobs=(None, told), cached_tokens=0)
 
 
@@ -125,7 +127,7 @@ def test_eos_among_the_stop_tokens_needs_no_reason(
     ignore_eos: bool, named: int | None, told: int | None
 ) -> None:
     answers, [choice] = begun(asked(ignore_eos=ignore_eos))
-    answers.tell(choice, News((named or EOS,), STOP, stop_reason=named))
+    answers.add_output(choice, ChoiceOutput((named or EOS,), STOP, stop_reason=named))
     assert only(answers).stop_reason == told
 
 
@@ -137,26 +139,26 @@ def test_while_the_batch_stays_the_same_it_is_the_same_object() -> None:
     batches = []
     for token in (1, 2, 3):
         for choice in choices:
-            answers.tell(choice, News((token,)))
+            answers.add_output(choice, ChoiceOutput((token,)))
         found = step(answers)
         assert (found.plain_ids, found.plain_tokens) == (("a", "b"), (token, token))
         batches.append(found.plain_ids)
     assert batches[0] is batches[1] is batches[2]
-    answers.tell(choices[1], News((4,)))
+    answers.add_output(choices[1], ChoiceOutput((4,)))
     assert step(answers).plain_ids == ("b",)
     for choice in choices:
-        answers.tell(choice, News((5,)))
+        answers.add_output(choice, ChoiceOutput((5,)))
     assert step(answers).plain_ids == ("a", "b")
 
 
 def test_steps_without_plain_tokens_do_not_change_the_batch() -> None:
     answers, [one] = begun(asked("a"))
-    answers.tell(one, News((1,)))
+    answers.add_output(one, ChoiceOutput((1,)))
     first = step(answers).plain_ids
     [other] = answers.open(asked("b"))
-    answers.tell(other, News((1,), LENGTH, cached_tokens=0))
+    answers.add_output(other, ChoiceOutput((1,), LENGTH, cached_tokens=0))
     assert step(answers).plain_ids == ()
-    answers.tell(one, News((2,)))
+    answers.add_output(one, ChoiceOutput((2,)))
     assert step(answers).plain_ids is first
 
 
@@ -164,19 +166,19 @@ def test_steps_without_plain_tokens_do_not_change_the_batch() -> None:
 def test_what_is_not_plain(kind: str) -> None:
     request = asked(choices=2 if kind == "choices" else 1, logprobs=0 if kind == "logprobs" else None)
     answers, [choice, *_] = answers_of(request) if kind == "first" else begun(request)
-    news = News((3, 4) if kind == "two tokens" else (3,), LENGTH if kind == "end" else None)
+    output = ChoiceOutput((3, 4) if kind == "two tokens" else (3,), LENGTH if kind == "end" else None)
     if kind == "logprobs":
-        news.logprobs = (TokenLogprobs(3, -0.1),)
-    answers.tell(choice, news)
-    assert only(answers).token_ids == news.token_ids
+        output.logprobs = (TokenLogprobs(3, -0.1),)
+    answers.add_output(choice, output)
+    assert only(answers).token_ids == output.token_ids
 
 
 def test_a_second_word_in_one_step_goes_after_the_first() -> None:
     """A plain token is one and nothing else: what was plain is a delta then."""
     answers, choices = begun(asked("a"), asked("b"))
     for choice in choices:
-        answers.tell(choice, News((1,)))
-    answers.tell(choices[0], News((2,), LENGTH))
+        answers.add_output(choice, ChoiceOutput((1,)))
+    answers.add_output(choices[0], ChoiceOutput((2,), LENGTH))
     found = step(answers)
     assert [(name, delta.token_ids) for name, delta in found.deltas] == [("a", (1,)), ("a", (2,))]
     assert found.deltas[1][1].usage == Usage(10, 3, 0)
@@ -187,7 +189,7 @@ def test_a_second_word_in_one_step_goes_after_the_first() -> None:
 def test_no_request_is_plain_and_has_a_delta_in_one_step(num_before: int, num_words: int) -> None:
     answers, [choice] = begun(asked()) if num_before else answers_of(asked())
     for token in range(num_words):
-        answers.tell(choice, News((token,), cached_tokens=0))
+        answers.add_output(choice, ChoiceOutput((token,), cached_tokens=0))
     found = step(answers)
     tokens = [token for _, delta in found.deltas for token in delta.token_ids]
     assert tokens == list(range(num_words))
@@ -199,9 +201,9 @@ def test_no_request_is_plain_and_has_a_delta_in_one_step(num_before: int, num_wo
 
 def test_nothing_comes_after_an_abort() -> None:
     answers, choices = begun(asked("a"), asked("b"), asked("c", choices=2))
-    answers.tell(choices[0], News((2,)))
-    answers.tell(choices[1], News((2,)))
-    answers.tell(choices[2], News((2,), LENGTH))
+    answers.add_output(choices[0], ChoiceOutput((2,)))
+    answers.add_output(choices[1], ChoiceOutput((2,)))
+    answers.add_output(choices[2], ChoiceOutput((2,), LENGTH))
     assert answers.close(RequestId("a")) == [choices[0].engine_id]
     assert answers.close(RequestId("c")) == [choices[3].engine_id], "the engine has one of the two"
     found = step(answers)
@@ -216,10 +218,10 @@ def test_nothing_comes_after_an_abort() -> None:
 def test_nothing_comes_after_an_abort_of_what_has_just_ended(ends: str) -> None:
     answers, [choice, other] = begun(asked("a"), asked("b"))
     if ends == "finish":
-        answers.tell(choice, News((2,), LENGTH))
+        answers.add_output(choice, ChoiceOutput((2,), LENGTH))
     else:
         answers.fail(RequestId("a"), EngineFailed("lost"))
-    answers.tell(other, News((2,)))
+    answers.add_output(other, ChoiceOutput((2,)))
     assert answers.close(RequestId("a")) == []
     found = step(answers)
     assert (found.deltas, found.failed, found.plain_ids) == ((), (), ("b",))
@@ -227,7 +229,7 @@ def test_nothing_comes_after_an_abort_of_what_has_just_ended(ends: str) -> None:
 
 def test_an_id_that_is_used_again_is_another_request() -> None:
     answers, [first] = begun(asked("same"))
-    with pytest.raises(InvalidRequest, match="same is here already") as caught:
+    with pytest.raises(InvalidRequest, match="same exists already") as caught:
         answers.open(asked("same"))
     assert caught.value.fields["param"] == "request_id"
     answers.close(RequestId("same"))
@@ -235,21 +237,21 @@ def test_an_id_that_is_used_again_is_another_request() -> None:
     assert second.engine_id != first.engine_id
     assert answers.find(first.engine_id) is None
     assert answers.find(second.engine_id) is second
-    answers.tell(second, News((9,), LENGTH, cached_tokens=0))
+    answers.add_output(second, ChoiceOutput((9,), LENGTH, cached_tokens=0))
     assert only(answers).usage == Usage(3, 1, 0)
 
 
 def test_clear_closes_all() -> None:
     answers, choices = begun(asked("a"), asked("b", choices=2))
-    answers.tell(choices[0], News((2,)))
+    answers.add_output(choices[0], ChoiceOutput((2,)))
     answers.clear()
-    assert (len(answers), answers.num_choices, answers.take()) == (0, 0, None)
+    assert (len(answers), answers.num_choices, answers.take_step()) == (0, 0, None)
     answers.open(asked("a"))
 
 
 def test_a_request_fails_once_with_all_its_choices() -> None:
     answers, choices = begun(asked("a", choices=2), asked("b"))
-    answers.tell(choices[0], News((2,)))
+    answers.add_output(choices[0], ChoiceOutput((2,)))
     error = EngineFailed("the engine gave up", engine="foreign")
     left = answers.fail(RequestId("a"), error)
     assert left == [choices[0].engine_id, choices[1].engine_id]
@@ -264,7 +266,7 @@ def test_a_request_fails_once_with_all_its_choices() -> None:
 
 def test_one_that_has_ended_in_part_fails_with_what_is_left() -> None:
     answers, choices = begun(asked("a", choices=2))
-    answers.tell(choices[1], News((2,), LENGTH))
+    answers.add_output(choices[1], ChoiceOutput((2,), LENGTH))
     step(answers)
     assert answers.fail(RequestId("a"), EngineFailed("lost")) == [choices[0].engine_id]
     assert len(step(answers).failed) == 1
@@ -276,54 +278,54 @@ def test_one_that_has_ended_in_part_fails_with_what_is_left() -> None:
 @pytest.mark.parametrize(("cached", "told"), [(0, 0), (8, 8), (9, 9), (10, 9), (64, 9)])
 def test_the_last_token_of_a_prompt_is_always_computed(cached: int, told: int) -> None:
     """Whatever the engine was given besides the prompt does not count as the prompt's."""
-    answers, [choice] = answers_of(asked(prompt=10, resume=tuple(range(5))))
-    answers.tell(choice, News((1,), cached_tokens=cached))
+    answers, [choice] = answers_of(asked(prompt=10, prior_tokens=tuple(range(5))))
+    answers.add_output(choice, ChoiceOutput((1,), cached_tokens=cached))
     assert only(answers).cached_tokens == told
-    answers.tell(choice, News((1,), LENGTH))
+    answers.add_output(choice, ChoiceOutput((1,), LENGTH))
     assert only(answers).usage == Usage(10, 7, told)
 
 
 def test_a_first_word_without_figures_says_that_nothing_was_cached() -> None:
     answers, [choice] = answers_of(asked())
-    answers.tell(choice, News((1,)))
+    answers.add_output(choice, ChoiceOutput((1,)))
     assert only(answers).cached_tokens == 0
 
 
 def test_what_is_cached_is_that_of_the_first_choice() -> None:
     """Others find the blocks that it has computed, which the prompt had to be computed for."""
     answers, choices = answers_of(asked(choices=2))
-    answers.tell(choices[0], News((1,), cached_tokens=0))
-    answers.tell(choices[1], News((1,), cached_tokens=8))
+    answers.add_output(choices[0], ChoiceOutput((1,), cached_tokens=0))
+    answers.add_output(choices[1], ChoiceOutput((1,), cached_tokens=8))
     for choice in choices:
-        answers.tell(choice, News((2,), LENGTH))
+        answers.add_output(choice, ChoiceOutput((2,), LENGTH))
     deltas = [delta for _, delta in step(answers).deltas]
     assert deltas[0].cached_tokens == 0
     assert deltas[2].usage == Usage(10, 2, 0)
 
 
-def test_the_first_choice_tells_whoever_comes_first() -> None:
+def test_first_choice_reports_the_prompt() -> None:
     answers, choices = answers_of(asked(choices=2))
-    answers.tell(choices[1], News((1,), cached_tokens=4))
+    answers.add_output(choices[1], ChoiceOutput((1,), cached_tokens=4))
     assert only(answers).cached_tokens is None
-    answers.tell(choices[0], News((1,), cached_tokens=4))
+    answers.add_output(choices[0], ChoiceOutput((1,), cached_tokens=4))
     assert only(answers).cached_tokens == 4
-    answers.tell(choices[0], News((1,)))
+    answers.add_output(choices[0], ChoiceOutput((1,)))
     assert only(answers).cached_tokens is None
 
 
 def test_resumed_tokens_count() -> None:
-    answers, [choice] = answers_of(asked(resume=(1, 2, 3)))
+    answers, [choice] = answers_of(asked(prior_tokens=(1, 2, 3)))
     assert choice.num_tokens == 3
-    answers.tell(choice, News((4,), LENGTH, cached_tokens=0))
+    answers.add_output(choice, ChoiceOutput((4,), LENGTH, cached_tokens=0))
     assert only(answers).usage == Usage(10, 4, 0)
 
 
 def test_each_choice_resumes_after_its_own() -> None:
-    answers, choices = answers_of(asked(choices=3, resume_choices=(None, (1, 2), ())))
+    answers, choices = answers_of(asked(choices=3, prior_tokens_by_choice=(None, (1, 2), ())))
     assert [(choice.index, choice.num_tokens) for choice in choices] == [(1, 2), (2, 0)]
     assert answers.num_choices == 2
-    answers.tell(choices[1], News((4,), LENGTH, cached_tokens=0))
-    answers.tell(choices[0], News((4,), LENGTH, cached_tokens=0))
+    answers.add_output(choices[1], ChoiceOutput((4,), LENGTH, cached_tokens=0))
+    answers.add_output(choices[0], ChoiceOutput((4,), LENGTH, cached_tokens=0))
     found = {delta.index: (delta.usage, delta.cached_tokens) for _, delta in step(answers).deltas}
     assert found == {2: (Usage(10, 1, 0), None), 1: (Usage(10, 3, 0), 0)}
     assert len(answers) == 0
@@ -335,7 +337,7 @@ def test_handed_over_tokens_count(first_tokens: tuple[int, ...] | None, num_befo
     handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=first_tokens)
     answers, choices = answers_of(asked(choices=2, handoff=handoff))
     assert [choice.num_tokens for choice in choices] == [num_before] * 2
-    answers.tell(choices[0], News((1,), LENGTH, cached_tokens=9))
+    answers.add_output(choices[0], ChoiceOutput((1,), LENGTH, cached_tokens=9))
     assert only(answers).usage == Usage(10, 1 + num_before, 9)
 
 
@@ -344,14 +346,14 @@ def test_handed_over_tokens_count(first_tokens: tuple[int, ...] | None, num_befo
 
 def test_load_and_changes_alone_make_a_step() -> None:
     answers = Answers()
-    assert answers.take() is None
+    assert answers.take_step() is None
     load = WorkerLoad(running=1)
-    assert answers.take(load) == StepOutput(load=load)
-    assert answers.take(kv_changes=(Cleared(),)) == StepOutput(kv_changes=(Cleared(),))
+    assert answers.take_step(load) == StepOutput(load=load)
+    assert answers.take_step(kv_changes=(Cleared(),)) == StepOutput(kv_changes=(Cleared(),))
 
 
 def test_a_step_is_taken_once() -> None:
     answers, [choice] = begun(asked())
-    answers.tell(choice, News((2,)))
+    answers.add_output(choice, ChoiceOutput((2,)))
     step(answers)
-    assert answers.take() is None
+    assert answers.take_step() is None

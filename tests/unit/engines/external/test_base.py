@@ -24,8 +24,8 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Role
-from kvolt.engines.external.answers import Choice, News
+from kvolt.core.request import Request, Role, Sampling
+from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.description import limits_of
 from kvolt.scheduler.step_plan import Limits
@@ -50,20 +50,22 @@ class Running:
     info: EngineInfo = INFO
     limits: Limits = field(default_factory=lambda: limits_of(INFO, CARD, 3))
     vocab_size: int | None = None
-    is_let_go: bool = False
+    is_released: bool = False
 
 
 class Toy(ExternalEngine[Running]):
     name, title = "toy", "Toy"
+    sampling_fields = frozenset[str]()
+    sampling_fields = frozenset(Sampling.__struct_fields__)
 
     def __init__(
         self,
         load: Callable[[], Running] = Running,
-        let_go: Callable[[Running], object] = lambda running: setattr(running, "is_let_go", True),
+        release: Callable[[Running], object] = lambda running: setattr(running, "is_released", True),
     ) -> None:
         super().__init__()
         self._make = load
-        self._unmake = let_go
+        self._unmake = release
         self.has: dict[str, Choice] = {}
         self.ends = 0
         self.shut_downs = 0
@@ -75,7 +77,7 @@ class Toy(ExternalEngine[Running]):
     async def _launch(self) -> Running:
         return await self._load(self._make, self._unmake)
 
-    async def _begin(self, running: Running) -> None:
+    async def _start_tasks(self, running: Running) -> None:
         if self.begins is not None:
             await self.begins.wait()
         if self.begin_error is not None:
@@ -89,13 +91,13 @@ class Toy(ExternalEngine[Running]):
     def _on_end(self) -> None:
         self.ends += 1
 
-    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
+    def _submit_choices(self, request: Request, choices: list[Choice]) -> None:
         for choice in choices:
             if self.refuses is not None and choice is choices[-1]:
                 raise self.refuses
             self.has[choice.engine_id] = choice
 
-    def _drop(self, engine_ids: list[str]) -> None:
+    def _abort_choices(self, engine_ids: list[str]) -> None:
         for each in engine_ids:
             self.has.pop(each, None)
 
@@ -103,22 +105,22 @@ class Toy(ExternalEngine[Running]):
         async def failing() -> None:
             raise error
 
-        self._crew.start(failing(), "failing")
+        self._task_group.start(failing(), "failing")
 
     def go_on(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._go_on(work, "test")
+        self._start_task(work, "test")
 
     async def call(self, call: Callable[[], None]) -> None:
-        await self._blocking(call)
+        await self._run_blocking(call)
 
     def say(self, token: int, finish: FinishReason | None = None) -> None:
         for choice in self.has.values():
-            self._answers.tell(choice, News((token,), finish))
-        self._unread.put(self._answers.take())
+            self._answers.add_output(choice, ChoiceOutput((token,), finish))
+        self._step_queue.put(self._answers.take_step())
 
     def give_up(self, name: str) -> None:
-        self._give_up(RequestId(name), Unsupported("no", feature="x"))
-        self._unread.put(self._answers.take())
+        self._fail_request(RequestId(name), Unsupported("no", feature="x"))
+        self._step_queue.put(self._answers.take_step())
 
     @property
     def running(self) -> Running | None:
@@ -136,11 +138,11 @@ async def rest_of(toy: Toy) -> list[StepOutput]:
 
 async def test_a_life() -> None:
     toy = Toy()
-    with pytest.raises(EngineFailed, match="once it is started"):
+    with pytest.raises(EngineFailed, match="is not started"):
         _ = toy.card
     assert await toy.start() is INFO
     assert toy.card is CARD
-    with pytest.raises(EngineFailed, match="started once"):
+    with pytest.raises(EngineFailed, match="started only once"):
         await toy.start()
     await asyncio.gather(toy.close(), toy.close())
     await toy.close()
@@ -148,7 +150,7 @@ async def test_a_life() -> None:
     assert await rest_of(toy) == []
     with pytest.raises(EngineDied, match="has ended"):
         toy.submit(greedy())
-    with pytest.raises(EngineFailed, match="started once"):
+    with pytest.raises(EngineFailed, match="started only once"):
         await toy.start()
 
 
@@ -187,7 +189,7 @@ async def test_what_begins_badly_is_shut_down(raised: Exception, kind: type[Exce
     with pytest.raises(kind):
         await toy.start()
     assert toy.running is not None
-    assert toy.running.is_let_go, "though nobody has closed it"
+    assert toy.running.is_released, "though nobody has closed it"
     assert toy.shut_downs == 1
     await toy.close()
     assert toy.shut_downs == 1
@@ -201,7 +203,7 @@ async def test_what_died_while_it_began_says_why() -> None:
     toy.fail(RuntimeError("a wheel came off\nit wrote last: clank"))
     await asyncio.sleep(0.01)
     toy.begins.set()
-    with pytest.raises(EngineFailed, match=r"Toy ended: a wheel came off\nit wrote last"):
+    with pytest.raises(EngineFailed, match=r"Toy failed: a wheel came off\nit wrote last"):
         await starting
 
 
@@ -218,7 +220,7 @@ class Slow:
         return self.made
 
 
-async def test_what_is_loaded_after_a_cancelled_start_is_let_go() -> None:
+async def test_engine_loaded_after_a_cancelled_start_is_released() -> None:
     slow = Slow()
     toy = Toy(slow)
     starting = asyncio.ensure_future(toy.start())
@@ -231,7 +233,7 @@ async def test_what_is_loaded_after_a_cancelled_start_is_let_go() -> None:
     assert not closing.done(), "a thread cannot be stopped"
     slow.may_end.set()
     await closing
-    assert slow.made.is_let_go
+    assert slow.made.is_released
     assert toy.running is None
 
 
@@ -246,7 +248,7 @@ async def test_closed_while_it_loads() -> None:
     with pytest.raises(EngineDied):
         await starting
     await closing
-    assert slow.made.is_let_go
+    assert slow.made.is_released
     assert toy.shut_downs == 1
 
 
@@ -279,7 +281,7 @@ async def test_loaded_while_the_loop_was_held_up(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(asyncio.CancelledError):
         await starting
     await toy.close()
-    assert slow.made.is_let_go
+    assert slow.made.is_released
 
 
 async def test_closed_while_it_begins() -> None:
@@ -291,27 +293,27 @@ async def test_closed_while_it_begins() -> None:
     with pytest.raises(EngineDied):
         await starting
     assert toy.running is not None
-    assert toy.running.is_let_go
+    assert toy.running.is_released
 
 
-async def test_one_that_cannot_be_let_go_is_closed(
+async def test_failed_release_still_closes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stuck(running: Running) -> None:
-        if running.is_let_go:
+        if running.is_released:
             raise OSError("it is gone already")
         time.sleep(0.3)
 
     monkeypatch.setattr("kvolt.engines.external.base._STOP_S", 0.05)
     for is_gone, words in ((True, "gone already"), (False, "Timeout")):
-        toy = Toy(lambda is_gone=is_gone: Running(is_let_go=is_gone), stuck)
+        toy = Toy(lambda is_gone=is_gone: Running(is_released=is_gone), stuck)
         await toy.start()
         await toy.close()
         assert toy.shut_downs == 1
         assert words in caplog.text
 
 
-async def test_calls_in_threads_end_before_it_is_let_go() -> None:
+async def test_calls_in_threads_end_before_the_release() -> None:
     order: list[str] = []
     toy = Toy(Running, lambda running: order.append("let go"))
     await toy.start()
@@ -328,11 +330,11 @@ async def test_calls_in_threads_end_before_it_is_let_go() -> None:
     assert order == ["call", "let go"]
 
 
-async def test_what_should_go_on_and_ends_is_its_death() -> None:
+async def test_ended_task_ends_the_engine() -> None:
     toy = Toy()
     await toy.start()
     toy.go_on(lambda: asyncio.sleep(0))
-    with pytest.raises(EngineFailed, match="Toy ended: its test have come to an end"):
+    with pytest.raises(EngineFailed, match="Toy failed: the task 'test' ended"):
         await rest_of(toy)
     await toy.close()
 
@@ -363,31 +365,31 @@ async def test_one_that_dies_while_it_begins_is_not_waited_for() -> None:
     await asyncio.sleep(0.01)
     toy.fail(RuntimeError("a wheel came off"))
     async with asyncio.timeout(5):
-        with pytest.raises(EngineFailed, match="Toy ended: a wheel came off"):
+        with pytest.raises(EngineFailed, match="Toy failed: a wheel came off"):
             await starting
     assert toy.shut_downs == 1
 
 
 async def test_a_call_that_ends_only_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.engines.external.base._STOP_S", 0.05)
-    is_let_go, begun = threading.Event(), threading.Event()
-    toy = Toy(Running, lambda running: is_let_go.set())
+    is_released, begun = threading.Event(), threading.Event()
+    toy = Toy(Running, lambda running: is_released.set())
     await toy.start()
 
     def call() -> None:
         begun.set()
-        assert is_let_go.wait(10)
+        assert is_released.wait(10)
 
     toy.go_on(lambda: toy.call(call))
     await asyncio.to_thread(begun.wait, 10)
     async with asyncio.timeout(5):
         await toy.close()
-    assert is_let_go.is_set()
+    assert is_released.is_set()
     with pytest.raises(EngineDied):
         await toy.call(call)
 
 
-async def test_why_it_did_not_start_is_told_though_it_cannot_be_shut_down(
+async def test_start_error_is_reported_despite_a_failed_shutdown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     toy = Toy()
@@ -406,9 +408,9 @@ async def test_a_task_s_error_is_its_death() -> None:
     toy.fail(RuntimeError("a wheel\ncame off"))
     steps = toy.steps()
     assert (await anext(steps)).deltas[0][0] == "one", "what was said before is told"
-    with pytest.raises(EngineFailed, match="Toy ended: a wheel"):
+    with pytest.raises(EngineFailed, match="Toy failed: a wheel"):
         await anext(steps)
-    with pytest.raises(EngineDied, match=r"^Toy ended: a wheel$") as caught:
+    with pytest.raises(EngineDied, match=r"^Toy failed: a wheel$") as caught:
         toy.submit(greedy("two"))
     with pytest.raises(EngineDied) as again:
         toy.submit(greedy("two"))
@@ -445,7 +447,7 @@ async def test_a_full_queue() -> None:
     await toy.close()
 
 
-async def test_nothing_is_told_after_an_abort() -> None:
+async def test_no_output_after_an_abort() -> None:
     toy = Toy()
     await toy.start()
     toy.submit(greedy("one"))
@@ -471,7 +473,7 @@ async def test_one_that_has_said_something_is_not_given_back() -> None:
     await toy.close()
 
 
-async def test_what_cannot_be_answered_is_dropped_and_told() -> None:
+async def test_unanswerable_request_is_dropped_and_failed() -> None:
     toy = Toy()
     await toy.start()
     toy.submit(greedy("one"))

@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_card_has_the_folder_s_texts_and_the_engine_s_figures(model: Path) -> None:
-    card = card_of(model, "tiny", context_length=2046, block_size=16, more_ends=(EOS, 7))
+    card = card_of(model, "tiny", context_length=2046, block_size=16, extra_eos=(EOS, 7))
     assert (card.name, card.context_length, card.block_size) == ("tiny", 2046, 16)
     assert card.tokenizer_json == tokenizer_json()
     assert card.eos_token_ids == (EOS, 7), "each once, those that only the engine knows last"

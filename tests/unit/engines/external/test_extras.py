@@ -18,6 +18,6 @@ def asked(**extra: object) -> Request:
 def test_what_is_not_known_is_refused() -> None:
     refuse_extra(asked(), "X")
     refuse_extra(asked(a=1), "X", ("a", "b"))
-    with pytest.raises(Unsupported, match="X is not told of 'c'") as caught:
+    with pytest.raises(Unsupported, match="X does not support 'c'") as caught:
         refuse_extra(asked(a=1, c=2), "X", ("a", "b"))
     assert (caught.value.fields["feature"], caught.value.fields["param"]) == ("c", "c")

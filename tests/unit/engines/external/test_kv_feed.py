@@ -25,7 +25,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.external import kv_feed
 from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 BLOCK = 4
 RECORDED = json.loads((Path(__file__).parent / "data/vllm_0_32_events.json").read_text())
@@ -64,7 +64,7 @@ def hashes(*tokens: int, lora: str | None = None, salt: str | None = None) -> tu
 
 def told(number: int) -> Stored:
     """What becomes of `stored`."""
-    return Stored.of(hashes(*tokens_of(number)))
+    return Stored.from_hashes(hashes(*tokens_of(number)))
 
 
 class Reading:
@@ -87,14 +87,14 @@ class Reading:
 async def reading(publisher: Publisher, **more: Any) -> AsyncIterator[Reading]:
     arguments = {"replay_endpoint": publisher.replay_endpoint, **more}
     feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, **arguments)
-    crew = Crew("reading")
+    task_group = TaskGroup("reading")
     try:
         read = Reading(feed)
-        crew.start(read.run(), "feed")
+        task_group.start(read.run(), "feed")
         publisher.wait_for_reader()
         yield read
     finally:
-        await crew.close()
+        await task_group.close()
         feed.close()
 
 
@@ -114,13 +114,13 @@ def frames(which: str) -> list[list[bytes]]:
 def recorded_changes() -> list[tuple[KvChange, ...]]:
     first = hashes(*range(10, 22))
     return [
-        (Stored.of(first[:2]),),
-        (Stored.of(first[2:], parent=first[1]),),
+        (Stored.from_hashes(first[:2]),),
+        (Stored.from_hashes(first[2:], parent=first[1]),),
         (
-            Stored.of(hashes(*range(10, 14), salt="tenant")),
-            Stored.of(hashes(*range(10, 14), lora="poet")),
+            Stored.from_hashes(hashes(*range(10, 14), salt="tenant")),
+            Stored.from_hashes(hashes(*range(10, 14), lora="poet")),
         ),
-        (Removed.of(first[2:]), Stored.of(hashes(*range(30, 34)))),
+        (Removed.from_hashes(first[2:]), Stored.from_hashes(hashes(*range(30, 34)))),
         (Cleared(),),
     ]
 
@@ -160,7 +160,7 @@ async def test_batches_come_in_order_and_empty_ones_not_at_all(publisher: Publis
         assert await read.next(4) == [
             (told(1),),
             (told(2),),
-            (Removed.of(hashes(*tokens_of(1))),),
+            (Removed.from_hashes(hashes(*tokens_of(1))),),
             (Cleared(),),
         ]
         assert read.feed.num_batches == 5
@@ -188,7 +188,7 @@ async def test_what_was_repeated_is_not_read_twice(publisher: Publisher) -> None
             publisher.publish(stored(number))
         assert await read.next(6) == [(told(number),) for number in range(6)]
         publisher.publish(removed(5))
-        assert await read.next(1) == [(Removed.of(hashes(*tokens_of(5))),)]
+        assert await read.next(1) == [(Removed.from_hashes(hashes(*tokens_of(5))),)]
         assert read.feed.num_batches == 7
 
 
@@ -208,7 +208,7 @@ async def test_a_hole_that_cannot_be_filled_takes_everything_back(
         publisher.publish(stored(0))
         assert await read.next(1) == [(told(0),)]
         assert read.feed.skipped == {"unknown_block": 1}
-    assert "2 batches of KV events were lost" in caplog.text
+    assert "KV events lost, blocks cleared: batches=2" in caplog.text
 
 
 async def test_a_part_of_what_is_missing_is_of_no_use(publisher: Publisher) -> None:
@@ -230,7 +230,7 @@ async def test_without_a_replay_a_hole_is_a_loss(publisher: Publisher) -> None:
         assert (read.feed.num_lost, publisher.num_replays) == (1, 0)
 
 
-async def test_a_replay_that_nobody_answers_is_given_up(
+async def test_replay_without_an_answer_times_out(
     publisher: Publisher,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +241,7 @@ async def test_a_replay_that_nobody_answers_is_given_up(
         publisher.publish(stored(0), is_lost=True)
         publisher.publish(stored(1))
         assert await read.next(2) == [(Cleared(),), (told(1),)]
-    assert "cannot be replayed" in caplog.text
+    assert "KV event replay failed" in caplog.text
 
 
 async def test_one_that_counts_from_the_start_again_is_another_one(publisher: Publisher) -> None:
@@ -275,7 +275,7 @@ async def test_another_one_whose_beginning_was_missed(publisher: Publisher) -> N
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"garbage", b"\x93\x01"])
-async def test_after_garbage_blocks_are_told_anew(
+async def test_malformed_events_clear_blocks(
     publisher: Publisher, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with reading(publisher) as read:
@@ -284,7 +284,7 @@ async def test_after_garbage_blocks_are_told_anew(
         publisher.publish(stored(1))
         assert (await read.next(3))[:2] == [(told(0),), (Cleared(),)]
         assert read.feed.num_batches == 3
-    assert "cannot be read" in caplog.text
+    assert "KV events unreadable" in caplog.text
 
 
 async def test_an_event_of_an_unknown_kind_is_counted(publisher: Publisher) -> None:
@@ -317,7 +317,7 @@ async def test_adapters_have_names(publisher: Publisher) -> None:
     event = BlockStored([1], None, tokens_of(1), BLOCK, 7, "GPU", None)
     async with reading(publisher, lora_name={7: "poet"}.get) as read:
         publisher.publish(payload_of(event))
-        assert await read.next(1) == [(Stored.of(hashes(*tokens_of(1), lora="poet")),)]
+        assert await read.next(1) == [(Stored.from_hashes(hashes(*tokens_of(1), lora="poet")),)]
 
 
 async def test_it_can_be_closed_while_it_waits_for_a_replay(publisher: Publisher, tmp_path: Path) -> None:
@@ -340,21 +340,21 @@ async def test_it_can_be_had_before_anything_else_is_said(publisher: Publisher) 
     publisher.publish(stored(1), is_lost=True)
     publisher.publish(payload_of(), is_lost=True)
     feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, publisher.replay_endpoint)
-    crew = Crew("reading")
+    task_group = TaskGroup("reading")
     try:
-        assert feed.num_passed == 0
-        assert await feed.catch_up() == [(told(1),)]
-        assert (feed.num_passed, feed.num_batches, feed.num_lost) == (2, 2, 0)
+        assert feed.num_processed == 0
+        assert await feed.read_missed() == [(told(1),)]
+        assert (feed.num_processed, feed.num_batches, feed.num_lost) == (2, 2, 0)
         read = Reading(feed)
-        crew.start(read.run(), "feed")
+        task_group.start(read.run(), "feed")
         await asyncio.to_thread(publisher.wait_for_reader)
         # One that was on its way to the socket when it was repeated.
         publisher.send(b"", (1).to_bytes(8, "big"), stored(9))
         publisher.publish(stored(2))
         assert await read.next(1) == [(told(2),)], "nothing twice, and nothing taken back"
-        assert feed.num_passed == 3
+        assert feed.num_processed == 3
     finally:
-        await crew.close()
+        await task_group.close()
         feed.close()
 
 
@@ -363,7 +363,7 @@ async def test_there_may_be_nothing_to_have(publisher: Publisher, repeats: bool)
     replay = publisher.replay_endpoint if repeats else None
     feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, replay)
     try:
-        assert await feed.catch_up() == []
-        assert feed.num_passed == 0
+        assert await feed.read_missed() == []
+        assert feed.num_processed == 0
     finally:
         feed.close()

@@ -21,10 +21,10 @@ def test_they_are_found_by_name_until_they_are_taken() -> None:
         "b",
         None,
     ]
-    assert loaded.take("a") == "/a"
+    assert loaded.remove("a") == "/a"
     assert loaded.names == ("b",)
     with pytest.raises(NotFound):
-        loaded.take("a")
+        loaded.remove("a")
 
 
 @pytest.mark.parametrize("none", [None, ""])
@@ -34,11 +34,11 @@ def test_a_request_need_not_name_one(none: str | None) -> None:
 
 def test_a_request_that_names_another_hears_which_there_are() -> None:
     loaded = LoadedLoras[str]()
-    with pytest.raises(InvalidRequest, match="there are: none"):
+    with pytest.raises(InvalidRequest, match="loaded: none"):
         loaded.find("c")
     loaded.add("a", "/a")
     loaded.add("b", "/b")
-    with pytest.raises(InvalidRequest, match="there are: a, b"):
+    with pytest.raises(InvalidRequest, match="loaded: a, b"):
         loaded.find("c")
 
 
@@ -47,12 +47,12 @@ async def test_one_is_used_until_its_requests_are_over() -> None:
     users = LoraUsers[int](running.__contains__)
     users.add(RequestId("one"), 1)
     users.add(RequestId("other"), 2)
-    assert (users.has(1), users.has(2), users.has(3)) == (True, True, False)
-    await users.gone(3)
-    gone = asyncio.ensure_future(users.gone(1))
+    assert (users.is_used(1), users.is_used(2), users.is_used(3)) == (True, True, False)
+    await users.wait_unused(3)
+    gone = asyncio.ensure_future(users.wait_unused(1))
     await asyncio.sleep(0.05)
     assert not gone.done()
     running.discard(RequestId("one"))
     async with asyncio.timeout(5):
         await gone
-    assert users.has(2)
+    assert users.is_used(2)

@@ -92,13 +92,13 @@ def test_a_tested_version_says_nothing(site: Path, version: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("version", ["1.40.0", "1.5.0", "2.0.10", "2.0"])
-def test_an_untested_version_is_only_told(site: Path, version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_version_is_only_logged(site: Path, version: str, caplog: pytest.LogCaptureFixture) -> None:
     install(site, "kvolt-foreign", version)
     assert check_requirement(WANTED) == version
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"kvolt-foreign {version} was not tested with this kvolt (tested: 1.4.*, 2.0.1)"
+        f"untested version: package=kvolt-foreign version={version} tested=1.4.*, 2.0.1"
     )
 
 
@@ -130,7 +130,7 @@ def test_a_missing_symbol_is_named(site: Path, symbol: str) -> None:
     assert error.fields["remedy"] == "tested with 1.4.*, 2.0.1: pip install kvolt-foreign"
 
 
-def test_it_is_told_in_the_words_of_who_needs_it(site: Path) -> None:
+def test_requirement_error_names_its_user(site: Path) -> None:
     wanted = replace(WANTED, user="the processor 'foreign'", key="processor")
     with pytest.raises(ConfigError) as caught:
         check_requirement(wanted)

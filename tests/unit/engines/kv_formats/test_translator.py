@@ -94,10 +94,10 @@ def names(changes: list[KvChange]) -> list[int]:
 def test_a_chain_is_named_by_its_tokens(shape: Shape) -> None:
     lab = Lab(shape)
     [first] = lab.store([-7, 8], None, TOKENS[:8])
-    assert first == Stored.of(ours()[:2])
+    assert first == Stored.from_hashes(ours()[:2])
     [second] = lab.store([9], 8, TOKENS[8:12])
-    assert second == Stored.of([ours()[2]], ours()[1])
-    assert lab.remove(8, -7) == [Removed.of([ours()[1], ours()[0]])]
+    assert second == Stored.from_hashes([ours()[2]], ours()[1])
+    assert lab.remove(8, -7) == [Removed.from_hashes([ours()[1], ours()[0]])]
     assert lab.give(shape.cleared()) == [Cleared()]
     assert lab.translator.num_bytes == 0
     assert lab.skipped == {}
@@ -108,10 +108,10 @@ def test_hashes_may_be_bytes(shape: Shape) -> None:
     lab = Lab(shape)
     assert names(lab.store([b"a" * 32, b"b" * 32], None, TOKENS[:8])) == ours()[:2]
     assert names(lab.store([b"c" * 32], b"b" * 32, TOKENS[8:12])) == [ours()[2]]
-    assert lab.remove(b"c" * 32) == [Removed.of([ours()[2]])]
+    assert lab.remove(b"c" * 32) == [Removed.from_hashes([ours()[2]])]
 
 
-def test_the_rank_is_told() -> None:
+def test_the_rank_is_reported() -> None:
     lab = Lab()
     assert lab.translator.translate(pack(VLLM.cleared(), dp_rank=3)) == ((Cleared(),), 3)
     assert lab.translator.translate(pack()) == ((), None)
@@ -142,18 +142,18 @@ def test_media_are_tiers(medium: str | None, tier: Tier) -> None:
     [stored] = lab.store([1], None, TOKENS[:4], medium=medium)
     assert isinstance(stored, Stored)
     assert stored.tier is tier
-    assert lab.remove(1, medium=medium) == [Removed.of([ours()[0]], tier)]
+    assert lab.remove(1, medium=medium) == [Removed.from_hashes([ours()[0]], tier)]
 
 
 def test_a_copy_in_another_tier_needs_no_tokens() -> None:
     lab = Lab()
     lab.store([1, 2, 3], None, TOKENS[:12])
     [copy] = lab.give(VLLM.stored([2, 3, 99], None, [], size=0, medium="CPU"))
-    assert copy == Stored.of(ours()[1:3], tier=Tier.HOST)
+    assert copy == Stored.from_hashes(ours()[1:3], tier=Tier.HOST)
     assert lab.skipped == {"unknown_block": 1}
-    assert lab.remove(2) == [Removed.of([ours()[1]])]
+    assert lab.remove(2) == [Removed.from_hashes([ours()[1]])]
     assert names(lab.store([4], 2, TOKENS[8:12])) == [ours()[2]], "still known by its copy"
-    assert lab.remove(2, medium="CPU") == [Removed.of([ours()[1]], Tier.HOST)]
+    assert lab.remove(2, medium="CPU") == [Removed.from_hashes([ours()[1]], Tier.HOST)]
     assert lab.store([5], 2, TOKENS[8:12]) == []
     assert lab.skipped == {"unknown_block": 1, "unknown_parent": 1}
     [below] = lab.give(VLLM.stored([3], 1, [], medium="STORAGE"))
@@ -161,17 +161,17 @@ def test_a_copy_in_another_tier_needs_no_tokens() -> None:
     assert below.parent == ours()[0]
 
 
-def test_copies_are_told_once_and_gone_with_the_last() -> None:
+def test_copies_are_reported_once_and_removed_with_the_last() -> None:
     lab = Lab()
     lab.store([1, 2], None, TOKENS[:8])
     [more] = lab.store([1, 2, 3], None, TOKENS[:12])
     assert isinstance(more, Stored)
     assert (more.sequence_hashes, more.parent) == ((ours()[2],), ours()[1]), "below those that are known"
     assert lab.remove(1, 2) == []
-    assert lab.remove(2) == [Removed.of([ours()[1]])]
+    assert lab.remove(2) == [Removed.from_hashes([ours()[1]])]
     lab.store([1], None, TOKENS[:4])
     changes = lab.store([1, 2, 3], None, TOKENS[:12])
-    assert changes == [Stored.of([ours()[1]], ours()[0])]
+    assert changes == [Stored.from_hashes([ours()[1]], ours()[0])]
     lab.remove(3, 3, 2)
     lab.store([2, 9, 1], None, TOKENS[:12])  # the engine's affair
     assert lab.remove(7) == []
@@ -214,10 +214,10 @@ def test_media_are_a_part_of_a_block() -> None:
 def test_keys_that_are_not_known_end_the_chain(key: Any) -> None:
     lab = Lab()
     assert names(lab.store([1, 2, 3], None, TOKENS[:12], extra_keys=[None, [key], None])) == ours()[:1]
-    assert lab.skipped == {"foreign_keys": 2}
+    assert lab.skipped == {"unknown_keys": 2}
     assert lab.store([4], 3, TOKENS[12:16]) == []
     assert lab.store([5], None, TOKENS[:4], extra_keys=[[key]]) == []
-    assert lab.skipped == {"foreign_keys": 3, "unknown_parent": 1}
+    assert lab.skipped == {"unknown_keys": 3, "unknown_parent": 1}
 
 
 def test_only_layers_that_need_the_whole_prefix_are_followed() -> None:
@@ -227,7 +227,7 @@ def test_only_layers_that_need_the_whole_prefix_are_followed() -> None:
     assert lab.store([1], None, TOKENS[:4], group_idx=2, kv_cache_spec_kind="full_attention") == []
     assert lab.store([1], None, TOKENS[:4], group_idx=3, kv_cache_spec_kind="sliding_window") == []
     assert lab.remove(1, group_idx=0) == lab.remove(1, group_idx=2) == []
-    assert lab.remove(1, group_idx=1) == [Removed.of([ours()[0]])]
+    assert lab.remove(1, group_idx=1) == [Removed.from_hashes([ours()[0]])]
     assert lab.skipped == {"group": 5}
 
 
@@ -252,7 +252,7 @@ def test_only_layers_that_need_the_whole_prefix_are_followed() -> None:
 )
 def test_what_cannot_be_named_is_left_out_and_counted(event: Any, reason: str, number: int) -> None:
     lab = Lab()
-    assert lab.give(event, VLLM.stored([7], None, list(TOKENS[:4]))) == [Stored.of([ours()[0]])], (
+    assert lab.give(event, VLLM.stored([7], None, list(TOKENS[:4]))) == [Stored.from_hashes([ours()[0]])], (
         "what comes after it is not hurt"
     )
     assert lab.skipped == {reason: number}
@@ -266,7 +266,7 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
         Lab().translator.translate(payload)
 
 
-def test_large_maps_and_arrays_are_told_apart() -> None:
+def test_large_maps_and_arrays_are_distinguished() -> None:
     wide = {f"x{number}": 1 for number in range(20)}
     batch = decode_batch(
         pack({"type": "AllBlocksCleared", **wide}, ["AllBlocksCleared", *range(20)]), Engine.VLLM
@@ -279,19 +279,19 @@ def test_large_maps_and_arrays_are_told_apart() -> None:
     )
 
 
-def test_names_are_bounded_and_what_is_dropped_is_told() -> None:
+def test_names_are_bounded_and_evictions_are_reported() -> None:
     lab = Lab(max_bytes=3 * NAME_BYTES)
     lab.store([1], None, TOKENS[:4])
     lab.store([1], None, TOKENS[:4], medium="CPU")
     lab.store([2, 3], 1, TOKENS[4:12])
     assert lab.translator.num_bytes == 3 * NAME_BYTES
     changes = lab.store([4], 3, TOKENS[12:16])
-    assert changes[1:] == [Removed.of([ours()[0]]), Removed.of([ours()[0]], Tier.HOST)]
+    assert changes[1:] == [Removed.from_hashes([ours()[0]]), Removed.from_hashes([ours()[0]], Tier.HOST)]
     assert lab.translator.num_bytes == 3 * NAME_BYTES
     assert lab.remove(1) == []
     assert lab.skipped == {"no_room": 1, "unknown_block": 1}
     lab.store([2], None, TOKENS[:4])  # used again: the next to go is another one
-    assert lab.store([5], 4, TOKENS[16:20])[1:] == [Removed.of([ours()[2]])]
+    assert lab.store([5], 4, TOKENS[16:20])[1:] == [Removed.from_hashes([ours()[2]])]
 
 
 def test_a_name_takes_no_more_than_is_counted() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 from kvolt.core.hashing import BASE_SEED, local_hashes, request_seed, sequence_hashes
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
-from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
+from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
+from kvolt.engines.kv_formats.trtllm_translator import TrtllmTranslator
 from kvolt.testing.engines.replica import Replica
 
 SIZE = 4
@@ -17,16 +17,16 @@ WINDOW = 4096
 class Lab:
     """Events with numbers of their own, and a replica that holds what comes of them against the contract."""
 
-    def __init__(self, *, max_names: int = 1 << 19, book: SeedBook | None = None) -> None:
-        self.book = book or SeedBook(SIZE)
-        self.translator = KvTranslator(SIZE, self.book, max_names)
+    def __init__(self, *, max_names: int = 1 << 19, book: SequenceSeeds | None = None) -> None:
+        self.book = book or SequenceSeeds(SIZE)
+        self.translator = TrtllmTranslator(SIZE, self.book, max_names)
         self.replica = Replica()
         self.number = 0
 
     def read(self, data: dict[str, Any], window: int = WINDOW, **more: Any) -> list[Any]:
         event = {"event_id": self.number, "data": data, "window_size": window, **more}
         self.number += 1
-        changes = self.translator.read(event)
+        changes = self.translator.translate(event)
         for change in changes:
             self.replica.apply(change)
         return changes
@@ -76,26 +76,26 @@ def test_blocks_have_our_names() -> None:
     lab = Lab()
     lab.begin()
     assert lab.read({"type": "created", "num_blocks_per_cache_level": [100, 0]}) == []
-    assert lab.read(stored(A, B)) == [Stored.of([FIRST, SECOND])]
-    assert lab.read(stored(C, parent=2)) == [Stored.of([THIRD], SECOND)]
-    assert lab.read(removed(3, 1)) == [Removed.of([THIRD, FIRST])]
+    assert lab.read(stored(A, B)) == [Stored.from_hashes([FIRST, SECOND])]
+    assert lab.read(stored(C, parent=2)) == [Stored.from_hashes([THIRD], SECOND)]
+    assert lab.read(removed(3, 1)) == [Removed.from_hashes([THIRD, FIRST])]
 
 
-def test_a_block_is_told_once() -> None:
+def test_a_block_is_reported_once() -> None:
     lab = Lab()
     lab.begin()
     lab.read(stored(A))
-    assert lab.read(stored(A, B)) == [Stored.of([SECOND], FIRST)]
+    assert lab.read(stored(A, B)) == [Stored.from_hashes([SECOND], FIRST)]
     assert lab.read(stored(A, B)) == []
     lab.read(removed(2))
-    assert lab.read(stored(B, parent=1)) == [Stored.of([SECOND], FIRST)]
+    assert lab.read(stored(B, parent=1)) == [Stored.from_hashes([SECOND], FIRST)]
 
 
 def test_what_cannot_be_named_is_left_out() -> None:
     lab = Lab()
     lab.begin()
     partial = block(2, TOKENS[SIZE : SIZE + 2])
-    assert lab.read(stored(A, partial, C)) == [Stored.of([FIRST])]
+    assert lab.read(stored(A, partial, C)) == [Stored.from_hashes([FIRST])]
     assert lab.read(stored(C, parent=99)) == []
     assert lab.read(removed(2, 99)) == []
     assert lab.read(stored(block(4, TOKENS[SIZE : 2 * SIZE], extra=5), parent=1)) == []
@@ -121,12 +121,12 @@ def test_other_windows_are_left_out() -> None:
     for window in (1024, WINDOW, 512):
         lab.read({"type": "created", "num_blocks_per_cache_level": [100]}, window=window)
     assert lab.read(stored(A), window=1024) == []
-    assert lab.read(stored(A)) == [Stored.of([FIRST])]
+    assert lab.read(stored(A)) == [Stored.from_hashes([FIRST])]
     assert lab.read(removed(1), window=512) == []
     assert lab.replica.blocks == {FIRST}
 
 
-def test_lost_events_take_back_what_was_told() -> None:
+def test_lost_events_clear_reported_blocks() -> None:
     lab = Lab()
     lab.begin()
     lab.read(stored(A, B))
@@ -134,7 +134,7 @@ def test_lost_events_take_back_what_was_told() -> None:
     assert lab.read(stored(C, parent=2)) == [Cleared()]
     assert lab.translator.num_lost == 5
     assert lab.read(removed(1)) == []
-    assert lab.read(stored(A)) == [Stored.of([FIRST])]
+    assert lab.read(stored(A)) == [Stored.from_hashes([FIRST])]
 
 
 def test_blocks_go_to_the_host_and_back() -> None:
@@ -142,13 +142,13 @@ def test_blocks_go_to_the_host_and_back() -> None:
     lab.begin()
     lab.read(stored(A, B))
     assert lab.read(moved(2, 1, 0)) == [
-        Stored.of([SECOND], FIRST, tier=Tier.HOST),
-        Removed.of([SECOND], Tier.DEVICE),
+        Stored.from_hashes([SECOND], FIRST, tier=Tier.HOST),
+        Removed.from_hashes([SECOND], Tier.DEVICE),
     ]
     assert lab.read(moved(2, 1, 1)) == []
     assert lab.read(moved(99, 1, 0)) == []
-    assert lab.read(moved(2, 0, 1))[0] == Stored.of([SECOND], FIRST)
-    assert lab.read(moved(2, 5, 0)) == [Removed.of([SECOND])]
+    assert lab.read(moved(2, 0, 1))[0] == Stored.from_hashes([SECOND], FIRST)
+    assert lab.read(moved(2, 5, 0)) == [Removed.from_hashes([SECOND])]
     assert lab.replica.blocks == {FIRST}
 
 
@@ -156,33 +156,33 @@ def test_names_are_bounded() -> None:
     lab = Lab(max_names=2)
     lab.begin()
     changes = lab.read(stored(A, B, C))
-    assert changes[-1] == Removed.of([FIRST])
+    assert changes[-1] == Removed.from_hashes([FIRST])
     assert lab.replica.blocks == {SECOND, THIRD}
 
 
-def test_tenants_blocks_are_told_apart() -> None:
+def test_blocks_of_tenants_are_distinguished() -> None:
     lab = Lab()
     salted = request_seed(None, "tenant")
     lab.begin()
     lab.read(stored(A))
     lab.begin(salted)
     (change,) = lab.read(stored(block(11, TOKENS[:SIZE]), block(12, TOKENS[SIZE : 2 * SIZE])))
-    assert change == Stored.of(sequence_hashes(local_hashes(TOKENS[: 2 * SIZE], SIZE, salted)))
+    assert change == Stored.from_hashes(sequence_hashes(local_hashes(TOKENS[: 2 * SIZE], SIZE, salted)))
     lab.read(removed(1, 12, 11))
-    assert lab.read(stored(A)) == [Stored.of([FIRST])], "by its name it is known again"
+    assert lab.read(stored(A)) == [Stored.from_hashes([FIRST])], "by its name it is known again"
 
 
-def test_where_nobody_knows_whose_it_is_it_is_left_out() -> None:
+def test_a_block_with_an_ambiguous_seed_is_skipped() -> None:
     lab = Lab()
     assert lab.read(stored(A)) == [], "of no request that was given"
     lab.begin()
     lab.begin(request_seed("adapter", None))
     assert lab.read(stored(A)) == []
-    assert lab.translator.skipped == {"whose": 2}
+    assert lab.translator.skipped == {"seed": 2}
 
 
 def test_a_first_block_that_the_answer_fills() -> None:
-    book = SeedBook(SIZE)
+    book = SequenceSeeds(SIZE)
     seed = request_seed(None, "tenant")
     book.begin("r", seed, TOKENS[:1])
     assert book.find(1, TOKENS[:SIZE]) is None
@@ -197,7 +197,7 @@ def test_a_first_block_that_the_answer_fills() -> None:
 
 
 def test_roots_are_bounded() -> None:
-    book = SeedBook(1, max_roots=2)
+    book = SequenceSeeds(1, max_roots=2)
     for token in (1, 2, 1, 3):
         book.begin("r", BASE_SEED, (token,))
     assert [book.find(token, (token,)) for token in (1, 2, 3)] == [BASE_SEED, None, BASE_SEED]

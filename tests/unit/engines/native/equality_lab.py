@@ -53,7 +53,7 @@ class Watch:
 
 def core_of(model: Path | str, hooks: CoreHooks | None = None, **arguments: Any) -> EngineCore:
     """Exact and small, unless told otherwise. One thread: several that wait for each other on cores that other
-    processes use cost ten times what they bring. Nobody asks how long the steps of so many engines take."""
+    processes use make them ten times slower. Steps are not measured."""
     given: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",

@@ -31,18 +31,18 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request, Role
-from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv
+from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.prefills import Done, Prefills, Told
+from kvolt.engines.prefills import OnBlocks, OnHandoff, Prefills
 from kvolt.engines.sim.model import sim_card
 from kvolt.kv import BlockId, BlockPool
-from kvolt.scheduler.scheduler import Advanced, Limits, Scheduler, Work
+from kvolt.scheduler.scheduler import Limits, NewToken, Scheduler, Work
 from kvolt.transfer.memory.device_memory import DeviceHandle
 
 VOCABULARY = 1000
-NUM_SAID = 48
-"""The model says tokens below this, EOS (2) among them."""
+NUM_OUTPUT_TOKENS = 48
+"""The model generates tokens below this, EOS (2) among them."""
 STEP_S = 0.001
 HOLD_S = 2.0
 """Short enough to wait for, longer than a busy machine takes to fill the pool."""
@@ -114,7 +114,7 @@ class FakeCore:
             log.warning("logged as told")
         if fault is not None:
             self._faults[request.request_id] = fault
-        self.scheduler.add(request, keep_blocks=keep_blocks)
+        self.scheduler.add_request(request, keep_blocks=keep_blocks)
 
     def abort(self, request_id: RequestId) -> None:
         self.scheduler.abort(request_id)
@@ -137,7 +137,7 @@ class FakeCore:
     def step(self) -> StepOutput | None:
         self.capabilities.expire()
         plan = self.scheduler.plan()
-        self.capabilities.tell()
+        self.capabilities.notify_watchers()
         if plan is None:
             changes = self.scheduler.take_changes()
             return StepOutput(load=self.load(), kv_changes=changes) if changes else None
@@ -146,20 +146,20 @@ class FakeCore:
             self._suffer(work.sequence.request)
         time.sleep(self.step_s)
         states = [self._compute(work) for work in works]
-        said = [
+        sampled = [
             self._next_token(work, state) for work, state in zip(works, states, strict=True) if work.samples
         ]
-        advanced = self.scheduler.commit(plan, said)
-        told = [one for one in advanced if not self.capabilities.take(one)]
-        self.capabilities.tell()
-        plain = [one for one in told if _is_plain(one)]
+        new_tokens = self.scheduler.commit(plan, sampled)
+        emitted = [new for new in new_tokens if not self.capabilities.consume_token(new)]
+        self.capabilities.notify_watchers()
+        plain = [new for new in emitted if _is_plain(new)]
         return StepOutput(
             deltas=tuple(
-                (one.sequence.request.request_id, _delta(one)) for one in told if not _is_plain(one)
+                (new.sequence.request.request_id, _delta(new)) for new in emitted if not _is_plain(new)
             ),
             load=replace(self.load(), step=replace(plan.stats, time_s=self.step_s)),
-            plain_ids=tuple(one.sequence.request.request_id for one in plain),
-            plain_tokens=tuple(one.token for one in plain),
+            plain_ids=tuple(new.sequence.request.request_id for new in plain),
+            plain_tokens=tuple(new.token for new in plain),
             kv_changes=self.scheduler.take_changes(),
         )
 
@@ -186,7 +186,7 @@ class FakeCore:
     def _next_token(self, work: Work, state: int) -> int:
         sequence = work.sequence
         seed = sequence.request.sampling.seed or 0
-        return xxh3_64_intdigest(struct.pack("<QQI", state, seed, sequence.index)) % NUM_SAID
+        return xxh3_64_intdigest(struct.pack("<QQI", state, seed, sequence.index)) % NUM_OUTPUT_TOKENS
 
     def _state(self, blocks: Sequence[BlockId], position: int) -> int:
         value: int = _STATE.unpack_from(self.memory, self._place(blocks, position))[0]
@@ -209,9 +209,9 @@ def _root(request: Request) -> int:
     return xxh3_64_intdigest((request.lora or "").encode())
 
 
-def _is_plain(one: Advanced) -> bool:
-    sampling = one.sequence.request.sampling
-    return one.end is None and not one.is_first and sampling.num_choices == 1 and sampling.logprobs is None
+def _is_plain(new: NewToken) -> bool:
+    sampling = new.sequence.request.sampling
+    return new.end is None and not new.is_first and sampling.num_choices == 1 and sampling.logprobs is None
 
 
 def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
@@ -223,21 +223,21 @@ def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs
     )
 
 
-def _delta(one: Advanced) -> Delta:
-    sequence, request = one.sequence, one.sequence.request
-    is_first = one.is_first and not sequence.index
+def _delta(new: NewToken) -> Delta:
+    sequence, request = new.sequence, new.sequence.request
+    is_first = new.is_first and not sequence.index
     of_prompt = None
-    if is_first and not request.resume:
+    if is_first and not request.prior_tokens:
         of_prompt = _logprobs(request.token_ids[1:], request.sampling.prompt_logprobs)
     return Delta(
-        token_ids=(one.token,),
+        token_ids=(new.token,),
         index=sequence.index,
-        finish=one.end.finish if one.end else None,
-        stop_reason=one.end.stop_reason if one.end else None,
-        logprobs=_logprobs([one.token], request.sampling.logprobs),
+        finish=new.end.finish if new.end else None,
+        stop_reason=new.end.stop_reason if new.end else None,
+        logprobs=_logprobs([new.token], request.sampling.logprobs),
         prompt_logprobs=None if of_prompt is None else (None, *of_prompt),
         cached_tokens=sequence.num_cached if is_first else None,
-        usage=Usage(sequence.num_prompt, sequence.num_output) if one.end else None,
+        usage=Usage(sequence.num_prompt, sequence.num_output) if new.end else None,
     )
 
 
@@ -276,37 +276,37 @@ class FakeCapabilities:
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         return self._exchange.import_kv(blocks)
 
-    def hold_kv(self, request_id: RequestId) -> KvHeld:
-        return self._exchange.hold(request_id)
+    def held_kv(self, request_id: RequestId) -> HeldKv:
+        return self._exchange.held(request_id)
 
-    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        return self._exchange.make_room(keys, hashes)
+    def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        return self._exchange.allocate_kv(keys, hashes)
 
-    def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
-        self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
+    def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None) -> None:
+        self._exchange.commit(room, num_filled, keep_for, self._prefills.expires_at)
 
-    def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        return self._exchange.take(room, num_last, request_id)
+    def attach_kv(self, room: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        return self._exchange.attach(room, num_last, request_id)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         found = self._exchange.pin_sealed(name, self._prefills.hold_s)
         if found:
-            self._prefills.hold(name)
+            self._prefills.start_hold(name)
         return found
 
     # --- prompts for others
 
-    def prefill(self, request: Request, done: Done) -> None:
-        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), done)
+    def prefill(self, request: Request, on_handoff: OnHandoff) -> None:
+        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
 
-    def computed_kv(self, request_id: RequestId, after: int, done: Told) -> None:
-        self._prefills.watch(request_id, after, done)
+    def computed_kv(self, request_id: RequestId, after: int, on_blocks: OnBlocks) -> None:
+        self._prefills.watch(request_id, after, on_blocks)
 
-    def tell(self) -> None:
-        self._prefills.tell()
+    def notify_watchers(self) -> None:
+        self._prefills.notify_watchers()
 
-    def take(self, one: Advanced) -> bool:
-        return self._prefills.take(one)
+    def consume_token(self, new: NewToken) -> bool:
+        return self._prefills.consume_token(new)
 
     def release_prefill(self, request_id: RequestId) -> None:
         self._prefills.release(request_id)
@@ -419,7 +419,7 @@ def load_and_exit(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> F
     os._exit(3)
 
 
-def load_telling_threads(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_reporting_threads(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
     """By what a library would read, which is not what Python read at its start."""
     found = subprocess.check_output(["sh", "-c", "echo OMP_NUM_THREADS=$OMP_NUM_THREADS"], text=True)
     hooks.progress(found.strip())

@@ -113,7 +113,7 @@ async def running(load: str = "load", **arguments: Any) -> AsyncIterator[tuple[N
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie that nobody has reaped yet is not."""
+    """A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

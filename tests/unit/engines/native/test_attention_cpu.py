@@ -21,7 +21,7 @@ from tests.unit.engines.native.cpu_lab import (  # noqa: E402
     threads,
 )
 
-from kvolt.engines.native.attention_cpu import CpuAttention, Paged  # noqa: E402
+from kvolt.engines.native.attention_cpu import CpuAttention, PagedAttention  # noqa: E402
 from kvolt.engines.native.kernels.cpu_kernels import CpuKernels  # noqa: E402
 
 
@@ -151,7 +151,7 @@ def test_contexts_are_split_where_there_are_more_threads_than_sequences_keep_bus
     native: CpuKernels, contexts: list[int], num_threads: int, is_split: bool
 ) -> None:
     case = Case(Shape(), contexts)
-    paged = Paged(native, case.slab(0.0), case.shape.num_heads, 0.125)
+    paged = PagedAttention(native, case.slab(0.0), case.shape.num_heads, 0.125)
     with threads(num_threads):
         step = paged.step(case.batch, case.rotation)
     assert step is not None
@@ -173,7 +173,7 @@ def test_a_step_outside_of_the_slab_is_refused(native: CpuKernels, field: str, v
     getattr(case.batch, field).view(-1)[0] = value
     slab = case.slab(0.0)
     before = slab.tensor.clone()
-    with pytest.raises(IndexError, match="outside"):
+    with pytest.raises(IndexError, match="exceeds its KV blocks or positions"):
         case.run(slab)
     assert torch.equal(slab.tensor, before)
 

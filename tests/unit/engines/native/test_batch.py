@@ -66,7 +66,7 @@ def test_a_batch_moved_on_is_one_made_anew(seed: int, num_blocks: int) -> None:
     kept = BatchBuilder(BLOCK_SIZE, CPU)
     for number in range(10):
         lora = rng.choice([None, None, "a"])
-        engine.add(request(f"{seed}/{number}", rng.randrange(1, 20), rng.randrange(1, 24), lora))
+        engine.add_request(request(f"{seed}/{number}", rng.randrange(1, 20), rng.randrange(1, 24), lora))
     num_moved = 0
     while (plan := engine.plan()) is not None:
         if rng.random() < 0.1:

@@ -25,7 +25,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
-from kvolt.engines.contract import EngineSpec, KvHeld, Pooling
+from kvolt.engines.contract import EngineSpec, HeldKv, Pooling
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
@@ -106,7 +106,7 @@ def test_what_is_held_can_be_seen_and_cleared(core: EngineCore) -> None:
     assert core.capabilities.kv_contents() == ()
 
 
-def test_changes_told_step_by_step_add_up_to_the_contents(folder: Path) -> None:
+def test_changes_of_all_steps_add_up_to_the_contents(folder: Path) -> None:
     core = core_of(folder, kv_blocks=14)
     drive = Drive(core, [ask(name, prompt, 20) for name, prompt in PROMPTS.items()])
     seen: set[int] = set()
@@ -283,16 +283,16 @@ def test_a_prefill_can_be_given_up_at_any_step(core: EngineCore) -> None:
         assert_at_rest(core)
 
 
-def test_the_blocks_of_a_prompt_are_told_as_they_are_written(core: EngineCore) -> None:
+def test_the_blocks_of_a_prompt_are_reported_as_they_are_written(core: EngineCore) -> None:
     """In chunks of 64 tokens, and first what is cached of it."""
     long = tuple(range(3, 203))
     answer(core, ask("before", long[:33], 2))
     core.capabilities.prefill(ask("a", long, 5), lambda found: None)
     slab, name = core.runner.slab, RequestId("a")
-    seen: list[tuple[KvHeld, list[bytes]]] = []
+    seen: list[tuple[HeldKv, list[bytes]]] = []
 
-    def note(found: KvHeld | ErrorInfo) -> None:
-        assert isinstance(found, KvHeld)
+    def note(found: HeldKv | ErrorInfo) -> None:
+        assert isinstance(found, HeldKv)
         seen.append((found, [slab.read(block) for block in found.blocks]))
         if len(found.blocks) < len(long) // BLOCK:
             core.capabilities.computed_kv(name, len(found.blocks), note)
@@ -300,7 +300,7 @@ def test_the_blocks_of_a_prompt_are_told_as_they_are_written(core: EngineCore) -
     core.capabilities.computed_kv(name, 0, note)
     while core.has_work:
         core.step()
-    held = core.capabilities.hold_kv(name)
+    held = core.capabilities.held_kv(name)
     assert [len(part.blocks) for part, _ in seen] == [2, 6, 10, 12]
     for part, data in seen:
         assert part.blocks == held.blocks[: len(part.blocks)]
@@ -309,7 +309,7 @@ def test_the_blocks_of_a_prompt_are_told_as_they_are_written(core: EngineCore) -
     assert_at_rest(core)
 
 
-def test_a_prefill_that_fails_is_told_to_who_asked(core: EngineCore) -> None:
+def test_a_failed_prefill_is_reported_to_its_caller(core: EngineCore) -> None:
     with pytest.raises(InvalidRequest):
         core.capabilities.prefill(ask("a", PROMPT, 10**6), lambda found: None)
     found: list[Handoff | ErrorInfo] = []

@@ -89,14 +89,14 @@ def test_a_resumed_request_goes_on_as_if_it_had_not_stopped(core: EngineCore, nu
     sampling = {"seed": 5, "frequency_penalty": 0.7, "repetition_penalty": 1.2, **DICE}
     whole = answer(core, ask("a", PROMPT, 12, **sampling))
     given = tuple(whole.tokens[:num_given])
-    rest = answer(core, ask("b", PROMPT, 12, request={"resume": given}, prompt_logprobs=1, **sampling))
+    rest = answer(core, ask("b", PROMPT, 12, request={"prior_tokens": given}, prompt_logprobs=1, **sampling))
     assert rest.tokens == whole.tokens[num_given:]
     assert rest.usage is not None
     assert rest.usage.completion_tokens == 12
     assert rest.prompt_logprobs is None
 
 
-def test_choices_are_told_apart_and_share_the_prompt(core: EngineCore) -> None:
+def test_choices_are_distinct_and_share_the_prompt(core: EngineCore) -> None:
     drive = Drive(core, [ask("a", PROMPT, 10, num_choices=4, seed=3, logprobs=1, **DICE)])
     drive.finish()
     assert drive.choices.keys() == {("a", index) for index in range(4)}
@@ -176,9 +176,9 @@ def test_a_custom_processor_sees_prompt_and_output(core: EngineCore) -> None:
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
-        ({"request": {"lora": "nobody"}}, NotFound),
+        ({"request": {"lora": "unknown"}}, NotFound),
         ({"request": {"media": (MediaSpan(0, 1, bytes(16)),)}}, Unsupported),
-        ({"request": {"extra": {"logits_processors": ["nobody"]}}}, InvalidRequest),
+        ({"request": {"extra": {"logits_processors": ["unknown"]}}}, InvalidRequest),
         ({"logit_bias": {10**6: 1.0}}, InvalidRequest),
         ({"min_p": 1.5}, InvalidRequest),
         ({"allowed_token_ids": ()}, InvalidRequest),
@@ -334,9 +334,7 @@ def test_what_lies_between_steps_is_in_the_time_of_the_next(folder: Path) -> Non
         core.submit(ask(name, PROMPT, 3))
         while core.has_work:
             core.step()
-            watch.time += (
-                0.25  # as long as telling what came of it takes, in a clock in which a step takes no time
-            )
+            watch.time += 0.25  # time of the output, on a clock on which a step takes no time
         watch.time += 60.0  # nothing to do: that is no step's time
     assert [step.time_s for step in steps] == [0.0, 0.25, 0.25] * 2
 

@@ -26,8 +26,9 @@ from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.grammar.threads import MAX_COMPILING, CompilingThreads
+from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.lora import Adapter
+from kvolt.engines.native.sizing import MAX_COMPILING
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPT = make_prompts(seed=7, vocabulary=900, count=6, longest=60)["p3"]
@@ -60,7 +61,7 @@ class Stuck:
         self.begun: list[str] = []
         self.go_on = threading.Event()
 
-    def kept(self, grammar: Grammar) -> None:
+    def find_compiled(self, grammar: Grammar) -> None:
         return None
 
     def compile(self, grammar: Grammar) -> None:
@@ -120,7 +121,7 @@ def test_every_choice_follows_the_grammar_and_resumes_in_its_middle(core: Engine
     for one in drive.choices.values():
         assert text_of(core, one.tokens) in ("yes", "no", "perhaps")
     given = tuple(whole[:1])
-    rest = constrained("a", GrammarKind.CHOICE, words, seed=1, request={"resume": given})
+    rest = constrained("a", GrammarKind.CHOICE, words, seed=1, request={"prior_tokens": given})
     assert answer(core, rest).tokens == whole[1:]
 
 
@@ -152,7 +153,7 @@ def test_a_choice_that_ends_first_leaves_the_grammar_to_the_others(core: EngineC
     ("asked", "reason"),
     [
         ({"text": "{"}, "grammar"),
-        ({"text": '["yes"]', "request": {"resume": (700,)}}, "resumed tokens"),
+        ({"text": '["yes"]', "request": {"prior_tokens": (700,)}}, "prior tokens"),
         (
             {
                 "text": '["yes"]',
@@ -160,7 +161,7 @@ def test_a_choice_that_ends_first_leaves_the_grammar_to_the_others(core: EngineC
                     "handoff": Handoff(ticket=b"", prefill_instance=InstanceId("i"), first_tokens=(700,))
                 },
             },
-            "resumed tokens",
+            "prior tokens",
         ),
     ],
     ids=["unreadable", "resume", "handoff"],
@@ -206,7 +207,7 @@ def test_a_request_can_be_taken_back_while_its_grammar_compiles(core: EngineCore
     ],
     ids=["abort", "withdraw", "drop_lora"],
 )
-def test_a_grammar_that_nobody_waits_for_is_not_compiled(
+def test_a_grammar_of_an_aborted_request_is_not_compiled(
     core: EngineCore, stuck: Any, take_back: Callable[[EngineCore], object]
 ) -> None:
     core._grammars.compiler = stuck
@@ -231,8 +232,8 @@ def test_a_grammar_that_is_kept_waits_for_no_other(
     drive = Drive(core, [*slow, asked])
     assert core.scheduler.num_waiting == 1
     until(lambda: drive.step() is not None and ("a", 0) in drive.choices)
-    with pytest.raises(InvalidRequest, match="resumed tokens"):
-        core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]', request={"resume": (700,)}))
+    with pytest.raises(InvalidRequest, match="prior tokens"):
+        core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]', request={"prior_tokens": (700,)}))
     stuck.go_on.set()
     assert text_of(core, drive.finish()["a"].tokens) == "yes"
 
@@ -261,7 +262,7 @@ def test_the_compiler_is_made_once(stuck: Any) -> None:
 
     threads = CompilingThreads(make)
     grammars = [Grammar(GrammarKind.REGEX, f"r{n}") for n in range(MAX_COMPILING)]
-    assert threads.kept(grammars[0]) is None
+    assert threads.find_compiled(grammars[0]) is None
     for grammar in grammars:
         threads.start(grammar)
     stuck.await_full()

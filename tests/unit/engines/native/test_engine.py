@@ -1,4 +1,4 @@
-"""NativeEngine over the fake core: what it refuses, what it tells, how it ends. What is about processes is in
+"""NativeEngine over the fake core: rejected requests, reported steps, its end. Tests of processes are in
 test_process."""
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def open_descriptors() -> int:
 
 async def test_nothing_is_known_before_the_start() -> None:
     engine = make_engine()
-    with pytest.raises(EngineFailed, match="once it is started"):
+    with pytest.raises(EngineFailed, match="has not been started"):
         _ = engine.card
     with pytest.raises(EngineFailed):
         engine.submit(request("r"))
-    of_blocks = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "KvTierable")
+    of_blocks = ("KvEvents", "KvVisible", "KvMovable", "KvAddressable", "KvTierable")
     assert features_of(engine) == (*of_blocks, "Prefill", "Lora", "Embed")
     await engine.close()
     with pytest.raises(EngineFailed):
@@ -62,7 +62,7 @@ async def test_nothing_is_known_before_the_start() -> None:
 
 
 @MODES
-async def test_loading_is_told_while_it_lasts(process: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loading_progress_is_logged(process: str, caplog: pytest.LogCaptureFixture) -> None:
     """As it begins and as it ends, and not every line of it."""
     caplog.set_level(logging.INFO)
     async with running("load_slowly", process=process) as (engine, _):
@@ -90,16 +90,16 @@ async def test_progress_lines_have_the_latest_last(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     lines = ProgressLines(logging.getLogger("test"), every_s=0.05)
     for text in ("one", "two", "three"):
-        lines.tell(text)
+        lines.report(text)
     assert caplog.messages == ["one"]
     await asyncio.sleep(0.08)
     assert caplog.messages == ["one", "three"]
-    lines.tell("three")
-    lines.tell("four")
+    lines.report("three")
+    lines.report("four")
     lines.close()
     assert caplog.messages == ["one", "three", "four"]
     await asyncio.sleep(0.08)
-    lines.tell("five")
+    lines.report("five")
     lines.close()
     assert caplog.messages == ["one", "three", "four", "five"]
 
@@ -113,7 +113,7 @@ async def test_a_wrong_setting_comes_out_as_it_was_raised(process: str) -> None:
 
 
 @MODES
-async def test_a_bug_in_loading_is_told_with_its_place(
+async def test_a_bug_in_loading_is_logged_with_its_traceback(
     process: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(EngineFailed, match="ZeroDivisionError: a bug in loading"):
@@ -162,7 +162,7 @@ async def test_submit_refuses_what_can_never_run() -> None:
             (replace(good, request_id=RequestId("x"), token_ids=()), InvalidRequest),
             (request("x", tokens=1000), InvalidRequest),
             (replace(request("x"), token_ids=(5000,)), InvalidRequest),
-            (request("x", lora="nobody"), InvalidRequest),
+            (request("x", lora="unknown"), InvalidRequest),
             (replace(request("x"), media=(MediaSpan(0, 1, b"digest of sixteen"),)), Unsupported),
         ):
             with pytest.raises(kind):
@@ -227,7 +227,7 @@ async def test_the_same_batch_is_the_same_object() -> None:
 
 
 @MODES
-async def test_nothing_is_told_after_an_abort(process: str) -> None:
+async def test_no_output_after_an_abort(process: str) -> None:
     async with running(process=process) as (engine, reader):
         for turn in range(20):
             names = [f"r{turn}-{number}" for number in range(6)]
@@ -320,8 +320,8 @@ async def test_large_steps_pass(process: str) -> None:
         assert len(reader.tokens["small"]) == 50
 
 
-async def test_an_engine_whose_steps_nobody_reads_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on when somebody does; nothing is lost."""
+async def test_an_engine_pauses_while_its_steps_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It continues once they are read, and no step is lost."""
     monkeypatch.setattr(engine_module, "_MAX_UNREAD_STEPS", 8)
     engine = make_engine(context_length=4000, kv_blocks=2000)
     await engine.start()
@@ -344,7 +344,7 @@ async def test_requests_are_refused_while_the_pipe_is_full(monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "_STOP_S", 0.1)
     async with running(process="own", context_length=200_000, kv_blocks=60_000) as (engine, _):
         engine.submit(request("hangs", tokens=2, fault="hang"))
-        with pytest.raises(Overloaded, match="no commands"):
+        with pytest.raises(Overloaded, match="command buffer is full"):
             for number in range(200):
                 engine.submit(request(f"r{number}", prompt=20_000))
         engine.abort(RequestId("r0"))
@@ -382,7 +382,7 @@ async def test_adapters() -> None:
             await engine.unload_lora("three")
         await engine.unload_lora("one")
         assert engine.loras() == ("two",)
-        with pytest.raises(InvalidRequest, match="there are: two"):
+        with pytest.raises(InvalidRequest, match="loaded: two"):
             engine.submit(asked)
         with pytest.raises(InvalidRequest):
             engine.kv_keys(asked)
@@ -402,7 +402,7 @@ async def test_a_prefill_that_is_cancelled_is_taken_back() -> None:
 
 
 @MODES
-async def test_the_blocks_of_a_prompt_are_told_while_it_is_computed(process: str) -> None:
+async def test_the_blocks_of_a_prompt_are_reported_while_it_is_computed(process: str) -> None:
     async with running(process=process, max_batch_tokens=16) as (engine, reader):
         async with Scope("prefill") as scope:
             scope.start(engine.prefill(request("p", prompt=161)), "prefill")
@@ -412,7 +412,7 @@ async def test_the_blocks_of_a_prompt_are_told_while_it_is_computed(process: str
                 told.append(await engine.computed_kv(RequestId("p"), len(told[-1].blocks)))
         assert len(told) > 1
         last = await engine.computed_kv(RequestId("p"), 40)
-        assert last == told[-1] == await engine.hold_kv(RequestId("p"))
+        assert last == told[-1] == await engine.held_kv(RequestId("p"))
         await engine.release_prefill(RequestId("p"))
         with pytest.raises(NotFound):
             await engine.computed_kv(RequestId("p"), 0)
@@ -485,7 +485,7 @@ async def test_each_rank_has_a_slab_in_memory_of_the_shell(process: str) -> None
 @MODES
 async def test_a_rank_that_has_its_blocks_elsewhere_leaves_no_slabs(process: str) -> None:
     async with running("load", process=process, tensor_parallel=2) as (engine, _):
-        with pytest.raises(Unsupported, match="no memory that others reach"):
+        with pytest.raises(Unsupported, match="not in memory that other processes can map"):
             engine.kv_slabs()
 
 
@@ -495,8 +495,8 @@ async def test_blocks_that_came_for_a_request_go_when_it_is_refused(process: str
     async with running(process=process) as (engine, reader):
         given = request("r", prompt=20, fault="refuse")
         keys = engine.kv_keys(given)
-        room = await engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
-        await engine.settle_kv(room, len(room.blocks), given.request_id)
+        room = await engine.allocate_kv(keys, [SequenceHash(each) for each in range(len(keys))])
+        await engine.commit_kv(room, len(room.blocks), given.request_id)
         engine.submit(given)
         await reader.until(lambda: "r" in reader.failed)
         engine.submit(request("other", prompt=4, tokens=1))
@@ -512,9 +512,9 @@ async def test_who_goes_on_with_blocks_that_came_waits_for_no_answer_of_the_engi
     async with running(process=process) as (engine, reader):
         given = request("r", prompt=20, tokens=4)
         keys = engine.kv_keys(given)
-        room = await engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
-        monkeypatch.setattr(engine._link, "_take_reply", lambda answer: None)
-        await asyncio.wait_for(engine.settle_kv(room, 0, given.request_id), 30)
+        room = await engine.allocate_kv(keys, [SequenceHash(each) for each in range(len(keys))])
+        monkeypatch.setattr(engine._link, "_on_reply", lambda answer: None)
+        await asyncio.wait_for(engine.commit_kv(room, 0, given.request_id), 30)
         engine.submit(given)
         monkeypatch.undo()
         await reader.finish("r")
@@ -527,15 +527,15 @@ async def test_room_that_comes_as_its_caller_goes_is_given_back(
     async with running(process=process) as (engine, reader):
         keys = engine.kv_keys(request("r", prompt=20))
         asking = asyncio.ensure_future(
-            engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
+            engine.allocate_kv(keys, [SequenceHash(each) for each in range(len(keys))])
         )
-        take_reply = engine._link._take_reply
+        on_reply = engine._link._on_reply
 
         def and_cancel(answer: messages.Reply) -> None:
-            take_reply(answer)
+            on_reply(answer)
             asking.cancel()
 
-        monkeypatch.setattr(engine._link, "_take_reply", and_cancel)
+        monkeypatch.setattr(engine._link, "_on_reply", and_cancel)
         await asyncio.wait([asking])
         monkeypatch.undo()
         assert asking.cancelled()
@@ -565,7 +565,7 @@ async def test_a_decode_worker_opens_its_engine_s_device(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("load", "arguments"),
     [
-        ("load_aggregated_on_device", {"process": "own"}),  # nobody reads from it
+        ("load_aggregated_on_device", {"process": "own"}),  # its blocks are not read
         ("load_decode_on_device", {"process": "thread"}),  # a process does not open its own memory
     ],
 )
@@ -590,7 +590,7 @@ async def test_a_device_that_cannot_be_opened_keeps_its_blocks(
         engine.submit(request("r"))
         await reader.finish("r")
         assert all(slab.device is None for slab in engine.kv_slabs())
-    assert "stay on this device" in caplog.text
+    assert "cannot be moved" in caplog.text
 
 
 # --- end

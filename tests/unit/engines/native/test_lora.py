@@ -1,4 +1,4 @@
-"""Adapters: answers are those of transformers with the adapter merged into the weights, whoever shares a batch."""
+"""Adapters: answers equal transformers' with the adapter merged into the weights, in any batch."""
 
 from __future__ import annotations
 

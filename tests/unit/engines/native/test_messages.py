@@ -1,4 +1,4 @@
-"""Messages, and the ledger that reads steps."""
+"""Messages, and the in_flight that reads steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
-from kvolt.engines.child_messages import FrameCutter, frame, raw
-from kvolt.engines.contract import KvRoom
-from kvolt.engines.native.shell.ledger import Ledger
+from kvolt.engines.contract import KvAllocation
+from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
+from kvolt.engines.native.shell.in_flight import InFlight
 from kvolt.engines.native.shell.messages import (
     METHODS,
     Step,
-    StepWording,
+    StepEncoder,
     decode_answer,
 )
 from kvolt.scheduler.step_plan import check_vocabulary
@@ -52,11 +52,11 @@ def test_every_call_can_be_decoded() -> None:
         "match": (request(),),
         "export_kv": ([b"k" * 16],),
         "import_kv": ([],),
-        "hold_kv": (A,),
+        "held_kv": (A,),
         "computed_kv": (A, 3),
-        "make_room": ([b"k" * 16], [7]),
-        "settle_kv": (KvRoom(1, (4, 5)), 2, "r"),
-        "take_kv": (KvRoom(1, (4, 5)), 2, "r"),
+        "allocate_kv": ([b"k" * 16], [7]),
+        "commit_kv": (KvAllocation(1, (4, 5)), 2, "r"),
+        "attach_kv": (KvAllocation(1, (4, 5)), 2, "r"),
         "pin_sealed": (A,),
         "prefill": (request(),),
         "release_prefill": (A,),
@@ -66,28 +66,28 @@ def test_every_call_can_be_decoded() -> None:
     }
     for name, method in METHODS.items():
         given_arguments = arguments.get(name, ())
-        assert method.decode_arguments(raw(given_arguments)) == given_arguments
+        assert method.decode_arguments(encode_raw(given_arguments)) == given_arguments
 
 
 # --- steps
 
 
-def told(wording: StepWording, output: StepOutput, num_seen: int = 0) -> Step:
+def told(wording: StepEncoder, output: StepOutput, num_seen: int = 0) -> Step:
     """As it arrives."""
-    (message,) = FrameCutter().feed(bytes(frame(wording.step(num_seen, output))))
+    (message,) = FrameSplitter().feed(bytes(encode_frame(wording.step(num_seen, output))))
     step = decode_answer(message)
     assert isinstance(step, Step)
     return step
 
 
-def ledger_with(*requests: Request) -> Ledger:
-    ledger = Ledger()
+def in_flight_with(*requests: Request) -> InFlight:
+    in_flight = InFlight()
     for number, each in enumerate(requests, 1):
-        ledger.add(each, number)
-    return ledger
+        in_flight.add(each, number)
+    return in_flight
 
 
-def test_a_step_arrives_as_it_was_told() -> None:
+def test_a_step_survives_encoding() -> None:
     output = StepOutput(
         deltas=((A, Delta((5,), cached_tokens=3)),),
         failed=((B, ErrorInfo("engine_failed", "why", {"engine": "native"})),),
@@ -96,19 +96,19 @@ def test_a_step_arrives_as_it_was_told() -> None:
         plain_tokens=(7,),
         kv_changes=(Cleared(),),
     )
-    ledger = ledger_with(request(A), request(B), request(C))
-    assert ledger.read(told(StepWording(), output, 3)) == output
-    assert ledger.find(B) is None
-    assert ledger.num_sequences == 2
+    in_flight = in_flight_with(request(A), request(B), request(C))
+    assert in_flight.filter_step(told(StepEncoder(), output, 3)) == output
+    assert in_flight.find(B) is None
+    assert in_flight.num_sequences == 2
 
 
 def test_the_same_batch_is_sent_once_and_is_the_same_object() -> None:
-    wording, ledger = StepWording(), ledger_with(request(A), request(B))
+    wording, in_flight = StepEncoder(), in_flight_with(request(A), request(B))
     first = StepOutput(plain_ids=(A, B), plain_tokens=(1, 2))
     nothing = StepOutput(load=WorkerLoad())
     steps = [told(wording, output, 2) for output in (first, first, nothing, first)]
     assert [step.plain_ids for step in steps] == [(A, B), None, (), (A, B)]
-    outputs = [ledger.read(step) for step in steps]
+    outputs = [in_flight.filter_step(step) for step in steps]
     assert [output and output.plain_ids for output in outputs] == [(A, B), (A, B), (), (A, B)]
     assert outputs[0] is not None
     assert outputs[0].plain_ids is outputs[1].plain_ids  # type: ignore[union-attr]
@@ -118,11 +118,11 @@ def test_the_same_batch_is_sent_once_and_is_the_same_object() -> None:
     assert smaller.plain_ids == (B,)
 
 
-def test_nothing_is_told_of_what_was_dropped() -> None:
+def test_no_output_of_dropped_requests() -> None:
     """Until the engine has heard of it; others are told as ever."""
-    wording, ledger = StepWording(), ledger_with(request(A), request(B), request(C))
-    ledger.drop(A, 4)
-    ledger.drop(C, 5)
+    wording, in_flight = StepEncoder(), in_flight_with(request(A), request(B), request(C))
+    in_flight.drop(A, 4)
+    in_flight.drop(C, 5)
     late = StepOutput(
         deltas=((C, END),),
         failed=((C, ErrorInfo("engine_failed", "late")),),
@@ -130,39 +130,39 @@ def test_nothing_is_told_of_what_was_dropped() -> None:
         plain_tokens=(1, 2),
         load=WorkerLoad(running=3),
     )
-    output = ledger.read(told(wording, late, 3))
+    output = in_flight.filter_step(told(wording, late, 3))
     assert output == StepOutput(plain_ids=(B,), plain_tokens=(2,), load=WorkerLoad(running=3))
-    assert ledger.read(told(wording, StepOutput(plain_ids=(A,), plain_tokens=(1,)), 4)) is None
-    assert ledger.num_sequences == 1
+    assert in_flight.filter_step(told(wording, StepOutput(plain_ids=(A,), plain_tokens=(1,)), 4)) is None
+    assert in_flight.num_sequences == 1
 
 
 def test_an_id_in_use_again_hears_nothing_of_its_past() -> None:
-    wording, ledger = StepWording(), ledger_with(request(A))
-    ledger.drop(A, 2)
-    ledger.add(request(A), 3)
+    wording, in_flight = StepEncoder(), in_flight_with(request(A))
+    in_flight.drop(A, 2)
+    in_flight.add(request(A), 3)
     past = StepOutput(deltas=((A, END),))
-    assert ledger.read(told(wording, past, 1)) is None
-    assert ledger.find(A) is not None
-    assert ledger.read(told(wording, past, 3)) == past
-    assert ledger.find(A) is None
+    assert in_flight.filter_step(told(wording, past, 1)) is None
+    assert in_flight.find(A) is not None
+    assert in_flight.filter_step(told(wording, past, 3)) == past
+    assert in_flight.find(A) is None
 
 
 def test_a_request_ends_with_the_last_of_its_choices() -> None:
-    wording, ledger = StepWording(), ledger_with(request(A, choices=2))
-    assert ledger.num_sequences == 2
-    ledger.read(told(wording, StepOutput(deltas=((A, END),)), 1))
-    assert ledger.find(A) is not None
-    assert ledger.num_sequences == 1
-    ledger.read(told(wording, StepOutput(deltas=((A, replace(END, index=1)),)), 1))
-    assert (ledger.find(A), ledger.num_sequences) == (None, 0)
+    wording, in_flight = StepEncoder(), in_flight_with(request(A, choices=2))
+    assert in_flight.num_sequences == 2
+    in_flight.filter_step(told(wording, StepOutput(deltas=((A, END),)), 1))
+    assert in_flight.find(A) is not None
+    assert in_flight.num_sequences == 1
+    in_flight.filter_step(told(wording, StepOutput(deltas=((A, replace(END, index=1)),)), 1))
+    assert (in_flight.find(A), in_flight.num_sequences) == (None, 0)
 
 
 def test_a_dropped_request_counts_no_longer() -> None:
-    wording, ledger = StepWording(), ledger_with(request(A, choices=3))
-    ledger.read(told(wording, StepOutput(deltas=((A, END),)), 1))
-    ledger.drop(A, 2)
-    ledger.drop(A, 3)
-    assert ledger.num_sequences == 0
+    wording, in_flight = StepEncoder(), in_flight_with(request(A, choices=3))
+    in_flight.filter_step(told(wording, StepOutput(deltas=((A, END),)), 1))
+    in_flight.drop(A, 2)
+    in_flight.drop(A, 3)
+    assert in_flight.num_sequences == 0
 
 
 # --- tokens
@@ -173,7 +173,7 @@ def test_a_dropped_request_counts_no_longer() -> None:
     [
         ("token_ids", replace(request(), token_ids=(1, 50))),
         ("token_ids", replace(request(), token_ids=(-1, 2))),
-        ("resume", replace(request(), resume=(50,))),
+        ("prior_tokens", replace(request(), prior_tokens=(50,))),
         ("stop_token_ids", replace(request(), stop=StopConditions(max_tokens=1, stop_token_ids=(77,)))),
         ("allowed_token_ids", replace(request(), sampling=Sampling(allowed_token_ids=(3, 99)))),
         ("logit_bias", replace(request(), sampling=Sampling(logit_bias={-5: 1.0}))),
@@ -190,4 +190,4 @@ def test_tokens_that_the_model_does_not_have_are_refused(param: str, changed: Re
 
 
 def test_all_tokens_of_the_model_are_taken() -> None:
-    check_vocabulary(replace(request(), token_ids=(0, 49), resume=(0,)), 50)
+    check_vocabulary(replace(request(), token_ids=(0, 49), prior_tokens=(0,)), 50)

@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes: the same answers, and nobody left behind."""
+"""Tensor parallelism over two processes: the same answers, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from kvolt.engines.native.loading import CoreHooks, _allocate_others
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.engines.native.setup import device_of
 from kvolt.engines.native.slab import KvSlab, create_memory
-from kvolt.engines.native.tp_rank import Followers
+from kvolt.engines.native.tp_rank import TpRanks
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -220,13 +220,14 @@ def test_blocks_travel_between_ranks_and_one_that_has_it_all(
 
 
 def test_whole_blocks_are_offered_where_the_ranks_memories_are_shared(core: EngineCore) -> None:
-    assert {"KvMovable", "KvPlaced", "Prefill"} <= set(core.info.features)
+    assert {"KvMovable", "KvAddressable", "Prefill"} <= set(core.info.features)
 
 
 def test_where_they_are_not_it_says_so(folder: Path) -> None:
-    """Ranks on devices, or without a shell that gives them memory: each has its own, which nobody else reaches."""
+    """Ranks on devices, or without a shell that gives them memory: each allocates its own, which others
+    cannot access."""
     with closing(core_of(folder)) as alone:
-        told = StubFollowers()
+        told = StubRanks()
         setup = SimpleNamespace(device=torch.device("cpu"))
         found = _allocate_others(told, alone.runner.slab, 2, setup, CoreHooks())  # type: ignore[arg-type]
         assert (found, told.memories) == (None, [])
@@ -235,12 +236,12 @@ def test_where_they_are_not_it_says_so(folder: Path) -> None:
             with pytest.raises(Unsupported, match="tensor_parallel = 1"):
                 call([])
         with pytest.raises(Unsupported, match="ranks"):
-            blocks.hold_kv(RequestId("r"))
+            blocks.held_kv(RequestId("r"))
         with pytest.raises(Unsupported, match="ranks"):
-            blocks.make_room([], [])
+            blocks.allocate_kv([], [])
 
 
-class StubFollowers:
+class StubRanks:
     memories: Sequence[int] | None = None
 
     def allocate(self, num_blocks: int, memories: Sequence[int]) -> None:
@@ -276,14 +277,14 @@ def test_a_leader_that_is_killed_takes_its_ranks_along(folder: Path, tmp_path: P
         time.sleep(0.05)
 
 
-def test_a_rank_that_cannot_start_says_why_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_reports_its_error(tmp_path: Path) -> None:
     spec = EngineSpec(model="m", role=Role.AGGREGATED)
-    followers = Followers(spec, NativeArguments(tensor_parallel=2, device="cpu"), tmp_path / "nothing")
+    tp_ranks = TpRanks(spec, NativeArguments(tensor_parallel=2, device="cpu"), tmp_path / "nothing")
     try:
         with pytest.raises(EngineFailed, match=r"rank-1 did not start: .*nothing"):
-            followers.wait_started()
+            tp_ranks.wait_started()
     finally:
-        followers.close()
+        tp_ranks.close()
 
 
 def test_ranks_need_a_device_each() -> None:
@@ -294,7 +295,7 @@ def test_ranks_need_a_device_each() -> None:
     with pytest.raises(ConfigError, match="cannot share cuda:0"):
         device_of(spec, msgspec.structs.replace(two, device="cuda:0"), 0)
     absent = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(ConfigError, match=f"there is no {absent}"):
+    with pytest.raises(ConfigError, match=f"{absent} does not exist"):
         device_of(spec, NativeArguments(device=absent), 0)
     assert device_of(spec, NativeArguments(device="cpu"), 0) == torch.device("cpu")
 

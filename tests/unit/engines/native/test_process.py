@@ -28,9 +28,9 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.child_messages import FrameCutter, frame
+from kvolt.engines.framing import FrameSplitter, encode_frame
 from kvolt.engines.native.shell import engine as engine_module
-from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellGone
+from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellClosed
 from kvolt.engines.native.shell.messages import Abort, Step, Stop, decode_answer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Scope
@@ -38,7 +38,7 @@ from kvolt.runtime.tasks import Scope
 # --- the process dies
 
 
-async def test_a_killed_process_is_told_by_its_signal() -> None:
+async def test_a_killed_process_is_reported_with_its_signal() -> None:
     async with running(process="own") as (engine, reader):
         engine.submit(request("r", tokens=200))
         await reader.until(lambda: "r" in reader.tokens)
@@ -49,7 +49,7 @@ async def test_a_killed_process_is_told_by_its_signal() -> None:
         assert reader.error.fields["exit_code"] == -9
 
 
-async def test_a_process_that_exits_is_told_with_its_last_words() -> None:
+async def test_a_process_that_exits_is_reported_with_its_last_output() -> None:
     async with running(process="own") as (engine, reader):
         engine.submit(request("r", fault="exit"))
         with pytest.raises(EngineFailed, match="exited with code 7"):
@@ -59,7 +59,7 @@ async def test_a_process_that_exits_is_told_with_its_last_words() -> None:
 
 
 async def test_a_process_that_exits_while_it_loads() -> None:
-    with pytest.raises(EngineFailed, match=r"exited with code 3 while it loaded(.|\n)*out of something"):
+    with pytest.raises(EngineFailed, match=r"exited with code 3 while loading(.|\n)*out of something"):
         await make_engine("load_and_exit", process="own").start()
 
 
@@ -160,7 +160,7 @@ async def test_the_number_of_threads_is_set_before_anything_is_imported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with running("load_telling_threads", process="own", threads=3):
+    async with running("load_reporting_threads", process="own", threads=3):
         assert "OMP_NUM_THREADS=3" in caplog.text
 
 
@@ -210,7 +210,7 @@ def _run(core: Any, for_s: float, then: bytes, first: bytes = b"") -> list[objec
         def run() -> None:
             try:
                 loop.run()
-            except ShellGone as error:
+            except ShellClosed as error:
                 errors.append(error)
             finally:
                 theirs.close()
@@ -227,42 +227,42 @@ def _run(core: Any, for_s: float, then: bytes, first: bytes = b"") -> list[objec
             said += data
         thread.join(5)
         assert not thread.is_alive()
-        return [*map(decode_answer, FrameCutter().feed(said)), *errors]
+        return [*map(decode_answer, FrameSplitter().feed(said)), *errors]
 
 
 def test_a_core_at_rest_is_left_alone() -> None:
     core = _Stub(has_work=False)
-    assert _run(core, 0.1, bytes(frame(Stop()))) == []
+    assert _run(core, 0.1, bytes(encode_frame(Stop()))) == []
     assert core.num_steps <= 1
 
 
 def test_a_core_that_is_stuck_is_asked_now_and_then() -> None:
-    """Blocks are held by others, or a grammar is being compiled: nobody says when that ends."""
+    """Blocks are held, or a grammar is being compiled: the end of that is not announced."""
     core = _Stub(has_work=True)
-    assert _run(core, 0.2, bytes(frame(Stop()))) == []
+    assert _run(core, 0.2, bytes(encode_frame(Stop()))) == []
     assert 2 <= core.num_steps <= 30
 
 
 def test_a_hold_that_runs_out_wakes_it() -> None:
     core = _Stub(has_work=False)
     core.capabilities.next_expiry = time.monotonic() + 0.05
-    _run(core, 0.2, bytes(frame(Stop())))
+    _run(core, 0.2, bytes(encode_frame(Stop())))
     assert core.num_steps >= 2
 
 
-def test_what_is_there_to_tell_is_told_in_order() -> None:
+def test_outputs_are_sent_in_order() -> None:
     core = _Stub(has_work=True)
     core.outputs = [StepOutput(load=WorkerLoad(running=number)) for number in range(1, 6)]
-    said = _run(core, 0.1, bytes(frame(Stop())))
+    said = _run(core, 0.1, bytes(encode_frame(Stop())))
     assert [step.load.running for step in said if isinstance(step, Step) and step.load] == [1, 2, 3, 4, 5]
 
 
 def test_it_is_heard_of_that_a_request_went_though_no_load_changed() -> None:
     """One that waited for its grammar was in no step: who waits for one would take the engine for stuck."""
-    abort = bytes(frame(Abort(RequestId("a"))))
-    said = _run(_Stub(has_work=False), 0.1, bytes(frame(Stop())), first=abort)
+    abort = bytes(encode_frame(Abort(RequestId("a"))))
+    said = _run(_Stub(has_work=False), 0.1, bytes(encode_frame(Stop())), first=abort)
     assert [step.load for step in said if isinstance(step, Step)] == [WorkerLoad()]
 
 
 def test_the_loop_ends_with_the_socket() -> None:
-    assert [type(error) for error in _run(_Stub(has_work=False), 0.05, b"")] == [ShellGone]
+    assert [type(error) for error in _run(_Stub(has_work=False), 0.05, b"")] == [ShellClosed]

@@ -60,7 +60,7 @@ def test_names_and_arguments() -> None:
     ("asked", "message"),
     [
         ("ban_repeated_ngrams", "must be a list"),
-        (["nobody"], "unknown logits processor 'nobody'; known: ban_repeated_ngrams"),
+        (["missing"], "unknown logits processor 'missing'; known: ban_repeated_ngrams"),
         (["ban_repeated_ngrams"], "missing 1 required"),
         ([{"name": "ban_repeated_ngrams", "args": {"n": 0}}], "n must be a whole number"),
         ([{"name": "ban_repeated_ngrams", "args": {"n": 2, "m": 3}}], "unexpected keyword"),
@@ -85,7 +85,9 @@ def test_whatever_a_factory_raises_is_the_request_s_fault(
         raise error
 
     monkeypatch.setitem(processors._BUILT_IN, "broken", broken)
-    with pytest.raises(InvalidRequest, match=f"'broken' cannot be made: {type(error).__name__}: .*no luck"):
+    with pytest.raises(
+        InvalidRequest, match=f"'broken' cannot be created: {type(error).__name__}: .*no luck"
+    ):
         make_processors({"logits_processors": ["broken"]})
 
 
@@ -114,7 +116,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, message in (
         ("gone", "cannot be loaded"),
         ("bad", "cannot be loaded: not today"),
-        ("data", "cannot be called"),
+        ("data", "is not callable"),
     ):
         with pytest.raises(Unsupported, match=message):
             make_processors({"logits_processors": [name]})

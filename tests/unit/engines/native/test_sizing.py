@@ -1,4 +1,4 @@
-"""How large steps and caches are where nobody said."""
+"""Default sizes of steps and caches."""
 
 from __future__ import annotations
 

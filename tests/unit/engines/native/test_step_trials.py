@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from kvolt.core.latency import LatencyModel, at_speed
-from kvolt.engines.native.step_trials import BUDGET_S, Trial, TrialRoom, Trials, measure_steps
+from kvolt.core.latency import LatencyModel, scale_speed
+from kvolt.engines.native.step_trials import BUDGET_S, Trial, TrialLimits, Trials, measure_steps
 from kvolt.scheduler.step_plan import Limits
 
 GPU = LatencyModel(
@@ -31,8 +31,8 @@ CORE = LatencyModel(
 """One slow core."""
 
 LIMITS = Limits(max_num_seqs=64, max_batch_tokens=2048, max_waiting=8, context_length=8192, block_size=16)
-HOST = TrialRoom(limits=LIMITS, num_blocks=4000, long_batch=4, long_tokens=4096)
-DEVICE = TrialRoom(
+HOST = TrialLimits(limits=LIMITS, num_blocks=4000, long_batch=4, long_tokens=4096)
+DEVICE = TrialLimits(
     limits=msgspec.structs.replace(LIMITS, max_num_seqs=256, max_batch_tokens=8192, context_length=131_072),
     num_blocks=50_000,
     long_batch=32,
@@ -66,8 +66,8 @@ class Engine:
 
         return run
 
-    def measure(self, room: TrialRoom, budget_s: float = BUDGET_S) -> Trials:
-        return measure_steps(self.prepare, room, self.now, budget_s)
+    def measure(self, bounds: TrialLimits, budget_s: float = BUDGET_S) -> Trials:
+        return measure_steps(self.prepare, bounds, self.now, budget_s)
 
 
 def values(model: LatencyModel | None) -> dict[str, float]:
@@ -75,13 +75,13 @@ def values(model: LatencyModel | None) -> dict[str, float]:
     return msgspec.structs.asdict(model)
 
 
-@pytest.mark.parametrize(("room", "model"), [(DEVICE, GPU), (HOST, CORE)], ids=["gpu", "slow core"])
-def test_the_model_is_found_within_the_budget(room: TrialRoom, model: LatencyModel) -> None:
+@pytest.mark.parametrize(("bounds", "model"), [(DEVICE, GPU), (HOST, CORE)], ids=["gpu", "slow core"])
+def test_the_model_is_found_within_the_budget(bounds: TrialLimits, model: LatencyModel) -> None:
     engine = Engine(model)
-    trials = engine.measure(room)
+    trials = engine.measure(bounds)
     assert values(trials.latency) == pytest.approx(values(model), rel=1e-3)
-    assert engine.time_s - 100.0 == pytest.approx(trials.took_s)
-    assert trials.took_s <= BUDGET_S
+    assert engine.time_s - 100.0 == pytest.approx(trials.elapsed_s)
+    assert trials.elapsed_s <= BUDGET_S
     assert trials.num_runs == len(engine.runs)
     for errors in (trials.decodes, trials.prompts):
         assert errors.num_steps > 2
@@ -114,7 +114,7 @@ def test_what_is_there_is_measured_up_to_its_limits_and_not_beyond() -> None:
     assert max(trial.prompt_tokens for trial in engine.runs) == 2048
     assert max(trial.before for trial in engine.runs) == 4096
     assert max(trial.batch * trial.context for trial in engine.runs) == 4096
-    assert all(HOST.has_room_for(trial) for trial in engine.runs)
+    assert all(HOST.allows(trial) for trial in engine.runs)
     assert len(engine.prepared) == len(set(engine.runs))
 
 
@@ -123,9 +123,11 @@ def test_what_is_there_is_measured_up_to_its_limits_and_not_beyond() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_a_small_pool_is_never_left(num_blocks: int, context_length: int, max_num_seqs: int) -> None:
     limits = msgspec.structs.replace(LIMITS, context_length=context_length, max_num_seqs=max_num_seqs)
-    room = TrialRoom(limits=limits, num_blocks=num_blocks, long_batch=min(4, max_num_seqs), long_tokens=4096)
+    bounds = TrialLimits(
+        limits=limits, num_blocks=num_blocks, long_batch=min(4, max_num_seqs), long_tokens=4096
+    )
     engine = Engine(GPU)
-    engine.measure(room)
+    engine.measure(bounds)
     assert engine.runs
     for trial in engine.runs:
         assert trial.num_blocks(limits.block_size) <= num_blocks
@@ -143,7 +145,7 @@ def test_no_step_is_begun_after_the_budget() -> None:
 
 
 def test_of_too_little_a_rough_model_is_left_for_real_steps_to_correct() -> None:
-    busy = Engine(at_speed(CORE, 0.05))
+    busy = Engine(scale_speed(CORE, 0.05))
     trials = measure_steps(busy.prepare, HOST, busy.now)
     assert trials.latency is None
     assert trials.rough_latency is not None
@@ -153,7 +155,7 @@ def test_of_too_little_a_rough_model_is_left_for_real_steps_to_correct() -> None
     trials = measure_steps(quiet.prepare, HOST, quiet.now)
     assert trials.rough_latency is trials.latency
     assert trials.most_prompt_tokens >= 64
-    nothing = Trials(steps=(), num_runs=0, took_s=0.0, latency=None)
+    nothing = Trials(steps=(), num_runs=0, elapsed_s=0.0, latency=None)
     assert (nothing.rough_latency, nothing.most_prompt_tokens) == (None, 0)
 
 
@@ -207,7 +209,7 @@ def test_on_a_slow_core_more_than_the_smallest_prompt_is_measured() -> None:
 
     trials = Engine(CORE, slower).measure(HOST)
     assert trials.latency is not None
-    assert trials.took_s <= BUDGET_S
+    assert trials.elapsed_s <= BUDGET_S
     for num_tokens in (200, 1000):
         assert trials.latency.prefill_s(num_tokens) == pytest.approx(0.05 + 2.6e-3 * num_tokens, rel=0.35)
     assert trials.latency.decode_s(4, 2000) == pytest.approx(0.047 + 4 * 0.017 + 7e-6 * 2000, rel=0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core, load_core
 from kvolt.engines.native.step_trials import Trial, Trials
-from kvolt.engines.native.trial_runner import TrialRunner, told
+from kvolt.engines.native.trial_runner import TrialRunner, trials_text
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.runtime.host.cores import usable_cores
 from kvolt.scheduler.step_pace import StepPace
@@ -67,7 +68,7 @@ def test_it_tells_what_its_steps_take(measured: EngineCore, plain: EngineCore) -
 
 
 @pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL, Role.DECODE])
-def test_in_every_role_and_unless_told_otherwise(folder: Path, role: Role) -> None:
+def test_in_every_role_and_by_default(folder: Path, role: Role) -> None:
     arguments = NativeArguments(device="cpu", dtype="float32", threads=1, kv_blocks=64, context_length=256)
     with closing(load_core(EngineSpec(model=str(folder), role=role), arguments)) as core:
         assert (core.info.role, core.info.latency is not None) == (role, True)
@@ -123,9 +124,8 @@ def test_it_says_so_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) 
         core_of(folder, measure_steps=True).close()
         core_of(folder).close()
     (line,) = [record.message for record in caplog.records if "step" in record.message]
-    assert line.startswith("steps measured: ")
-    assert line.endswith(" on prompts")
-    assert line.count(" % on ") == 2
+    assert line.startswith("steps calibrated: ")
+    assert re.search(r" decode_error=\d+% prefill_error=\d+%$", line)
 
 
 def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
@@ -134,23 +134,25 @@ def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
     def fail(*given: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(loading, "measured_steps", fail)
+    monkeypatch.setattr(loading, "run_trials", fail)
     with closing(core_of(folder, measure_steps=True)) as core:
         assert core.info.latency is None
         assert_at_rest(core)
-    assert "steps cannot be measured" in caplog.text
+    assert "step calibration failed" in caplog.text
 
 
 def test_too_little_is_said_too() -> None:
     one = (StepStats(1, 0, 0, 16, 2.5),)
-    few = Trials(steps=one, num_runs=1, took_s=2.5, latency=None)
-    assert told(few) == "1 steps measured in 2.5 s are too few: no step model is registered"
+    few = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=None)
+    assert (
+        trials_text(few) == "step calibration incomplete: steps=1 time=2.5s; no latency model is registered"
+    )
     exact = LatencyModel(base_s=2.5)
-    unjudged = Trials(steps=one, num_runs=1, took_s=2.5, latency=exact)
-    assert told(unjudged).endswith("median error ? on decodes, ? on prompts")
+    unjudged = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=exact)
+    assert trials_text(unjudged).endswith("decode_error=unknown prefill_error=unknown")
     more = (StepStats(2, 0, 0, 32, 2.0), StepStats(3, 0, 0, 48, 2.0))
-    judged = Trials(steps=one + more, num_runs=3, took_s=6.5, latency=exact)
-    assert told(judged).endswith("median error 25 % on decodes, ? on prompts")
+    judged = Trials(steps=one + more, num_runs=3, elapsed_s=6.5, latency=exact)
+    assert trials_text(judged).endswith("decode_error=25% prefill_error=unknown")
 
 
 def test_trials_write_to_blocks_of_their_own_and_other_ranks_hear_of_them(plain: EngineCore) -> None:

@@ -43,7 +43,7 @@ def asked(dialect: Dialect, first_tokens: list[int]) -> dict[str, tuple[str, byt
             dialect.body(replace(GREEDY, sampling=replace(GREEDY.sampling, logprobs=2)), 0),
         ),
         "stopped": (dialect.path, dialect.body(replace(GREEDY, stop=stop), 0)),
-        "resumed": (dialect.path, dialect.body(replace(GREEDY, resume=tuple(first_tokens[:2])), 0)),
+        "resumed": (dialect.path, dialect.body(replace(GREEDY, prior_tokens=tuple(first_tokens[:2])), 0)),
         "too-long": (dialect.path, dialect.body(replace(GREEDY, token_ids=tuple(range(10, 110)) * 30), 0)),
         "models": ("/v1/models", None),
         "health": ("/health", None),

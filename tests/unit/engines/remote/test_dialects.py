@@ -14,12 +14,12 @@ from tests.unit.engines.remote.lab import SAID, greedy
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineDied, InvalidRequest, KvoltError, ProtocolError, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
-from kvolt.engines.external.answers import News
-from kvolt.engines.remote.dialect import Dialect, check_asked
+from kvolt.engines.external.answers import ChoiceOutput
+from kvolt.engines.remote.dialect import Dialect, check_supported
 from kvolt.engines.remote.events import DONE, EventReader
+from kvolt.engines.remote.outputs import merge_outputs
 from kvolt.engines.remote.refusals import refusal
 from kvolt.engines.remote.sglang_dialect import SglangDialect
-from kvolt.engines.remote.telling import joined
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 
 KINDS = ["vllm", "sglang"]
@@ -40,15 +40,15 @@ class _Body:
         self.pieces.append(body)
 
 
-def read(kind: str, body: bytes, request: Request | None = None, piece_bytes: int = 1 << 20) -> News:
+def read(kind: str, body: bytes, request: Request | None = None, piece_bytes: int = 1 << 20) -> ChoiceOutput:
     """All that an answer says."""
     reader, events = dialect_of(kind).reader(request or greedy(), 0), EventReader()
-    said: News | None = None
+    said: ChoiceOutput | None = None
     for at in range(0, len(body), piece_bytes):
         for event in events.feed(body[at : at + piece_bytes]):
-            news = reader.end() if event == DONE else reader.read(event)
-            if news is not None:
-                said = news if said is None else joined(said, news)
+            output = reader.end() if event == DONE else reader.read(event)
+            if output is not None:
+                said = output if said is None else merge_outputs(said, output)
     assert said is not None
     return said
 
@@ -60,31 +60,35 @@ def body_of(kind: str, name: str) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1 << 20])
 def test_a_recorded_answer_in_pieces_of_any_size(kind: str, piece_bytes: int) -> None:
-    news = read(kind, body_of(kind, "greedy"), piece_bytes=piece_bytes)
-    assert list(news.token_ids) == SAID
-    assert (news.finish, news.stop_reason) == (FinishReason.LENGTH, None)
-    assert news.cached_tokens == {"vllm": 96, "sglang": 0}[kind]
+    output = read(kind, body_of(kind, "greedy"), piece_bytes=piece_bytes)
+    assert list(output.token_ids) == SAID
+    assert (output.finish, output.stop_reason) == (FinishReason.LENGTH, None)
+    assert output.cached_tokens == {"vllm": 96, "sglang": 0}[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_that_a_stop_token_ended(kind: str) -> None:
     request = greedy(stop_token_ids=(SAID[2],), ignore_eos=False)
-    news = read(kind, body_of(kind, "stopped"), request)
-    assert (list(news.token_ids), news.finish, news.stop_reason) == (SAID[:3], FinishReason.STOP, SAID[2])
+    output = read(kind, body_of(kind, "stopped"), request)
+    assert (list(output.token_ids), output.finish, output.stop_reason) == (
+        SAID[:3],
+        FinishReason.STOP,
+        SAID[2],
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_goes_on_where_another_broke_off(kind: str) -> None:
+def test_answer_continues_after_a_loss(kind: str) -> None:
     assert list(read(kind, body_of(kind, "resumed")).token_ids) == SAID[2:]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs(kind: str) -> None:
     request = replace(greedy(), sampling=Sampling(temperature=0.0, logprobs=2))
-    news = read(kind, body_of(kind, "logprobs"), request)
-    assert news.logprobs is not None
-    assert [entry.token_id for entry in news.logprobs] == SAID
-    for entry in news.logprobs:
+    output = read(kind, body_of(kind, "logprobs"), request)
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == SAID
+    for entry in output.logprobs:
         assert entry.top[0] == (entry.token_id, entry.logprob)  # greedy: the likeliest was taken
         assert entry.top[0][1] >= entry.top[1][1]
 
@@ -114,26 +118,28 @@ def test_sglang_with_chunks_of_new_tokens_only() -> None:
     assert list(read("sglang", body).token_ids) == SAID
 
 
-def sglang_news(tokens: list[int], finish: dict[str, Any] | None, **stop: Any) -> tuple[News | None, bool]:
+def sglang_news(
+    tokens: list[int], finish: dict[str, Any] | None, **stop: Any
+) -> tuple[ChoiceOutput | None, bool]:
     reader = dialect_of("sglang").reader(greedy(**stop), 0)
     chunk = {"output_ids": tokens, "meta_info": {"completion_tokens": len(tokens), "finish_reason": finish}}
     return reader.read(msgspec.json.encode(chunk)), reader.was_cut
 
 
 def test_sglang_does_not_look_at_stop_tokens_with_ignore_eos() -> None:
-    news, was_cut = sglang_news([5, 6, 7, 8], None, stop_token_ids=(7,))
-    assert news is not None
-    assert (news.token_ids, news.finish, news.stop_reason) == ((5, 6, 7), FinishReason.STOP, 7)
+    output, was_cut = sglang_news([5, 6, 7, 8], None, stop_token_ids=(7,))
+    assert output is not None
+    assert (output.token_ids, output.finish, output.stop_reason) == ((5, 6, 7), FinishReason.STOP, 7)
     assert was_cut
-    news, was_cut = sglang_news([5, 6, 7, 8], None, stop_token_ids=(7,), min_tokens=3)
-    assert news is not None
-    assert (news.token_ids, news.finish, was_cut) == ((5, 6, 7, 8), None, False)
+    output, was_cut = sglang_news([5, 6, 7, 8], None, stop_token_ids=(7,), min_tokens=3)
+    assert output is not None
+    assert (output.token_ids, output.finish, was_cut) == ((5, 6, 7, 8), None, False)
 
 
 def test_sglang_calls_an_end_at_full_length_a_length() -> None:
-    news, was_cut = sglang_news([5, EOS], {"type": "length", "length": 2}, ignore_eos=False, max_tokens=2)
-    assert news is not None
-    assert (news.finish, was_cut) == (FinishReason.STOP, False)
+    output, was_cut = sglang_news([5, EOS], {"type": "length", "length": 2}, ignore_eos=False, max_tokens=2)
+    assert output is not None
+    assert (output.finish, was_cut) == (FinishReason.STOP, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +156,7 @@ def test_an_answer_that_the_server_gave_up(finish: str) -> None:
         dialect_of("vllm").reader(greedy(), 0).read(msgspec.json.encode(chunk))
 
 
-def test_an_old_server_that_tells_no_tokens() -> None:
+def test_old_server_without_token_ids() -> None:
     chunk = {"choices": [{"text": " lit", "finish_reason": None}]}
     with pytest.raises(ProtocolError, match="token ids"):
         dialect_of("vllm").reader(greedy(), 0).read(msgspec.json.encode(chunk))
@@ -207,7 +213,7 @@ def test_what_is_not_said_is_all_tokens() -> None:
 
 
 def test_who_resumes_asks_for_the_rest() -> None:
-    request = replace(greedy(min_tokens=5), resume=(442, 613))
+    request = replace(greedy(min_tokens=5), prior_tokens=(442, 613))
     assert asked("vllm", request)["prompt"] == [*range(10, 110), 442, 613]
     assert (asked("vllm", request)["max_tokens"], asked("vllm", request)["min_tokens"]) == (4, 3)
     assert asked("sglang", request)["input_ids"] == [*range(10, 110), 442, 613]
@@ -244,8 +250,8 @@ def test_grammars(grammar: Grammar, of_vllm: dict[str, Any], of_sglang: tuple[st
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
-    resumed = replace(greedy(), resume=(442,))
-    check_asked(resumed)
+    resumed = replace(greedy(), prior_tokens=(442,))
+    check_supported(resumed)
     for request, feature in (
         (replace(resumed, grammar=Grammar(GrammarKind.REGEX, "a")), "resume with a grammar"),
         (replace(resumed, sampling=Sampling(presence_penalty=0.1)), "resume with penalties"),
@@ -256,10 +262,9 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
         (replace(greedy(), extra={"logits_processors": []}), "logits_processors"),
     ):
         with pytest.raises(Unsupported) as caught:
-            check_asked(request)
+            check_supported(request)
         assert caught.value.fields["feature"] == feature
-    with pytest.raises(Unsupported):
-        dialect_of("sglang").check(replace(greedy(), sampling=Sampling(allowed_token_ids=(1,))))
+    assert "allowed_token_ids" not in dialect_of("sglang").sampling_fields
 
 
 @pytest.mark.parametrize(

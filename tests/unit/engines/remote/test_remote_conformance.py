@@ -23,7 +23,7 @@ class RemoteHarness:
             url=server.url,
             tokenizer=str(folder),
             max_num_seqs=12,
-            probe_interval_s=3600.0,  # no figures: what the engine counts itself is what is looked at
+            probe_interval_s=3600.0,  # no stats: what the engine counts itself is what is looked at
         )
 
     def engine(self) -> RemoteEngine:

@@ -55,7 +55,7 @@ async def answered(run: Run, name: str = "again") -> Answer:
     return answer
 
 
-async def test_what_is_told_of_a_server(server: FakeServer, folder: Path) -> None:
+async def test_properties_of_a_server(server: FakeServer, folder: Path) -> None:
     async with attached(server.url, folder) as (run, engine):
         assert run.info.model == engine.card.name == "tiny"
         blocks = {"vllm": (32, 256), "sglang": (16, 512)}[server.kind]
@@ -63,7 +63,7 @@ async def test_what_is_told_of_a_server(server: FakeServer, folder: Path) -> Non
         assert engine.card.context_length == 2048
         assert engine.card.eos_token_ids == (2,)
         assert not run.info.kv_events
-        assert not run.info.tells_kv
+        assert not run.info.publishes_kv_events
 
 
 async def test_a_recorded_answer(server: FakeServer, folder: Path) -> None:
@@ -183,7 +183,7 @@ async def test_connections_are_used_again(server: FakeServer, folder: Path) -> N
         assert engine._client.num_connections == 1
 
 
-async def test_a_kept_connection_that_was_closed_meanwhile(server: FakeServer, folder: Path) -> None:
+async def test_kept_connection_closed_by_server(server: FakeServer, folder: Path) -> None:
     """It is sent once more. A server that hangs up on a new connection as well has failed."""
     async with attached(server.url, folder) as (run, _):
         await answered(run, "first")
@@ -210,12 +210,12 @@ async def test_choices_wait_each(server: FakeServer, folder: Path) -> None:
     async with attached(server.url, folder, max_waiting=2) as (run, engine):
         server.then(PATHS[server.kind], hangs(), hangs())
         waiting = run.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
-        with pytest.raises(Overloaded, match=f"too much waits at {engine.url}"):
+        with pytest.raises(Overloaded, match=f"the queue of {engine.url}"):
             run.engine.submit(greedy("more"))
         run.abort(waiting)
 
 
-async def test_one_that_has_told_a_choice_is_not_given_back(server: FakeServer, folder: Path) -> None:
+async def test_started_request_is_not_withdrawn(server: FakeServer, folder: Path) -> None:
     async with attached(server.url, folder) as (run, _):
         server.then(PATHS[server.kind], plays(recorded(server.kind, "greedy")), hangs())
         answer = run.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
@@ -230,13 +230,13 @@ async def test_half_of_a_request_is_not_left_behind(
     async with attached(server.url, folder) as (run, engine):
         send, sent = engine._server.send, []
 
-        def once(*given: Any) -> Any:
+        def send_once(*given: Any) -> Any:
             if sent:
                 raise TypeError("a bug")
             sent.append(send(*given))
             return sent[0]
 
-        monkeypatch.setattr(engine._server, "send", once)
+        monkeypatch.setattr(engine._server, "send", send_once)
         server.then(PATHS[server.kind], hangs())
         with pytest.raises(TypeError):
             run.engine.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
@@ -288,7 +288,7 @@ class Health:
         return self.told[-1]
 
 
-async def test_nobody_there(server: FakeServer, folder: Path) -> None:
+async def test_no_server(server: FakeServer, folder: Path) -> None:
     """Before anybody has noticed: nothing was sent, and another one may have it."""
     async with attached(server.url, folder) as (run, _):
         await server.stop()
@@ -343,7 +343,7 @@ async def test_another_model_in_its_place(folder: Path) -> None:
         assert await health.next() is None
 
 
-async def test_a_server_that_answers_nobody(server: FakeServer, folder: Path) -> None:
+async def test_server_without_answers(server: FakeServer, folder: Path) -> None:
     """Its connections stay open, so only its silence tells."""
     limits = {"probe_interval_s": 0.01, "probe_timeout_s": 0.05, "away_after": 2}
     async with attached(server.url, folder, **limits) as (run, engine):
@@ -353,7 +353,7 @@ async def test_a_server_that_answers_nobody(server: FakeServer, folder: Path) ->
         answer = run.submit(greedy(), may_fail=True)
         reason = await health.next()
         assert reason is not None
-        assert "did not answer" in reason
+        assert "no response from" in reason
         await run.finish(answer)
         assert answer.error is not None
         assert answer.error.code == "engine_died"
@@ -399,7 +399,7 @@ async def test_what_can_never_be_attached(folder: Path) -> None:
     here = {"tokenizer": str(folder)}
     async with FakeServer("vllm") as server:
         assert "tokenizer=FOLDER" in await start(server, tokenizer="/nowhere/at/all")
-        assert "served there: tiny" in await start(server, model="other", **here)
+        assert "served models: tiny" in await start(server, model="other", **here)
         server.then("/v1/models", plays(plain(401, b"{}")))
         assert "api_key" in await start(server, **here)
         server.then("/v1/models", plays(recorded("vllm", "models").replace(b'"vllm"', b'"acme"')))
@@ -412,7 +412,7 @@ async def test_what_can_never_be_attached(folder: Path) -> None:
             server, kv_events="tcp://127.0.0.1:1", block_size=16, **here
         )
         await server.stop()
-        assert "is not there after" in await start(server, **here)
+        assert "is not available after" in await start(server, **here)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ async def test_a_look_that_fails_is_not_the_last(
         raise RuntimeError("a bug of ours")
 
     async with FakeServer("vllm") as server, attached(server.url, folder, **FAST) as (run, _):
-        monkeypatch.setattr("kvolt.engines.remote.watch.read_figures", fails)
+        monkeypatch.setattr("kvolt.engines.remote.health_watch.read_stats", fails)
         server.always["/metrics"] = plays(plain(200, busy))
         await run.until(lambda: run.load.running == 5)
     assert "a bug of ours" in caplog.text
@@ -540,14 +540,14 @@ def publisher():
     publisher.close()
 
 
-async def test_blocks_that_it_tells_of(folder: Path, publisher: Publisher) -> None:
+async def test_published_blocks(folder: Path, publisher: Publisher) -> None:
     tokens = list(range(10, 10 + 64))
     stored = {"type": "BlockStored", "block_hashes": [1, 2], "token_ids": tokens, "block_size": 32}
     async with (
         FakeServer("vllm") as server,
         attached(server.url, folder, kv_events=publisher.endpoint, **FAST) as (run, engine),
     ):
-        assert run.info.tells_kv
+        assert run.info.publishes_kv_events
         await publisher.heard()
         await publisher.tell(stored)
         await run.until(lambda: len(run.replica.blocks) == 2)

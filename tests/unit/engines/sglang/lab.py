@@ -106,7 +106,7 @@ class FakeHost:
     def asked(self) -> list[Generate]:
         return [each for each in self.commands if isinstance(each, Generate)]
 
-    async def ended(self) -> str:
+    async def wait_exit(self) -> str:
         await self._is_over.wait()
         return self.how
 

@@ -67,7 +67,7 @@ async def test_registration_is_what_sglang_says(tmp_path: Path) -> None:
         assert len(lab.host.asked) == 1
 
 
-async def test_a_recorded_answer_is_told(tmp_path: Path) -> None:
+async def test_recorded_answer_is_converted(tmp_path: Path) -> None:
     async with started(tmp_path) as lab:
         lab.engine.submit(request(sampling=Sampling(temperature=0.0, logprobs=2)))
         rid = lab.host.asked[0].rid
@@ -137,7 +137,7 @@ async def test_what_is_withdrawn_may_have_left_its_blocks(tmp_path: Path) -> Non
             assert not step.deltas
 
 
-async def test_an_end_that_sglang_does_not_see_is_told_to_it(tmp_path: Path) -> None:
+async def test_sglang_is_aborted_at_an_end_it_does_not_detect(tmp_path: Path) -> None:
     async with started(tmp_path) as lab:
         stop = StopConditions(max_tokens=9, stop_token_ids=(7,), ignore_eos=True)
         lab.engine.submit(request(stop=stop))
@@ -196,10 +196,10 @@ async def test_steps_wait_for_their_kv_events(tmp_path: Path) -> None:
             assert salted.sequence_hashes == tuple(hasher.sequence)
 
 
-async def test_events_that_never_come_hold_nobody_up_for_long(
+async def test_missing_events_delay_steps_only_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvolt.engines.sglang.kv_order._NUM_LOOKS", 3)
+    monkeypatch.setattr("kvolt.engines.sglang.kv_order._MAX_POLLS", 3)
     with Publisher.within(tmp_path) as publisher:
         facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, ""),))
         async with started(tmp_path, facts) as lab:
@@ -211,7 +211,7 @@ async def test_events_that_never_come_hold_nobody_up_for_long(
             assert (await lab.step()).plain_tokens == (6,)
 
 
-async def test_what_sglang_said_before_it_was_heard_holds_nobody_up(
+async def test_events_before_the_connection_delay_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When it starts it says that it has no blocks. A short prompt makes none either: nothing more would come."""
@@ -235,7 +235,7 @@ async def test_steps_wait_as_before_after_events_that_came_late(
             lab.engine.submit(request())
             rid = lab.host.asked[0].rid
             with monkeypatch.context() as patched:
-                patched.setattr("kvolt.engines.sglang.kv_order._NUM_LOOKS", 3)
+                patched.setattr("kvolt.engines.sglang.kv_order._MAX_POLLS", 3)
                 lab.host.say(Batch([row(rid, 5)], kv_number=1))
                 assert [delta.token_ids for _, delta in (await lab.step()).deltas] == [(5,)]
             publisher.publish(bytes.fromhex(RECORDED["kv_events"][0][1]))
@@ -388,17 +388,17 @@ async def test_what_is_asked_of_one_that_is_not_started() -> None:
     await engine.close()
 
 
-async def test_blocks_of_the_host_are_told_as_gone_too(tmp_path: Path) -> None:
+async def test_host_blocks_are_cleared_too(tmp_path: Path) -> None:
     order = KvOrder(lambda: None)
-    on_host = Stored.of([SequenceHash(1)], None, tier=Tier.HOST)
-    order._note(0, (Cleared(),))
+    on_host = Stored.from_hashes([SequenceHash(1)], None, tier=Tier.HOST)
+    order._add_changes(0, (Cleared(),))
     assert order.take() == {}, "nobody was told of anything"
-    order._note(0, (on_host, Cleared()))
+    order._add_changes(0, (on_host, Cleared()))
     assert order.take() == {0: [on_host, Cleared()]}
-    order._note(0, (on_host,))
+    order._add_changes(0, (on_host,))
     assert order.num_held == 1
     order.take()
-    order._note(0, (Cleared(),))
+    order._add_changes(0, (Cleared(),))
     assert order.take() == {0: [Cleared()]}
     order.close()
 
@@ -409,7 +409,7 @@ class _Failing(FakeHost):
         self.kill()
 
 
-async def test_what_is_wrong_at_the_start_is_told_as_it_is(tmp_path: Path) -> None:
+async def test_start_errors_are_raised_unchanged(tmp_path: Path) -> None:
     spec = EngineSpec(model=str(model_folder(tmp_path)), role=Role.AGGREGATED)
     engine = SglangEngine(spec, SglangArguments(), new_host=_Failing().start)
     with pytest.raises(ConfigError, match="no argument"):

@@ -14,7 +14,7 @@ from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.external.answers import Answers, Choice
 from kvolt.engines.sglang.host.host import rows_of
 from kvolt.engines.sglang.host.scheduler import mark_of, read_mark
-from kvolt.engines.sglang.outputs import failure_of, news_of
+from kvolt.engines.sglang.outputs import choice_output, failure_of
 
 
 def choice_of(asked: Request) -> Choice:
@@ -36,7 +36,7 @@ def test_the_host_reads_what_schedulers_send() -> None:
 def test_logprobs() -> None:
     asked = request(sampling=Sampling(temperature=0.0, logprobs=1, prompt_logprobs=2))
     choice = choice_of(asked)
-    first = news_of(recorded_batches("logprobs")[0].rows[0], choice)
+    first = choice_output(recorded_batches("logprobs")[0].rows[0], choice)
     assert first.token_ids == (842,)
     assert first.logprobs is not None
     assert first.logprobs[0].token_id == 842
@@ -53,21 +53,21 @@ def test_logprobs() -> None:
 def test_cached_tokens_come_first_and_once() -> None:
     choice = choice_of(request())
     batches = recorded_batches("again")
-    first = news_of(batches[0].rows[0], choice)
+    first = choice_output(batches[0].rows[0], choice)
     assert first.cached_tokens == 32
-    choice.has_begun = True
-    last = news_of(batches[-1].rows[0], choice)
+    choice.has_started = True
+    last = choice_output(batches[-1].rows[0], choice)
     assert (last.cached_tokens, last.finish) == (None, FinishReason.LENGTH)
 
 
 def test_a_salt_finds_nothing_of_others() -> None:
-    assert news_of(recorded_batches("salted")[0].rows[0], choice_of(request())).cached_tokens == 0
+    assert choice_output(recorded_batches("salted")[0].rows[0], choice_of(request())).cached_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["bad", "wrong"])
 def test_what_sglang_refuses_is_the_caller_s_fault(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="SGLang gave up"):
-        news_of(recorded_batches(name)[-1].rows[0], choice_of(request()))
+    with pytest.raises(InvalidRequest, match="SGLang aborted"):
+        choice_output(recorded_batches(name)[-1].rows[0], choice_of(request()))
 
 
 def test_failures() -> None:
@@ -78,20 +78,20 @@ def test_failures() -> None:
 def test_a_stop_token_is_the_reason_and_a_grammar_s_last_is_none() -> None:
     stop = StopConditions(max_tokens=9, stop_token_ids=(7,))
     finish = {"type": "stop", "matched": 7}
-    assert news_of(row("r", 7, finish=finish), choice_of(request(stop=stop))).stop_reason == 7
-    ended = news_of(row("r", 8, finish={"type": "stop", "matched": 8}), choice_of(request(stop=stop)))
+    assert choice_output(row("r", 7, finish=finish), choice_of(request(stop=stop))).stop_reason == 7
+    ended = choice_output(row("r", 8, finish={"type": "stop", "matched": 8}), choice_of(request(stop=stop)))
     assert (ended.finish, ended.stop_reason) == (FinishReason.STOP, None)
 
 
 def test_stop_tokens_where_sglang_ignores_them() -> None:
     stop = StopConditions(max_tokens=9, min_tokens=1, stop_token_ids=(7,), ignore_eos=True)
     asked = request(stop=stop)
-    passed = news_of(row("r", 7), choice_of(asked))
+    passed = choice_output(row("r", 7), choice_of(asked))
     assert passed.finish is None, "min_tokens"
-    choice = choice_of(replace(asked, resume=(5,)))
-    ended = news_of(row("r", 6, 7, 8), choice)
+    choice = choice_of(replace(asked, prior_tokens=(5,)))
+    ended = choice_output(row("r", 6, 7, 8), choice)
     assert (ended.token_ids, ended.finish, ended.stop_reason) == ((6, 7), FinishReason.STOP, 7)
-    both = news_of(row("r", 7, finish=LENGTH), choice)
+    both = choice_output(row("r", 7, finish=LENGTH), choice)
     assert (both.finish, both.stop_reason) == (FinishReason.STOP, 7)
 
 

@@ -34,7 +34,7 @@ async def test_both_sides_meet_in_the_same_rooms(tmp_path: Path) -> None:
     assert given[0][2] != given[1][2]
 
 
-async def test_the_rank_of_the_prefill_side_is_told(tmp_path: Path) -> None:
+async def test_prefill_rank_is_in_the_ticket(tmp_path: Path) -> None:
     facts = replace(PREFILL_FACTS, num_ranks=4)
     async with started(tmp_path / "p", facts, role=Role.PREFILL) as prefill:
         handoff = await prefill.engine.prefill(request())
@@ -45,7 +45,7 @@ async def test_the_rank_of_the_prefill_side_is_told(tmp_path: Path) -> None:
             assert decode.host.asked[0].fields["disagg_prefill_dp_rank"] == rank
 
 
-async def test_a_prompt_that_nobody_wants_is_aborted(tmp_path: Path) -> None:
+async def test_unused_prompt_is_aborted(tmp_path: Path) -> None:
     async with started(tmp_path, PREFILL_FACTS, role=Role.PREFILL) as lab:
         await lab.engine.prefill(request("given-up"))
         with pytest.raises(InvalidRequest):

@@ -93,9 +93,11 @@ def test_choices_draw_apart() -> None:
     assert made(request(sampling=Sampling()), is_seeded=False).sampling["sampling_seed"] is None
 
 
-def test_a_resumed_request_goes_on() -> None:
+def test_resumed_request_continues() -> None:
     stop = StopConditions(max_tokens=10, min_tokens=3)
-    asked = made(request(stop=stop, resume=(70, 71), sampling=Sampling(temperature=0.0, prompt_logprobs=1)))
+    asked = made(
+        request(stop=stop, prior_tokens=(70, 71), sampling=Sampling(temperature=0.0, prompt_logprobs=1))
+    )
     assert asked.input_ids[-3:] == [59, 70, 71]
     assert (asked.sampling["max_new_tokens"], asked.sampling["min_new_tokens"]) == (8, 1)
     assert not asked.fields["return_logprob"], "its client has the logprobs of the prompt"
@@ -133,12 +135,17 @@ def test_choices_are_taken_by_the_letter() -> None:
     ("asked", "feature"),
     [
         (request(media=(MediaSpan(0, 1, b"0" * 16),)), "media"),
-        (request(sampling=Sampling(allowed_token_ids=(3,))), "allowed_token_ids"),
         (request(extra={"logits_processors": ["a"]}), "logits_processors"),
         (request(sampling=Sampling(min_p=0.1)), "min_p"),
-        (request(sampling=Sampling(presence_penalty=1.0, seed=1), resume=(5,)), "resume with penalties"),
-        (request(sampling=Sampling(repetition_penalty=1.2, seed=1), resume=(5,)), "resume with penalties"),
-        (request(grammar=Grammar(GrammarKind.REGEX, "a"), resume=(5,)), "resume with a grammar"),
+        (
+            request(sampling=Sampling(presence_penalty=1.0, seed=1), prior_tokens=(5,)),
+            "resume with penalties",
+        ),
+        (
+            request(sampling=Sampling(repetition_penalty=1.2, seed=1), prior_tokens=(5,)),
+            "resume with penalties",
+        ),
+        (request(grammar=Grammar(GrammarKind.REGEX, "a"), prior_tokens=(5,)), "resume with a grammar"),
     ],
 )
 def test_unsupported(asked: Request, feature: str) -> None:

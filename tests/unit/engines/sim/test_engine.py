@@ -200,7 +200,7 @@ def test_choices_share_the_blocks_of_the_prompt_and_end_apart() -> None:
         assert cached == {0: 0, 1: num_shared}
         assert is_empty(engine)
 
-    run_engine(SimArguments(say_from_prompt=True, latency=STEP), body)
+    run_engine(SimArguments(answer_from_prompt=True, latency=STEP), body)
 
 
 def test_first_come_first_served_when_blocks_are_short() -> None:
@@ -266,8 +266,8 @@ BAD: list[tuple[Request, type[Exception], str]] = [
     (make_request(prompt=97, tokens=4), InvalidRequest, "param"),  # 101 of 100
     (make_request(prompt=60, tokens=22), InvalidRequest, "param"),  # 6 blocks of 5
     (make_request(choices=0), InvalidRequest, "param"),
-    (replace(make_request(tokens=2), resume=(5, 6)), InvalidRequest, "param"),
-    (replace(make_request(), resume=(-1,)), InvalidRequest, "param"),
+    (replace(make_request(tokens=2), prior_tokens=(5, 6)), InvalidRequest, "param"),
+    (replace(make_request(), prior_tokens=(-1,)), InvalidRequest, "param"),
     (replace(make_request(), handoff=_handed_over(2**32)), InvalidRequest, "param"),
     (
         replace(make_request(), token_ids=(2**32,), sampling=replace(make_request().sampling, seed=None)),
@@ -328,7 +328,7 @@ def test_close_frees_everything() -> None:
     run_engine(SimArguments(), body)
 
 
-def test_blocks_of_a_prompt_are_told_when_the_step_that_computes_them_ends() -> None:
+def test_blocks_of_a_prompt_are_reported_when_their_step_ends() -> None:
     """And those that are cached when the first begins; a second each."""
     arguments = SimArguments(latency=STEP, max_batch_tokens=32, max_num_seqs=4, block_size=16)
 

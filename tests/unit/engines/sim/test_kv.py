@@ -29,16 +29,16 @@ BLOCKS = [BlockId(0), BlockId(1), BlockId(2)]
 
 def test_blocks_are_known_by_their_bytes() -> None:
     memory = SimMemory()
-    assert memory.confusion(BLOCKS[:1], CONTENTS[:1]), "a block that was never filled"
+    assert memory.check(BLOCKS[:1], CONTENTS[:1]), "a block that was never filled"
     for block, fingerprint in zip(BLOCKS, CONTENTS, strict=True):
         memory.compute(block, fingerprint)
         assert len(memory.read(block)) == BLOCK_BYTES
-    assert memory.confusion(BLOCKS, CONTENTS) == 0
-    swapped = memory.confusion([BLOCKS[1], BLOCKS[0]], CONTENTS[:2])
+    assert memory.check(BLOCKS, CONTENTS) == 0
+    swapped = memory.check([BLOCKS[1], BLOCKS[0]], CONTENTS[:2])
     memory.write(BLOCKS[2], bytes([memory.read(BLOCKS[2])[0] ^ 1]) + memory.read(BLOCKS[2])[1:])
-    flipped = memory.confusion(BLOCKS, CONTENTS)
+    flipped = memory.check(BLOCKS, CONTENTS)
     assert len({0, swapped, flipped}) == 3
-    assert memory.confusion(BLOCKS[:2], CONTENTS[:2]) == 0, "its neighbours are as they were"
+    assert memory.check(BLOCKS[:2], CONTENTS[:2]) == 0, "its neighbours are as they were"
 
 
 def damaged(block: KvBlock) -> KvBlock:
@@ -74,9 +74,9 @@ def test_an_answer_from_wrong_bytes_is_a_wrong_answer(at: int, say: str | None) 
 
     expected: list[int] = []
     blocks: list[KvBlock] = []
-    run_engine(replace(ARGUMENTS, say=say), right)
+    run_engine(replace(ARGUMENTS, answer_text=say), right)
     assert len(blocks) == 3
-    run_engine(replace(ARGUMENTS, say=say), wrong)
+    run_engine(replace(ARGUMENTS, answer_text=say), wrong)
 
 
 def test_blocks_overwritten_under_a_running_answer_change_it() -> None:
@@ -136,7 +136,7 @@ def test_kv_of_another_tenant_or_adapter_is_wrong_kv(field: str) -> None:
     assert not set(fingerprints[0]) & set(fingerprints[1])
 
 
-def test_what_happens_at_rest_is_told_at_once() -> None:
+def test_changes_without_a_step_are_reported_at_once() -> None:
     request = make_request(prompt=50, tokens=1)
 
     async def body(engine: SimEngine, steps: Steps) -> None:
@@ -192,7 +192,7 @@ def test_a_resumed_answer_is_prefilled_as_if_it_went_on() -> None:
         whole = steps.tokens("r")
         assert len(whole) == 7
         for cut in range(1, 7):
-            resumed = replace(request, request_id=RequestId(f"cut{cut}"), resume=tuple(whole[:cut]))
+            resumed = replace(request, request_id=RequestId(f"cut{cut}"), prior_tokens=tuple(whole[:cut]))
             handoff = await engine.prefill(resumed)
             assert handoff.first_tokens == (None if cut == 6 else (whole[cut],)), cut
 

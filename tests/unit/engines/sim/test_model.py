@@ -22,8 +22,8 @@ from kvolt.engines.sim.model import (
     CHAT_TEMPLATE,
     SPECIAL,
     WORDS,
-    foreign_model,
     generated_model,
+    model_with_tokenizer,
     sim_card,
     tokenizer_json,
     word_token_ids,
@@ -179,22 +179,22 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_a_foreign_tokenizer_goes_into_the_card(other: Path) -> None:
-    model = foreign_model(CARD, str(other), "</s>", "<s>")
+    model = model_with_tokenizer(CARD, str(other), "</s>", "<s>")
     assert model.card.tokenizer_json == other.read_bytes()
     assert (model.card.eos_token_ids, model.card.bos_token_id) == ((0,), 1)
     assert model.words == (3, 4)  # words with a space before them
     assert model.vocabulary_size == 8
-    assert foreign_model(CARD, str(other), "</s>", None).card.bos_token_id is None
+    assert model_with_tokenizer(CARD, str(other), "</s>", None).card.bos_token_id is None
 
 
 def test_words_without_a_mark_if_there_are_no_others(other: Path) -> None:
     other.write_bytes(other_tokenizer("x", "12", "hello"))
-    assert foreign_model(CARD, str(other), "</s>", None).words == (3,)
+    assert model_with_tokenizer(CARD, str(other), "</s>", None).words == (3,)
 
 
 def test_the_generated_tokenizer_as_a_foreign_one(other: Path) -> None:
     other.write_bytes(tokenizer_json())
-    model = foreign_model(CARD, str(other), "<|im_end|>", None)
+    model = model_with_tokenizer(CARD, str(other), "<|im_end|>", None)
     assert model.card == CARD
     assert model.vocabulary_size == generated_model(CARD).vocabulary_size
     assert len(model.words) == len(WORDS)

@@ -26,13 +26,13 @@ from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 
 TOKENIZER = Tokenizer.from_buffer(tokenizer_json())
-BY_PROMPT = replace(ARGUMENTS, say_from_prompt=True, context_length=4096)
+BY_PROMPT = replace(ARGUMENTS, answer_from_prompt=True, context_length=4096)
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
 def saying(text: str) -> SimArguments:
-    return replace(ARGUMENTS, say=text, context_length=4096)
+    return replace(ARGUMENTS, answer_text=text, context_length=4096)
 
 
 @dataclass
@@ -147,7 +147,7 @@ def test_without_a_span_answers_are_as_ever() -> None:
 
 
 def test_a_span_goes_before_the_text_of_all() -> None:
-    arguments = replace(BY_PROMPT, say="all")
+    arguments = replace(BY_PROMPT, answer_text="all")
     assert tell(arguments, ask("hi")).text() == "all"
     assert tell(arguments, ask("<say>this</say>")).text() == "this"
 
@@ -188,7 +188,7 @@ def test_a_script_of_a_foreign_tokenizer(tmp_path: Path) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
     arguments = replace(saying("é"), model_tokenizer=str(path), eos_token="<|im_end|>")
     assert tell(arguments, ask()).tokens() == [*TOKENIZER.encode("é").ids, 5002]
-    words = tell(replace(arguments, say=None), ask(tokens=20))
+    words = tell(replace(arguments, answer_text=None), ask(tokens=20))
     assert len(words.tokens()) == 20
     assert words.text().replace(" ", "").isalpha()
 

@@ -12,7 +12,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.engines.sim.trace_blocks import PaperNaming
+from kvolt.engines.sim.trace_blocks import TraceNaming
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.virtual.loop import run_virtual
 
@@ -28,8 +28,8 @@ def request(name: str, length: int, hashes: tuple[int, ...], block_size: int = 4
     )
 
 
-def test_equal_hashes_are_equal_blocks_and_what_is_said_is_nobody_elses() -> None:
-    one, other = PaperNaming(request("a", 10, (7, 8)), 4), PaperNaming(request("b", 9, (7, 9)), 4)
+def test_equal_hashes_are_equal_blocks_and_generated_blocks_are_unique() -> None:
+    one, other = TraceNaming(request("a", 10, (7, 8)), 4), TraceNaming(request("b", 9, (7, 9)), 4)
     assert one.names[0] == other.names[0]
     assert one.names[1] != other.names[1]
     for naming in (one, other):
@@ -42,15 +42,15 @@ def test_equal_hashes_are_equal_blocks_and_what_is_said_is_nobody_elses() -> Non
 @pytest.mark.parametrize(("hashes", "block_size"), [((7,), 4), ((), 4), ((7, 8), 8)])
 def test_too_few_hashes_are_refused(hashes: tuple[int, ...], block_size: int) -> None:
     with pytest.raises(InvalidRequest, match="needs the hashes"):
-        PaperNaming(request("a", 10, hashes, block_size), 4)
+        TraceNaming(request("a", 10, hashes, block_size), 4)
 
 
 def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
     async def scenario() -> None:
         spec = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
-        engine = SimEngine(spec, SimArguments(paper=True, block_size=4, merge_steps=True))
+        engine = SimEngine(spec, SimArguments(trace_blocks=True, block_size=4, merge_steps=True))
         info = await engine.start()
-        assert info.features == ("KvEvents", "KvPlaced", "Prefill")
+        assert info.features == ("KvEvents", "KvAddressable", "Prefill")
         with pytest.raises(Unsupported):
             engine.kv_slabs()
         assert info.kv_layout is None
@@ -69,10 +69,10 @@ def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
     run_virtual(scenario)
 
 
-def test_blocks_on_paper_have_numbers_that_are_told_as_they_come() -> None:
+def test_trace_blocks_are_reported_as_they_are_computed() -> None:
     async def scenario() -> None:
         spec = EngineSpec(model="sim-tiny", role=Role.PREFILL)
-        arguments = SimArguments(paper=True, block_size=4, max_batch_tokens=8, max_num_seqs=4)
+        arguments = SimArguments(trace_blocks=True, block_size=4, max_batch_tokens=8, max_num_seqs=4)
         engine = SimEngine(spec, arguments)
         await engine.start()
         async with Scope("engine") as scope:
@@ -81,7 +81,7 @@ def test_blocks_on_paper_have_numbers_that_are_told_as_they_come() -> None:
             await asyncio.sleep(0)
             told = [await engine.computed_kv(RequestId("a"), after) for after in (0, 2, 4)]
             assert [part.hashes for part in told] == [(5, 6), (5, 6, 7, 8), (5, 6, 7, 8)]
-            assert told[-1] == await engine.hold_kv(RequestId("a"))
+            assert told[-1] == await engine.held_kv(RequestId("a"))
             await engine.close()
 
     run_virtual(scenario)
@@ -90,14 +90,14 @@ def test_blocks_on_paper_have_numbers_that_are_told_as_they_come() -> None:
 @pytest.mark.parametrize("how", ["comes", "never comes"])
 def test_blocks_on_paper_are_kept_for_their_request(how: str) -> None:
     async def scenario() -> None:
-        arguments = SimArguments(paper=True, block_size=4, kv_blocks=12, hold_s=2.0)
+        arguments = SimArguments(trace_blocks=True, block_size=4, kv_blocks=12, hold_s=2.0)
         engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.DECODE), arguments)
         await engine.start()
         asked = request("a", 18, (5, 6, 7, 8))
-        room = await engine.make_room(
+        room = await engine.allocate_kv(
             cast("tuple[BlockKey, ...]", asked.sequence_hashes), asked.sequence_hashes
         )
-        await engine.settle_kv(room, len(room.blocks), asked.request_id)
+        await engine.commit_kv(room, len(room.blocks), asked.request_id)
         async with Scope("engine") as scope:
             reading = scope.start(_read(engine), "steps")
             for start in range(10, 60, 10):

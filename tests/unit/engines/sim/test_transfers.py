@@ -206,7 +206,7 @@ def test_a_handoff_waits_for_its_blocks() -> None:
 
 
 def test_on_paper_nothing_travels() -> None:
-    with pytest.raises(ConfigError, match="on paper blocks hold nothing that could travel"):
-        check_arguments("sim", {"paper": True, "link_in_bytes_per_s": 1e9})
+    with pytest.raises(ConfigError, match="trace blocks have no content to transfer"):
+        check_arguments("sim", {"trace_blocks": True, "link_in_bytes_per_s": 1e9})
     with pytest.raises(ConfigError, match="link_out_bytes_per_s"):
         check_arguments("sim", {"link_out_bytes_per_s": 0})

@@ -355,7 +355,7 @@ class _Cache:
         self.private = 0
         """Blocks of requests that are not filled, or that another has filled as well."""
         self.clock = 0
-        self._tell = tell
+        self._emit = tell
 
     @property
     def used(self) -> int:
@@ -389,7 +389,7 @@ class _Cache:
         del self.blocks[block.number]
         if block.parent is not None:
             self.blocks[block.parent].children -= 1
-        self._tell({"type": "removed", "block_hashes": [block.number]})
+        self._emit({"type": "removed", "block_hashes": [block.number]})
 
     def use(self, block: _Block) -> None:
         self.clock += 1
@@ -574,7 +574,7 @@ class LLM:
                     continue
             each.is_prompt_told = True
             answers.append((each, self._advance(each)))
-        self._tell()
+        self._emit()
         if self.collapse is not None:
             for each, _ in answers:
                 self._answer(each, _Response([], [], error=self.collapse))
@@ -697,7 +697,7 @@ class LLM:
         self.cache.private -= each.num_private
         each.blocks, each.num_private = [], 0
 
-    def _tell(self) -> None:
+    def _emit(self) -> None:
         assert self._iter_stats_result is not None
         assert self._iter_kv_events_result is not None
         while self._events:

@@ -17,7 +17,7 @@ def test_first_come_first_served() -> None:
 def test_prompts_for_others_leave_room_for_the_longest() -> None:
     admission = Admission(max_running=100, total_blocks=20)
     for name in "abcdef":
-        admission.add(name, 5, for_others=True)
+        admission.add(name, 5, is_context_only=True)
     assert admission.admit() == list("abc")
     for name in "abc":
         admission.hold(name)
@@ -38,18 +38,18 @@ def test_prompts_for_others_leave_room_for_the_longest() -> None:
 
 def test_one_that_is_too_long_comes_in_alone() -> None:
     admission = Admission(max_running=100, total_blocks=20)
-    admission.add("huge", 19, for_others=True)
-    admission.add("small", 2, for_others=True)
+    admission.add("huge", 19, is_context_only=True)
+    admission.add("small", 2, is_context_only=True)
     assert admission.admit() == ["huge"]
     admission.drop("huge")
     assert admission.admit() == ["small"]
-    admission.add("more", 8, for_others=True)
+    admission.add("more", 8, is_context_only=True)
     assert admission.admit() == ["more"], "half of the blocks can always be used"
     admission.clear()
     assert (admission.num_running, admission.num_waiting, admission.num_blocks) == (0, 0, 0)
 
 
-def test_nobody_overtakes() -> None:
+def test_no_overtaking() -> None:
     admission = Admission(max_running=100, total_blocks=20)
     admission.add("a", 12)
     admission.admit()
@@ -58,8 +58,8 @@ def test_nobody_overtakes() -> None:
     assert admission.admit() == []
 
 
-def test_where_nobody_knows_how_many_blocks_there_are() -> None:
+def test_unknown_number_of_blocks() -> None:
     admission = Admission(max_running=3, total_blocks=0)
     for name in "abcd":
-        admission.add(name, 1000, for_others=True)
+        admission.add(name, 1000, is_context_only=True)
     assert admission.admit() == list("abc")

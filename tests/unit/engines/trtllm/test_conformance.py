@@ -13,9 +13,9 @@ from kvolt.testing.engines.tiers import TIERS, suites_for
 CASES = [case for tier in TIERS if tier.name in ("core", "events", "handoff") for case in tier.cases]
 REFUSED = {
     engine_answer_cases.prompt_logprobs_come_once: "prompt_logprobs",
-    engine_event_cases.clear_forgets_everything: "clear_kv",
-    engine_event_cases.clear_while_it_computes: "clear_kv",
-    engine_event_cases.what_was_aborted_is_told_right: "clear_kv",
+    engine_event_cases.clear_removes_all_blocks: "clear_kv",
+    engine_event_cases.clear_while_computing: "clear_kv",
+    engine_event_cases.aborted_blocks_are_published_correctly: "clear_kv",
 }
 """What TensorRT-LLM has no means for."""
 

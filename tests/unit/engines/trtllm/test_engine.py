@@ -32,7 +32,7 @@ from kvolt.engines.trtllm.arguments import Seeds, TrtllmArguments
 from kvolt.engines.trtllm.engine import TrtllmEngine
 from kvolt.engines.trtllm.launch import llm_args
 from kvolt.engines.trtllm.tickets import decode_ticket
-from kvolt.testing.engines.event_cases import ask_as_told, blocks_request
+from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request
 from kvolt.testing.engines.harness import Run, engine_run
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
@@ -153,7 +153,7 @@ async def test_closed_while_it_loads(model: str) -> None:
 # --- requests
 
 
-async def test_what_it_is_told(model: str) -> None:
+async def test_arguments_passed_to_the_engine(model: str) -> None:
     async with ran(model) as (run, llm):
         request = replace(run.request("r", tokens=2), salt="tenant", grammar=Grammar(GrammarKind.REGEX, "a"))
         await run.answer(request)
@@ -201,7 +201,7 @@ async def test_too_many_wait(model: str) -> None:
         await run.finish(*answers)
 
 
-async def test_one_request_fails_and_others_go_on(model: str) -> None:
+async def test_other_requests_continue_after_a_failure(model: str) -> None:
     async with ran(model) as (run, llm):
         goes = run.submit(run.request("goes", tokens=30, choices=2), may_fail=True)
         await run.until(lambda: bool(goes.tokens))
@@ -215,13 +215,13 @@ async def test_one_request_fails_and_others_go_on(model: str) -> None:
 async def test_it_dies(model: str) -> None:
     engine = Harness(model).engine()
     await engine.start()
-    engine.submit(Run(engine, engine._known.launched.info, Harness(model)).request("r", tokens=100))
+    engine.submit(Run(engine, engine._launched.launched.info, Harness(model)).request("r", tokens=100))
     stand_in.LLM.made[-1].collapse = RuntimeError("a rank was lost")
     with pytest.raises(EngineFailed, match="a rank was lost"):
         async for _ in engine.steps():
             pass
     with pytest.raises(EngineDied):
-        engine.submit(Run(engine, engine._known.launched.info, Harness(model)).request("s"))
+        engine.submit(Run(engine, engine._launched.launched.info, Harness(model)).request("s"))
     await engine.close()
 
 
@@ -231,10 +231,10 @@ async def test_it_says_nothing_any_more(model: str) -> None:
     await engine.start()
     stand_in.LLM.made[-1].is_stalled = True
     await asyncio.sleep(0.4)  # at rest that is no fault
-    engine.submit(Run(engine, engine._known.launched.info, Harness(model)).request("r"))
+    engine.submit(Run(engine, engine._launched.launched.info, Harness(model)).request("r"))
     since = asyncio.get_running_loop().time()
     async with asyncio.timeout(5):
-        with pytest.raises(EngineFailed, match="said nothing"):
+        with pytest.raises(EngineFailed, match="no output for"):
             async for _ in engine.steps():
                 pass
     assert asyncio.get_running_loop().time() - since > 0.15
@@ -266,12 +266,12 @@ async def test_adapters(model: str, tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest):
                 await engine.load_lora(name, path)
         plain = blocks_request(run, "plain", 2)
-        tokens = (await ask_as_told(run, plain)).tokens
-        adapted = await ask_as_told(run, replace(plain, request_id="adapted", lora="second"))
+        tokens = (await answer_matching_events(run, plain)).tokens
+        adapted = await answer_matching_events(run, replace(plain, request_id="adapted", lora="second"))
         assert adapted.cached == 0
         assert adapted.tokens != tokens
         assert llm.calls[-1].lora.lora_name == "second"
-        again = await ask_as_told(run, replace(plain, request_id="again", lora="second"))
+        again = await answer_matching_events(run, replace(plain, request_id="again", lora="second"))
         assert again.cached == 2 * BLOCK_SIZE
         await engine.unload_lora("second")
         with pytest.raises(NotFound):
@@ -280,7 +280,7 @@ async def test_adapters(model: str, tmp_path: Path) -> None:
             engine.submit(replace(plain, request_id="late", lora="second"))
         await engine.load_lora("second", str(tmp_path))
         await run.until(lambda: run.replica.num_removed >= 2)
-        anew = await ask_as_told(run, replace(plain, request_id="anew", lora="second"))
+        anew = await answer_matching_events(run, replace(plain, request_id="anew", lora="second"))
         assert anew.cached == 0, "a number is used once"
 
 
@@ -293,7 +293,7 @@ async def test_lost_events(model: str) -> None:
         for number in range(3):
             answers = [run.submit(blocks_request(run, f"r{number}-{i}", 3, variant=i)) for i in range(8)]
             await run.finish(*answers)
-        translator = run.engine._known.poll.translator
+        translator = run.engine._launched.poll.translator
         assert translator.num_lost
         assert run.replica.num_cleared
         await run.assert_empty()
@@ -301,7 +301,7 @@ async def test_lost_events(model: str) -> None:
 
 async def test_no_events_are_asked_for(model: str) -> None:
     async with ran(model, replace(ARGUMENTS, kv_events=False)) as (run, llm):
-        assert not run.info.tells_kv
+        assert not run.info.publishes_kv_events
         assert llm.args.kv_cache_config.event_buffer_max_size == 0
         await run.answer(blocks_request(run, "r", 3))
         assert not run.replica.blocks
@@ -319,7 +319,9 @@ async def test_aborted_requests_leave_right_blocks(model: str) -> None:
             for answer in goes:
                 run.abort(answer)
             await run.assert_empty()
-            await ask_as_told(run, blocks_request(run, f"probe{num_steps}", 6, variant=60 + num_steps))
+            await answer_matching_events(
+                run, blocks_request(run, f"probe{num_steps}", 6, variant=60 + num_steps)
+            )
 
 
 # --- prompts for others
@@ -329,7 +331,7 @@ async def prefilled(run: Run, request: Any) -> Handoff:
     return await run.engine.prefill(request)
 
 
-async def test_nothing_is_handed_over_that_could_not_be_gone_on_with(model: str) -> None:
+async def test_no_handoff_that_cannot_be_continued(model: str) -> None:
     """The ticket says so, and decode computes the prompt by itself."""
     arguments = replace(ARGUMENTS, seeds=Seeds.KEPT)
     async with ran(model, arguments) as (source, llm), ran(model, arguments) as (target, _):
@@ -382,7 +384,7 @@ async def test_prompts_for_others_leave_room(model: str) -> None:
         await run.assert_empty()
 
 
-async def test_a_prompt_that_is_let_go_while_it_is_computed(model: str) -> None:
+async def test_prompt_released_while_it_is_computed(model: str) -> None:
     async with ran(model) as (run, llm):
         llm.is_stalled = True
         await asyncio.sleep(0.01)
@@ -405,7 +407,7 @@ async def test_prefill_needs_a_transceiver(model: str) -> None:
 async def test_a_prompt_whose_engine_says_too_little(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in.LLM, "_state", lambda self, each: bytes(1 << 20))
     async with ran(model) as (run, _):
-        with pytest.raises(EngineFailed, match="handed over"):
+        with pytest.raises(EngineFailed, match="context state is invalid"):
             await prefilled(run, run.request("r"))
         await run.assert_empty()
 
@@ -427,9 +429,7 @@ async def test_what_is_handed_over_is_still_checked(model: str) -> None:
         handoff = await prefilled(run, request)
         assert handoff.first_tokens is not None
         with pytest.raises(Unsupported):
-            run.engine.submit(
-                replace(request, handoff=handoff, sampling=Sampling(temperature=0, prompt_logprobs=1))
-            )
+            run.engine.submit(replace(request, handoff=handoff, extra={"logits_processors": ["a"]}))
         await run.engine.release_prefill("r")
 
 

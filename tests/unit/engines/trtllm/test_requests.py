@@ -37,16 +37,19 @@ GUIDED = replace(REQUEST, grammar=Grammar(GrammarKind.JSON_OBJECT, ""))
     ("request_", "feature"),
     [
         (replace(REQUEST, media=(MediaSpan(0, 1, bytes(16)),)), "media"),
-        (replace(REQUEST, sampling=Sampling(prompt_logprobs=0)), "prompt_logprobs"),
-        (replace(REQUEST, sampling=Sampling(logit_bias={1: 2.0})), "logit_bias"),
-        (replace(REQUEST, sampling=Sampling(allowed_token_ids=(1,))), "allowed_token_ids"),
         (replace(REQUEST, extra={"logits_processors": ["a"]}), "logits_processors"),
-        (replace(GUIDED, resume=(1,)), "resume with a grammar"),
-        (replace(SEEDED, resume=(1,)), "resume with a seed"),
+        (replace(GUIDED, prior_tokens=(1,)), "resume with a grammar"),
+        (replace(SEEDED, prior_tokens=(1,)), "resume with a seed"),
         (replace(SEEDED, handoff=HANDOFF), "resume with a seed"),
-        (replace(REQUEST, resume=(1,), sampling=Sampling(presence_penalty=1)), "resume with penalties"),
-        (replace(REQUEST, resume=(1,), sampling=Sampling(frequency_penalty=1)), "resume with penalties"),
-        (replace(REQUEST, resume=(1,), sampling=Sampling(repetition_penalty=2)), "resume with penalties"),
+        (replace(REQUEST, prior_tokens=(1,), sampling=Sampling(presence_penalty=1)), "resume with penalties"),
+        (
+            replace(REQUEST, prior_tokens=(1,), sampling=Sampling(frequency_penalty=1)),
+            "resume with penalties",
+        ),
+        (
+            replace(REQUEST, prior_tokens=(1,), sampling=Sampling(repetition_penalty=2)),
+            "resume with penalties",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -56,7 +59,7 @@ def test_refused_by_name(request_: Request, feature: str) -> None:
     assert refused.value.fields["feature"] == feature
 
 
-def test_seeds_that_nobody_keeps() -> None:
+def test_seeds_without_sampler_support() -> None:
     checked(replace(SEEDED, sampling=Sampling(seed=1, temperature=0)), seeds=Seeds.NONE)
     checked(REQUEST, seeds=Seeds.NONE)
     with pytest.raises(Unsupported, match="seed"):
@@ -74,14 +77,14 @@ def test_grammars_need_a_backend() -> None:
     [
         REQUEST,
         SEEDED,
-        replace(REQUEST, resume=(1,)),
-        replace(SEEDED, resume=(1,), sampling=Sampling(seed=1, temperature=0)),
+        replace(REQUEST, prior_tokens=(1,)),
+        replace(SEEDED, prior_tokens=(1,), sampling=Sampling(seed=1, temperature=0)),
         replace(REQUEST, sampling=Sampling(presence_penalty=1)),
     ],
 )
 def test_not_refused(request_: Request) -> None:
     checked(request_)
-    checked(replace(SEEDED, resume=(1,)), seeds=Seeds.BY_POSITION)
+    checked(replace(SEEDED, prior_tokens=(1,)), seeds=Seeds.BY_POSITION)
 
 
 def test_sampling_in_its_words(model: str) -> None:
@@ -166,27 +169,27 @@ def reader(request: Request = REQUEST, first: tuple[int, ...] = (), num_tokens: 
 def test_what_is_new() -> None:
     one = reader()
     assert one.read(_Told([])) is None
-    news = one.read(_Told([7, 8]))
-    assert news is not None
-    assert (news.token_ids, news.finish, news.cached_tokens) == ((7, 8), None, 1)
+    output = one.read(_Told([7, 8]))
+    assert output is not None
+    assert (output.token_ids, output.finish, output.cached_tokens) == ((7, 8), None, 1)
     assert one.read(_Told([7, 8])) is None
-    news = one.read(_Told([7, 8, 9], "length"))
-    assert news is not None
-    assert (news.token_ids, news.finish) == ((9,), FinishReason.LENGTH)
+    output = one.read(_Told([7, 8, 9], "length"))
+    assert output is not None
+    assert (output.token_ids, output.finish) == ((9,), FinishReason.LENGTH)
 
 
 def test_an_answer_ends_by_our_rules() -> None:
     stop = StopConditions(max_tokens=5, min_tokens=2, stop_token_ids=(8,))
     request = replace(REQUEST, stop=stop)
-    news = reader(request).read(_Told([8, 2, 8, 9, 9]))
-    assert news is not None
-    assert (news.token_ids, news.finish, news.stop_reason) == ((8, 2, 8), FinishReason.STOP, 8)
-    news = reader(request).read(_Told([9, 9, 2]))
-    assert news is not None
-    assert (news.token_ids, news.finish, news.stop_reason) == ((9, 9, 2), FinishReason.STOP, None)
-    news = reader(request).read(_Told([9, 9, 9, 9, 9, 9]))
-    assert news is not None
-    assert (len(news.token_ids), news.finish) == (5, FinishReason.LENGTH)
+    output = reader(request).read(_Told([8, 2, 8, 9, 9]))
+    assert output is not None
+    assert (output.token_ids, output.finish, output.stop_reason) == ((8, 2, 8), FinishReason.STOP, 8)
+    output = reader(request).read(_Told([9, 9, 2]))
+    assert output is not None
+    assert (output.token_ids, output.finish, output.stop_reason) == ((9, 9, 2), FinishReason.STOP, None)
+    output = reader(request).read(_Told([9, 9, 9, 9, 9, 9]))
+    assert output is not None
+    assert (len(output.token_ids), output.finish) == (5, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("reason", ["timeout", "cancelled", "something new"])
@@ -198,10 +201,10 @@ def test_it_gave_up(reason: str) -> None:
 def test_after_a_prompt_from_elsewhere() -> None:
     one = reader(first=(9,), num_tokens=1)
     assert one.read(_Told([9])) is None
-    news = one.read(_Told([9, 9]))
-    assert news is not None
-    assert (news.token_ids, news.cached_tokens) == ((9,), 2)
-    with pytest.raises(EngineFailed, match="go on"):
+    output = one.read(_Told([9, 9]))
+    assert output is not None
+    assert (output.token_ids, output.cached_tokens) == ((9,), 2)
+    with pytest.raises(EngineFailed, match="does not continue"):
         reader(first=(9,)).read(_Told([8]))
 
 
@@ -213,18 +216,18 @@ class _Logprob:
 def test_logprobs() -> None:
     request = replace(REQUEST, sampling=Sampling(logprobs=2))
     told = {7: _Logprob(-3.0), 1: _Logprob(-0.1), 4: _Logprob(-0.2)}
-    news = reader(request).read(_Told([7], logprobs=[told]))
-    assert news is not None
-    (row,) = news.logprobs or ()
+    output = reader(request).read(_Told([7], logprobs=[told]))
+    assert output is not None
+    (row,) = output.logprobs or ()
     assert (row.token_id, row.logprob, row.top) == (7, -3.0, ((1, -0.1), (4, -0.2)))
     for bad in ([], [{1: _Logprob(0)}], [-1.0]):
         with pytest.raises(EngineFailed, match="logprob"):
             reader(request).read(_Told([7], logprobs=bad))
     alone = replace(REQUEST, sampling=Sampling(logprobs=0))
-    news = reader(alone).read(_Told([7], logprobs=[-1.0]))
-    assert news is not None
-    assert news.logprobs is not None
-    assert news.logprobs[0].logprob == -1.0
+    output = reader(alone).read(_Told([7], logprobs=[-1.0]))
+    assert output is not None
+    assert output.logprobs is not None
+    assert output.logprobs[0].logprob == -1.0
 
 
 def test_figures() -> None:

@@ -24,15 +24,15 @@ def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 def test_all_but_the_grammar_which_a_hash_cannot_keep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model) == 1
     told = lines(capsys)
-    assert [name for name, verdict in told.items() if verdict == "FAILED"] == ["a_grammar_holds"]
-    assert told["a_prompt_is_handed_over"] == "ok"
+    assert [name for name, verdict in told.items() if verdict == "FAILED"] == ["follows_grammar"]
+    assert told["prefill_handoff_works"] == "ok"
 
 
 def test_it_finds_out_about_seeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     for seeds, found in (
         ("none", "run again with --arg seeds=kept"),
         ("kept", "run again with --arg seeds=by_position"),
-        ("by_position", "seeds=by_position is right"),
+        ("by_position", "seeds=by_position works"),
     ):
         run(model, "--no-handoff", "--arg", f"seeds={seeds}")
         assert found in capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_it_finds_out_about_seeds(model: str, capsys: pytest.CaptureFixture[str]
 def test_it_can_fail(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in, "_stored", lambda blocks: {"type": "removed", "block_hashes": []})
     assert run(model, "--no-handoff") == 1
-    assert lines(capsys)["events_are_what_is_found"] == "FAILED"
+    assert lines(capsys)["events_match_cache"] == "FAILED"
 
 
 def test_without_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,16 +10,16 @@ from tests.unit.engines.trtllm import stand_in
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
-from kvolt.engines.trtllm.prefills import states_of
+from kvolt.engines.trtllm.prefills import context_states
 from kvolt.engines.trtllm.tickets import (
     MAX_STATE_BYTES,
     MAX_TICKET_BYTES,
     ContextState,
     Ticket,
+    context_state,
     decode_ticket,
     encode_ticket,
     generation_params,
-    state_of,
 )
 
 STATE = ContextState(first_gen_tokens=(7,), ctx_request_id=1 << 63, opaque_state=b"\x00\xff")
@@ -69,8 +69,8 @@ def test_bytes_that_are_no_ticket(bad: bytes) -> None:
 
 
 def test_a_state_is_what_the_engine_says() -> None:
-    assert state_of(params()) == ContextState(first_gen_tokens=(7,), ctx_request_id=3, opaque_state=b"s")
-    newer = state_of(params(draft_tokens=[1], ctx_dp_rank=2, ctx_info_endpoint=["tcp://a:1"]))
+    assert context_state(params()) == ContextState(first_gen_tokens=(7,), ctx_request_id=3, opaque_state=b"s")
+    newer = context_state(params(draft_tokens=[1], ctx_dp_rank=2, ctx_info_endpoint=["tcp://a:1"]))
     assert (newer.draft_tokens, newer.ctx_dp_rank, newer.ctx_info_endpoint) == ((1,), 2, ("tcp://a:1",))
 
 
@@ -86,14 +86,14 @@ def test_a_state_is_what_the_engine_says() -> None:
     ],
     ids=range(6),
 )
-def test_nothing_to_go_on_with(bad: object) -> None:
+def test_no_context_state(bad: object) -> None:
     with pytest.raises(EngineFailed):
-        state_of(bad)
+        context_state(bad)
 
 
 def test_a_ticket_has_a_bound() -> None:
     large = replace(STATE, opaque_state=bytes(MAX_STATE_BYTES))
-    with pytest.raises(EngineFailed, match="bytes is over"):
+    with pytest.raises(EngineFailed, match="bytes exceeds"):
         encode_ticket(Ticket((large,) * 5))
     assert decode_ticket(msgspec.msgpack.encode(Ticket((large,) * 5))) is None
     assert decode_ticket(msgspec.msgpack.encode(Ticket((large,) * 3))) is not None
@@ -119,10 +119,10 @@ def _request(handoff: Handoff | None, **changed: object) -> Request:
 def test_a_ticket_that_does_not_fit_its_request_is_not_used() -> None:
     ticket = encode_ticket(Ticket((STATE,)))
     handoff = Handoff(ticket=ticket, prefill_instance=InstanceId(""), first_tokens=(7,))
-    assert states_of(_request(handoff)) == (STATE,)
-    assert states_of(_request(None)) == ()
-    assert states_of(_request(replace(handoff, first_tokens=(8,)))) == ()
-    assert states_of(_request(replace(handoff, first_tokens=None))) == ()
-    assert states_of(_request(replace(handoff, ticket=b"?"))) == ()
-    assert states_of(_request(handoff, sampling=Sampling(num_choices=2))) == ()
-    assert states_of(_request(handoff, resume=(7, 8))) == ()
+    assert context_states(_request(handoff)) == (STATE,)
+    assert context_states(_request(None)) == ()
+    assert context_states(_request(replace(handoff, first_tokens=(8,)))) == ()
+    assert context_states(_request(replace(handoff, first_tokens=None))) == ()
+    assert context_states(_request(replace(handoff, ticket=b"?"))) == ()
+    assert context_states(_request(handoff, sampling=Sampling(num_choices=2))) == ()
+    assert context_states(_request(handoff, prior_tokens=(7, 8))) == ()

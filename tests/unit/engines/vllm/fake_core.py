@@ -295,7 +295,7 @@ class Core:
         self.refuses_reset = False
         self.gives_up: FinishReason | None = None
         """Why the next output is the end of its request."""
-        self.num_heard: Callable[[], int] | None = None
+        self.num_batches: Callable[[], int] | None = None
         self.engine_id = f"core-{len(Core.cores)}-{id(self)}"
         Core.cores[self.engine_id] = self
         self._inputs: deque[Callable[[], None]] = deque()
@@ -495,7 +495,7 @@ class Core:
             return
         self._publisher.wait_for_reader()
         self._publisher.publish(payload_of(*events))
-        while self.num_heard is not None and self.num_heard() < self._publisher.number:
+        while self.num_batches is not None and self.num_batches() < self._publisher.number:
             await asyncio.sleep(0)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:

@@ -34,10 +34,10 @@ from kvolt.core.errors import (
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
-from kvolt.engines.unread_steps import UnreadSteps
+from kvolt.engines.step_queue import StepQueue
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import Launched, launch
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.engines.harness import engine_run
 
 QUIET = replace(ARGUMENTS, kv_events=False)
@@ -69,19 +69,19 @@ async def all_steps(engine: VllmEngine) -> list[StepOutput]:
 
 async def test_it_knows_its_model_once_it_is_started(model: str) -> None:
     engine = Harness(model).engine()
-    with pytest.raises(EngineFailed, match="once it is started"):
+    with pytest.raises(EngineFailed, match="is not started"):
         _ = engine.card
-    with pytest.raises(EngineFailed, match="once it is started"):
+    with pytest.raises(EngineFailed, match="is not started"):
         engine.submit(asked())
     engine.abort(RequestId("nobody"))
     info = await engine.start()
     assert (info.engine, info.model, info.block_size, info.features) == ("vllm", "tiny", 16, ("KvEvents",))
     assert (info.capacity.kv_total_blocks, info.capacity.max_num_seqs) == (200, 48)
     assert (engine.card.eos_token_ids, engine.card.bos_token_id) == ((2, 5), None)
-    with pytest.raises(EngineFailed, match="started once"):
+    with pytest.raises(EngineFailed, match="started only once"):
         await engine.start()
     await engine.close()
-    with pytest.raises(EngineFailed, match="started once"):
+    with pytest.raises(EngineFailed, match="started only once"):
         await engine.start()
 
 
@@ -118,13 +118,13 @@ class Slow:
 
 
 async def cancelled_start(engine: VllmEngine, slow: Slow) -> None:
-    crew = Crew("start")
-    crew.start(engine.start(), "start")
+    task_group = TaskGroup("start")
+    task_group.start(engine.start(), "start")
     assert await asyncio.to_thread(slow.begun.wait, 10)
-    await crew.close()
+    await task_group.close()
 
 
-async def test_what_a_cancelled_start_has_loaded_is_let_go(model: str) -> None:
+async def test_cancelled_start_releases_the_loaded_engine(model: str) -> None:
     slow = Slow()
     engine = Harness(model, QUIET, launcher=slow).engine()
     await cancelled_start(engine, slow)
@@ -137,12 +137,12 @@ async def test_what_a_cancelled_start_has_loaded_is_let_go(model: str) -> None:
     assert await all_steps(engine) == []
 
 
-async def test_what_loads_while_it_is_closed_is_let_go(model: str) -> None:
+async def test_engine_loaded_during_close_is_released(model: str) -> None:
     slow = Slow()
     engine = Harness(model, QUIET, launcher=slow).engine()
     await cancelled_start(engine, slow)
-    crew = Crew("close")
-    closing = crew.start(engine.close(), "close")
+    task_group = TaskGroup("close")
+    closing = task_group.start(engine.close(), "close")
     await asyncio.sleep(0)
     slow.may_end.set()
     await closing
@@ -180,10 +180,10 @@ async def test_close_before_start(model: str) -> None:
 async def test_a_close_that_is_cancelled_is_done_by_the_next(model: str) -> None:
     engine = Harness(model, QUIET).engine()
     await engine.start()
-    crew = Crew("close")
-    crew.start(engine.close(), "close")
+    task_group = TaskGroup("close")
+    task_group.start(engine.close(), "close")
     await asyncio.sleep(0)
-    await crew.close()
+    await task_group.close()
     await engine.close()
     assert only_llm().num_shutdowns == 1
 
@@ -197,7 +197,7 @@ async def test_when_the_core_dies_so_does_the_engine(model: str) -> None:
     core.put(EngineCoreOutputs(scheduler_stats=SchedulerStats(1)))
     core.die(RuntimeError("EngineCore encountered an issue"))
     heard: list[StepOutput] = []
-    with pytest.raises(EngineFailed, match="vLLM ended: EngineCore encountered an issue"):
+    with pytest.raises(EngineFailed, match="vLLM failed: EngineCore encountered an issue"):
         async for step in engine.steps():
             heard.append(step)
     assert [step.load.running for step in heard if step.load] == [1], "what it had said before is told"
@@ -213,7 +213,7 @@ async def test_an_error_without_words_has_a_name(model: str) -> None:
     engine = Harness(model, QUIET).engine()
     await engine.start()
     core_of(engine).die(KeyError())
-    with pytest.raises(EngineFailed, match="vLLM ended: KeyError"):
+    with pytest.raises(EngineFailed, match="vLLM failed: KeyError"):
         await all_steps(engine)
     await engine.close()
 
@@ -266,7 +266,7 @@ async def test_what_vllm_refuses_leaves_nothing(model: str) -> None:
             replace(asked(choices=2), sampling=Sampling(num_choices=2, prompt_logprobs=21)),
         ]
         for request in bad:
-            with pytest.raises(InvalidRequest, match="vLLM refuses it"):
+            with pytest.raises(InvalidRequest, match="vLLM refuses the request"):
                 run.engine.submit(request)
         await run.answer(asked())
         assert len(core.received) == 1
@@ -274,7 +274,7 @@ async def test_what_vllm_refuses_leaves_nothing(model: str) -> None:
 
 async def test_tokens_that_the_model_does_not_have(model: str) -> None:
     async with running(Harness(model, QUIET)) as (run, core):
-        with pytest.raises(InvalidRequest, match="token 5000 is not one of"):
+        with pytest.raises(InvalidRequest, match="token 5000 is outside"):
             run.engine.submit(replace(asked(), token_ids=(1, 5000)))
         assert core.received == []
 
@@ -312,13 +312,13 @@ async def test_what_vllm_gives_up_on_fails_alone(model: str) -> None:
         assert set(core.aborted) <= set(ids)
 
 
-async def test_words_about_unknown_requests_are_nobodys(model: str) -> None:
+async def test_output_of_unknown_requests_is_ignored(model: str) -> None:
     async with running(Harness(model, QUIET)) as (run, core):
         core.put(EngineCoreOutputs(outputs=[EngineCoreOutput("nobody", [1])]))
         assert len((await run.answer(asked())).tokens[0]) == 8
 
 
-async def test_an_abort_takes_back_what_nobody_has_read(model: str) -> None:
+async def test_abort_drops_unread_output(model: str) -> None:
     engine = Harness(model, QUIET).engine()
     await engine.start()
     core = core_of(engine)
@@ -326,30 +326,30 @@ async def test_an_abort_takes_back_what_nobody_has_read(model: str) -> None:
         engine.submit(asked(name))
     await soon(lambda: core.received and not core.running and not core.num_unread)
     engine.abort(RequestId("goes"))
-    crew = Crew("read")
+    task_group = TaskGroup("read")
     heard: list[StepOutput] = []
 
     async def read() -> None:
         async for step in engine.steps():
             heard.append(step)
 
-    crew.start(read(), "read")
+    task_group.start(read(), "read")
     await soon(lambda: any(delta.finish for step in heard for _, delta in step.deltas))
     told = {name for step in heard for name in (*step.plain_ids, *(each for each, _ in step.deltas))}
     assert told == {"stays"}
-    await crew.close()
+    await task_group.close()
     await engine.close()
 
 
-async def test_nothing_is_lost_when_nobody_reads(model: str) -> None:
+async def test_nothing_is_lost_without_a_reader(model: str) -> None:
     """It takes no more from vLLM than it has room for, and goes on when there is some."""
     engine = Harness(model, QUIET).engine()
-    engine._unread = UnreadSteps(most=4)
+    engine._step_queue = StepQueue(max_steps=4)
     await engine.start()
     core = core_of(engine)
     engine.submit(asked(tokens=50))
     await soon(lambda: core.received and not core.running)
-    assert len(engine._unread._steps) == 4
+    assert len(engine._step_queue._steps) == 4
     assert core.num_unread == 50 - 4
     tokens: list[int] = []
     async for step in engine.steps():
@@ -362,7 +362,7 @@ async def test_nothing_is_lost_when_nobody_reads(model: str) -> None:
         assert (await run.answer(asked(tokens=50))).tokens[0] == tokens
 
 
-async def test_a_load_is_told_when_it_is_news(model: str) -> None:
+async def test_load_is_reported_when_it_changes(model: str) -> None:
     """While others fetch from it vLLM makes steps in which nothing happens."""
     async with running(Harness(model, QUIET)) as (run, core):
         idle, busy = SchedulerStats(0), SchedulerStats(1, kv_cache_usage=0.5)
@@ -384,7 +384,7 @@ async def test_vllm_counts_what_it_says(model: str) -> None:
         assert logger is not None
         ended = [told for _, each, _ in logger.records if each is not None for told in each.finished_requests]
         assert [told["num_prompt_tokens"] for told in ended] == [20, 20]
-        assert run.engine._figures._known == {}  # type: ignore[attr-defined]
+        assert run.engine._request_stats._requests == {}  # type: ignore[attr-defined]
 
 
 async def test_it_need_not_count(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ async def test_it_need_not_count(model: str, monkeypatch: pytest.MonkeyPatch) ->
 # --- KV
 
 
-async def test_clear_counts_what_was_told(model: str) -> None:
+async def test_clear_counts_published_blocks(model: str) -> None:
     async with running(Harness(model)) as (run, _):
         await run.answer(asked(prompt=65, tokens=2))
         engine: Any = run.engine

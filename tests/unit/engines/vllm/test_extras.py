@@ -63,33 +63,33 @@ def test_it_is_the_callers_own() -> None:
 @pytest.mark.parametrize(
     ("extra", "param", "words"),
     [
-        ({"vllm_xargs": [1]}, "vllm_xargs", "names with their values"),
-        ({"vllm_xargs": {1: 2}}, "vllm_xargs", "names with their values"),
-        ({"vllm_xargs": {"kv_transfer_params": {}}}, "vllm_xargs", "not a request's to set"),
-        ({"vllm_xargs": {"kvolt_resumed": 10**9}}, "vllm_xargs", "not a request's to set"),
+        ({"vllm_xargs": [1]}, "vllm_xargs", "must be an object"),
+        ({"vllm_xargs": {1: 2}}, "vllm_xargs", "must be an object"),
+        ({"vllm_xargs": {"kv_transfer_params": {}}}, "vllm_xargs", "is reserved"),
+        ({"vllm_xargs": {"kvolt_resumed": 10**9}}, "vllm_xargs", "is reserved"),
         (
             {"logits_processors": [processor(kvolt_resumed=1)]},
             "logits_processors",
-            "not a request's to set",
+            "is reserved",
         ),
         (
             {"logits_processors": [processor("Other", a=1)]},
             "logits_processors",
-            r"it has: Force, site\.force",
+            r"loaded: Force, site\.force",
         ),
-        ({"logits_processors": ["Force"]}, "logits_processors", "give it args"),
+        ({"logits_processors": ["Force"]}, "logits_processors", "needs args"),
         ({"logits_processors": "Force"}, "logits_processors", "logits_processors"),
         ({"logits_processors": [7]}, "logits_processors", "logits_processors"),
         ({"logits_processors": [{"name": "Force", "arguments": {}}]}, "logits_processors", "arguments"),
         (
             {"logits_processors": [processor(token=5), processor(token=6)]},
             "logits_processors",
-            "given twice",
+            "set twice",
         ),
         (
             {"logits_processors": [processor(token=5)], "vllm_xargs": {"token": 6}},
             "logits_processors",
-            "given twice",
+            "set twice",
         ),
     ],
 )
@@ -100,11 +100,11 @@ def test_what_cannot_be_said(extra: dict[str, Any], param: str, words: str) -> N
 
 
 def test_without_processors_it_is_said_how_to_have_them() -> None:
-    with pytest.raises(InvalidRequest, match=r"it has: none\).*engine_args.logits_processors"):
+    with pytest.raises(InvalidRequest, match=r"loaded: none\).*engine_args.logits_processors"):
         check_extra(asked(logits_processors=[processor(a=1)]), frozenset())
 
 
-def test_what_vllm_is_not_told_of_is_refused() -> None:
+def test_unsupported_extras_are_refused() -> None:
     with pytest.raises(Unsupported) as caught:
         check_extra(asked(vllm_xargs={"a": 1}, custom_params={}), KNOWN)
     assert caught.value.fields["feature"] == "custom_params"

@@ -11,15 +11,15 @@ from tests.unit.engines.vllm.plugins.owner_lab import Owner
 from tests.unit.engines.vllm.test_engine import soon
 
 from kvolt.engines.vllm.hold_renewals import HoldRenewals
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 
 
 @pytest.fixture
 async def renewals() -> AsyncIterator[HoldRenewals]:
-    renewals, crew = HoldRenewals(), Crew("renewals")
-    crew.start(renewals.run(), "renewals")
+    renewals, task_group = HoldRenewals(), TaskGroup("renewals")
+    task_group.start(renewals.run(), "renewals")
     yield renewals
-    await crew.close()
+    await task_group.close()
     renewals.close()
 
 

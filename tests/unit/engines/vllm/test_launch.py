@@ -170,7 +170,7 @@ def test_several_ranks_have_ports(launched: Launcher) -> None:
 
 
 @pytest.mark.parametrize(("role", "kv_role"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")])
-def test_a_role_brings_its_connector(launched: Launcher, role: Role, kv_role: str) -> None:
+def test_role_selects_its_connector(launched: Launcher, role: Role, kv_role: str) -> None:
     transfer = launched.args(VllmArguments(hold_s=2.2), role)["kv_transfer_config"]
     assert transfer == KVTransferConfig(
         kv_connector=NIXL,
@@ -211,7 +211,7 @@ def test_no_handoff_by_a_connector_that_does_not_check_its_reads(
     assert NIXL in caught.value.fields["remedy"]
 
 
-def test_what_vllm_is_told_by_its_environment(launched: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_vllm(launched: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
     launched()
     assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
@@ -244,7 +244,7 @@ def test_tiers_beside_other_workers(launched: Launcher, how: str) -> None:
 
 
 def test_no_tiers_beside_a_connector_of_others(launched: Launcher) -> None:
-    with pytest.raises(ConfigError, match="no other") as caught:
+    with pytest.raises(ConfigError, match="kvolt's connector only") as caught:
         launched.args(TIERED, kv_transfer_config={"kv_connector": "LMCacheConnectorV1"})
     assert caught.value.fields["key"] == "args.tiers"
 
@@ -272,13 +272,17 @@ def test_weights_have_an_identity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "key", "words"),
     [
-        ({"model": "x"}, "args.engine_args.model", "has a model, which is not its to say"),
+        ({"model": "x"}, "args.engine_args.model", "must not contain model"),
         ({"max_modell_len": 1}, "args.engine_args.max_modell_len", "no argument 'max_modell_len'"),
         ({"max-model-len": 1}, "args.engine_args.max-model-len", "no argument 'max-model-len'"),
         ({"max_model_len": 0}, "args.engine_args", "must be a positive integer"),
-        ({"enable_prefix_caching": False}, "args.engine_args.enable_prefix_caching", "keeps no prefixes"),
-        ({"kv_events_config": {"publisher": "null"}}, "args.engine_args.kv_events_config", "tells nobody"),
-        ({"kv_events_config": None}, "args.engine_args.kv_events_config", "tells nobody"),
+        ({"enable_prefix_caching": False}, "args.engine_args.enable_prefix_caching", "has no prefix cache"),
+        (
+            {"kv_events_config": {"publisher": "null"}},
+            "args.engine_args.kv_events_config",
+            "publishes no KV events",
+        ),
+        ({"kv_events_config": None}, "args.engine_args.kv_events_config", "publishes no KV events"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -353,13 +357,13 @@ def test_every_symbol_is_one_of_the_stand_in() -> None:
     assert {symbol.partition(":")[0] for symbol in REQUIREMENT.symbols} <= names
 
 
-def test_a_version_that_was_not_tested_is_told(
+def test_untested_version_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in.install(monkeypatch, tmp_path, version="0.33.1")
     with caplog.at_level(logging.WARNING):
         assert check_requirement(REQUIREMENT) == "0.33.1"
-    assert "vllm 0.33.1 was not tested" in caplog.text
+    assert "untested version: package=vllm version=0.33.1" in caplog.text
 
 
 def test_without_vllm_it_is_said_how_to_get_it(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.external.answers import Choice, News
-from kvolt.engines.vllm.outputs import load_of, news_of
+from kvolt.engines.external.answers import Choice, ChoiceOutput
+from kvolt.engines.vllm.outputs import choice_output, load_of
 
 
 def choice(**sampling: Any) -> Choice:
@@ -40,11 +40,11 @@ def output(*tokens: int, **more: Any) -> EngineCoreOutput:
 
 
 def test_a_token() -> None:
-    assert news_of(output(5), choice()) == News((5,))
+    assert choice_output(output(5), choice()) == ChoiceOutput((5,))
 
 
 def test_what_was_cached_comes_with_the_prompt() -> None:
-    assert news_of(output(5, prefill_stats=PrefillStats(3, 1, 2)), choice()).cached_tokens == 2
+    assert choice_output(output(5, prefill_stats=PrefillStats(3, 1, 2)), choice()).cached_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_what_was_cached_comes_with_the_prompt() -> None:
     ],
 )
 def test_ends(reason: Reason, stop_reason: Any, finish: FinishReason, told: Any) -> None:
-    news = news_of(output(5, finish_reason=reason, stop_reason=stop_reason), choice())
-    assert (news.finish, news.stop_reason, news.token_ids) == (finish, told, (5,))
+    result = choice_output(output(5, finish_reason=reason, stop_reason=stop_reason), choice())
+    assert (result.finish, result.stop_reason, result.token_ids) == (finish, told, (5,))
 
 
 @pytest.mark.parametrize("reason", [Reason.ABORT, Reason.ERROR])
 def test_what_vllm_gave_up_on_has_failed(reason: Reason) -> None:
     with pytest.raises(EngineFailed) as caught:
-        news_of(output(finish_reason=reason), choice())
+        choice_output(output(finish_reason=reason), choice())
     assert caught.value.fields == {"engine": "vllm", "reason": str(reason)}
 
 
@@ -86,25 +86,25 @@ ROWS = LogprobsLists(
 )
 def test_logprobs_as_many_as_asked_for(wanted: int, top: Any) -> None:
     """However many somebody else in the batch has asked for."""
-    news = news_of(output(7, 11, new_logprobs=ROWS), choice(logprobs=wanted))
-    assert news.logprobs == (TokenLogprobs(7, -4.0, top[0]), TokenLogprobs(11, -0.5, top[1]))
-    [first, _] = news.logprobs
+    result = choice_output(output(7, 11, new_logprobs=ROWS), choice(logprobs=wanted))
+    assert result.logprobs == (TokenLogprobs(7, -4.0, top[0]), TokenLogprobs(11, -0.5, top[1]))
+    [first, _] = result.logprobs
     assert type(first.token_id) is int
     assert type(first.logprob) is float
 
 
-def test_logprobs_that_nobody_asked_for_are_not_told() -> None:
-    news = news_of(output(7, 11, new_logprobs=ROWS, new_prompt_logprobs_tensors=ROWS), choice())
-    assert (news.logprobs, news.prompt_logprobs) == (None, None)
+def test_logprobs_only_if_requested() -> None:
+    result = choice_output(output(7, 11, new_logprobs=ROWS, new_prompt_logprobs_tensors=ROWS), choice())
+    assert (result.logprobs, result.prompt_logprobs) == (None, None)
 
 
 def test_an_end_without_tokens_has_no_logprobs_but_is_not_plain() -> None:
-    assert news_of(output(finish_reason=Reason.STOP), choice(logprobs=2)).logprobs == ()
+    assert choice_output(output(finish_reason=Reason.STOP), choice(logprobs=2)).logprobs == ()
 
 
 def test_the_first_token_of_a_prompt_has_none() -> None:
-    news = news_of(output(5, new_prompt_logprobs_tensors=ROWS), choice(prompt_logprobs=1))
-    assert news.prompt_logprobs == (
+    result = choice_output(output(5, new_prompt_logprobs_tensors=ROWS), choice(prompt_logprobs=1))
+    assert result.prompt_logprobs == (
         None,
         TokenLogprobs(7, -4.0, ((8, -0.1),)),
         TokenLogprobs(11, -0.5, ((11, -0.5),)),
@@ -125,6 +125,6 @@ def test_every_count_of_blocks_comes_back_from_its_share() -> None:
         assert load_of(stats, 199, 0).kv_used_blocks == used
 
 
-def test_load_of_a_version_that_defers_nobody() -> None:
+def test_load_of_a_version_without_deferred_requests() -> None:
     stats = SimpleNamespace(num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.0)
     assert load_of(stats, 10, 0).waiting == 2

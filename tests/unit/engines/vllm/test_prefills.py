@@ -34,7 +34,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, RoutingHints, StopConditions
 from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
 from kvolt.engines.vllm.prefills import MAX_TICKET_BYTES, RELEASE, transfer_params
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.engines.harness import Run
 
 R = RequestId("r")
@@ -138,7 +138,7 @@ async def test_an_aborted_request_renews_nothing(model: str) -> None:
         core.go_on()
 
 
-async def test_blocks_are_let_go_by_the_rank_that_has_them(model: str) -> None:
+async def test_blocks_are_released_by_their_rank(model: str) -> None:
     async with running(Harness(model, with_args(MOVING, data_parallel_size=2))) as (run, core):
         await prefilled(run, replace(asked(prompt=40), routing=RoutingHints(pinned_dp_rank=1)))
         await engine_of(run).release_prefill(R)
@@ -172,12 +172,12 @@ async def test_first_tokens_that_decode_has_to_tell(model: str, kind: str) -> No
 async def test_a_prompt_is_computed_once(model: str) -> None:
     async with running(Harness(model, MOVING)) as (run, core):
         core.pause()
-        crew = Crew("prefill")
-        crew.start(engine_of(run).prefill(asked()), "prefill")
+        task_group = TaskGroup("prefill")
+        task_group.start(engine_of(run).prefill(asked()), "prefill")
         await soon(lambda: core.received)
-        with pytest.raises(InvalidRequest, match="here already"):
+        with pytest.raises(InvalidRequest, match="exists already"):
             await engine_of(run).prefill(asked())
-        await crew.close()
+        await task_group.close()
 
 
 async def test_without_a_connector_there_are_none(model: str) -> None:
@@ -194,11 +194,11 @@ async def test_without_a_connector_there_are_none(model: str) -> None:
 async def test_a_cancelled_prompt_is_computed_no_more(model: str) -> None:
     async with running(Harness(model, MOVING)) as (run, core):
         core.pause()
-        crew = Crew("prefill")
-        crew.start(engine_of(run).prefill(asked(choices=2)), "prefill")
+        task_group = TaskGroup("prefill")
+        task_group.start(engine_of(run).prefill(asked(choices=2)), "prefill")
         await soon(lambda: len(core.received) == 2)
         names = [request.request_id for request in core.received]
-        await crew.close()
+        await task_group.close()
         await soon(lambda: core.aborted)
         assert core.aborted == names
         assert not core.waiting
@@ -206,7 +206,7 @@ async def test_a_cancelled_prompt_is_computed_no_more(model: str) -> None:
         assert (await prefilled(run, asked())).first_tokens, "the same id again"
 
 
-async def test_one_that_is_let_go_while_it_is_computed(model: str) -> None:
+async def test_release_while_it_is_computed(model: str) -> None:
     async with running(Harness(model, MOVING)) as (run, core):
         core.pause()
         outcome = asyncio.gather(engine_of(run).prefill(asked()), return_exceptions=True)
@@ -220,15 +220,15 @@ async def test_one_that_is_let_go_while_it_is_computed(model: str) -> None:
         await run.assert_empty()
 
 
-async def test_one_that_was_ready_before_it_was_stopped_is_let_go(model: str) -> None:
+async def test_prompt_completed_before_the_abort_is_released(model: str) -> None:
     """The abort comes too late for the core, the answer too late for us: its blocks would stay for their lease."""
     async with running(Harness(model, MOVING)) as (run, core):
         core.pause()
-        crew = Crew("prefill")
-        crew.start(engine_of(run).prefill(asked()), "prefill")
+        task_group = TaskGroup("prefill")
+        task_group.start(engine_of(run).prefill(asked()), "prefill")
         await soon(lambda: core.received)
         name = core.received[0].request_id
-        await crew.close()
+        await task_group.close()
         ready = EngineCoreOutput(name, [50], finish_reason=FinishReason.LENGTH)
         ready.kv_transfer_params = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
         core.put(EngineCoreOutputs(outputs=[ready]))
@@ -270,7 +270,7 @@ async def test_prompts_end_with_the_engine(model: str, end: str) -> None:
     await engine.close()
 
 
-async def test_what_is_let_go_is_told_once(model: str) -> None:
+async def test_release_is_reported_once(model: str) -> None:
     async with running(Harness(model, MOVING)) as (run, core):
         await prefilled(run, asked())
         [name] = core.held
@@ -294,16 +294,16 @@ async def test_too_many_prompts(model: str) -> None:
     arguments = replace(with_args(MOVING, max_num_seqs=2), max_waiting=1)
     async with running(Harness(model, arguments)) as (run, core):
         core.pause()
-        crew = Crew("prefill")
+        task_group = TaskGroup("prefill")
         for number in range(3):
-            crew.start(engine_of(run).prefill(asked(f"r{number}")), "prefill")
+            task_group.start(engine_of(run).prefill(asked(f"r{number}")), "prefill")
         await soon(lambda: len(core.received) == 3)
         try:
             with pytest.raises(Overloaded):
                 async with asyncio.timeout(0.2):
                     await engine_of(run).prefill(asked("late"))
         finally:
-            await crew.close()
+            await task_group.close()
 
 
 @pytest.mark.parametrize("end", ["released", "cancelled"])
@@ -314,13 +314,13 @@ async def test_nothing_of_a_prompt_stays_in_the_figures(model: str, end: str) ->
             await engine_of(run).release_prefill(R)
         else:
             core.pause()
-            crew = Crew("prefill")
-            crew.start(engine_of(run).prefill(asked()), "prefill")
+            task_group = TaskGroup("prefill")
+            task_group.start(engine_of(run).prefill(asked()), "prefill")
             await soon(lambda: core.received)
-            await crew.close()
+            await task_group.close()
             core.go_on()
         await run.assert_empty()
-        assert engine_of(run)._figures._known == {}
+        assert engine_of(run)._request_stats._requests == {}
 
 
 async def test_a_cache_with_blocks_for_others_cannot_be_cleared_now(model: str) -> None:

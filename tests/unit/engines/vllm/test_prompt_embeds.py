@@ -40,7 +40,7 @@ async def test_they_are_answered_as_their_tokens(model: str) -> None:
     async with running(Harness(model, QUIET)) as (run, _):
         told = await run.answer(asked("tokens", token_ids=PROMPT, extra={}))
         assert (await run.answer(asked("vectors"))).tokens == told.tokens
-        rest = await run.answer(asked("rest", resume=tuple(told.tokens[0][:3])))
+        rest = await run.answer(asked("rest", prior_tokens=tuple(told.tokens[0][:3])))
         assert rest.tokens[0] == told.tokens[0][3:]
 
 
@@ -75,13 +75,13 @@ async def test_memory_that_is_not_there_is_one_requests_failure(
         assert answer.error is not None
         assert (answer.error.code, answer.error.message) == (
             "engine_failed",
-            "vLLM failed on it (MemoryError)",
+            "reading prompt_embeds failed (MemoryError)",
         )
         assert (await run.answer(asked("tokens", token_ids=PROMPT, extra={}))).done
-    assert "could not be read" in caplog.text
+    assert "prompt embeds unreadable" in caplog.text
 
 
-async def test_nobody_waits_while_vectors_are_read(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reading_vectors_delays_no_other_request(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are answered meanwhile; one that is aborted before they are read never comes to vLLM."""
     may_go_on = threading.Event()
     loads = stand_in.safe_load_prompt_embeds
@@ -115,8 +115,8 @@ async def test_what_does_not_go_with_them(model: str) -> None:
         engine: Any = run.engine
         with pytest.raises(Unsupported, match="logprobs"):
             engine.submit(asked("r", sampling=Sampling(prompt_logprobs=1)))
-        with pytest.raises(Unsupported, match="where it is answered"):
+        with pytest.raises(Unsupported, match="do not support remote prefill"):
             engine.submit(asked("r", handoff=handoff))
-        with pytest.raises(Unsupported, match="where it is answered"):
+        with pytest.raises(Unsupported, match="do not support remote prefill"):
             await engine.prefill(asked("r"))
         assert core.received == []

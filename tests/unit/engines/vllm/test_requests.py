@@ -21,7 +21,7 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.engines.external.answers import Answers, Choice
-from kvolt.engines.external.resuming import given_tokens
+from kvolt.engines.external.resuming import input_tokens
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 
 pytestmark = pytest.mark.usefixtures("model")
@@ -85,7 +85,7 @@ def test_all_that_can_be_asked_for() -> None:
 
 def test_extra_arguments_stay_the_requests_own() -> None:
     own = {"custom": 1}
-    asked = replace(with_sampling(seed=1), extra={"vllm_xargs": own}, resume=(1,))
+    asked = replace(with_sampling(seed=1), extra={"vllm_xargs": own}, prior_tokens=(1,))
     assert params(asked, kv_transfer={"a": 1}).extra_args == {
         "custom": 1,
         "kv_transfer_params": {"a": 1},
@@ -108,19 +108,19 @@ def test_a_resumed_request_has_less_left(seed: int | None) -> None:
     asked = replace(
         with_sampling(seed=seed, prompt_logprobs=1),
         stop=StopConditions(max_tokens=20, min_tokens=6),
-        resume=(1, 2, 3, 4),
+        prior_tokens=(1, 2, 3, 4),
     )
     made = params(asked)
     assert (made.max_tokens, made.min_tokens, made.prompt_logprobs) == (16, 2, None)
     assert made.extra_args == (None if seed is None else {"kvolt_resumed": 4})
-    assert given_tokens(asked, 0) == [11, 12, 13, 1, 2, 3, 4]
-    assert params(replace(asked, resume=tuple(range(9)))).min_tokens == 0
+    assert input_tokens(asked, 0) == [11, 12, 13, 1, 2, 3, 4]
+    assert params(replace(asked, prior_tokens=tuple(range(9)))).min_tokens == 0
 
 
 def test_each_choice_resumes_after_its_own() -> None:
-    asked = replace(with_sampling(num_choices=3, seed=1), resume_choices=((1, 2), None, ()))
+    asked = replace(with_sampling(num_choices=3, seed=1), prior_tokens_by_choice=((1, 2), None, ()))
     one, other = choices(asked)
-    assert [given_tokens(asked, choice.index) for choice in (one, other)] == [
+    assert [input_tokens(asked, choice.index) for choice in (one, other)] == [
         [11, 12, 13, 1, 2],
         [11, 12, 13],
     ]
@@ -131,10 +131,10 @@ def test_each_choice_resumes_after_its_own() -> None:
 
 def test_what_was_handed_over_comes_after_the_prompt() -> None:
     asked = replace(with_sampling(num_choices=2, seed=1), handoff=HANDOFF)
-    assert [given_tokens(asked, index) for index in (0, 1)] == [[11, 12, 13, 7], [11, 12, 13, 8]]
+    assert [input_tokens(asked, index) for index in (0, 1)] == [[11, 12, 13, 7], [11, 12, 13, 8]]
     assert (params(asked).max_tokens, params(asked).extra_args) == (19, {"kvolt_resumed": 1})
     untold = replace(asked, handoff=replace(HANDOFF, first_tokens=None))
-    assert (given_tokens(untold, 0), params(untold).max_tokens) == ([11, 12, 13], 20)
+    assert (input_tokens(untold, 0), params(untold).max_tokens) == ([11, 12, 13], 20)
 
 
 def test_of_a_prompt_alone_one_token_comes() -> None:
@@ -175,7 +175,7 @@ def test_every_kind_of_grammar_is_known() -> None:
     [{"temperature": 3.0}, {"top_p": 0.0}, {"presence_penalty": 5.0}, {"min_p": 2.0}, {"top_k": "many"}],
 )
 def test_what_vllm_refuses_is_the_callers_fault(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="vLLM refuses it") as caught:
+    with pytest.raises(InvalidRequest, match="vLLM refuses the request") as caught:
         params(with_sampling(**fields))
     assert caught.value.fields["param"] == "sampling"
 
@@ -198,9 +198,9 @@ GRAMMAR = Grammar(GrammarKind.JSON_OBJECT, "")
     ("request_", "feature"),
     [
         (replace(PLAIN, media=(MediaSpan(0, 1, b"0123456789abcdef"),)), "media"),
-        (replace(PLAIN, grammar=GRAMMAR, resume=(1,)), "resume with a grammar"),
+        (replace(PLAIN, grammar=GRAMMAR, prior_tokens=(1,)), "resume with a grammar"),
         (replace(PLAIN, grammar=GRAMMAR, handoff=HANDOFF), "resume with a grammar"),
-        (replace(with_sampling(presence_penalty=0.1), resume=(1,)), "resume with penalties"),
+        (replace(with_sampling(presence_penalty=0.1), prior_tokens=(1,)), "resume with penalties"),
         (replace(with_sampling(frequency_penalty=0.1), handoff=HANDOFF), "resume with penalties"),
     ],
     ids=["media", "grammar", "grammar-handoff", "presence", "frequency-handoff"],
@@ -217,8 +217,8 @@ def test_what_would_be_answered_otherwise_is_refused(request_: Request, feature:
         PLAIN,
         replace(PLAIN, grammar=GRAMMAR),
         with_sampling(presence_penalty=0.1),
-        replace(PLAIN, resume=(1,)),
-        replace(with_sampling(repetition_penalty=1.2), resume=(1,)),
+        replace(PLAIN, prior_tokens=(1,)),
+        replace(with_sampling(repetition_penalty=1.2), prior_tokens=(1,)),
         replace(PLAIN, grammar=GRAMMAR, handoff=replace(HANDOFF, first_tokens=None)),
     ],
     ids=["plain", "grammar", "penalty", "resume", "repetition", "untold"],

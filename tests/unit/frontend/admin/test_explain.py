@@ -31,7 +31,7 @@ def explained(body: Callable[[RouteExplainer, Models, Lab], Awaitable[None]]) ->
             lab._closing.append(models.close)
             await until(lambda: bool(models.ready()))
             explainer = RouteExplainer(models, "edge")
-            explainer.add_to(runtime.server)
+            explainer.register_endpoint(runtime.server)
             await body(explainer, models, lab)
 
     run_virtual(scenario)
@@ -68,13 +68,13 @@ def test_the_hashes_are_those_of_a_request() -> None:
 @pytest.mark.parametrize(
     ("body", "error", "words"),
     [
-        (b"nonsense", InvalidRequest, "no JSON object"),
-        (b"[]", InvalidRequest, "no JSON object"),
+        (b"nonsense", InvalidRequest, "not a JSON object"),
+        (b"[]", InvalidRequest, "not a JSON object"),
         (encoded(model="nope", prompt="x"), NotFound, "nope"),
         (encoded(prompt=["a", "b"]), InvalidRequest, "one prompt"),
         (encoded(prompt=""), InvalidRequest, "prompt"),
         (encoded(messages=3), InvalidRequest, "messages"),
-        (encoded(prompt_embeds="AAAA"), InvalidRequest, "vectors"),
+        (encoded(prompt_embeds="AAAA"), InvalidRequest, "embeddings"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(body: bytes, error: type[KvoltError], words: str) -> None:

@@ -142,9 +142,9 @@ GOOD = {"lora_name": "sql", "lora_path": "/sql", "model": MODEL}
         ({**GOOD, "lora_path": 7}, InvalidRequest, None, "lora_path"),
         ({**GOOD, "model": "nobody"}, NotFound, "model", "'nobody' does not exist"),
         ({**GOOD, "model": "known"}, InvalidRequest, "model", f"is an adapter of '{MODEL}'"),
-        ({**GOOD, "model": None}, InvalidRequest, "model", "not exactly one"),
-        ({**GOOD, "lora_name": MODEL}, InvalidRequest, "lora_name", "a model has the name"),
-        ({**GOOD, "lora_name": "others"}, InvalidRequest, "lora_name", "an adapter of 'other' has"),
+        ({**GOOD, "model": None}, InvalidRequest, "model", "model is required: 2 models"),
+        ({**GOOD, "lora_name": MODEL}, InvalidRequest, "lora_name", "belongs to a model"),
+        ({**GOOD, "lora_name": "others"}, InvalidRequest, "lora_name", "belongs to an adapter of 'other'"),
         ({**GOOD, "lora_path": BROKEN}, InvalidRequest, "lora_path", "/broken is no adapter"),
     ],
     ids=str,
@@ -170,14 +170,14 @@ def test_what_is_not_there_cannot_be_unloaded() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             edge = await edge_with(lab, WithAdapters("sql"), ScriptedEngine("plain"))
-            with pytest.raises(NotFound, match=r"no adapter 'nobody' is loaded \(there are: sql\)"):
+            with pytest.raises(NotFound, match=r"adapter 'nobody' is not loaded \(loaded: sql\)"):
                 await unload(edge, lora_name="nobody")
             with pytest.raises(NotFound, match="does not exist"):
                 await unload(edge, lora_name="sql", model="nobody")
             with pytest.raises(InvalidRequest):
                 await unload(edge)
             assert told(await unload(edge, lora_name="sql")) == [("w0", (), None)]
-            with pytest.raises(NotFound, match="there are: none"):
+            with pytest.raises(NotFound, match="loaded: none"):
                 await unload(edge, lora_name="sql")
 
     run_virtual(scenario)
@@ -191,7 +191,7 @@ def test_engines_without_adapters_and_models_without_workers_say_so() -> None:
             with pytest.raises(Unavailable, match="no model is ready yet"):
                 await load(edge, lora_name="sql", lora_path="/sql")
             await edge.ready()
-            with pytest.raises(Unsupported, match="takes no adapters"):
+            with pytest.raises(Unsupported, match="does not support LoRA adapters"):
                 await load(edge, lora_name="sql", lora_path="/sql")
             await running.runtime.close()
             await until(lambda: not edge.models.all()[0].client.instances())

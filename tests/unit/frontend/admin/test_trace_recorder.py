@@ -1,4 +1,4 @@
-"""Recording a trace from a frontend: what is in it, what is not, and that no reader can hurt whoever is recorded."""
+"""Recording a trace from a frontend: what it contains, what it omits, and that no reader affects recorded requests."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_one_model_can_be_recorded_alone() -> None:
     served(body)
 
 
-def test_sessions_and_tenants_are_told_apart_and_not_named() -> None:
+def test_sessions_and_tenants_are_distinct_and_anonymous() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         async with recording(lab, edge) as reader:
             for tenant in ("alice", "alice", "bob"):
@@ -238,7 +238,7 @@ def test_too_many_recordings_are_refused() -> None:
         for stream in streams:
             await anext(stream)
         async with await opened(runtime, edge) as extra:
-            with pytest.raises(Overloaded, match="4 recordings are under way"):
+            with pytest.raises(Overloaded, match="too many recordings: the limit is 4"):
                 await anext(extra)
         for stream in streams:
             await stream.aclose()
@@ -262,7 +262,7 @@ def test_a_recording_is_no_work_that_a_drain_waits_for() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         async with recording(lab, edge):
             assert edge.runtime.server.num_active == 0
-            assert edge.runtime.server.active(TRACE_ENDPOINT) == 1
+            assert edge.runtime.server.num_active_streams(TRACE_ENDPOINT) == 1
 
     served(body)
 
@@ -294,13 +294,13 @@ def test_a_part_is_bounded_and_has_one_record_at_least(monkeypatch: pytest.Monke
         recording.end(11.0 + number, [(request((1, 2)), [1])])
     parts = []
     while recording.has_pending:
-        parts.append([record.timestamp for record in recording.take().records])
+        parts.append([record.timestamp for record in recording.next_part().records])
     assert parts == [[1000, 2000], [3000, 4000], [5000]]
-    assert recording.take().records == ()
+    assert recording.next_part().records == ()
     monkeypatch.setattr(trace_recorder, "_PART_BYTES", 1)
     recording.begin(request((1, 2)), 11.0)
     recording.end(11.0, [(request((1, 2)), [1])])
-    assert len(recording.take().records) == 1
+    assert len(recording.next_part().records) == 1
 
 
 def test_what_does_not_fit_is_dropped_and_counted_and_room_comes_back(
@@ -317,17 +317,17 @@ def test_what_does_not_fit_is_dropped_and_counted_and_room_comes_back(
     ask(1, 2)
     ask(1)
     ask(1)
-    part = recording.take()
+    part = recording.next_part()
     assert (len(part.records), part.dropped) == (2, 3)
     ask(7)
-    assert [record.output_length for record in recording.take().records] == [7]
+    assert [record.output_length for record in recording.next_part().records] == [7]
 
 
 def test_one_that_came_while_the_recording_was_asked_for_is_at_its_start() -> None:
     recording = Recording(RecordTrace(key=KEY), 10.0)
     recording.begin(request((1, 2)), 10.1)
     recording.end(9.9, [(request((1, 2)), [1])])
-    assert recording.take().records[0].timestamp == 0.0
+    assert recording.next_part().records[0].timestamp == 0.0
 
 
 def test_no_text_leaves() -> None:

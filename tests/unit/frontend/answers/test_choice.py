@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.engines.sim.model import EOS, tokenizer_json, word_token_ids
-from kvolt.frontend.answers.choice import Choice, Told
+from kvolt.frontend.answers.choice import Choice, ChoiceOutput
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.parsers.calls import HermesParser
 from kvolt.frontend.parsers.chain import ParserChain
-from kvolt.frontend.parsers.hermes import HermesParser
 from kvolt.frontend.parsers.port import Content, Reasoning, ToolArguments, ToolStart
 from kvolt.frontend.parsers.reasoning import ThinkParser
 
@@ -34,11 +34,11 @@ def choice(*stops: str, include: bool = False, parser: ParserChain | None = None
     return Choice(vocabulary().detokenizer(), matcher, parser, include)
 
 
-def text_of(told: list[Told]) -> str:
+def text_of(told: list[ChoiceOutput]) -> str:
     return "".join(piece.text for each in told for piece in each.pieces if isinstance(piece, Content))
 
 
-def logprobs_of(told: list[Told]) -> list[int]:
+def logprobs_of(told: list[ChoiceOutput]) -> list[int]:
     return [entry.token_id for each in told for entry in each.logprobs]
 
 
@@ -46,9 +46,11 @@ def logprobs(tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token, -0.5) for token in tokens)
 
 
-def feed(made: Choice, tokens: tuple[int, ...], finish: FinishReason = FinishReason.LENGTH) -> list[Told]:
+def feed(
+    made: Choice, tokens: tuple[int, ...], finish: FinishReason = FinishReason.LENGTH
+) -> list[ChoiceOutput]:
     """One delta per token, the last with the end."""
-    told: list[Told] = []
+    told: list[ChoiceOutput] = []
     for position, token in enumerate(tokens):
         last = position == len(tokens) - 1
         told += made.feed_delta(Delta((token,), finish=finish if last else None, logprobs=logprobs((token,))))
@@ -63,7 +65,7 @@ def test_pieces_joined_are_what_batch_decoding_says_however_deltas_are_cut(
     tokens: list[int], data: st.DataObject
 ) -> None:
     made = choice()
-    told: list[Told] = []
+    told: list[ChoiceOutput] = []
     left = list(tokens)
     while left:
         size = data.draw(st.integers(1, len(left)))
@@ -100,7 +102,7 @@ def test_stop_strings_and_log_probabilities(tokens: list[int], stops: list[str],
     assert all(start >= len(text) for start in starts[len(entries) :])
 
 
-def test_the_log_probabilities_of_a_stop_are_never_told() -> None:
+def test_log_probabilities_of_a_stop_are_never_sent() -> None:
     tokens = encode(" the water of the land")
     made = choice("of the")
     told = feed(made, tokens)
@@ -116,7 +118,7 @@ def test_log_probabilities_wait_with_their_text() -> None:
     made = choice(" water of the")
     first, second, third, fourth = (made.feed(token, *logprobs((token,))) for token in tokens)
     assert (text_of([first]), logprobs_of([first])) == (" the", [tokens[0]])
-    assert [second, third] == [Told((), []), Told((), [])]
+    assert [second, third] == [ChoiceOutput((), []), ChoiceOutput((), [])]
     assert (text_of([fourth]), logprobs_of([fourth])) == (" water of it", list(tokens[1:]))
 
 
@@ -154,7 +156,7 @@ def test_nothing_comes_after_the_end() -> None:
     made = choice("water")
     feed(made, encode(" the water"))
     assert made.finish is FinishReason.STOP
-    assert made.feed(encode(" of")[0]) == Told()
+    assert made.feed(encode(" of")[0]) == ChoiceOutput()
     assert made.feed_delta(Delta(encode(" of"), finish=FinishReason.LENGTH)) == []
     assert (made.finish, made.num_tokens) == (FinishReason.STOP, 2)
 
@@ -207,7 +209,7 @@ def test_clean_means_that_the_vocabulary_may_speak() -> None:
 
 def test_a_whole_text_at_once() -> None:
     made = choice()
-    assert made.feed_whole("", 1, Delta(finish=FinishReason.STOP, stop_reason=9)) == Told()
+    assert made.feed_whole("", 1, Delta(finish=FinishReason.STOP, stop_reason=9)) == ChoiceOutput()
     assert (made.num_tokens, made.finish, made.stop_reason) == (1, FinishReason.STOP, 9)
     with pytest.raises(AssertionError):
         choice("x").feed_whole("a", 1, Delta(finish=FinishReason.STOP))

@@ -19,8 +19,8 @@ from tests.unit.frontend.answer_lab import (
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs, Usage
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, Overloaded, WorkerLost
+from kvolt.frontend.parsers.calls import HermesParser
 from kvolt.frontend.parsers.chain import ParserChain
-from kvolt.frontend.parsers.hermes import HermesParser
 from kvolt.frontend.parsers.port import Piece
 from kvolt.frontend.parsers.reasoning import ThinkParser
 
@@ -103,7 +103,7 @@ async def test_a_stop_string_ends_the_journey_and_an_end_by_the_worker_does_not(
     assert other.journeys[0].cancelled == 0
 
 
-async def test_the_worker_stops_when_the_last_choice_is_over_whoever_ended_it() -> None:
+async def test_the_worker_stops_when_the_last_choice_has_ended() -> None:
     for first, second in ((0, 1), (1, 0)):
         whole = Whole(make_plan(num_choices=2, stop=("water",)))
         whole.give(Delta(encode(" the water"), index=first))
@@ -190,7 +190,7 @@ async def test_extras() -> None:
     }
 
 
-async def test_the_first_error_is_told_and_the_rest_is_nobodys_business() -> None:
+async def test_only_the_first_error_is_reported() -> None:
     whole = Whole(make_plan(chat=False, prompts=2))
     whole.answer.receivers[1].on_end(Overloaded("full"))
     whole.answer.receivers[0].on_end(WorkerLost("gone"))
@@ -218,7 +218,7 @@ async def test_a_deadline_without_any_text_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ("zz",)}, {"with_logprobs": True}], ids=str)
-async def test_a_choice_that_nobody_asked_for_is_not_told(fields: dict[str, Any]) -> None:
+async def test_an_unrequested_choice_is_ignored(fields: dict[str, Any]) -> None:
     whole = Whole(make_plan(**fields))
     whole.give(Delta((A,), index=1), Delta((A,), index=-1), Delta((B,), finish=LENGTH))
     whole.end()

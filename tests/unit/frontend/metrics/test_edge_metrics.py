@@ -43,36 +43,36 @@ def test_a_histogram_counts_as_prometheus_does(values: list[tuple[float, int]]) 
 
 
 def test_the_text_that_prometheus_reads() -> None:
-    metrics = FrontendMetrics("prefix")
+    metrics = FrontendMetrics()
     registry = CollectorRegistry()
     registry.register(metrics)
     metrics.requests["m", "chat_completions", "unary", "success", ""] += 2
     metrics.model("m").time_to_first_token.observe(0.003)
     text = generate_latest(registry).decode()
     assert (
-        'prefix_requests_total{endpoint="chat_completions",error_type="",model="m",request_type="unary",'
+        'kvolt_frontend_requests_total{endpoint="chat_completions",error_type="",model="m",request_type="unary",'
         'status="success"} 2.0' in text
     )
-    assert 'prefix_time_to_first_token_seconds_bucket{le="0.005",model="m"} 1.0' in text
-    assert 'prefix_time_to_first_token_seconds_bucket{le="0.002",model="m"} 0.0' in text
-    assert 'prefix_time_to_first_token_seconds_count{model="m"} 1.0' in text
+    assert 'kvolt_frontend_time_to_first_token_seconds_bucket{le="0.005",model="m"} 1.0' in text
+    assert 'kvolt_frontend_time_to_first_token_seconds_bucket{le="0.002",model="m"} 0.0' in text
+    assert 'kvolt_frontend_time_to_first_token_seconds_count{model="m"} 1.0' in text
     families = {family.name for family in text_string_to_metric_families(text)}
-    assert all(name.startswith("prefix_") for name in families)
+    assert all(name.startswith("kvolt_frontend_") for name in families)
 
 
 def test_the_names_that_dashboards_read() -> None:
     """Dynamo's, as of 1.x; a panel of theirs that finds nothing here is a broken promise."""
     names = {family.name for family in FrontendMetrics().collect()}
     assert {
-        "dynamo_frontend_requests",
-        "dynamo_frontend_inflight_requests",
-        "dynamo_frontend_disconnected_clients",
-        "dynamo_frontend_request_duration_seconds",
-        "dynamo_frontend_time_to_first_token_seconds",
-        "dynamo_frontend_inter_token_latency_seconds",
-        "dynamo_frontend_input_sequence_tokens",
-        "dynamo_frontend_output_sequence_tokens",
-        "dynamo_frontend_output_tokens",
+        "kvolt_frontend_requests",
+        "kvolt_frontend_active_requests",
+        "kvolt_frontend_disconnected_clients",
+        "kvolt_frontend_request_duration_seconds",
+        "kvolt_frontend_time_to_first_token_seconds",
+        "kvolt_frontend_inter_token_latency_seconds",
+        "kvolt_frontend_input_sequence_tokens",
+        "kvolt_frontend_output_sequence_tokens",
+        "kvolt_frontend_output_tokens",
     } <= names
 
 
@@ -99,7 +99,7 @@ async def _leave(edge: Frontend, engine: Answering) -> None:
     async with edge.send("POST", "/v1/completions", raw):
         await until(lambda: len(engine.submitted) > before)
         active = edge.exported()
-    await until(lambda: edge.sample("dynamo_frontend_active_requests") == 0)
+    await until(lambda: edge.sample("kvolt_frontend_active_requests") == 0)
     edge.seen |= {name for name, value in active.items() if value}
 
 
@@ -146,14 +146,14 @@ def test_every_exported_name_is_driven_by_real_work() -> None:
             assert len(exported) > 20
             assert {name for name, value in exported.items() if not value} - edge.seen == set()
             for status, error in (("success", ""), ("error", "validation"), ("error", "cancelled")):
-                assert edge.sample("dynamo_frontend_requests_total", status=status, error_type=error) >= 1
-            assert edge.sample("dynamo_frontend_model_rejection_total", model=MODEL) == 1
-            assert edge.sample("dynamo_frontend_model_cancellation_total", model=MODEL) == 1
+                assert edge.sample("kvolt_frontend_requests_total", status=status, error_type=error) >= 1
+            assert edge.sample("kvolt_frontend_model_rejection_total", model=MODEL) == 1
+            assert edge.sample("kvolt_frontend_model_cancellation_total", model=MODEL) == 1
             for stage in ("parse", "template", "tokenize", "route", "first_delta", "detokenize", "write"):
-                assert edge.sample("dynamo_frontend_stage_duration_seconds_count", stage=stage) > 0
-            started = edge.sample("dynamo_frontend_requests_started_total")
-            assert started == edge.sample("dynamo_frontend_requests_total")
-            assert edge.sample("dynamo_frontend_active_requests") == 0
+                assert edge.sample("kvolt_frontend_stage_duration_seconds_count", stage=stage) > 0
+            started = edge.sample("kvolt_frontend_requests_started_total")
+            assert started == edge.sample("kvolt_frontend_requests_total")
+            assert edge.sample("kvolt_frontend_active_requests") == 0
 
     run_virtual(scenario)
 
@@ -166,14 +166,14 @@ def test_tokens_of_a_stream_are_counted_whichever_way_they_went() -> None:
             await edge.ready()
             await edge.complete(max_tokens=20, stream=True)
             await edge.complete(max_tokens=20)
-            assert edge.sample("dynamo_frontend_output_tokens_total") == 40
-            assert edge.sample("dynamo_frontend_inter_token_latency_seconds_count") == 38
-            assert edge.sample("dynamo_frontend_time_to_first_token_seconds_count") == 2
+            assert edge.sample("kvolt_frontend_output_tokens_total") == 40
+            assert edge.sample("kvolt_frontend_inter_token_latency_seconds_count") == 38
+            assert edge.sample("kvolt_frontend_time_to_first_token_seconds_count") == 2
             raw = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 400}).encode()
             async with edge.send("POST", "/v1/completions", raw) as browser:
                 await until(lambda: browser.received.count(b"data: ") >= 10)
-            await until(lambda: edge.sample("dynamo_frontend_active_requests") == 0)
-            assert edge.sample("dynamo_frontend_output_tokens_total") >= 50  # of one that left, too
+            await until(lambda: edge.sample("kvolt_frontend_active_requests") == 0)
+            assert edge.sample("kvolt_frontend_output_tokens_total") >= 50  # of one that left, too
 
     run_virtual(scenario)
 
@@ -185,20 +185,20 @@ def test_figures_of_models() -> None:
             await lab.worker("w1")
             edge = await lab.frontend()
             await edge.ready()
-            await until(lambda: edge.sample("dynamo_frontend_model_workers", model=MODEL) == 2)
-            assert edge.sample("dynamo_frontend_model_context_length", model=MODEL) == 512
-            assert edge.sample("dynamo_frontend_model_kv_cache_block_size", model=MODEL) == 16
-            assert edge.sample("dynamo_frontend_model_total_kv_blocks", model=MODEL) == 2 * 16_384
-            assert edge.sample("dynamo_frontend_model_max_num_seqs", model=MODEL) == 256
+            await until(lambda: edge.sample("kvolt_frontend_model_workers", model=MODEL) == 2)
+            assert edge.sample("kvolt_frontend_model_context_length", model=MODEL) == 512
+            assert edge.sample("kvolt_frontend_model_kv_cache_block_size", model=MODEL) == 16
+            assert edge.sample("kvolt_frontend_model_total_kv_blocks", model=MODEL) == 2 * 16_384
+            assert edge.sample("kvolt_frontend_model_max_num_seqs", model=MODEL) == 256
             await first.runtime.close()
-            await until(lambda: edge.sample("dynamo_frontend_model_workers", model=MODEL) == 1)
+            await until(lambda: edge.sample("kvolt_frontend_model_workers", model=MODEL) == 1)
             messages = [{"role": "user", "content": "the water"}]
             await edge.chat(messages=messages, max_tokens=1)
-            assert edge.sample("dynamo_frontend_tokenizer_cache_misses_total", model=MODEL) > 0
-            assert edge.sample("dynamo_frontend_tokenizer_cache_bytes", model=MODEL) > 0
-            hits = edge.sample("dynamo_frontend_tokenizer_cache_hits_total", model=MODEL)
+            assert edge.sample("kvolt_frontend_tokenizer_cache_misses_total", model=MODEL) > 0
+            assert edge.sample("kvolt_frontend_tokenizer_cache_bytes", model=MODEL) > 0
+            hits = edge.sample("kvolt_frontend_tokenizer_cache_hits_total", model=MODEL)
             await edge.chat(messages=messages, max_tokens=1)
-            assert edge.sample("dynamo_frontend_tokenizer_cache_hits_total", model=MODEL) > hits
-            assert edge.sample("dynamo_frontend_tokenizer_cache_cached_tokens_total", model=MODEL) > 0
+            assert edge.sample("kvolt_frontend_tokenizer_cache_hits_total", model=MODEL) > hits
+            assert edge.sample("kvolt_frontend_tokenizer_cache_cached_tokens_total", model=MODEL) > 0
 
     run_virtual(scenario)

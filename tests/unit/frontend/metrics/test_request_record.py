@@ -43,9 +43,9 @@ def test_a_good_request(metrics: FrontendMetrics) -> None:
         time.now += 0.5
         made.stage("route")
         time.now += 1.0
-        made.first_token()
-        made.first_token()
-        made.gap(0.1, 3)
+        made.on_first_token()
+        made.on_first_token()
+        made.on_token_gap(0.1, 3)
         made.output_tokens, made.cached_tokens = 4, 2
         time.now += 1.0
         assert made.timing() == {"total_time_ms": 2750.0, "ttft_ms": 1750.0}
@@ -99,14 +99,14 @@ def test_a_client_that_left(metrics: FrontendMetrics) -> None:
     assert metrics.disconnected == 1
 
 
-def test_a_name_that_nobody_serves_is_no_label(metrics: FrontendMetrics) -> None:
+def test_an_unknown_model_name_is_no_label(metrics: FrontendMetrics) -> None:
     with pytest.raises(NotFound), record(metrics):
         raise NotFound("made up")
     assert metrics.requests == {("other", "chat_completions", "unary", "error", "not_found"): 1}
     assert metrics.started == {("other", "chat_completions", "unary"): 1}
     with record(metrics) as made:
-        made.first_token()
-        made.gap(1.0, 1)
+        made.on_first_token()
+        made.on_token_gap(1.0, 1)
         made.prompt_tokens(3)  # all without a model: nothing to tell them to
 
 
@@ -137,7 +137,7 @@ def test_a_stream_is_counted_once_when_it_is_written(metrics: FrontendMetrics) -
     assert metrics.model("m").request_duration.total == 2.0
 
 
-def test_an_error_told_inside_a_stream_counts_as_one(metrics: FrontendMetrics) -> None:
+def test_an_error_inside_a_stream_counts_as_one(metrics: FrontendMetrics) -> None:
     with record(metrics) as made:
         made.of_model("m")
         made.hand_over()

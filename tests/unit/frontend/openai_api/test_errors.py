@@ -182,7 +182,7 @@ def test_when_to_come_back(error: KvoltError, wait: str) -> None:
 @pytest.mark.parametrize(
     "error", [Unsupported("x"), EngineFailed("x"), DeadlineExceeded("x"), ValueError("x")]
 )
-def test_sdks_are_told_not_to_repeat_in_vain(error: BaseException) -> None:
+def test_the_retry_header_stops_useless_retries(error: BaseException) -> None:
     assert openai_error(error).headers == {"x-should-retry": "false"}
 
 
@@ -199,7 +199,7 @@ def test_the_event_of_a_stream_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("spent", ["none", "unknown", "some"])
-def test_whether_gpu_work_was_spent_is_told_in_body_header_and_event(spent: str) -> None:
+def test_gpu_work_is_reported_in_body_header_and_event(spent: str) -> None:
     for error in (Overloaded("full", gpu_work=spent), WorkerLost("10.0.0.7:9000 vanished", gpu_work=spent)):
         assert body(error)["gpu_work"] == spent
         assert openai_error(error).headers["x-kvolt-gpu-work"] == spent

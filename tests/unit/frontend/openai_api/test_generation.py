@@ -13,11 +13,11 @@ from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
-    in_clients_words,
-    prompts_of,
+    list_prompts,
     sampling_defaults,
+    with_client_param,
 )
-from kvolt.frontend.openai_api.requests import parse_chat, parse_completion
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -145,7 +145,7 @@ def test_defaults_that_are_no_sampling(values: dict[str, Any]) -> None:
 )
 def test_prompts(prompt: Any, expected: Any) -> None:
     request = parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode()).request
-    assert prompts_of(request) == expected
+    assert list_prompts(request) == expected
 
 
 def test_tools_and_their_choice() -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_hold_together() -> None:
     assert caught.value.fields["feature"] == "response_format_with_tools"
     with pytest.raises(InvalidRequest, match="another constraint"):
         chat(tools=[TOOL], tool_choice="required", guided_regex="a")
-    with pytest.raises(InvalidRequest, match="there are no tools"):
+    with pytest.raises(InvalidRequest, match="requires tools"):
         chat(tool_choice="required")
     assert chat(tools=[TOOL], guided_regex="a").grammar == Grammar(GrammarKind.REGEX, "a")
 
@@ -201,7 +201,7 @@ def test_a_workers_refusal_names_what_the_client_sent(
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     request = parse_chat(json.dumps(body).encode()).request
     error = PayloadTooLarge("too much", param=param, limit_bytes=3)
-    worded = in_clients_words(error, request, chat_options(request))
+    worded = with_client_param(error, request, chat_options(request))
     assert (type(worded), worded.message) == (PayloadTooLarge, "too much")
     assert worded.fields == {"param": told, "limit_bytes": 3}
 
@@ -209,4 +209,4 @@ def test_a_workers_refusal_names_what_the_client_sent(
 def test_a_workers_refusal_of_a_completion() -> None:
     request = parse_completion(b'{"model": "m", "prompt": "hi"}').request
     error = InvalidRequest("no", param="token_ids")
-    assert in_clients_words(error, request, completion_options(request)).fields == {"param": "prompt"}
+    assert with_client_param(error, request, completion_options(request)).fields == {"param": "prompt"}

@@ -10,7 +10,7 @@ import pytest
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind
 from kvolt.frontend.openai_api.grammar import is_guided, request_grammar
-from kvolt.frontend.openai_api.requests import parse_completion
+from kvolt.frontend.openai_api.parse import parse_completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -167,5 +167,5 @@ def test_which_spelling_was_used() -> None:
 @pytest.mark.parametrize("fields", [{"guided_json": "X"}, {"structured_outputs": {"structural_tag": "X"}}])
 def test_a_text_that_is_too_long_is_not_decoded(fields: dict[str, Any]) -> None:
     text = json.dumps(fields).replace('"X"', '"{' + " " * 600_000 + '"')  # else it would not be JSON
-    with pytest.raises(InvalidRequest, match="has 600001 characters, over 524288"):
+    with pytest.raises(InvalidRequest, match="has 600001 characters; the limit is 524288"):
         grammar(**json.loads(text))

@@ -9,15 +9,15 @@ from kvolt.core.request import Role, RoutingHints
 from kvolt.frontend.openai_api import headers as header_names
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.openai_api.headers import (
-    DEMANDS,
     DP_RANK,
     NAMES,
     NO_HINTS,
     PREFILL_WORKER,
+    UNSUPPORTED_HEADERS,
     WORKER,
     RequestHints,
     check_json,
-    hints,
+    parse_hints,
 )
 from kvolt.frontend.openai_api.nvext import AgentHints, NvExt, RouterOverrides, RoutingConstraints
 from kvolt.router.policy.policy import WEIGHTS
@@ -37,7 +37,7 @@ def read(
     salt: str | None = None,
     priority: int | None = None,
 ) -> RequestHints:
-    return hints({**ORDINARY, **(headers or {})}, nvext, salt, priority)
+    return parse_hints({**ORDINARY, **(headers or {})}, nvext, salt, priority)
 
 
 def refused(headers: dict[str, str]) -> InvalidRequest:
@@ -238,7 +238,7 @@ def test_both_names_of_the_timeout_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "name"), [(field, name) for field, group in DEMANDS.items() for name in group]
+    ("field", "name"), [(field, name) for field, group in UNSUPPORTED_HEADERS.items() for name in group]
 )
 def test_a_demand_that_cannot_be_met_is_named(field: str, name: str) -> None:
     with pytest.raises(Unsupported, match=name) as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.frontend.openai_api.requests import parse_chat, parse_completion
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 
 HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
 
@@ -28,12 +28,16 @@ def refusal(body: bytes, parse: Callable[[bytes], Any] = parse_chat) -> InvalidR
         (b"null", "must be a JSON object: Expected an object, got null", None),
         (b"[]", "must be a JSON object", None),
         (b'"text"', "must be a JSON object", None),
-        (b"{", "ends too early", None),
-        (b"nul", "ends too early", None),
+        (b"{", "unexpected end of JSON", None),
+        (b"nul", "unexpected end of JSON", None),
         (b'{"model":"m",}', "trailing comma", None),
         (HEAD + b"} x", "trailing characters", None),
-        (HEAD, "ends too early", "messages"),
-        (b'{"model":"m","messages":[{"role":"user","content":"hi', "ends too early", "messages[0].content"),
+        (HEAD, "unexpected end of JSON", "messages"),
+        (
+            b'{"model":"m","messages":[{"role":"user","content":"hi',
+            "unexpected end of JSON",
+            "messages[0].content",
+        ),
         (b'{"model":"m","messages":[{"role":"user"},{"role":', "content is required", "messages[0].content"),
         (HEAD + b',"temperature":NaN}', "invalid character", "temperature"),
         (HEAD + b',"temperature":1e999}', "out of range", "temperature"),
@@ -60,7 +64,7 @@ def test_words_and_place(body: bytes, words: str, param: str | None) -> None:
 def test_half_a_surrogate_pair_is_no_character(escape: str, rest: str) -> None:
     message = b'{"role":"user","content":"' + (escape + rest).encode() + b'"}'
     error = refusal(b'{"model":"m","messages":[' + message + b"]}")
-    assert "half of a surrogate pair" in error.message
+    assert "unpaired surrogate" in error.message
     assert error.fields["param"] == "messages[0].content"
 
 
@@ -84,7 +88,7 @@ def test_deep_nesting(opening: bytes, name: str) -> None:
     body = HEAD + b',"' + name.encode() + b'":' + opening * 40_000
     error = refusal(body)
     assert error.fields["param"] == name
-    assert "nests too deep" in error.message or "expected an object" in error.message
+    assert "nested too deeply" in error.message or "expected an object" in error.message
 
 
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "chat_template_args", "documents"])
@@ -92,7 +96,7 @@ def test_nesting_that_only_the_decoder_could_take(name: str) -> None:
     deep = '{"a":' * 100 + "1" + "}" * 100
     value = f"[{deep}]" if name == "documents" else deep
     error = refusal(HEAD + f',"{name}":{value}}}'.encode())
-    assert "nests deeper than 64 levels" in error.message
+    assert "nested deeper than 64 levels" in error.message
     assert error.fields["param"] == name
 
 
@@ -101,7 +105,7 @@ def test_a_field_given_twice(name: str) -> None:
     value = json.dumps({"model": "m", "n": 1, "messages": [{"role": "user", "content": "x"}]}.get(name, 0))
     field = f'"{name}":{value}'
     error = refusal(HEAD + f",{field},{field}}}".encode())
-    assert "given more than once" in error.message
+    assert "duplicate field" in error.message
     assert error.fields["param"] == name
 
 

@@ -66,11 +66,11 @@ def test_a_view_has_its_own_shape() -> None:
 @pytest.mark.parametrize("value", [torch.zeros(1).expand(100_000, 64), torch.zeros(1, 8).expand(3, 8)])
 def test_what_is_one_value_many_times_over(value: torch.Tensor) -> None:
     """Two kilobytes here would be gigabytes in a worker."""
-    assert "less in it than its shape says" in refusal(text(saved(value))).message
+    assert "fewer values than the shape" in refusal(text(saved(value))).message
 
 
 def test_integers() -> None:
-    assert "no floats" in refusal(text(saved(torch.zeros(3, 4, dtype=torch.int32)))).message
+    assert "not floats" in refusal(text(saved(torch.zeros(3, 4, dtype=torch.int32)))).message
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_integers() -> None:
 )
 def test_values_within_values_without_end(pickled: bytes) -> None:
     """To write them out would take hours, or more stack than there is."""
-    assert "makes no tensor" in refusal(with_pickle(pickled)).message
+    assert "does not contain a tensor" in refusal(with_pickle(pickled)).message
 
 
 def test_the_same_vectors_have_the_same_digest() -> None:
@@ -95,15 +95,15 @@ def test_the_same_vectors_have_the_same_digest() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.zeros(4), "the shape (4,)"),
-        (torch.zeros(2, 5, 3), "the shape (2, 5, 3)"),
+        (torch.zeros(4), "the shape is (4,)"),
+        (torch.zeros(2, 5, 3), "the shape is (2, 5, 3)"),
         (torch.zeros(0, 3), "empty"),
-        (torch.zeros(5, 3).to_sparse(), "asks for 'torch"),
-        (torch.nn.Parameter(torch.zeros(5, 3)), "asks for 'torch._utils _rebuild_parameter'"),
+        (torch.zeros(5, 3).to_sparse(), "calls 'torch"),
+        (torch.nn.Parameter(torch.zeros(5, 3)), "calls 'torch._utils _rebuild_parameter'"),
         ([torch.zeros(5, 3)], "EMPTY_LIST"),
         ({"a": torch.zeros(5, 3)}, "EMPTY_DICT"),
-        (7, "no tensor"),
-        ("x", "no tensor"),
+        (7, "tensor"),
+        ("x", "tensor"),
     ],
 )
 def test_anything_but_one_dense_tensor(value: Any, words: str) -> None:
@@ -113,13 +113,13 @@ def test_anything_but_one_dense_tensor(value: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("no base64", "no base64"),
-        ("AAAA\n", "no base64"),
-        ("é", "no base64"),
-        ("", "no such file"),
-        ("AAAA", "no such file"),
-        (text(saved(torch.zeros(5, 3), _use_new_zipfile_serialization=False)), "no such file"),
-        (text(saved(torch.zeros(5, 3))[:-30]), "no such file"),
+        ("no base64", "invalid base64"),
+        ("AAAA\n", "invalid base64"),
+        ("é", "invalid base64"),
+        ("", "invalid file"),
+        ("AAAA", "invalid file"),
+        (text(saved(torch.zeros(5, 3), _use_new_zipfile_serialization=False)), "invalid file"),
+        (text(saved(torch.zeros(5, 3))[:-30]), "invalid file"),
     ],
 )
 def test_what_is_no_file_of_torchs(given: str, words: str) -> None:
@@ -140,7 +140,7 @@ def test_nothing_in_it_is_run(protocol: int) -> None:
 def test_a_file_that_unpacks_to_more_than_it_is() -> None:
     refused = refusal(with_pickle(b"", zipfile.ZIP_DEFLATED, data=bytes(1 << 22)))
     assert "compressed" in refused.message
-    assert "no tensor" in refusal(with_pickle(b" " * 5000)).message
+    assert "exactly one tensor" in refusal(with_pickle(b" " * 5000)).message
     assert "too many" in refusal(text(b"PK\x01\x02" * 65)).message
 
 

@@ -12,10 +12,11 @@ from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
-    prompts_of,
+    list_prompts,
 )
-from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
+from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest
+from kvolt.frontend.openai_api.templating import build_template_input
 
 WEATHER = {
     "type": "function",
@@ -263,14 +264,14 @@ def chat(body: dict[str, Any]) -> tuple[ChatRequest, GenerationOptions]:
 @pytest.mark.parametrize("name", CHATS)
 def test_chats_of_real_clients(name: str) -> None:
     request, options = chat(CHATS[name])
-    given = template_input(request, options.tools)
+    given = build_template_input(request, options.tools)
     assert len(given.messages) == len(CHATS[name]["messages"])
     json.dumps(given)  # plain values only: what a template's tojson can print
 
 
 def test_the_turn_after_parallel_calls() -> None:
     request, options = chat(OPENAI_TURN_AFTER_PARALLEL_CALLS)
-    messages = template_input(request, options.tools).messages
+    messages = build_template_input(request, options.tools).messages
     assert [message["role"] for message in messages] == ["developer", "user", "assistant", "tool", "tool"]
     cities = [call["function"]["arguments"]["location"] for call in messages[2]["tool_calls"]]
     assert cities == ["Paris, France", "Bogotá, Colombia"]
@@ -342,15 +343,15 @@ def completion(body: dict[str, Any]) -> tuple[CompletionRequest, GenerationOptio
 
 def test_completions_of_real_clients() -> None:
     request, options = completion(VLLM_BENCH)
-    assert (prompts_of(request), options.ignore_eos, options.max_tokens) == (["once"], True, 128)
+    assert (list_prompts(request), options.ignore_eos, options.max_tokens) == (["once"], True, 128)
     request, options = completion(LM_EVAL)
-    assert prompts_of(request) == [[1, 2, 3], [4, 5]]
+    assert list_prompts(request) == [[1, 2, 3], [4, 5]]
     assert options.sampling.prompt_logprobs == 1
     request, options = completion(OPENAI_COMPLETION)
-    assert (prompts_of(request), options.stop) == (["a", "b"], ("\n",))
+    assert (list_prompts(request), options.stop) == (["a", "b"], ("\n",))
 
 
-def test_fields_of_a_chat_client_in_a_completion_are_told() -> None:
+def test_chat_fields_in_a_completion_are_reported() -> None:
     body = {"model": "m", "prompt": "x", "max_completion_tokens": 5, "features": {}, "messages": []}
     assert parse_completion(json.dumps(body).encode()).unknown == (
         "max_completion_tokens",

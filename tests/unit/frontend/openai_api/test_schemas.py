@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.frontend.openai_api.schema_refs import has_refs, moved
-from kvolt.frontend.openai_api.schemas import MAX_SUBSCHEMAS, check_schema, schema_text
+from kvolt.frontend.openai_api.schemas import (
+    MAX_SUBSCHEMAS,
+    check_schema,
+    has_refs,
+    relocate_refs,
+    schema_text,
+)
 
 PERSON: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -107,7 +112,7 @@ def test_unusable_schemas_name_the_place(schema: dict[str, Any], param: str) -> 
     ],
 )
 def test_references_that_get_nowhere(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="leads back to itself"):
+    with pytest.raises(InvalidRequest, match="circular"):
         check_schema(schema, "p")
 
 
@@ -125,9 +130,9 @@ def test_depth_and_size_are_bounded() -> None:
             check_schema(deep, "p")
     wide = {"properties": {str(number): True for number in range(MAX_SUBSCHEMAS)}}
     assert check_schema(wide, "p") == 1
-    with pytest.raises(InvalidRequest, match="more than 10000 parts"):
+    with pytest.raises(InvalidRequest, match="more than 10000 subschemas"):
         check_schema({"properties": {str(number): {} for number in range(MAX_SUBSCHEMAS)}}, "p")
-    with pytest.raises(InvalidRequest, match="over 524288"):
+    with pytest.raises(InvalidRequest, match="the limit is 524288"):
         schema_text({"description": "x" * 600_000}, "p")
 
 
@@ -140,7 +145,10 @@ def test_a_long_chain_of_references_is_no_deep_one() -> None:
 def test_a_moved_schema_still_finds_its_parts() -> None:
     assert has_refs(PERSON)
     assert not has_refs({"type": "object", "properties": {"a": {"enum": ["$ref"]}}})
-    whole = {"$defs": {"person": moved(PERSON, "#/$defs/person")}, "items": {"$ref": "#/$defs/person"}}
+    whole = {
+        "$defs": {"person": relocate_refs(PERSON, "#/$defs/person")},
+        "items": {"$ref": "#/$defs/person"},
+    }
     check_schema(whole, "p")
     inside = whole["$defs"]["person"]
     assert inside["properties"]["self"] == {"$ref": "#/$defs/person"}
@@ -150,5 +158,5 @@ def test_a_moved_schema_still_finds_its_parts() -> None:
 
 def test_a_property_may_be_named_like_a_keyword() -> None:
     schema = {"properties": {"default": {"$ref": "#/$defs/x"}, "enum": {"$ref": "#"}}, "$defs": {"x": {}}}
-    inside = moved(schema, "#/$defs/f")
+    inside = relocate_refs(schema, "#/$defs/f")
     assert inside["properties"] == {"default": {"$ref": "#/$defs/f/$defs/x"}, "enum": {"$ref": "#/$defs/f"}}

@@ -12,16 +12,16 @@ import pytest
 
 from kvolt.core.delta import TokenLogprobs
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend.answers.choice import Placed
+from kvolt.frontend.answers.choice import PlacedToken
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion
 from kvolt.frontend.openai_api.serializer import (
-    ChatWording,
-    CompletionWording,
+    ChatSerializer,
+    CompletionSerializer,
     Envelope,
+    ResponseSerializer,
     ToolCall,
     WholeChoice,
-    Wording,
 )
 from kvolt.frontend.parsers.port import Content, Reasoning, ToolArguments, ToolStart
 
@@ -34,9 +34,9 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer_json())
 
 
-def chat() -> ChatWording:
+def chat() -> ChatSerializer:
     numbers = count()
-    return ChatWording(lambda: f"call_{next(numbers)}")
+    return ChatSerializer(lambda: f"call_{next(numbers)}")
 
 
 def read(event: bytes) -> Any:
@@ -46,13 +46,13 @@ def read(event: bytes) -> Any:
 
 
 @pytest.mark.parametrize("with_usage", [False, True])
-@pytest.mark.parametrize("wording", [chat(), CompletionWording()], ids=["chat", "completion"])
-def test_a_plain_event_is_the_same_by_both_ways(wording: Wording, with_usage: bool) -> None:
+@pytest.mark.parametrize("serializer", [chat(), CompletionSerializer()], ids=["chat", "completion"])
+def test_a_plain_event_is_the_same_by_both_ways(serializer: ResponseSerializer, with_usage: bool) -> None:
     envelope = Envelope(FIELDS, with_usage)
     for text in ("a", 'say "no"\n\\', "é€😀", "\x00\x1f\x7f"):
-        before, after = envelope.plain(wording, 3)
+        before, after = envelope.plain(serializer, 3)
         fast = before + msgspec.json.encode(text)[1:-1] + after
-        slow = envelope.event(wording.text_choice(3, text, None, None, False))
+        slow = envelope.event(serializer.text_choice(3, text, None, None, False))
         assert fast == slow
         assert read(fast)["choices"][0]["index"] == 3
         assert ("usage" in read(fast)) is with_usage
@@ -72,43 +72,43 @@ def test_the_envelope() -> None:
 
 
 def test_role_and_pieces_of_a_chat() -> None:
-    wording = chat()
-    first = wording.text_choice(0, "", None, None, True)
+    serializer = chat()
+    first = serializer.text_choice(0, "", None, None, True)
     assert first["delta"] == {"role": "assistant", "content": ""}
-    assert wording.text_choice(0, "", "stop", None, False)["delta"] == {}
-    assert wording.piece_choice(0, Content("a"), False)["delta"] == {"content": "a"}
-    assert wording.piece_choice(0, Reasoning("r"), True)["delta"] == {
+    assert serializer.text_choice(0, "", "stop", None, False)["delta"] == {}
+    assert serializer.piece_choice(0, Content("a"), False)["delta"] == {"content": "a"}
+    assert serializer.piece_choice(0, Reasoning("r"), True)["delta"] == {
         "role": "assistant",
         "reasoning_content": "r",
     }
-    call = wording.piece_choice(0, ToolStart(1, "f"), False)["delta"]["tool_calls"][0]
+    call = serializer.piece_choice(0, ToolStart(1, "f"), False)["delta"]["tool_calls"][0]
     assert call == {
         "index": 1,
         "id": "call_0",
         "type": "function",
         "function": {"name": "f", "arguments": ""},
     }
-    part = wording.piece_choice(0, ToolArguments(1, "{"), False)["delta"]["tool_calls"][0]
+    part = serializer.piece_choice(0, ToolArguments(1, "{"), False)["delta"]["tool_calls"][0]
     assert part == {"index": 1, "function": {"arguments": "{"}}
 
 
 def test_a_whole_chat() -> None:
-    wording = chat()
-    plain = wording.whole_choice(WholeChoice(index=0, text="", finish="stop"))
+    serializer = chat()
+    plain = serializer.whole_choice(WholeChoice(index=0, text="", finish="stop"))
     assert plain["message"]["content"] == ""  # said nothing, which is not the same as null
-    called = wording.whole_choice(
+    called = serializer.whole_choice(
         WholeChoice(index=1, calls=[ToolCall("id", "f", "{}")], finish="tool_calls", extra={"stop_reason": 3})
     )
     assert called["message"]["content"] is None
     assert called["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert (called["index"], called["stop_reason"]) == (1, 3)
-    thought = wording.whole_choice(WholeChoice(index=0, reasoning="hm", text="ok"))
+    thought = serializer.whole_choice(WholeChoice(index=0, reasoning="hm", text="ok"))
     assert (thought["message"]["reasoning_content"], thought["message"]["content"]) == ("hm", "ok")
 
 
 LOGPROBS = (
-    Placed(0, 300, TokenLogprobs(300, -0.5, ((300, -0.5), (301, -2.0)))),
-    Placed(7, 301, TokenLogprobs(301, float("-inf"))),
+    PlacedToken(0, 300, TokenLogprobs(300, -0.5, ((300, -0.5), (301, -2.0)))),
+    PlacedToken(7, 301, TokenLogprobs(301, float("-inf"))),
 )
 
 
@@ -124,7 +124,7 @@ def test_log_probabilities_of_a_chat() -> None:
 
 def test_log_probabilities_of_a_completion() -> None:
     texts = [vocabulary().token_text(token) for token in (300, 301)]
-    told = CompletionWording().logprobs(vocabulary(), LOGPROBS, 5)
+    told = CompletionSerializer().logprobs(vocabulary(), LOGPROBS, 5)
     assert told["tokens"] == texts
     assert told["token_logprobs"] == [-0.5, -9999.0]
     assert told["text_offset"] == [5, 12]
@@ -132,7 +132,7 @@ def test_log_probabilities_of_a_completion() -> None:
 
 
 def test_a_token_without_a_log_probability_keeps_its_place() -> None:
-    told = CompletionWording().logprobs(vocabulary(), [Placed(0, 302, None), *LOGPROBS], 0)
+    told = CompletionSerializer().logprobs(vocabulary(), [PlacedToken(0, 302, None), *LOGPROBS], 0)
     assert told["tokens"][0] == vocabulary().token_text(302)
     assert told["token_logprobs"] == [None, -0.5, -9999.0]
     assert told["top_logprobs"][0] is None
@@ -140,26 +140,26 @@ def test_a_token_without_a_log_probability_keeps_its_place() -> None:
 
 def test_the_structs_of_the_schema_can_read_it() -> None:
     fields = {"id": "x", "created": 1, "model": "m"}
-    wording = chat()
-    chunks = Envelope({**fields, "object": wording.chunk}, True)
-    logprobs = wording.logprobs(vocabulary(), LOGPROBS, 0)
+    serializer = chat()
+    chunks = Envelope({**fields, "object": serializer.chunk}, True)
+    logprobs = serializer.logprobs(vocabulary(), LOGPROBS, 0)
     for choice in (
-        wording.text_choice(0, "a", None, logprobs, True),
-        wording.text_choice(0, "", "stop", None, False),
-        wording.piece_choice(0, ToolStart(0, "f"), False),
-        wording.piece_choice(0, ToolArguments(0, "{"), False),
-        wording.piece_choice(0, Reasoning("r"), False),
+        serializer.text_choice(0, "a", None, logprobs, True),
+        serializer.text_choice(0, "", "stop", None, False),
+        serializer.piece_choice(0, ToolStart(0, "f"), False),
+        serializer.piece_choice(0, ToolArguments(0, "{"), False),
+        serializer.piece_choice(0, Reasoning("r"), False),
     ):
         msgspec.json.decode(chunks.event(choice)[6:], type=ChatCompletionChunk)
     msgspec.json.decode(chunks.last_event({"usage": USAGE})[6:], type=ChatCompletionChunk)
-    whole = wording.whole_choice(
+    whole = serializer.whole_choice(
         WholeChoice(index=0, calls=[ToolCall("i", "f")], logprobs=logprobs, finish="stop")
     )
-    body = Envelope({**fields, "object": wording.whole}, False).body([whole], USAGE, {})
+    body = Envelope({**fields, "object": serializer.whole}, False).body([whole], USAGE, {})
     msgspec.json.decode(body, type=ChatCompletion)
-    text = CompletionWording()
+    text = CompletionSerializer()
     envelope = Envelope({**fields, "object": text.chunk}, False)
-    told = text.logprobs(vocabulary(), [Placed(0, 1, None), *LOGPROBS], 0)
+    told = text.logprobs(vocabulary(), [PlacedToken(0, 1, None), *LOGPROBS], 0)
     event = envelope.event(text.text_choice(0, "a", "length", told, True))
     msgspec.json.decode(event[6:], type=Completion)
     choice = text.whole_choice(WholeChoice(index=0, text="a", finish="stop", logprobs=told))
@@ -167,26 +167,26 @@ def test_the_structs_of_the_schema_can_read_it() -> None:
 
 
 def test_completions_have_no_parsers() -> None:
-    assert CompletionWording().piece_choice(0, Content("a"), True)["text"] == "a"
+    assert CompletionSerializer().piece_choice(0, Content("a"), True)["text"] == "a"
     with pytest.raises(AssertionError):
-        CompletionWording().piece_choice(0, Reasoning("a"), True)
+        CompletionSerializer().piece_choice(0, Reasoning("a"), True)
 
 
-def test_halves_of_characters_are_told_apart() -> None:
+def test_incomplete_characters_are_distinguishable() -> None:
     first, second = vocabulary().tokenizer.encode("é", add_special_tokens=False).ids
     likely = TokenLogprobs(first, -0.5, ((first, -0.5), (second, -2.0)))
-    told = CompletionWording().logprobs(vocabulary(), [Placed(0, first, likely)], 0)
+    told = CompletionSerializer().logprobs(vocabulary(), [PlacedToken(0, first, likely)], 0)
     assert told["tokens"] == ["bytes:\\xc3"]
     assert told["top_logprobs"] == [{"bytes:\\xc3": -0.5, "bytes:\\xa9": -2.0}]
 
 
 def test_tokens_named_by_their_ids() -> None:
-    in_chat = ChatWording(lambda: "", tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 0)
+    in_chat = ChatSerializer(lambda: "", tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 0)
     first = in_chat["content"][0]
     assert first["token"] == "token_id:300"
     assert bytes(first["bytes"]).decode() == vocabulary().token_text(300), "the bytes stay the token's own"
     assert [top["token"] for top in first["top_logprobs"]] == ["token_id:300", "token_id:301"]
-    in_completion = CompletionWording(tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 5)
+    in_completion = CompletionSerializer(tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 5)
     assert in_completion["tokens"] == ["token_id:300", "token_id:301"]
     assert in_completion["top_logprobs"] == [{"token_id:300": -0.5, "token_id:301": -2.0}, {}]
     assert in_completion["text_offset"] == [5, 12]

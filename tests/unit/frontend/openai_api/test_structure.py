@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.openai_api import structure
-from kvolt.frontend.openai_api.requests import parse_chat, parse_completion
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 from kvolt.frontend.openai_api.structure import check_structure, not_utf8_at
 
 HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
@@ -67,7 +67,7 @@ def test_the_arguments_of_all_tool_calls_count_together() -> None:
     many = '{"a": [' + "{},      " * 30_000 + "1]}"
     parse_chat(calls(many, many, many))
     error = refusal(calls(many, many, '"', many, many), parse_chat)
-    assert "arguments of tool calls have more than 100000 lists" in error.message
+    assert "tool call arguments have more than 100000 lists" in error.message
     assert error.fields["param"] == "messages"
     text = json.dumps({"file": '{[,:"]}' * 100_000})
     parse_chat(calls(text, text))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvolt.frontend.openai_api.generation import chat_options
-from kvolt.frontend.openai_api.requests import ChatRequest, parse_chat, parse_tokenize
-from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.parse import parse_chat, parse_tokenize
+from kvolt.frontend.openai_api.requests import ChatRequest
+from kvolt.frontend.openai_api.templating import build_template_input
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 
@@ -20,7 +21,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def test_a_plain_chat() -> None:
-    given = template_input(chat())
+    given = build_template_input(chat())
     assert given == ([{"role": "developer", "content": "hi"}], None, True, False, {}, False)
 
 
@@ -33,7 +34,7 @@ def test_a_plain_chat() -> None:
     ],
 )
 def test_how_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: bool) -> None:
-    given = template_input(chat(**fields))
+    given = build_template_input(chat(**fields))
     assert (given.add_generation_prompt, given.continue_final_message) == (begins, continues)
 
 
@@ -58,19 +59,19 @@ def test_how_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: bo
     ],
 )
 def test_what_else_it_knows(fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert template_input(chat(**fields)).kwargs == expected
+    assert build_template_input(chat(**fields)).kwargs == expected
 
 
 def test_tools_are_those_that_may_be_called() -> None:
     request = chat(tools=TOOLS, tool_choice="none")
-    assert template_input(request, chat_options(request).tools).tools is None
+    assert build_template_input(request, chat_options(request).tools).tools is None
     request = chat(tools=TOOLS)
-    assert len(template_input(request, chat_options(request).tools).tools or ()) == 2
+    assert len(build_template_input(request, chat_options(request).tools).tools or ()) == 2
 
 
 def test_tokenizing_messages_sees_the_same() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "chat_template_kwargs": {"a": 1}}
-    given = template_input(parse_tokenize(json.dumps(body).encode()).request)
+    given = build_template_input(parse_tokenize(json.dumps(body).encode()).request)
     assert given.messages == [{"role": "user", "content": "x"}]
     assert [tool["function"]["name"] for tool in given.tools or ()] == ["f", "g"]
     assert given.kwargs == {"a": 1}

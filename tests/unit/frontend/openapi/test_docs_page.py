@@ -142,7 +142,7 @@ def test_a_schema_that_contains_itself_ends() -> None:
     assert Reader(page).open == []
 
 
-def test_limits_are_told_in_words() -> None:
+def test_limits_are_described() -> None:
     page = docs_page(
         small(
             count={"type": "integer", "minimum": 1, "maximum": 128},

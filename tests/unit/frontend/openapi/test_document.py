@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import KvoltError, Unsupported
-from kvolt.frontend.openai_api import requests
 from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.grammar import request_grammar
-from kvolt.frontend.openai_api.headers import hints
+from kvolt.frontend.openai_api.headers import parse_hints
 from kvolt.frontend.openai_api.nvext import NOT_YET
+from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS
@@ -133,10 +133,10 @@ def test_error_examples_have_the_shape_of_errors() -> None:
 
 
 PARSERS = {
-    "/v1/chat/completions": requests.parse_chat,
-    "/v1/completions": requests.parse_completion,
-    "/tokenize": requests.parse_tokenize,
-    "/detokenize": requests.parse_detokenize,
+    "/v1/chat/completions": parse_chat,
+    "/v1/completions": parse_completion,
+    "/tokenize": parse_tokenize,
+    "/detokenize": parse_detokenize,
     "/busy_threshold": lambda body: msgspec.json.decode(body, type=BusyThreshold),
 }
 
@@ -149,7 +149,7 @@ def test_request_examples_are_accepted(path: str) -> None:
         parsed: Any = PARSERS[path](msgspec.json.encode(example["value"]))
         assert not getattr(parsed, "unknown", ())
         nvext = getattr(getattr(parsed, "request", None), "nvext", None)
-        hints({}, nvext, None, None)
+        parse_hints({}, nvext, None, None)
 
 
 def test_answer_examples_are_what_the_structs_say() -> None:
@@ -206,11 +206,11 @@ def _ask(struct: str, field: str) -> None:
     match struct:
         case "CompletionRequest":
             body = {"model": "m", "prompt": "x", field: VALUES[field]}
-            request_grammar(requests.parse_completion(msgspec.json.encode(body)).request)
+            request_grammar(parse_completion(msgspec.json.encode(body)).request)
         case "TokenizeRequest":
-            requests.parse_tokenize(msgspec.json.encode({**TOKENS, field: VALUES[field]}))
+            parse_tokenize(msgspec.json.encode({**TOKENS, field: VALUES[field]}))
         case "Thinking":
-            requests.parse_chat(msgspec.json.encode({**CHAT, "thinking": {"type": "enabled", field: 1}}))
+            parse_chat(msgspec.json.encode({**CHAT, "thinking": {"type": "enabled", field: 1}}))
         case "StructuredOutputs":
             _ask_chat({"structured_outputs": {"json_object": True, field: " "}})
         case _:
@@ -218,7 +218,7 @@ def _ask(struct: str, field: str) -> None:
 
 
 def _ask_chat(more: dict[str, Any]) -> None:
-    request_grammar(requests.parse_chat(msgspec.json.encode({**CHAT, **more})).request)
+    request_grammar(parse_chat(msgspec.json.encode({**CHAT, **more})).request)
 
 
 def test_parts_that_are_left_out_are_really_not_served() -> None:
@@ -232,7 +232,10 @@ def test_parts_that_are_left_out_are_really_not_served() -> None:
 
 def test_docstrings_of_structs_and_fields_come_along() -> None:
     assert SCHEMAS["Usage"]["description"].startswith("Token counts")
-    assert SCHEMAS["AgentHints"]["properties"]["priority"]["description"] == "Higher is sooner."
+    assert (
+        SCHEMAS["AgentHints"]["properties"]["priority"]["description"]
+        == "A higher priority is served earlier."
+    )
     assert "\n    " not in SCHEMAS["BusyThreshold"]["description"]
 
 

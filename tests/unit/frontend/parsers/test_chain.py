@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvolt.frontend.parsers.calls import HermesParser
 from kvolt.frontend.parsers.chain import ParserChain
-from kvolt.frontend.parsers.hermes import HermesParser
 from kvolt.frontend.parsers.port import Content, Reasoning, ToolArguments, ToolStart
 from kvolt.frontend.parsers.reasoning import ThinkParser
 

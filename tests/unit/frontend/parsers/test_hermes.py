@@ -6,8 +6,7 @@ import tracemalloc
 
 import pytest
 
-from kvolt.frontend.parsers.calls import MAX_GAP
-from kvolt.frontend.parsers.hermes import HermesParser
+from kvolt.frontend.parsers.calls import MAX_GAP, HermesParser
 from kvolt.frontend.parsers.port import Content, Piece, ToolArguments, ToolStart
 
 F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

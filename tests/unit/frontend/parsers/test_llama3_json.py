@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.frontend.parsers.llama3_json import Llama3JsonParser
+from kvolt.frontend.parsers.calls import Llama3JsonParser
 from kvolt.frontend.parsers.port import Content, Piece, ToolArguments, ToolStart
 
 F = '{"name": "f", "parameters": {"a": 1}}'

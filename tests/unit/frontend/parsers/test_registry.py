@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.frontend.parsers.hermes import HermesParser
-from kvolt.frontend.parsers.llama3_json import Llama3JsonParser
+from kvolt.frontend.parsers.calls import HermesParser, Llama3JsonParser
 from kvolt.frontend.parsers.port import Content, Reasoning
 from kvolt.frontend.parsers.registry import (
     detect_reasoning_parser,
@@ -61,10 +60,10 @@ def test_each_parser_is_new() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'harmony'; known are hermes, llama3_json, qwen25") as tool:
+    with pytest.raises(ConfigError, match=r"'harmony'; known: hermes, llama3_json, qwen25") as tool:
         tool_parser("harmony")
     assert tool.value.fields["key"] == "tool_parser"
-    with pytest.raises(ConfigError, match=r"'kimi'; known are deepseek_r1, qwen3") as reasoning:
+    with pytest.raises(ConfigError, match=r"'kimi'; known: deepseek_r1, qwen3") as reasoning:
         reasoning_parser("kimi")
     assert reasoning.value.fields["key"] == "reasoning_parser"
 

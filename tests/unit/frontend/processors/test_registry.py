@@ -69,7 +69,7 @@ def test_one_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, value: str, to
         find_processor("own")
 
 
-def test_without_vllm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "installed_version", lambda names: None)
     kind = find_processor("vllm")
     assert kind.build is VllmProcessor
@@ -98,10 +98,10 @@ def test_another_vllm_fails_at_the_start_with_the_name(
     [
         (
             ParserNames("hermis", None),
-            "no tool parser 'hermis'; it has granite-20b-fc, hermes",
+            "no tool parser 'hermis'; known: granite-20b-fc, hermes",
             "tool_parser",
         ),
-        (ParserNames(None, "r1"), "no reasoning parser 'r1'; it has deepseek_r1, unfit", "reasoning_parser"),
+        (ParserNames(None, "r1"), "no reasoning parser 'r1'; known: deepseek_r1, unfit", "reasoning_parser"),
     ],
 )
 def test_a_parser_that_vllm_does_not_have(

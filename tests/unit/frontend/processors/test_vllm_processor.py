@@ -20,7 +20,7 @@ from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 from kvolt.frontend.processors.vllm_parser import VllmParser
 from kvolt.frontend.processors.vllm_processor import VllmProcessor
-from kvolt.frontend.tokenization.preprocess import AskedChat, CardProcessor, ParserNames, ProcessorSpec
+from kvolt.frontend.tokenization.preprocess import CardProcessor, ParserNames, ProcessorSpec, RenderedChat
 from kvolt.testing import InlineBlocking, run_virtual
 
 MARKERS = ["(hm)", "[weather {]", "[ }]", "[other {}]"]
@@ -55,13 +55,13 @@ def given(tools: list[dict[str, Any]] | None = None, **kwargs: Any) -> TemplateI
 
 
 def parser(made: VllmProcessor, max_calls: int | None = None, **kwargs: Any) -> Any:
-    return made.reading(AskedChat(given([TOOL], **kwargs), "", (7, 8), True, max_calls)).new_parser()
+    return made.parser_spec(RenderedChat(given([TOOL], **kwargs), "", (7, 8), True, max_calls)).new_parser()
 
 
 # --- prompts
 
 
-def test_a_chat_is_told_to_vllm_as_a_client_writes_it() -> None:
+def test_a_chat_reaches_vllm_as_the_client_wrote_it() -> None:
     made = processor(bos_token_id=0)
     text = run_virtual(lambda: made.render(given([TOOL], reasoning_effort="high")))
     assert "'arguments': '{\"x\": \"ü\"}'" in text
@@ -77,7 +77,7 @@ def test_a_chat_is_told_to_vllm_as_a_client_writes_it() -> None:
         ({"chat_template": "refuses"}, MESSAGES, "no system role here"),
         ({"chat_template": "  "}, MESSAGES, "no chat template"),
         ({}, [{"role": "pirate"}], "no such role"),
-        ({}, [{"role": "user", "content": [{"type": "image_url"}]}], "text alone"),
+        ({}, [{"role": "user", "content": [{"type": "image_url"}]}], "supports text only"),
     ],
 )
 def test_what_is_refused_is_the_clients(fields: Any, messages: Any, told: str) -> None:
@@ -92,8 +92,8 @@ def test_text_becomes_tokens_as_with_our_own() -> None:
         own = CardProcessor(card, spec())
         assert await made.encode(["the water"], "prompt") == await own.encode(["the water"], "prompt")
         assert made.stats.misses > 0
-        assert made.takes_tools
-        assert not processor(chat_template="{{ messages }}").takes_tools
+        assert made.supports_tools
+        assert not processor(chat_template="{{ messages }}").supports_tools
 
     run_virtual(scenario)
 
@@ -101,7 +101,7 @@ def test_text_becomes_tokens_as_with_our_own() -> None:
 # --- which parsers
 
 
-def test_the_operators_names_beat_the_cards_and_nobody_guesses(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_operators_names_override_the_cards(caplog: pytest.LogCaptureFixture) -> None:
     assert processor("hermes", tool_parser="granite-20b-fc", reasoning_parser="deepseek-r1").parsers == (
         "hermes",
         "deepseek_r1",
@@ -123,26 +123,26 @@ def test_a_parser_that_does_not_go_with_the_model() -> None:
     assert caught.value.fields["key"] == "reasoning_parser"
 
 
-def test_no_parser_where_nobody_is_named() -> None:
-    reading = processor().reading(AskedChat(given([TOOL]), "", (), may_call=True))
+def test_no_parser_without_a_name() -> None:
+    reading = processor().parser_spec(RenderedChat(given([TOOL]), "", (), may_call=True))
     assert reading.new_parser() is None
-    assert not reading.shows_special
+    assert not reading.keep_special_tokens
 
 
 def test_parsers_know_whether_the_model_may_call() -> None:
     made = processor("hermes")
     for may_call, choice in ((True, "auto"), (False, "none")):
-        reader = made.reading(AskedChat(given([TOOL]), "", (), may_call)).new_parser()
+        reader = made.parser_spec(RenderedChat(given([TOOL]), "", (), may_call)).new_parser()
         assert isinstance(reader, VllmParser)
         assert reader._request.fields["tool_choice"] == choice
 
 
 def test_special_tokens_are_shown_where_vllm_says_so() -> None:
-    tools, none = AskedChat(given([TOOL]), "", (), may_call=True), AskedChat(given(), "", ())
-    assert processor("hermes").reading(tools).shows_special
-    assert not processor("hermes").reading(none).shows_special  # nobody asks this parser then
-    assert processor("hermes", "deepseek_r1").reading(none).shows_special
-    assert not processor(None, "deepseek_r1").reading(tools).shows_special
+    tools, none = RenderedChat(given([TOOL]), "", (), may_call=True), RenderedChat(given(), "", ())
+    assert processor("hermes").parser_spec(tools).keep_special_tokens
+    assert not processor("hermes").parser_spec(none).keep_special_tokens  # the parser is not used then
+    assert processor("hermes", "deepseek_r1").parser_spec(none).keep_special_tokens
+    assert not processor(None, "deepseek_r1").parser_spec(tools).keep_special_tokens
 
 
 def test_a_chat_that_the_parsers_refuse() -> None:
@@ -166,7 +166,7 @@ def test_pieces() -> None:
     assert reader.finish() == [Content("the end")]
 
 
-def test_what_vllm_is_told_of_tokens() -> None:
+def test_token_ids_passed_to_vllm() -> None:
     made = processor("hermes")
     reader = parser(made)
     reader.feed("the water(hm")
@@ -191,7 +191,7 @@ def test_a_parser_that_fails_leaves_the_text(caplog: pytest.LogCaptureFixture) -
     pieces += reader.feed("crash (hm)") + reader.feed("two (h") + reader.finish()
     assert pieces == [Content("one "), Content("crash (hm)"), Content("two "), Content("(h")]
     assert [line for line in caplog.messages if "failed" in line] == [
-        "vLLM's parser failed; the rest of the answer is told as it is"
+        "vLLM parser failed; the rest of the response is not parsed"
     ]
 
 

@@ -31,7 +31,7 @@ HELLO = [{"role": "user", "content": "hello é"}]
 
 def job(source: str, now: float | None = None, **kwargs: Any) -> RenderJob:
     given = TemplateInput(HELLO, None, True, False, kwargs)
-    return RenderJob.of(given, source=source, bos_token="<s>", eos_token="</s>", now=now)
+    return RenderJob.from_input(given, source=source, bos_token="<s>", eos_token="</s>", now=now)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_reply_that_is_too_large_is_refused_and_the_process_replaced(
     assert process.pid != first
 
 
-def test_a_frontend_without_memory_for_a_reply_says_so_and_replaces_the_process(
+def test_a_frontend_without_memory_for_a_reply_reports_it_and_replaces_the_process(
     process: RenderProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> bytes:
@@ -111,7 +111,7 @@ def test_a_frontend_without_memory_for_a_reply_says_so_and_replaces_the_process(
 
     with monkeypatch.context() as patched:
         patched.setattr(template_process, "receive_message", fail)
-        with pytest.raises(Unavailable, match="no memory"):
+        with pytest.raises(Unavailable, match="out of memory"):
             process.render(job("fine"))
     assert process.pid is None
     assert process.render(job("next")) == "next", "and not the reply to the job before"
@@ -139,10 +139,10 @@ def test_a_process_killed_from_outside_costs_no_request(process: RenderProcess) 
     assert process.pid != pid
 
 
-def test_a_process_that_cannot_live_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_keeps_dying_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "false")
     dead = RenderProcess()
-    with pytest.raises(Unavailable, match="lost twice"):
+    with pytest.raises(Unavailable, match="died twice"):
         dead.render(job("fine"))
     assert dead.pid is None
 
@@ -163,7 +163,7 @@ def test_a_variable_may_have_any_name_that_is_not_reserved(process: RenderProces
 
 
 def test_a_reserved_variable_is_refused(process: RenderProcess) -> None:
-    with pytest.raises(InvalidRequest, match="tools is not the client's to set"):
+    with pytest.raises(InvalidRequest, match="tools is reserved"):
         process.render(job("fine", tools=[]))
 
 

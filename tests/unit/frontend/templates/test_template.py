@@ -118,7 +118,7 @@ def test_qwen3_forgets_thoughts_behind_an_older_question() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}])
-def test_qwen3_thinks_unless_told_not_to(kwargs: dict[str, Any]) -> None:
+def test_qwen3_thinks_unless_disabled(kwargs: dict[str, Any]) -> None:
     assert template("qwen3").render([QUESTION], **kwargs).endswith("<|im_start|>assistant\n")
     silent = template("qwen3").render([QUESTION], enable_thinking=False)
     assert silent.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

@@ -17,10 +17,10 @@ from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Reasoning, TextParser, ToolStart
 from kvolt.frontend.tokenization import preprocess
 from kvolt.frontend.tokenization.preprocess import (
-    AskedChat,
     CardProcessor,
     ParserNames,
     ProcessorSpec,
+    RenderedChat,
     check_parsers,
 )
 from kvolt.runtime.clock import ThreadBlocking
@@ -56,7 +56,7 @@ def processor(card: ModelCard = CARD, override: ParserNames = NONE, **fields: An
 
 
 def parser(made: CardProcessor, prompt: str, *limits: Any) -> TextParser | None:
-    return made.reading(AskedChat(given(), prompt, (), *limits)).new_parser()
+    return made.parser_spec(RenderedChat(given(), prompt, (), *limits)).new_parser()
 
 
 # --- which parsers
@@ -72,7 +72,7 @@ def test_parsers_by_template_card_and_operator() -> None:
 
 
 @pytest.mark.parametrize("names", [ParserNames("nobody", None), ParserNames(None, "nobody")], ids=str)
-def test_an_unknown_name_is_told_at_the_start(names: ParserNames) -> None:
+def test_an_unknown_name_is_reported_at_start(names: ParserNames) -> None:
     with pytest.raises(ConfigError, match="nobody"):
         check_parsers(names)
     with pytest.raises(ConfigError):
@@ -205,7 +205,7 @@ def test_a_text_of_many_contexts_is_refused_before_it_is_tokenized() -> None:
             assert caught.value.fields == {"param": "prompt", "code": "context_length_exceeded"}
             assert "context length is 2048 tokens; the text has more than 8192" in caught.value.message
         assert made.stats.misses == 0
-        # Too long by less: whoever asks hears the exact number.
+        # Slightly too long: the error has the exact number.
         [ids] = await made.encode([" important" * 4000], "prompt")
         assert len(ids) == 4000
 

@@ -143,7 +143,7 @@ def test_the_least_recently_used_goes_first(tokenizer: Watched) -> None:
 
 @pytest.mark.parametrize("word", [" water", " 水"])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_the_bytes_booked_are_the_bytes_taken(tokenizer: Watched, word: str, rounds: int) -> None:
+def test_accounted_bytes_equal_used_bytes(tokenizer: Watched, word: str, rounds: int) -> None:
     encoder = watched_encoder(tokenizer, 64 * ROOM)
     encoder.encode(FIRST)
     encoder.encode(FIRST)
@@ -258,8 +258,8 @@ def test_threads_get_what_one_would(tokenizer: Watched) -> None:
     with ThreadPoolExecutor(4) as pool:
         rounds = pool.map(lambda _: [encoder.encode(text) for text in texts], range(12))
         assert all(got == expected for got in rounds)
-    booked = [num_bytes for part in (encoder._once, encoder._again) for _, num_bytes in part.values()]
-    assert encoder.stats.bytes == sum(booked) <= 6_000
+    accounted = [num_bytes for part in (encoder._once, encoder._again) for _, num_bytes in part.values()]
+    assert encoder.stats.bytes == sum(accounted) <= 6_000
 
 
 def test_an_id_past_the_size_of_the_vocabulary(tokenizer: Watched) -> None:
@@ -333,7 +333,7 @@ def test_a_stage_not_known_is_not_trusted(tokenizer: Watched, name: str) -> None
     setattr(tokenizer, name, Stage())
     encoder = watched_encoder(tokenizer, ROOM)
     assert not encoder.exact
-    assert "Telepathy is not known" in (encoder.note or "")
+    assert "Telepathy is unknown" in (encoder.note or "")
 
 
 def test_a_tokenizer_that_looks_right_is_tried(tokenizer: Watched) -> None:

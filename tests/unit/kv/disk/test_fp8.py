@@ -19,22 +19,21 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.kv_events import Tier
-from kvolt.kv.disk import fp8 as eight_bits
-from kvolt.kv.disk import fp8_python as eight_bits_python
+from kvolt.kv.disk import fp8, fp8_python
 from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.disk.fp8 import EightBits
+from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.fp8_python import GROUP, KINDS, WIDTHS, packed_bytes
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import Slot
-from kvolt.transfer.memory.device_memory import Sums
 from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
 
-native: Any = importlib.import_module("kvolt.kv.disk._fp8_native") if eight_bits.IS_NATIVE else None
+native: Any = importlib.import_module("kvolt.kv.disk._fp8_native") if fp8.IS_NATIVE else None
 FORMS: list[str | None] = [None, *(native.FORMS if native else ())]
 ONLY = np.zeros(1, dtype=np.int64)
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +43,7 @@ Bytes = npt.NDArray[np.uint8]
 def code(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Every form that there is here."""
     if request.param is None:
-        yield eight_bits_python
+        yield fp8_python
         return
     native.use_form(request.param)
     yield native
@@ -149,9 +148,9 @@ def test_c_and_numpy_agree_to_the_last_bit(dtype: str, form: str) -> None:
         rows += [draw.permutation(65536).astype(np.uint16).view(np.uint8)]
     for data in rows:
         packed = encoded(native, data, dtype)
-        assert packed == encoded(eight_bits_python, data, dtype)
+        assert packed == encoded(fp8_python, data, dtype)
         count = data.nbytes // width
-        assert decoded(native, packed, count, dtype) == decoded(eight_bits_python, packed, count, dtype)
+        assert decoded(native, packed, count, dtype) == decoded(fp8_python, packed, count, dtype)
     native.use_form(native.FORMS[-1])
 
 
@@ -167,7 +166,7 @@ def test_pieces_outside_of_their_memory_are_refused(code: Any) -> None:
         (dst, ONLY, src, ONLY, 0, 0),
         (dst, ONLY, src, ONLY, 64, 3),
     ):
-        with pytest.raises(ValueError, match=r"outside|no piece|places"):
+        with pytest.raises(ValueError, match=r"outside|invalid piece|counts differ"):
             code.encode(*bad)
     with pytest.raises(ValueError, match="outside"):
         code.decode(memoryview(bytearray(255)), ONLY, dst, ONLY, 64, 0)
@@ -182,9 +181,9 @@ def test_c_takes_no_other_numbers_for_offsets() -> None:
         (dst, ONLY, dst, ONLY, 16, 0),
         (dst, np.zeros(4, dtype=np.int64)[::2], src, ONLY, 64, 0),
     ):
-        with pytest.raises(ValueError, match=r"64 bits|read-only|overlap|contiguous"):
+        with pytest.raises(ValueError, match=r"64-bit|read-only|overlap|contiguous"):
             native.encode(*bad)
-    with pytest.raises(ValueError, match="no form"):
+    with pytest.raises(ValueError, match="unknown implementation"):
         native.use_form("abacus")
 
 
@@ -193,7 +192,7 @@ def test_without_the_native_module_numpy_does_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules, "kvolt.kv.disk.fp8")
     again = importlib.import_module("kvolt.kv.disk.fp8")
     assert not again.IS_NATIVE
-    assert again.encode is eight_bits_python.encode
+    assert again.encode is fp8_python.encode
 
 
 # --- blocks
@@ -202,20 +201,20 @@ def test_without_the_native_module_numpy_does_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("dtype", "ratio"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_a_slot_takes_about_half_or_a_quarter(dtype: str, ratio: int) -> None:
     shape = BlockShape(1 << 20, 2, dtype)
-    form = EightBits.of(shape)
+    form = Fp8.of(shape)
     packed = form.packed(shape)
     assert packed.slot_bytes / shape.slot_bytes == pytest.approx((1 + 1 / GROUP) / ratio, rel=0.01)
     assert form.unpacked(packed) == shape
-    assert EightBits.named(form.name) == form
-    assert [EightBits.named(other) for other in ("", "fp8x32-float32", "fp8x64-int4")] == [None] * 3
+    assert Fp8.named(form.name) == form
+    assert [Fp8.named(other) for other in ("", "fp8x32-float32", "fp8x64-int4")] == [None] * 3
 
 
 @pytest.mark.parametrize(
     "shape", [BlockShape(100, 1, "fp8_e4m3"), BlockShape(100), BlockShape(101, 1, "float16")]
 )
 def test_values_that_it_does_not_know_are_refused_with_a_remedy(shape: BlockShape) -> None:
-    with pytest.raises(ConfigError, match="cannot be kept in eight bits") as told:
-        EightBits.of(shape)
+    with pytest.raises(ConfigError, match="cannot store the KV of this engine as fp8") as told:
+        Fp8.of(shape)
     assert "disk_compression" in told.value.fields["remedy"]
 
 
@@ -239,8 +238,8 @@ async def test_blocks_come_back_near_to_what_they_were(tmp_path: Path) -> None:
     memory = numbers_device(48, num_ranks=2)
     shape = BlockShape.of(memory.slabs)
     assert shape.dtype == "bfloat16"
-    disk = DiskTier(DiskFiles(tmp_path, shape, 64, EightBits.of(shape)))
-    cache = TieredCache.over(memory.slabs, 8, [(disk, 1)])
+    disk = DiskTier(DiskFiles(tmp_path, shape, 64, Fp8.of(shape)))
+    cache = TieredCache.for_slabs(memory.slabs, 8, [(disk, 1)])
     await cache.start()
     blocks = sequence("a", 6)
     memory.compute(blocks, range(6))
@@ -250,8 +249,8 @@ async def test_blocks_come_back_near_to_what_they_were(tmp_path: Path) -> None:
     others = sequence("b", 8)
     memory.compute(others, range(10, 18))
     await cache.offload(others, range(10, 18))
-    assert cache.host.tiers_of(keys(blocks)) == [Tier.DISK] * 6
-    fetched = await cache.fetch(blocks, range(30, 36))
+    assert cache.host.find_tiers(keys(blocks)) == [Tier.DISK] * 6
+    fetched = await cache.onboard(blocks, range(30, 36))
     assert fetched.by_tier == ((Tier.DISK, 6),), "with checksums that those above expect"
     assert [of_slab(memory, number) for number in range(30, 36)] == [
         in_eight_bits(data, shape) for data in before
@@ -272,7 +271,7 @@ async def until(is_so: Any) -> None:
 SHAPE = BlockShape(5000, 1, "bfloat16")
 
 
-def write_some(folder: Path, form: EightBits | None, shape: BlockShape = SHAPE) -> DiskFiles:
+def write_some(folder: Path, form: Fp8 | None, shape: BlockShape = SHAPE) -> DiskFiles:
     """Four blocks, the folder is let go."""
     files, memory = DiskFiles(folder, shape, 16, form), SlotMemory(shape, 4)
     there, places, blocks = DiskBlocks(files), np.arange(4, dtype=np.int64), sequence("a", 4)
@@ -288,12 +287,12 @@ def write_some(folder: Path, form: EightBits | None, shape: BlockShape = SHAPE) 
 
 
 def test_blocks_of_another_form_are_never_found(tmp_path: Path) -> None:
-    form = EightBits.of(SHAPE)
+    form = Fp8.of(SHAPE)
     halves = BlockShape(5000, 1, "float16")
     packed = write_some(tmp_path, form)
     assert write_some(tmp_path, None).folder != packed.folder
     # Blocks of as many bytes: of another dtype, and such as are what others are at rest.
-    for shape, other in ((halves, EightBits.of(halves)), (form.packed(SHAPE), None)):
+    for shape, other in ((halves, Fp8.of(halves)), (form.packed(SHAPE), None)):
         files = DiskFiles(tmp_path, shape, 16, other)
         assert files.shape == form.packed(SHAPE)
         assert files.recover() == []
@@ -304,18 +303,18 @@ def test_blocks_of_another_form_are_never_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_moved_to_where_another_belongs_is_refused(tmp_path: Path) -> None:
-    form = EightBits.of(SHAPE)
+    form = Fp8.of(SHAPE)
     folder = write_some(tmp_path, form).folder
     about = json.loads((folder / "about.json").read_bytes())
     assert about["form"] == "fp8x64-bfloat16"
     folder.parent.rename(folder.parent.with_name(folder.parent.name.removesuffix("-fp8x64-bfloat16")))
     with pytest.raises(ConfigError, match="another kind"):
         DiskFiles(tmp_path, form.packed(SHAPE), 16)
-    assert [path.name for path in tmp_path.iterdir()] == ["v1-2540x1"], "and nobody has its lock any more"
+    assert [path.name for path in tmp_path.iterdir()] == ["v1-2540x1"], "and its lock is free"
 
 
 def test_what_was_spoiled_in_the_memory_is_not_whole_on_the_disk(tmp_path: Path) -> None:
-    files, memory = DiskFiles(tmp_path, SHAPE, 16, EightBits.of(SHAPE)), SlotMemory(SHAPE, 4)
+    files, memory = DiskFiles(tmp_path, SHAPE, 16, Fp8.of(SHAPE)), SlotMemory(SHAPE, 4)
     there, places, blocks = DiskBlocks(files), np.arange(4, dtype=np.int64), sequence("a", 4)
     sums = memory.checksums(places, keys(blocks)).tolist()
     with memory.block(2) as view:
@@ -329,9 +328,9 @@ def test_what_was_spoiled_in_the_memory_is_not_whole_on_the_disk(tmp_path: Path)
 
 
 async def test_a_tier_does_not_keep_what_was_spoiled_above_it(tmp_path: Path) -> None:
-    tier, memory = DiskTier(DiskFiles(tmp_path, SHAPE, 16, EightBits.of(SHAPE))), SlotMemory(SHAPE, 4)
+    tier, memory = DiskTier(DiskFiles(tmp_path, SHAPE, 16, Fp8.of(SHAPE))), SlotMemory(SHAPE, 4)
     spoiled: list[BlockKey] = []
-    tier.on_spoiled = spoiled.append
+    tier.on_corrupt = spoiled.append
     await tier.start()
     places, blocks = np.arange(4, dtype=np.int64), sequence("a", 4)
     sums = memory.checksums(places, keys(blocks)).tolist()
@@ -346,7 +345,7 @@ async def test_a_tier_does_not_keep_what_was_spoiled_above_it(tmp_path: Path) ->
 
 async def test_what_was_spoiled_in_the_host_is_not_found_there_any_more(tmp_path: Path) -> None:
     """It would be offered to the disk each time it is asked for."""
-    tier = DiskTier(DiskFiles(tmp_path, SHAPE, 16, EightBits.of(SHAPE)))
+    tier = DiskTier(DiskFiles(tmp_path, SHAPE, 16, Fp8.of(SHAPE)))
     host, blocks = HostTier(SHAPE, 8, [(tier, 1)]), sequence("a", 4)
 
     async def fill(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
@@ -357,7 +356,7 @@ async def test_what_was_spoiled_in_the_host_is_not_found_there_any_more(tmp_path
     await host.start()
     await host.store(blocks, fill)
     async with asyncio.timeout(20):
-        while len(tier) < 3 or host.books.has(blocks[1].key):
+        while len(tier) < 3 or host.slot_table.has(blocks[1].key):
             await asyncio.sleep(0.005)
     assert host.stats[Tier.HOST].failures["corrupt"] == 1
     await host.close()

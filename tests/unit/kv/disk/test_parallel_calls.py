@@ -8,31 +8,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from kvolt.kv.disk.parallel_calls import SideBySide
+from kvolt.kv.disk.parallel_calls import ParallelCalls
 
 SOON_S = 20.0
 
 
 @pytest.fixture
-def calls() -> Iterator[SideBySide]:
-    made = SideBySide()
+def calls() -> Iterator[ParallelCalls]:
+    made = ParallelCalls()
     yield made
     made.close()
 
 
-def test_they_go_side_by_side(calls: SideBySide) -> None:
+def test_they_go_side_by_side(calls: ParallelCalls) -> None:
     all_there = threading.Barrier(4)
     calls.run([lambda: (all_there.wait(SOON_S), None)[1]] * 4)  # one after the other would wait for ever
 
 
-def test_one_alone_needs_no_thread(calls: SideBySide) -> None:
+def test_one_alone_needs_no_thread(calls: ParallelCalls) -> None:
     ran_in: list[threading.Thread] = []
     calls.run([lambda: ran_in.append(threading.current_thread())])
     assert ran_in == [threading.current_thread()]
     calls.run([])
 
 
-def test_an_error_is_told_when_the_others_are_over(calls: SideBySide) -> None:
+def test_an_error_is_raised_after_all_calls_have_ended(calls: ParallelCalls) -> None:
     has_failed, done = threading.Event(), []
 
     def fail() -> None:
@@ -48,8 +48,8 @@ def test_an_error_is_told_when_the_others_are_over(calls: SideBySide) -> None:
     assert len(done) == 2
 
 
-def test_a_thread_that_cannot_be_had_is_told_when_the_others_are_over(
-    calls: SideBySide, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_thread_start_is_raised_after_all_calls_have_ended(
+    calls: ParallelCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, may_end = ThreadPoolExecutor.submit, threading.Event()
     begun: list[Callable[[], None]] = []

@@ -32,7 +32,7 @@ async def cache_over(
     memory: Device, url: str, num_host: int = 32, touches: int = 1, clock: Clock | None = None
 ) -> AsyncIterator[TieredCache]:
     tier = ObjectTier(ObjectBlocks(url, BlockShape.of(memory.slabs)), clock or Clock())
-    cache = TieredCache.over(memory.slabs, num_host, [(tier, touches)])
+    cache = TieredCache.for_slabs(memory.slabs, num_host, [(tier, touches)])
     await cache.start()
     try:
         yield cache
@@ -56,14 +56,14 @@ async def test_one_worker_uses_what_another_has_written(tmp_path: Path) -> None:
             await until_stored(cache, 20)
         memory.wipe()
         async with cache_over(memory, str(tmp_path)) as other:
-            assert other.host.tiers_of(keys(blocks)) == []
-            assert not other.host.knows_all
-            await other.host.look(keys(blocks))
-            assert other.host.tiers_of(keys(blocks)) == [Tier.OBJECT] * 20
-            fetched = await other.fetch(blocks, range(20))
+            assert other.host.find_tiers(keys(blocks)) == []
+            assert not other.host.has_complete_index
+            await other.host.lookup(keys(blocks))
+            assert other.host.find_tiers(keys(blocks)) == [Tier.OBJECT] * 20
+            fetched = await other.onboard(blocks, range(20))
             assert fetched.by_tier == ((Tier.OBJECT, 20),)
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
-            assert other.host.tiers_of(keys(blocks)) == [Tier.HOST] * 20, "and it is nearer now"
+            assert other.host.find_tiers(keys(blocks)) == [Tier.HOST] * 20, "and it is nearer now"
             assert other.host.take_changes(), "of which routers hear"
 
 
@@ -79,8 +79,8 @@ async def test_two_writers_of_the_same_blocks_write_them_once(tmp_path: Path) ->
             assert one.host.stats[Tier.OBJECT].num_stored + two.host.stats[Tier.OBJECT].num_stored == 24
         memory.wipe()
         async with cache_over(memory, str(tmp_path)) as third:
-            await third.host.look(keys(blocks))
-            assert (await third.fetch(blocks, range(24))).num_blocks == 24
+            await third.host.lookup(keys(blocks))
+            assert (await third.onboard(blocks, range(24))).num_blocks == 24
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
 
@@ -92,37 +92,37 @@ async def test_what_others_removed_is_a_miss_from_there_on(tmp_path: Path) -> No
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             await cache.offload(blocks, range(10))
             await until_stored(cache, 10)
-            cache.host.books.forget(cache.host.books)
+            cache.host.slot_table.forget(cache.host.slot_table)
             [path] = tmp_path.rglob(blocks[6].key.hex())
             path.unlink()
-            assert (await cache.fetch(blocks, range(20, 30))).num_blocks == 6
+            assert (await cache.onboard(blocks, range(20, 30))).num_blocks == 6
             assert cache.host.stats[Tier.OBJECT].failures["gone"] == 1
-            assert cache.host.tiers_of(keys(blocks))[:6] == [Tier.HOST] * 6
-            assert len(cache.host.tiers_of(keys(blocks))) == 6
+            assert cache.host.find_tiers(keys(blocks))[:6] == [Tier.HOST] * 6
+            assert len(cache.host.find_tiers(keys(blocks))) == 6
 
 
 async def test_what_is_not_there_is_not_asked_for_at_every_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    are_there = ObjectBlocks.are_there
+    exist = ObjectBlocks.exist
 
     def counted(self: ObjectBlocks, keys: Sequence[BlockKey]) -> list[bool]:
         asked.append(len(keys))
-        return are_there(self, keys)
+        return exist(self, keys)
 
-    monkeypatch.setattr(ObjectBlocks, "are_there", counted)
+    monkeypatch.setattr(ObjectBlocks, "exist", counted)
     blocks = sequence("a", 300)
     with device() as memory:
         clock = Clock()
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             for _ in range(3):
-                await cache.host.look(keys(blocks))
+                await cache.host.lookup(keys(blocks))
             assert len(asked) == 1, "one round, of a few questions"
             assert asked[0] <= 16
             clock.now_s += 60.0
-            await cache.host.look(keys(blocks))
-            assert len(asked) == 2, "somebody may have written it meanwhile"
+            await cache.host.lookup(keys(blocks))
+            assert len(asked) == 2, "another worker may have written it"
 
 
 async def test_a_block_is_written_when_it_is_seen_again(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ async def test_a_block_is_written_when_it_is_seen_again(tmp_path: Path) -> None:
 async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes calls and says nothing: whoever asks waits half a second once, and what is written is not kept."""
+    """A silent store delays one lookup by half a second, and writes are dropped."""
     monkeypatch.setattr(object_blocks, "_CALL_S", 0.5)
-    monkeypatch.setattr(object_blocks, "_MOST_RETRIES", 0)
-    monkeypatch.setattr(object_tier, "_LOOK_S", 0.2)
+    monkeypatch.setattr(object_blocks, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(object_tier, "_LOOKUP_S", 0.2)
     for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
     blocks = sequence("a", 4)
@@ -154,18 +154,16 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
         clock = Clock()
         clock.now_s = 100.0
         async with cache_over(memory, "s3://kv-blocks/x", clock=clock) as cache:
-            await cache.host.look(keys(blocks))
-            assert cache.host.tiers_of(keys(blocks)) == []
+            await cache.host.lookup(keys(blocks))
+            assert cache.host.find_tiers(keys(blocks)) == []
             with monkeypatch.context() as watched:
-                watched.setattr(
-                    ObjectBlocks, "are_there", lambda *_: pytest.fail("it is asked again at once")
-                )
-                await cache.host.look(keys(blocks))
+                watched.setattr(ObjectBlocks, "exist", lambda *_: pytest.fail("it is asked again at once"))
+                await cache.host.lookup(keys(blocks))
             await cache.offload(blocks, range(4))
             async with asyncio.timeout(60):
                 while not cache.host.stats[Tier.OBJECT].failures["unwritten"]:
                     await asyncio.sleep(0.01)
-            assert (await cache.fetch(blocks, range(10, 14))).num_blocks == 4, "the host has them"
+            assert (await cache.onboard(blocks, range(10, 14))).num_blocks == 4, "the host has them"
 
 
 async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +178,13 @@ async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             await cache.offload(blocks, range(8))
             await until_stored(cache, 8)
-            cache.host.books.forget(cache.host.books)
+            cache.host.slot_table.forget(cache.host.slot_table)
             with monkeypatch.context() as broken:
                 broken.setattr(ObjectBlocks, "_get", fails)
-                assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 0
+                assert (await cache.onboard(blocks, range(20, 28))).num_blocks == 0
             assert cache.host.stats[Tier.OBJECT].failures["unread"] == 8
             clock.now_s += 60.0
-            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8, "it is back"
+            assert (await cache.onboard(blocks, range(20, 28))).num_blocks == 8, "it is back"
 
 
 async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
@@ -196,7 +194,7 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
         shape = BlockShape.of(memory.slabs)
         disk = DiskTier(DiskFiles(tmp_path / "disk", shape, 64))
         store = ObjectTier(ObjectBlocks(str(tmp_path / "store"), shape), Clock())
-        cache = TieredCache.over(memory.slabs, 16, [(disk, 1), (store, 1)])
+        cache = TieredCache.for_slabs(memory.slabs, 16, [(disk, 1), (store, 1)])
         await cache.start()
         try:
             await cache.offload(blocks, range(12))
@@ -204,12 +202,12 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
             async with asyncio.timeout(60):
                 while len(disk) < 12:
                     await asyncio.sleep(0.005)
-            cache.host.books.forget(keys(blocks[4:]))
+            cache.host.slot_table.forget(keys(blocks[4:]))
             disk.forget(keys(blocks[8:]))
             expected = [Tier.HOST] * 4 + [Tier.DISK] * 4 + [Tier.OBJECT] * 4
-            assert cache.host.tiers_of(keys(blocks)) == expected
+            assert cache.host.find_tiers(keys(blocks)) == expected
             memory.wipe()
-            fetched = await cache.fetch(blocks, range(20, 32))
+            fetched = await cache.onboard(blocks, range(20, 32))
             assert dict(fetched.by_tier) == {Tier.HOST: 4, Tier.DISK: 4, Tier.OBJECT: 4}
             assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
             async with asyncio.timeout(60):
@@ -227,12 +225,12 @@ async def test_what_a_clear_overtakes_is_not_kept(tmp_path: Path) -> None:
         async with cache_over(memory, str(tmp_path)) as cache:
             await cache.offload(blocks, range(4))
             await until_stored(cache, 4)
-            cache.host.books.forget(cache.host.books)
-            fetching = asyncio.ensure_future(cache.fetch(blocks, range(4)))
+            cache.host.slot_table.forget(cache.host.slot_table)
+            fetching = asyncio.ensure_future(cache.onboard(blocks, range(4)))
             await asyncio.sleep(0)
             cache.host.clear()
             assert (await fetching).num_blocks == 0
-            assert len(cache.host.books) == 0
+            assert len(cache.host.slot_table) == 0
 
 
 def test_no_store_of_that_name() -> None:
@@ -256,14 +254,14 @@ async def test_a_store_that_is_away_is_not_read_from_for_a_while(
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             await cache.offload(blocks, range(4))
             await until_stored(cache, 4)
-            cache.host.books.forget(cache.host.books)
+            cache.host.slot_table.forget(cache.host.slot_table)
             with monkeypatch.context() as broken:
                 broken.setattr(ObjectBlocks, "read", fails)
                 for _ in range(3):
-                    assert (await cache.fetch(blocks, range(4))).num_blocks == 0
+                    assert (await cache.onboard(blocks, range(4))).num_blocks == 0
                 assert num_reads == 1
             clock.now_s += 60.0
-            assert (await cache.fetch(blocks, range(4))).num_blocks == 4
+            assert (await cache.onboard(blocks, range(4))).num_blocks == 4
 
 
 async def test_a_spoiled_object_is_replaced_when_its_block_is_computed_again(tmp_path: Path) -> None:
@@ -275,14 +273,14 @@ async def test_a_spoiled_object_is_replaced_when_its_block_is_computed_again(tmp
             await until_stored(cache, 3)
             [path] = tmp_path.rglob(blocks[1].key.hex())
             path.write_bytes(b"spoiled")
-            cache.host.books.forget(cache.host.books)
-            assert (await cache.fetch(blocks, range(10, 13))).num_blocks == 1
+            cache.host.slot_table.forget(cache.host.slot_table)
+            assert (await cache.onboard(blocks, range(10, 13))).num_blocks == 1
             await cache.offload(blocks, range(3))
             await until_stored(cache, 4)
         memory.wipe()
         async with cache_over(memory, str(tmp_path)) as cache:
-            await cache.host.look(keys(blocks))
-            assert (await cache.fetch(blocks, range(3))).num_blocks == 3
+            await cache.host.lookup(keys(blocks))
+            assert (await cache.onboard(blocks, range(3))).num_blocks == 3
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
 
@@ -297,8 +295,8 @@ async def test_what_a_store_lacks_and_the_host_has_does_not_hide_the_rest(tmp_pa
         path.unlink()
         async with cache_over(memory, str(tmp_path), touches=9) as cache:
             await cache.offload(blocks[:1], range(1))
-            await cache.host.look(keys(blocks))
-            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] + [Tier.OBJECT] * 5
+            await cache.host.lookup(keys(blocks))
+            assert cache.host.find_tiers(keys(blocks)) == [Tier.HOST] + [Tier.OBJECT] * 5
 
 
 async def test_what_could_not_be_written_is_tried_again(
@@ -351,7 +349,7 @@ async def test_who_compresses_and_who_does_not_read_each_other(tmp_path: Path) -
             target.close()
         [path] = tmp_path.rglob(blocks[0].key.hex())
         path.write_bytes(path.read_bytes()[:-100])
-        assert isinstance(plain.read(keys(blocks)[:1], sources, slots[:1])[0], object_blocks.Spoiled)
+        assert isinstance(plain.read(keys(blocks)[:1], sources, slots[:1])[0], object_blocks.CorruptObject)
         packed.close()
         plain.close()
         sources.close()

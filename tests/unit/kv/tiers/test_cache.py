@@ -20,9 +20,9 @@ from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers import writer as writer_module
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.kv.tiers.slot_table import TierBooks
+from kvolt.kv.tiers.slot_table import SlotTable
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.transfer.peer.chunks import Sums
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def cache_over(
     if folder is not None:
         files = DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
         lower.append((DiskTier(files), disk_touches))
-    cache = TieredCache.over(memory.slabs, num_host, lower)
+    cache = TieredCache.for_slabs(memory.slabs, num_host, lower)
     await cache.start()
     try:
         yield cache
@@ -42,10 +42,10 @@ async def cache_over(
         await cache.close()
 
 
-def on_disk(cache: TieredCache) -> TierBooks:
+def on_disk(cache: TieredCache) -> SlotTable:
     [tier] = cache.host.lower
     assert isinstance(tier, DiskTier)
-    return tier.books
+    return tier.slot_table
 
 
 async def until_on_disk(cache: TieredCache, num_blocks: int) -> None:
@@ -63,7 +63,7 @@ async def test_blocks_come_back_from_the_host(num_ranks: int) -> None:
             assert await cache.offload(blocks, range(10)) == 10
             assert await cache.offload(blocks, range(10)) == 0, "they are here already"
             memory.wipe()
-            fetched = await cache.fetch(blocks, range(30, 40))
+            fetched = await cache.onboard(blocks, range(30, 40))
             assert fetched.num_blocks == 10
             assert fetched.by_tier == ((Tier.HOST, 10),)
             assert all(memory.holds(block, 30 + index) for index, block in enumerate(blocks))
@@ -79,8 +79,8 @@ async def test_blocks_come_back_from_the_disk_when_the_host_has_others(tmp_path:
             second = sequence("b", 8)
             memory.compute(second, range(10, 18))
             await cache.offload(second, range(10, 18))
-            assert cache.host.tiers_of(keys(first)) == [Tier.DISK] * 6
-            fetched = await cache.fetch(first, range(30, 36))
+            assert cache.host.find_tiers(keys(first)) == [Tier.DISK] * 6
+            fetched = await cache.onboard(first, range(30, 36))
             assert fetched.num_blocks == 6
             assert fetched.by_tier == ((Tier.DISK, 6),)
             assert all(memory.holds(block, 30 + index) for index, block in enumerate(first))
@@ -94,11 +94,11 @@ async def test_the_disk_is_found_again_by_the_next_process(tmp_path: Path) -> No
             await cache.offload(blocks, range(12))
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.host.tiers_of(keys(blocks)) == [Tier.DISK] * 12
+            assert cache.host.find_tiers(keys(blocks)) == [Tier.DISK] * 12
             stored = [change for change in cache.host.take_changes() if isinstance(change, Stored)]
             assert sum(change.num_blocks for change in stored) == 12
             assert {change.tier for change in stored} == {Tier.DISK}
-            assert (await cache.fetch(blocks, range(12))).num_blocks == 12
+            assert (await cache.onboard(blocks, range(12))).num_blocks == 12
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
 
@@ -113,7 +113,7 @@ async def test_a_disk_that_is_larger_or_smaller_the_next_time_keeps_what_it_can(
             async with cache_over(memory, folder=tmp_path, num_disk=num_disk) as cache:
                 assert len(on_disk(cache)) == num_found
                 present = [block for block in blocks if on_disk(cache).has(block.key)]
-                assert (await cache.fetch(present, range(num_found))).num_blocks == num_found
+                assert (await cache.onboard(present, range(num_found))).num_blocks == num_found
                 assert all(memory.holds(block, index) for index, block in enumerate(present))
 
 
@@ -125,10 +125,10 @@ async def test_a_prefix_comes_from_wherever_each_block_lies(tmp_path: Path) -> N
             for start in range(0, 12, 4):
                 await cache.offload(blocks[start : start + 4], range(start, start + 4))
                 await until_on_disk(cache, start + 4)
-            assert cache.host.tiers_of(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
+            assert cache.host.find_tiers(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
             memory.wipe()
-            fetched = await cache.fetch(blocks, range(20, 32))
-            assert fetched.num_blocks == 12, "a host that holds four is enough to bring twelve"
+            fetched = await cache.onboard(blocks, range(20, 32))
+            assert fetched.num_blocks == 12, "a host of four slots is enough to onboard twelve blocks"
             assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
 
 
@@ -139,18 +139,18 @@ def flip_a_bit(cache: TieredCache, slot: int) -> None:
 
 @pytest.mark.parametrize("num_good", [0, 2, 4, 7, 9, 11])
 async def test_a_miss_in_any_part_ends_what_comes(num_good: int) -> None:
-    """While it is found out the next part is under way: that is of no use, and nobody holds it afterwards."""
+    """The next part is already in flight when the error is detected; it is discarded and released."""
     with device() as memory:
         async with cache_over(memory, num_host=16) as cache:
             blocks = sequence("a", 12)
             memory.compute(blocks, range(12))
-            assert cache.host.at_once == 4
+            assert cache.host.batch_blocks == 4
             assert await cache.offload(blocks, range(12)) == 12
-            flip_a_bit(cache, cache.host.books.slot(blocks[num_good].key))
-            assert (await cache.fetch(blocks, range(20, 32))).num_blocks == num_good
+            flip_a_bit(cache, cache.host.slot_table.slot(blocks[num_good].key))
+            assert (await cache.onboard(blocks, range(20, 32))).num_blocks == num_good
             assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks[:num_good]))
             cache.host.check_integrity()
-            assert cache.host.clear() == 11, "nobody holds what is left"
+            assert cache.host.clear() == 11, "the remaining blocks are not held"
 
 
 async def test_a_miss_below_ends_what_comes(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ async def test_a_miss_below_ends_what_comes(tmp_path: Path) -> None:
             memory.compute(blocks, range(12))
             await cache.offload(blocks, range(12))
             await until_on_disk(cache, 12)
-            cache.host.books.forget(keys(blocks[6:7]))
+            cache.host.slot_table.forget(keys(blocks[6:7]))
             cache.host.lower[0].forget(keys(blocks[6:7]))
-            assert (await cache.fetch(blocks, range(20, 32))).num_blocks == 6
+            assert (await cache.onboard(blocks, range(20, 32))).num_blocks == 6
 
 
-async def test_what_was_never_brought_is_expected_as_fast_as_it_went() -> None:
+async def test_load_time_is_estimated_from_store_time() -> None:
     with device() as memory:
         async with cache_over(memory) as cache:
             blocks = sequence("a", 4)
@@ -174,7 +174,7 @@ async def test_what_was_never_brought_is_expected_as_fast_as_it_went() -> None:
             await cache.offload(blocks, range(4))
             stats = cache.host.stats[Tier.HOST]
             assert cache.host.block_s(Tier.HOST) == stats.store_block_s != guessed_s
-            await cache.fetch(blocks, range(20, 24))
+            await cache.onboard(blocks, range(20, 24))
             assert cache.host.block_s(Tier.HOST) == stats.block_s
 
 
@@ -184,10 +184,10 @@ async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
             blocks = sequence("a", 6)
             memory.compute(blocks, range(6))
             await cache.offload(blocks, range(6))
-            slot = cache.host.books.slot(blocks[3].key)
+            slot = cache.host.slot_table.slot(blocks[3].key)
             flip_a_bit(cache, slot)
-            assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 3
-            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
+            assert (await cache.onboard(blocks, range(20, 26))).num_blocks == 3
+            assert cache.host.find_tiers(keys(blocks)) == [Tier.HOST] * 3, "it is not indexed any more"
             assert cache.host.stats[Tier.HOST].failures["corrupt"] == 1
 
 
@@ -211,11 +211,11 @@ async def test_a_spoiled_file_is_a_miss_from_there_on(tmp_path: Path, spoil: str
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
             num_good = 0 if spoil == "gone" else 5
-            assert (await cache.fetch(blocks, range(8))).num_blocks == num_good
+            assert (await cache.onboard(blocks, range(8))).num_blocks == num_good
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:num_good]))
             memory.compute(blocks, range(8))
             await cache.offload(blocks, range(8))
-            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 8, "computed again, it is kept again"
+            assert cache.host.find_tiers(keys(blocks)) == [Tier.HOST] * 8, "computed again, it is kept again"
 
 
 async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch:
                 return read(descriptor, views, at)
 
             monkeypatch.setattr(os, "preadv", failing)
-            assert (await cache.fetch(blocks, range(8))).num_blocks == 2
+            assert (await cache.onboard(blocks, range(8))).num_blocks == 2
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:2]))
 
 
@@ -254,11 +254,11 @@ async def test_a_full_disk_costs_nothing_but_the_disk(
             async with asyncio.timeout(20):
                 while not cache.host.stats[Tier.DISK].failures["no_room"]:
                     await asyncio.sleep(0.005)
-            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
+            assert (await cache.onboard(blocks, range(20, 28))).num_blocks == 8
             assert len(on_disk(cache)) == 0
 
 
-async def test_a_disk_that_stays_full_is_told_of_once(
+async def test_a_full_disk_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(descriptor: int, views: list[memoryview], at: int) -> int:
@@ -275,7 +275,7 @@ async def test_a_disk_that_stays_full_is_told_of_once(
                 async with asyncio.timeout(20):
                     while cache.host.stats[Tier.DISK].failures["no_room"] < 24:
                         await asyncio.sleep(0.005)
-                assert caplog.text.count("were not written") == 1
+                assert caplog.text.count("write rejected") == 1
             await until_on_disk(cache, 8)
 
 
@@ -288,7 +288,7 @@ async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: P
                 await cache.offload(blocks, range(4))
                 await until_on_disk(cache, 4 if name == "a" else 8 if name == "b" else 12)
             cache.host.take_changes()
-            assert (await cache.fetch(sequence("a", 4), range(4))).num_blocks == 4
+            assert (await cache.onboard(sequence("a", 4), range(4))).num_blocks == 4
             blocks = sequence("d", 4)
             memory.compute(blocks, range(4))
             await cache.offload(blocks, range(4))
@@ -321,7 +321,7 @@ async def test_two_who_want_the_same_blocks_read_them_once(tmp_path: Path) -> No
             await cache.offload(blocks, range(8))
         async with cache_over(memory, folder=tmp_path) as cache:
             found = await asyncio.gather(
-                cache.fetch(blocks, range(20, 28)), cache.fetch(blocks, range(30, 38))
+                cache.onboard(blocks, range(20, 28)), cache.onboard(blocks, range(30, 38))
             )
             assert [each.num_blocks for each in found] == [8, 8]
             assert cache.host.stats[Tier.DISK].num_loaded == 8
@@ -337,15 +337,15 @@ async def test_who_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
             await cache.offload(blocks, range(8))
         async with cache_over(memory, folder=tmp_path) as cache:
             for delay_s in (0.0, 0.001, 0.003):
-                fetching = asyncio.ensure_future(cache.fetch(blocks, range(20, 28)))
+                fetching = asyncio.ensure_future(cache.onboard(blocks, range(20, 28)))
                 await asyncio.sleep(delay_s)
                 fetching.cancel()
                 await asyncio.wait([fetching])
                 cache.host.check_integrity()
                 async with asyncio.timeout(60):
-                    while cache.host._coming:  # what was read ahead ends by itself
+                    while cache.host._loading:  # what was read ahead ends by itself
                         await asyncio.sleep(0.001)
-            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
+            assert (await cache.onboard(blocks, range(20, 28))).num_blocks == 8
 
 
 async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None
             memory.compute(blocks, range(4))
             await one.offload(blocks, range(4))
             await until_on_disk(one, 4)
-            assert other.host.tiers_of(keys(blocks)) == []
+            assert other.host.find_tiers(keys(blocks)) == []
 
 
 async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
@@ -368,7 +368,7 @@ async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
             assert not cache.host.stats[Tier.HOST].failures, "they were not even looked at"
             are_held = iter([True, False])
             assert await cache.offload(blocks, range(4), lambda: next(are_held)) == 0
-            assert cache.host.tiers_of(keys(blocks)) == []
+            assert cache.host.find_tiers(keys(blocks)) == []
             assert cache.host.stats[Tier.HOST].failures["late"] == 4
 
 
@@ -404,9 +404,9 @@ async def test_what_is_cleared_is_not_found_by_the_next_process(tmp_path: Path) 
             await cache.offload(blocks, range(8))
             await until_on_disk(cache, 8)
             assert cache.host.clear() == 16
-            assert cache.host.tiers_of(keys(blocks)) == []
+            assert cache.host.find_tiers(keys(blocks)) == []
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.host.tiers_of(keys(blocks)) == []
+            assert cache.host.find_tiers(keys(blocks)) == []
 
 
 async def test_a_clear_while_blocks_are_copied_forgets_them(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ async def test_a_clear_while_blocks_are_copied_forgets_them(tmp_path: Path) -> N
             await asyncio.sleep(0)
             cache.host.clear()
             assert await offloading == 0
-            assert cache.host.tiers_of(keys(blocks)) == []
+            assert cache.host.find_tiers(keys(blocks)) == []
 
 
 async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
@@ -449,7 +449,7 @@ async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
             await cache.offload(second, range(4))
             await until_on_disk(cache, 4)
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.host.tiers_of(keys(second)) == [Tier.DISK] * 4
+            assert cache.host.find_tiers(keys(second)) == [Tier.DISK] * 4
 
 
 async def test_blocks_that_make_room_for_others_of_their_own_call_are_no_failures() -> None:
@@ -481,10 +481,10 @@ async def test_a_tier_that_gets_nothing_because_of_its_touches_is_reported(
             memory.compute(blocks, range(3))
             await cache.offload(blocks, range(3))
             assert cache.host.num_skipped == {Tier.DISK: 3}
-        assert "nothing is written to the disk tier" in caplog.text
+        assert "no block written to tier: tier=disk" in caplog.text
         assert "tiers.disk_touches" in caplog.text
         caplog.clear()
         async with cache_over(memory, folder=tmp_path / "other", disk_touches=2) as cache:
             for _ in range(2):
                 await cache.offload(blocks, range(3))
-        assert "nothing is written" not in caplog.text
+        assert "no block written" not in caplog.text

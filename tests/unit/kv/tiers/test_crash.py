@@ -14,12 +14,12 @@ from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, in_eight_bits, s
 
 from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.disk.fp8 import EightBits
+from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import Slot, TierBlock
 
 SHAPE = BlockShape(BLOCK_BYTES, dtype="bfloat16")
-FORMS = [None, EightBits.of(SHAPE)]
+FORMS = [None, Fp8.of(SHAPE)]
 NUM_SLOTS = 6
 SECTOR_BYTES = 512
 NUM_LOSSES = 3
@@ -95,11 +95,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: made.keep(path_of(descriptor)))
     monkeypatch.setattr(os, "fsync", lambda descriptor: made.keep(path_of(descriptor)))
     monkeypatch.setattr(Path, "replace", replace)
-    monkeypatch.setattr("kvolt.kv.disk.journal._LEAST_RECORDS", 8)
+    monkeypatch.setattr("kvolt.kv.disk.journal._MIN_REWRITE_RECORDS", 8)
     return made
 
 
-def use_for_a_while(folder: Path, rng: random.Random, form: EightBits | None) -> None:
+def use_for_a_while(folder: Path, rng: random.Random, form: Fp8 | None) -> None:
     """Blocks come and go, until slots have been used several times and the journal was written anew. What goes is told
     before others come, or with them."""
     files = DiskFiles(folder, SHAPE, NUM_SLOTS, form)
@@ -133,7 +133,7 @@ def use_for_a_while(folder: Path, rng: random.Random, form: EightBits | None) ->
 
 
 def fill(memory: SlotMemory, blocks: list[TierBlock]) -> None:
-    memory.reach(len(blocks))
+    memory.grow_to(len(blocks))
     for part, numbers, which in memory.by_part(np.arange(len(blocks), dtype=np.int64)):
         for number, index in zip(numbers.tolist(), which.tolist(), strict=True):
             start = number * SHAPE.slot_bytes
@@ -155,7 +155,7 @@ def losses(loose: list[tuple[str, int, bytes]], rng: random.Random) -> Iterator[
 
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "fp8"])
 def test_whatever_is_found_after_a_crash_is_whole(
-    tmp_path: Path, recorded: Recorded, form: EightBits | None
+    tmp_path: Path, recorded: Recorded, form: Fp8 | None
 ) -> None:
     rng = random.Random(1)
     use_for_a_while(recorded.root, rng, form)
@@ -181,7 +181,7 @@ def restore(folder: Path, part: str, image: dict[str, bytes]) -> None:
         (folder / name).write_bytes(data)
 
 
-def check_whole(folder: Path, form: EightBits | None) -> int:
+def check_whole(folder: Path, form: Fp8 | None) -> int:
     files = DiskFiles(folder, SHAPE, NUM_SLOTS, form)
     memory, blocks_there = SlotMemory(SHAPE, NUM_SLOTS), DiskBlocks(files)
     try:

@@ -16,7 +16,7 @@ from tests.unit.kv.tiers.tier_lab import in_eight_bits
 
 from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.files import DiskFiles, file_of
-from kvolt.kv.disk.fp8 import EightBits
+from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.object_store.blocks import ObjectBlocks, open_store
 from kvolt.kv.object_store.tier import ObjectTier
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[dict[str, str]]:
-    """A server that speaks S3, conditional puts too; what tells clients the way."""
+    """An S3 server with conditional puts, and the environment for its clients."""
     environ = {
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
@@ -68,12 +68,12 @@ def s3_server() -> Iterator[dict[str, str]]:
 
 
 class Lossless:
-    def kept(self, data: bytes) -> bytes:
+    def expected_bytes(self, data: bytes) -> bytes:
         return data
 
 
 class DiskHarness(Lossless):
-    form: EightBits | None = None
+    form: Fp8 | None = None
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,9 +83,9 @@ class DiskHarness(Lossless):
         self._tier = DiskTier(DiskFiles(self._folder, SHAPE, 4 * NUM_SLOTS, self.form))
         return self._tier
 
-    def spoil(self, key: BlockKey) -> None:
+    def corrupt(self, key: BlockKey) -> None:
         assert self._tier is not None
-        slot = self._tier.books.slot(key)
+        slot = self._tier.slot_table.slot(key)
         with open(file_of(self._tier.folder, 0), "r+b") as file:
             _flip(file, slot * self._tier.shape.slot_bytes + 700)
 
@@ -94,9 +94,9 @@ class DiskHarness(Lossless):
 
 
 class EightBitsHarness(DiskHarness):
-    form = EightBits.of(SHAPE)
+    form = Fp8.of(SHAPE)
 
-    def kept(self, data: bytes) -> bytes:
+    def expected_bytes(self, data: bytes) -> bytes:
         return in_eight_bits(data, SHAPE)
 
 
@@ -113,11 +113,11 @@ class PoolHarness(Lossless):
             await self._server.start()
         return PoolTier(self._path, SHAPE, time.monotonic)
 
-    def spoil(self, key: BlockKey) -> None:
+    def corrupt(self, key: BlockKey) -> None:
         assert self._server is not None
         host = self._server.host
         assert host is not None
-        with host.memory.block(host.books.slot(key)) as view:
+        with host.memory.block(host.slot_table.slot(key)) as view:
             view[700] ^= 4
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class ObjectHarness(Lossless):
         self._blocks = ObjectBlocks(self._url, SHAPE)
         return ObjectTier(self._blocks, time.monotonic)
 
-    def spoil(self, key: BlockKey) -> None:
+    def corrupt(self, key: BlockKey) -> None:
         assert self._blocks is not None
         library, store, path = (
             importlib.import_module("obstore"),
@@ -198,7 +198,7 @@ class _Forgetful(DiskTier):
 
     async def start(self) -> None:
         await super().start()
-        self.books.forget(self.books)
+        self.slot_table.forget(self.slot_table)
 
 
 class _Mistaken(DiskTier):
@@ -214,11 +214,11 @@ class _Mistaken(DiskTier):
 @pytest.mark.parametrize(
     ("broken", "case"),
     [
-        (_Careless, lower_tier_suite.what_is_spoiled_does_not_come),
-        (_Forgetful, lower_tier_suite.it_is_found_by_who_opens_it_next),
-        (_Forgetful, lower_tier_suite.the_end_of_what_is_there_is_found),
-        (_Mistaken, lower_tier_suite.what_is_written_comes_back),
-        (_Mistaken, lower_tier_suite.reading_while_it_writes_is_right),
+        (_Careless, lower_tier_suite.corrupt_block_is_not_returned),
+        (_Forgetful, lower_tier_suite.blocks_survive_reopening),
+        (_Forgetful, lower_tier_suite.partial_prefix_is_found),
+        (_Mistaken, lower_tier_suite.written_blocks_are_read_back),
+        (_Mistaken, lower_tier_suite.reads_during_writes_are_correct),
     ],
 )
 async def test_a_broken_tier_is_found_out(broken: type[DiskTier], case: Case, tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ async def test_a_broken_tier_is_found_out(broken: type[DiskTier], case: Case, tm
 
 def test_a_few_slow_blocks_do_not_make_a_tier_slow() -> None:
     stats = TierStats()
-    stats.loaded(1000, 0.05)
+    stats.record_loaded(1000, 0.05)
     for _ in range(5):
-        stats.loaded(2, 0.02)  # two hundred times as long for each
+        stats.record_loaded(2, 0.02)  # two hundred times as long for each
     assert stats.block_s is not None
     assert stats.block_s < 12 * 0.05 / 1000
     for _ in range(20):
-        stats.loaded(1000, 1.0)
+        stats.record_loaded(1000, 1.0)
     assert stats.block_s > 0.9e-3, "many are believed"
-    stats.loaded(4, 4 * 0.00005)
+    stats.record_loaded(4, 4 * 0.00005)
     assert stats.block_s <= 0.0001, "and so is a quick one"

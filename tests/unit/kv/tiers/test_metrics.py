@@ -13,7 +13,7 @@ from kvolt.kv.tiers.hit_window import HitWindow
 from kvolt.kv.tiers.metrics import TierMetrics
 
 
-async def test_what_moved_and_what_is_there_is_told(tmp_path: Path) -> None:
+async def test_moved_and_stored_blocks_are_reported(tmp_path: Path) -> None:
     async with tiered(folder=tmp_path) as at:
         registry = CollectorRegistry()
         registry.register(TierMetrics(lambda: [at.tiering]))
@@ -29,19 +29,19 @@ async def test_what_moved_and_what_is_there_is_told(tmp_path: Path) -> None:
         'kvolt_tier_stored_blocks_total{tier="host"} 8.0',
         'kvolt_tier_loaded_blocks_total{tier="host"} 8.0',
         'kvolt_tier_failures_total{reason="corrupt",tier="disk"} 1.0',
-        "kvbm_matched_tokens 128.0",
-        "kvbm_offload_blocks_d2h 8.0",
-        "kvbm_host_cache_hit_rate 0.5",
+        "kvolt_tier_matched_tokens_total 128.0",
+        'kvolt_tier_hit_rate{tier="host"} 0.5',
+        'kvolt_tier_utilization_ratio{tier="host"} 0.125',
     ):
         assert line in told, told
     dashboard = (Path(__file__).parents[4] / "deploy" / "grafana" / "kv-tiers.json").read_text()
     shown = set(re.findall(r"\bkvolt_tier_\w+", dashboard))
     assert len(shown) > 8
     missing = {name for name in shown if f"\n{name}{{" not in told and f"\n{name} " not in told}
-    assert not missing, "a dashboard shows what nobody tells"
+    assert not missing, "a dashboard shows a missing metric"
 
 
-def test_without_tiers_nothing_is_told() -> None:
+def test_without_tiers_nothing_is_reported() -> None:
     assert list(TierMetrics(lambda: []).collect()) == []
 
 
@@ -49,6 +49,6 @@ def test_hits_are_those_of_the_last_prompts() -> None:
     window = HitWindow(2)
     window.add(10, ((Tier.HOST, 4),))
     window.add(10, ())
-    assert (window.num_asked, window.num_hits(Tier.HOST)) == (20, 4)
+    assert (window.num_requested, window.num_hits(Tier.HOST)) == (20, 4)
     window.add(30, ((Tier.DISK, 6),))
-    assert (window.num_asked, window.num_hits(Tier.HOST), window.num_hits(Tier.DISK)) == (40, 0, 6)
+    assert (window.num_requested, window.num_hits(Tier.HOST), window.num_hits(Tier.DISK)) == (40, 0, 6)

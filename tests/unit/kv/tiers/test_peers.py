@@ -17,12 +17,12 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.shared_pool.wire import Bring, Brought, WireBlock
+from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult, WireBlock
 from kvolt.kv.tiers import peer_server as peer_giving
 from kvolt.kv.tiers import peer_tier
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.lower_tier import LowerTier
-from kvolt.kv.tiers.peer_server import PeerGiving
+from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -41,12 +41,14 @@ class Peer:
         lower: list[tuple[LowerTier, int]] = []
         if folder is not None:
             lower.append((DiskTier(DiskFiles(folder, BlockShape.of(memory.slabs), 64)), 1))
-        self.cache = TieredCache.over(memory.slabs, num_host, [*lower, (self.others, 1)])
-        self.giving = PeerGiving(self.cache.host, self.agent)
+        self.cache = TieredCache.for_slabs(memory.slabs, num_host, [*lower, (self.others, 1)])
+        self.giving = PeerServer(self.cache.host, self.agent)
 
-    def expect(self, blocks: list[TierBlock], num_blocks: int | None = None, at: InstanceId = GIVER) -> None:
+    def add_sources(
+        self, blocks: list[TierBlock], num_blocks: int | None = None, at: InstanceId = GIVER
+    ) -> None:
         count = len(blocks) if num_blocks is None else num_blocks
-        self.others.expect(keys(blocks), [KvSource(at, Tier.HOST, count)])
+        self.others.add_sources(keys(blocks), [KvSource(at, Tier.HOST, count)])
 
 
 class Pair:
@@ -57,11 +59,11 @@ class Pair:
         taker.others.connect(self.ask, TAKER)
 
     @asynccontextmanager
-    async def ask(self, place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
-        self.asked.append(place)
+    async def ask(self, source: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
+        self.asked.append(source)
         if self.failure is not None:
             raise self.failure
-        async with aclosing(self.giver.giving.give(bring)) as answers:
+        async with aclosing(self.giver.giving.serve(request)) as answers:
             yield await anext(answers)
 
 
@@ -89,7 +91,7 @@ async def pair(
                 async with asyncio.timeout(
                     20
                 ):  # but for what is being written to a disk, which goes after that
-                    while len(each.cache.host.books):
+                    while len(each.cache.host.slot_table):
                         await asyncio.sleep(0.005)
         finally:
             for each in (giver, taker):
@@ -103,27 +105,27 @@ async def test_what_one_has_the_other_takes() -> None:
         both.giver.memory.compute(blocks, range(10))
         await both.giver.cache.offload(blocks, range(10))
         taker = both.taker
-        assert taker.cache.host.tiers_of(keys(blocks)) == [], "nobody has told"
-        taker.expect(blocks)
-        assert taker.cache.host.tiers_of(keys(blocks)) == [Tier.PEER] * 10
-        found = await taker.cache.fetch(blocks, range(20, 30))
+        assert taker.cache.host.find_tiers(keys(blocks)) == [], "no source was named"
+        taker.add_sources(blocks)
+        assert taker.cache.host.find_tiers(keys(blocks)) == [Tier.PEER] * 10
+        found = await taker.cache.onboard(blocks, range(20, 30))
         assert found.by_tier == ((Tier.PEER, 10),)
         assert all(taker.memory.holds(block, 20 + index) for index, block in enumerate(blocks))
-        assert taker.cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 10, "it has them itself now"
-        assert both.giver.giving.num_given == 10
+        assert taker.cache.host.find_tiers(keys(blocks)) == [Tier.HOST] * 10, "it has them itself now"
+        assert both.giver.giving.num_served == 10
         assert taker.others.stats.num_loaded == 10
 
 
-async def test_only_as_much_as_was_told_is_asked_for() -> None:
+async def test_only_the_named_prefix_is_requested() -> None:
     async with pair() as both:
         blocks = sequence("a", 6)
         both.giver.memory.compute(blocks, range(6))
         await both.giver.cache.offload(blocks, range(6))
-        both.taker.expect(blocks, 4)
-        assert (await both.taker.cache.fetch(blocks, range(20, 26))).num_blocks == 4
-        both.taker.expect(blocks, -3)
-        both.taker.expect(blocks, 10**9)
-        assert (await both.taker.cache.fetch(blocks, range(20, 26))).num_blocks == 6
+        both.taker.add_sources(blocks, 4)
+        assert (await both.taker.cache.onboard(blocks, range(20, 26))).num_blocks == 4
+        both.taker.add_sources(blocks, -3)
+        both.taker.add_sources(blocks, 10**9)
+        assert (await both.taker.cache.onboard(blocks, range(20, 26))).num_blocks == 6
 
 
 async def test_what_the_giver_has_let_go_is_a_miss() -> None:
@@ -131,10 +133,10 @@ async def test_what_the_giver_has_let_go_is_a_miss() -> None:
         blocks = sequence("a", 8)
         both.giver.memory.compute(blocks[:5], range(5))
         await both.giver.cache.offload(blocks[:5], range(5))
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 28))).num_blocks == 5
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 28))).num_blocks == 5
         assert both.taker.others.stats.failures["gone"] > 0
-        assert both.taker.cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 5, "it is not asked for again"
+        assert both.taker.cache.host.find_tiers(keys(blocks)) == [Tier.HOST] * 5, "it is not asked for again"
 
 
 async def test_blocks_come_from_the_givers_disk(tmp_path: Path) -> None:
@@ -147,9 +149,9 @@ async def test_blocks_come_from_the_givers_disk(tmp_path: Path) -> None:
                 await asyncio.sleep(0.005)
         both.giver.memory.compute(second, range(6, 18))
         await both.giver.cache.offload(second, range(6, 18))
-        assert Tier.DISK in both.giver.cache.host.tiers_of(keys(first))
-        both.taker.expect(first)
-        assert (await both.taker.cache.fetch(first, range(20, 26))).num_blocks == 6
+        assert Tier.DISK in both.giver.cache.host.find_tiers(keys(first))
+        both.taker.add_sources(first)
+        assert (await both.taker.cache.onboard(first, range(20, 26))).num_blocks == 6
         assert all(both.taker.memory.holds(block, 20 + index) for index, block in enumerate(first))
 
 
@@ -159,10 +161,10 @@ async def test_spoiled_bytes_are_a_miss() -> None:
         both.giver.memory.compute(blocks, range(6))
         await both.giver.cache.offload(blocks, range(6))
         host = both.giver.cache.host
-        with host.memory.block(host.books.slot(blocks[2].key)) as data:
+        with host.memory.block(host.slot_table.slot(blocks[2].key)) as data:
             data[11] ^= 1
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 26))).num_blocks == 2
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 26))).num_blocks == 2
         assert both.taker.others.stats.failures["corrupt"] == 1
 
 
@@ -174,15 +176,15 @@ async def test_who_does_not_answer_is_left_alone_for_a_while(failure: Exception)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
         both.failure = failure
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 0
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 0
         both.failure = None
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 0
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 0
         num_asked = len(both.asked)
         clock.now_s = 11.0
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 4
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 4
         assert len(both.asked) == num_asked + 1
 
 
@@ -190,25 +192,27 @@ async def test_a_giver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(peer_tier, "_READ_S", 0.05)
 
     @asynccontextmanager
-    async def hang(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
+    async def hang(source: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
         await asyncio.sleep(3600)
-        yield Brought((), ())
+        yield FetchResult((), ())
 
     async with pair() as both:
         both.taker.others.connect(hang, TAKER)
         blocks = sequence("a", 4)
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 0
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 0
 
 
-async def test_nobody_asks_itself_or_in_turn() -> None:
+async def test_a_worker_does_not_fetch_from_itself_or_in_turn() -> None:
     async with pair() as both:
         blocks = sequence("a", 4)
-        both.taker.expect(blocks, at=TAKER)
-        assert both.taker.cache.host.tiers_of(keys(blocks)) == []
+        both.taker.add_sources(blocks, at=TAKER)
+        assert both.taker.cache.host.find_tiers(keys(blocks)) == []
         # Of what the taker only knows to be elsewhere it gives nothing.
-        both.taker.expect(blocks)
-        async with aclosing(both.taker.giving.give(Bring(tuple(map(WireBlock.of, blocks))))) as answers:
+        both.taker.add_sources(blocks)
+        async with aclosing(
+            both.taker.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
+        ) as answers:
             assert (await anext(answers)).checksums == ()
         assert both.asked == []
 
@@ -218,32 +222,34 @@ async def test_a_taker_that_goes_leaves_nothing_held() -> None:
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        async with aclosing(both.giver.giving.give(Bring(tuple(map(WireBlock.of, blocks))))) as answers:
+        async with aclosing(
+            both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
+        ) as answers:
             assert len((await anext(answers)).checksums) == 4
             assert both.giver.cache.host.clear() == 0, "they are held for who reads them"
             both.giver.cache.host.check_integrity()
 
 
 async def test_too_many_at_a_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_giving, "_MOST_OPEN", 1)
+    monkeypatch.setattr(peer_giving, "_MAX_OPEN", 1)
     async with pair() as both:
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        async with aclosing(both.giver.giving.give(Bring(tuple(map(WireBlock.of, blocks))))) as first:
+        async with aclosing(both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))) as first:
             await anext(first)
             with pytest.raises(Overloaded):
-                async with aclosing(both.giver.giving.give(Bring(()))) as second:
+                async with aclosing(both.giver.giving.serve(FetchBlocks(()))) as second:
                     await anext(second)
-            both.taker.expect(blocks)
-            assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 0
+            both.taker.add_sources(blocks)
+            assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 0
 
 
 async def test_what_is_known_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_tier, "_MOST_KNOWN", 10)
+    monkeypatch.setattr(peer_tier, "_MAX_KNOWN", 10)
     async with pair() as both:
         for name in "abc":
-            both.taker.expect(sequence(name, 8))
+            both.taker.add_sources(sequence(name, 8))
         assert len(both.taker.others) == 10
         assert both.taker.others.has(sequence("c", 8)[0].key)
 
@@ -252,29 +258,29 @@ async def test_who_is_left_alone_is_not_asked_for_anything() -> None:
     async with pair() as both:
         both.failure = Unavailable("it has gone")
         for name in "abc":
-            both.taker.expect(sequence(name, 4))
-        assert (await both.taker.cache.fetch(sequence("a", 4), range(20, 24))).num_blocks == 0
+            both.taker.add_sources(sequence(name, 4))
+        assert (await both.taker.cache.onboard(sequence("a", 4), range(20, 24))).num_blocks == 0
         assert len(both.taker.others) == 0
         assert len(both.asked) == 1
 
 
-async def test_a_slow_giver_is_left_alone_also_where_somebody_else_gives_up(
+async def test_a_slow_peer_is_backed_off_also_on_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_tier, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(peer_tier, "_SLOW_READ_S", 0.02)
 
     @asynccontextmanager
-    async def hang(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
-        both.asked.append(place)
+    async def hang(source: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
+        both.asked.append(source)
         await asyncio.sleep(3600)
-        yield Brought((), ())
+        yield FetchResult((), ())
 
     async with pair() as both:
         both.taker.others.connect(hang, TAKER)
         blocks = sequence("a", 4)
         for _ in range(3):
-            both.taker.expect(blocks)
-            assert (await both.taker.cache.fetch(blocks, range(20, 24), 0.1)).num_blocks == 0
+            both.taker.add_sources(blocks)
+            assert (await both.taker.cache.onboard(blocks, range(20, 24), 0.1)).num_blocks == 0
         assert len(both.asked) == 1
 
 
@@ -283,17 +289,17 @@ async def test_two_that_want_the_same_from_each_other_do_not_wait() -> None:
         giver, taker = both.giver, both.taker
 
         @asynccontextmanager
-        async def back(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
-            async with aclosing(taker.giving.give(bring)) as answers:
+        async def back(source: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
+            async with aclosing(taker.giving.serve(request)) as answers:
                 yield await anext(answers)
 
         giver.others.connect(back, GIVER)
         blocks = sequence("a", 4)
-        taker.expect(blocks)
-        giver.expect(blocks, at=TAKER)
+        taker.add_sources(blocks)
+        giver.add_sources(blocks, at=TAKER)
         async with asyncio.timeout(2):
             found = await asyncio.gather(
-                taker.cache.fetch(blocks, range(20, 24)), giver.cache.fetch(blocks, range(20, 24))
+                taker.cache.onboard(blocks, range(20, 24)), giver.cache.onboard(blocks, range(20, 24))
             )
         assert [each.num_blocks for each in found] == [0, 0]
 
@@ -303,9 +309,9 @@ async def test_blocks_of_another_shape_are_refused() -> None:
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        bring = Bring(tuple(map(WireBlock.of, blocks)), BlockShape(17, 2))
-        with pytest.raises(InvalidRequest, match="of 2"):
-            async with aclosing(both.giver.giving.give(bring)) as answers:
+        request = FetchBlocks(tuple(map(WireBlock.of, blocks)), BlockShape(17, 2))
+        with pytest.raises(InvalidRequest, match="from 2"):
+            async with aclosing(both.giver.giving.serve(request)) as answers:
                 await anext(answers)
 
 
@@ -321,14 +327,16 @@ async def test_blocks_of_another_shape_are_refused() -> None:
 )
 def test_what_is_no_block_is_not_read(block: tuple[object, ...]) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode({"type": "bring", "blocks": [block]}), type=Bring)
+        msgspec.msgpack.decode(
+            msgspec.msgpack.encode({"type": "onboard", "blocks": [block]}), type=FetchBlocks
+        )
 
 
 async def test_a_giver_that_ends_gives_nothing() -> None:
     async with pair() as both:
         both.giver.giving.close()
         with pytest.raises(Unavailable):
-            async with aclosing(both.giver.giving.give(Bring(()))) as answers:
+            async with aclosing(both.giver.giving.serve(FetchBlocks(()))) as answers:
                 await anext(answers)
 
 
@@ -337,7 +345,9 @@ async def test_others_hold_half_of_the_host_at_most() -> None:
         blocks = sequence("a", 12)
         both.giver.memory.compute(blocks, range(12))
         await both.giver.cache.offload(blocks, range(12))
-        async with aclosing(both.giver.giving.give(Bring(tuple(map(WireBlock.of, blocks))))) as answers:
+        async with aclosing(
+            both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
+        ) as answers:
             assert len((await anext(answers)).checksums) == 8
 
 
@@ -347,18 +357,18 @@ async def test_nothing_is_written_to_others() -> None:
         both.taker.memory.compute(blocks, range(4))
         await both.taker.cache.offload(blocks, range(4))
         await asyncio.sleep(0.02)
-        assert not len(both.giver.cache.host.books)
+        assert not len(both.giver.cache.host.slot_table)
         assert both.taker.others.stats.num_stored == 0
         assert both.taker.others.take_changes() == ()
 
 
 async def test_a_wrong_answer_is_a_miss() -> None:
     @asynccontextmanager
-    async def lie(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
-        yield Brought((1, 2, 3), ())
+    async def lie(source: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
+        yield FetchResult((1, 2, 3), ())
 
     async with pair() as both:
         both.taker.others.connect(lie, TAKER)
         blocks = sequence("a", 4)
-        both.taker.expect(blocks)
-        assert (await both.taker.cache.fetch(blocks, range(20, 24))).num_blocks == 0
+        both.taker.add_sources(blocks)
+        assert (await both.taker.cache.onboard(blocks, range(20, 24))).num_blocks == 0

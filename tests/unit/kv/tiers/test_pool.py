@@ -1,4 +1,4 @@
-"""A pool that workers share: what one has stored the others find, and whoever goes leaves nothing half done."""
+"""Shared pool: blocks stored by one worker are found by others, and a lost worker leaves no partial state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.shared_pool.tier import PoolTier
 from kvolt.kv.shared_pool.wire import (
-    Bring,
-    Brought,
-    Found,
+    FetchBlocks,
+    FetchResult,
     Hello,
-    Look,
+    Lookup,
+    LookupResult,
     PoolStatus,
     Status,
     WireBlock,
@@ -53,7 +53,7 @@ async def worker(
     memory: Device, path: Path, num_host: int = 16, clock: Clock | None = None
 ) -> AsyncIterator[TieredCache]:
     tier = PoolTier(path, BlockShape.of(memory.slabs), clock or Clock())
-    cache = TieredCache.over(memory.slabs, num_host, [(tier, 1)])
+    cache = TieredCache.for_slabs(memory.slabs, num_host, [(tier, 1)])
     await cache.start()
     try:
         yield cache
@@ -69,7 +69,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def num_in(server: PoolServer) -> int:
-    return 0 if server.host is None else len(server.host.books)
+    return 0 if server.host is None else len(server.host.slot_table)
 
 
 async def test_what_one_has_stored_another_finds_and_it_is_kept_once(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ async def test_what_one_has_stored_another_finds_and_it_is_kept_once(tmp_path: P
             assert sum(each.num_stored for each in writers) == 12, "each went there once"
             memory.wipe()
             async with worker(memory, path) as third:
-                await third.host.look(keys(blocks))
-                assert third.host.tiers_of(keys(blocks)) == [Tier.PEER] * 12
-                fetched = await third.fetch(blocks, range(30, 42))
+                await third.host.lookup(keys(blocks))
+                assert third.host.find_tiers(keys(blocks)) == [Tier.PEER] * 12
+                fetched = await third.onboard(blocks, range(30, 42))
                 assert fetched.by_tier == ((Tier.PEER, 12),)
                 assert all(memory.holds(block, 30 + index) for index, block in enumerate(blocks))
 
@@ -107,11 +107,11 @@ async def test_the_pool_brings_what_went_to_its_disk(tmp_path: Path) -> None:
                 await until(lambda: server.host is not None and len(server.host.lower[0]) == 10)
             host = server.host
             assert host is not None
-            host.books.forget(host.books)
+            host.slot_table.forget(host.slot_table)
             memory.wipe()
             async with worker(memory, path) as cache:
-                await cache.host.look(keys(blocks))
-                assert (await cache.fetch(blocks, range(20, 30))).num_blocks == 10
+                await cache.host.lookup(keys(blocks))
+                assert (await cache.onboard(blocks, range(20, 30))).num_blocks == 10
                 assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
 
 
@@ -122,17 +122,17 @@ async def test_a_pool_that_has_gone_is_a_tier_without_blocks_until_it_is_back(tm
     with device() as memory:
         memory.compute(blocks, range(6))
         async with worker(memory, path, clock=clock) as cache:
-            await cache.host.look(keys(blocks))
-            assert cache.host.tiers_of(keys(blocks)) == [], "it is not there yet, and nobody minds"
+            await cache.host.lookup(keys(blocks))
+            assert cache.host.find_tiers(keys(blocks)) == [], "the pool is not running yet, which is no error"
             clock.now_s += 10.0
             async with pool(path) as server:
                 await cache.offload(blocks, range(6))
                 await until(lambda: num_in(server) == 6)
                 await until(lambda: cache.host.lower[0].has(blocks[5].key))
-                cache.host.books.forget(cache.host.books)
-                assert cache.host.tiers_of(keys(blocks)) == [Tier.PEER] * 6
+                cache.host.slot_table.forget(cache.host.slot_table)
+                assert cache.host.find_tiers(keys(blocks)) == [Tier.PEER] * 6
             await until(lambda: not len(cache.host.lower[0]))
-            assert (await cache.fetch(blocks, range(6))).num_blocks == 0
+            assert (await cache.onboard(blocks, range(6))).num_blocks == 0
             clock.now_s += 10.0
             async with pool(path) as server:
                 await cache.offload(blocks, range(6))
@@ -161,13 +161,13 @@ async def test_what_is_held_for_a_worker_that_goes_is_let_go(tmp_path: Path) -> 
                 await cache.offload(blocks, range(8))
                 await until(lambda: num_in(server) == 8)
             link = PoolLink(path, BlockShape.of(memory.slabs), Clock())
-            brought = await link.ask(Bring(tuple(map(WireBlock.of, blocks))), Brought, 30.0)
-            assert len(brought.checksums) == 8
+            result = await link.request(FetchBlocks(tuple(map(WireBlock.of, blocks))), FetchResult, 30.0)
+            assert len(result.checksums) == 8
             host = server.host
             assert host is not None
-            assert host.books.forget(keys(blocks)) == 0, "they are held"
+            assert host.slot_table.forget(keys(blocks)) == 0, "they are held"
             await link.close()
-            await until(lambda: host.books.forget(keys(blocks)) == 8)
+            await until(lambda: host.slot_table.forget(keys(blocks)) == 8)
 
 
 async def test_a_full_pool_lets_the_oldest_go(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ async def test_a_full_pool_lets_the_oldest_go(tmp_path: Path) -> None:
             assert num_in(server) == 8
             old = sequence("a", 6)
             memory.wipe()
-            cache.host.books.forget(cache.host.books)
-            fetched = await cache.fetch(old, range(20, 26))
+            cache.host.slot_table.forget(cache.host.slot_table)
+            fetched = await cache.onboard(old, range(20, 26))
             assert all(
                 memory.holds(block, 20 + index) for index, block in enumerate(old[: fetched.num_blocks])
             )
@@ -200,15 +200,15 @@ async def test_one_socket_has_one_pool_and_a_dead_ones_is_taken_over(tmp_path: P
         left.bind(str(path))  # what a pool that was killed leaves
     async with pool(path):
         link = PoolLink(path, None, Clock())
-        status = await link.ask(Status(), PoolStatus, 30.0)
+        status = await link.request(Status(), PoolStatus, 30.0)
         assert (status.shape, status.num_workers) == (None, 0)
         await link.close()
     other = tmp_path / "notes.txt"
-    other.write_text("somebody's")
-    with pytest.raises(ConfigError, match="no socket can be made"):
+    other.write_text("other data")
+    with pytest.raises(ConfigError, match="cannot create the socket"):
         async with pool(other):
             pass
-    assert other.read_text() == "somebody's"
+    assert other.read_text() == "other data"
 
 
 async def test_nonsense_ends_the_connection_and_nothing_else(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ async def test_nonsense_ends_the_connection_and_nothing_else(tmp_path: Path) -> 
                 writer.close()
             link = PoolLink(path, None, Clock())
             with pytest.raises(ConfigError, match="version"):
-                await link.ask(Hello(shape, version=99), PoolStatus, 30.0)
+                await link.request(Hello(shape, version=99), PoolStatus, 30.0)
             await link.close()
             async with worker(memory, path):
                 pass
@@ -250,10 +250,10 @@ async def test_frames_that_never_end_are_bounded(tmp_path: Path, monkeypatch: py
                 writer.close()
 
 
-async def test_no_pool_is_told_with_the_remedy(tmp_path: Path) -> None:
+async def test_a_missing_pool_is_reported_with_the_remedy(tmp_path: Path) -> None:
     link = PoolLink(tmp_path / "none.sock", None, Clock())
     with pytest.raises(NetworkFault) as told:
-        await link.ask(Status(), PoolStatus, 1.0)
+        await link.request(Status(), PoolStatus, 1.0)
     assert "kvolt cache serve" in str(told.value.fields["remedy"])
     await link.close()
 
@@ -280,7 +280,7 @@ async def test_the_pool_begins_though_who_came_first_has_gone(tmp_path: Path) ->
         async with pool(path, new=new):
             link = PoolLink(path, shape, Clock())
             with pytest.raises(NetworkFault):
-                await link.ask(Look(tuple(keys(blocks))), Found, 0.05)
+                await link.request(Lookup(tuple(keys(blocks))), LookupResult, 0.05)
             await link.close()
             gate.set()
             async with worker(memory, path) as cache:
@@ -304,7 +304,7 @@ async def test_a_pool_that_cannot_begin_says_so_to_each(tmp_path: Path) -> None:
 
 
 async def test_a_pool_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_tier, "_LOOK_S", 0.05)
+    monkeypatch.setattr(pool_tier, "_LOOKUP_S", 0.05)
     path = tmp_path / "pool.sock"
     blocks = sequence("a", 4)
     with device() as memory:
@@ -319,13 +319,13 @@ async def test_a_pool_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: py
                 raise AssertionError
 
             with monkeypatch.context() as hung:
-                hung.setattr(server, "answer", silent)
+                hung.setattr(server, "handle", silent)
                 for _ in range(3):
-                    await cache.host.lower[0].look(keys(sequence("b", 4)))
+                    await cache.host.lower[0].lookup(keys(sequence("b", 4)))
                 assert not len(cache.host.lower[0]), "nothing is expected of it any more"
 
 
-async def test_what_is_brought_for_nobody_is_let_go_at_once(
+async def test_blocks_fetched_for_a_gone_worker_are_released_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "pool.sock"
@@ -336,19 +336,19 @@ async def test_what_is_brought_for_nobody_is_let_go_at_once(
             await cache.offload(blocks, range(8))
             await until(lambda: num_in(server) == 8)
             await until(lambda: len(cache.host.lower[0]) == 8)
-            cache.host.books.forget(cache.host.books)
+            cache.host.slot_table.forget(cache.host.slot_table)
             host = server.host
             assert host is not None
-            bring, gate = host.bring, asyncio.Event()
+            onboard, gate = host.onboard, asyncio.Event()
 
             async def slow(blocks: object) -> object:
                 await gate.wait()
-                return await bring(blocks)  # type: ignore[arg-type]
+                return await onboard(blocks)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(host, "bring", slow)
-            fetching = asyncio.ensure_future(cache.fetch(blocks, range(8)))
+            monkeypatch.setattr(host, "onboard", slow)
+            fetching = asyncio.ensure_future(cache.onboard(blocks, range(8)))
             await asyncio.sleep(0.05)
             fetching.cancel()
             await asyncio.wait([fetching])
             gate.set()
-            await until(lambda: host.books.forget(keys(blocks)) == 8)
+            await until(lambda: host.slot_table.forget(keys(blocks)) == 8)

@@ -23,20 +23,20 @@ async def test_the_host_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> No
             blocks = sequence("a", 24)
             memory.compute(blocks, range(24))
             await cache.offload(blocks, range(24))
-            assert len(cache.host.books) == 8
+            assert len(cache.host.slot_table) == 8
             await cache.host.resize(Tier.HOST, 32)
             await cache.offload(blocks, range(24))
-            assert len(cache.host.books) == 24
+            assert len(cache.host.slot_table) == 24
             assert cache.host.memory.num_bytes >= 24 * 8192
             memory.wipe()
-            assert (await cache.fetch(blocks, range(24))).num_blocks == 24
+            assert (await cache.onboard(blocks, range(24))).num_blocks == 24
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
             await cache.host.resize(Tier.HOST, 5)
-            assert len(cache.host.books) == 5
+            assert len(cache.host.slot_table) == 5
             cache.host.check_integrity()
             memory.wipe()
-            found = await cache.fetch(blocks, range(24))
+            found = await cache.onboard(blocks, range(24))
             assert found.num_blocks == 5, "what is left is a prefix, and whole"
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:5]))
             for number in range(4):  # what is left moves down as blocks come and go
@@ -45,7 +45,7 @@ async def test_the_host_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> No
                 await cache.offload(more, range(5))
             assert cache.host.memory.num_bytes == 8 * 8192, "the rest of the memory is given back"
             memory.wipe()
-            assert (await cache.fetch(more, range(5))).num_blocks == 5
+            assert (await cache.onboard(more, range(5))).num_blocks == 5
             assert all(memory.holds(block, index) for index, block in enumerate(more))
 
 
@@ -56,14 +56,14 @@ async def test_a_host_that_shrinks_keeps_what_is_read(monkeypatch: pytest.Monkey
             blocks = sequence("a", 12)
             memory.compute(blocks, range(12))
             await cache.offload(blocks, range(12))
-            held = await cache.host.bring(blocks)
+            held = await cache.host.onboard(blocks)
             await cache.host.resize(Tier.HOST, 4)
-            assert len(cache.host.books) == 12
+            assert len(cache.host.slot_table) == 12
             assert cache.host.memory.num_bytes == 12 * 8192
             cache.host.release(held.keys)
             other = sequence("b", 1)
             await cache.offload(other, [0])
-            assert len(cache.host.books) <= 4
+            assert len(cache.host.slot_table) <= 4
             cache.host.check_integrity()
 
 
@@ -83,7 +83,7 @@ async def test_the_disk_grows_and_shrinks(tmp_path: Path, monkeypatch: pytest.Mo
 
             await cache.host.resize(Tier.DISK, 3)
             async with asyncio.timeout(60):
-                while len(on_disk(cache)) > 3 or cache.host.lower[0].has_chores:
+                while len(on_disk(cache)) > 3 or cache.host.lower[0].has_pending_work:
                     await asyncio.sleep(0.005)
             for number in range(3):  # what is left moves down as blocks come and go
                 more = sequence(f"more{number}", 3)
@@ -96,7 +96,7 @@ async def test_the_disk_grows_and_shrinks(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(list(tmp_path.rglob("blocks-*"))) == 1
         memory.wipe()
         async with cache_over(memory, folder=tmp_path, num_disk=3) as cache:
-            assert (await cache.fetch(last, range(3))).num_blocks == 3
+            assert (await cache.onboard(last, range(3))).num_blocks == 3
             assert all(memory.holds(block, index) for index, block in enumerate(last))
             tier = cache.host.lower[0]
             assert isinstance(tier, DiskTier)
@@ -108,4 +108,4 @@ async def test_a_tier_that_is_not_there_has_no_size() -> None:
         async with cache_over(memory) as cache:
             with pytest.raises(Unsupported):
                 await cache.host.resize(Tier.DISK, 10)
-            assert cache.host.tiers_of(keys(sequence("a", 2))) == []
+            assert cache.host.find_tiers(keys(sequence("a", 2))) == []

@@ -18,15 +18,15 @@ from kvolt.core.kv_events import Tier
 from kvolt.kv.disk import tier as disk_tier
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier, Watermarks
-from kvolt.kv.disk.view import parts_in
+from kvolt.kv.disk.view import find_parts
 from kvolt.kv.tiers import host_tier
-from kvolt.kv.tiers.host_tier import WAITING_SHARE, HostTier
+from kvolt.kv.tiers.host_tier import DEFAULT_PENDING_SHARE, HostTier
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.config.tier_settings import TierSettings
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
 
 SHAPE = BlockShape(5000)
@@ -54,7 +54,7 @@ class Full:
 
     async def idle(self) -> None:
         """As a writer does when nothing waits."""
-        while self.tier.has_chores:
+        while self.tier.has_pending_work:
             await self.tier.write([], [], self._memory, np.zeros(0, dtype=np.int64))
 
 
@@ -67,7 +67,7 @@ async def full(folder: Path, marks: Watermarks) -> AsyncIterator[Full]:
     await first.close()
     tier = DiskTier(DiskFiles(folder, SHAPE, NUM_SLOTS), watermarks=marks)
     await tier.start()
-    assert tier.books.num_free == 0
+    assert tier.slot_table.num_free == 0
     made = Full(tier, memory)
     made._number = NUM_SLOTS
     try:
@@ -118,14 +118,14 @@ async def test_between_the_marks_nothing_goes(tmp_path: Path) -> None:
     async with full(tmp_path, Watermarks(0.1, 0.2)) as at:
         await at.write(1)
         await at.idle()
-        assert at.tier.books.num_free == 20
+        assert at.tier.slot_table.num_free == 20
         for left in range(19, 9, -1):
             await at.write(1)
             await at.idle()
-            assert at.tier.books.num_free == left
+            assert at.tier.slot_table.num_free == left
         await at.write(1)
         await at.idle()
-        assert at.tier.books.num_free == 20, "below the low mark up to the high one, at once"
+        assert at.tier.slot_table.num_free == 20, "below the low mark up to the high one, at once"
         assert len(at.tier) == NUM_SLOTS - 20
 
 
@@ -141,31 +141,31 @@ async def test_marks_are_shares_of_what_the_tier_is_now(tmp_path: Path) -> None:
     async with full(tmp_path, Watermarks(0.1, 0.2)) as at:
         await at.tier.resize(50)
         await at.idle()
-        assert at.tier.books.num_free == 10
+        assert at.tier.slot_table.num_free == 10
         await at.tier.resize(200)
         await at.idle()
-        assert at.tier.books.num_free == 160
+        assert at.tier.slot_table.num_free == 160
 
 
 async def test_much_goes_in_several_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait while books are kept."""
-    monkeypatch.setattr(disk_tier, "_MOST_AHEAD", 4)
+    monkeypatch.setattr(disk_tier, "_MAX_EVICTION_BATCH", 4)
     async with full(tmp_path, Watermarks(0.1, 0.2)) as at:
         await at.write(1)
-        assert len(at.tier.books.condemned()) == 4
+        assert len(at.tier.slot_table.evicting_slots()) == 4
         for _ in range(3):
             await at.write(1)
-            assert len(at.tier.books.condemned()) == 4
+            assert len(at.tier.slot_table.evicting_slots()) == 4
         await at.idle()
-        assert at.tier.books.num_free == 20
+        assert at.tier.slot_table.num_free == 20
 
 
 async def test_what_has_gone_ahead_is_not_found_by_the_next_process(tmp_path: Path) -> None:
     async with full(tmp_path, Watermarks(0.1, 0.2)) as at:
         await at.write(1)
         await at.write(1)  # and with it the record of what has gone
-        there = set(at.tier.books)
-    [part] = parts_in(tmp_path)
+        there = set(at.tier.slot_table)
+    [part] = find_parts(tmp_path)
     assert {each.block.key for each in part.blocks} == there
 
 
@@ -179,7 +179,7 @@ def test_marks_that_cannot_be_are_refused(low: float, high: float) -> None:
 def test_settings_have_the_same_marks_as_a_tier_by_itself() -> None:
     settings = TierSettings()
     assert Watermarks(settings.disk_low_water, settings.disk_high_water) == Watermarks()
-    assert settings.host_high_water == host_tier.WAITING_SHARE
+    assert settings.host_high_water == host_tier.DEFAULT_PENDING_SHARE
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"disk_low_water": 0.7}, TierSettings)
 
@@ -245,7 +245,7 @@ async def host_over(folder: Path, share: float, kind: type[DiskTier] = Busy) -> 
     await before.close()
     memory.close()
     host = HostTier(SHAPE, NUM_HOST, [(kind(DiskFiles(folder, SHAPE, 1000)), 1)])
-    host.keep_for_below(share)
+    host.set_pending_share(share)
     await host.start()
     try:
         yield host
@@ -269,7 +269,7 @@ async def occupy(host: HostTier) -> Busy:
 async def through(host: HostTier) -> None:
     """What others ask for passes through the host, more than it holds."""
     for start in range(0, len(OLD), 8):
-        host.release((await host.bring(OLD[start : start + 8])).keys)
+        host.release((await host.onboard(OLD[start : start + 8])).keys)
 
 
 @pytest.mark.parametrize(("share", "num_lost"), [(0.0, 8), (0.25, 0)])
@@ -293,15 +293,17 @@ async def test_what_waits_has_no_more_than_its_share(tmp_path: Path) -> None:
         for number in range(6):
             await store(host, sequence(f"burst {number}", 4))
         await through(host)
-        staying = [number for number in range(6) if host.books.has(sequence(f"burst {number}", 4)[3].key)]
+        staying = [
+            number for number in range(6) if host.slot_table.has(sequence(f"burst {number}", 4)[3].key)
+        ]
         assert staying == [0, 1], "eight of 32, and those that are next"
         assert host.stats[Tier.HOST].failures["no_room"] == 0
         while len(disk) < len(OLD) + 9:
             disk.turns.release()
             await asyncio.sleep(0.005)
-        await until(lambda: host.books.num_free == 0)
+        await until(lambda: host.slot_table.num_free == 0)
         await through(host)
-        assert not any(host.books.has(sequence(f"burst {number}", 4)[3].key) for number in range(6))
+        assert not any(host.slot_table.has(sequence(f"burst {number}", 4)[3].key) for number in range(6))
 
 
 async def test_for_a_tier_that_takes_nothing_nothing_stays(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ async def test_for_a_tier_that_takes_nothing_nothing_stays(tmp_path: Path) -> No
         await until(lambda: disk.stats.failures["unwritten"] > 0)
         await store(host, sequence("b", 2))
         await through(host)
-        assert not any(host.books.has(block.key) for block in blocks)
+        assert not any(host.slot_table.has(block.key) for block in blocks)
         disk.is_refusing = False
 
 
@@ -322,9 +324,9 @@ async def test_what_waits_is_cleared_with_all_else(tmp_path: Path) -> None:
         disk = await occupy(host)
         await store(host, sequence("burst", 6))
         host.clear()
-        assert not any(host.books.has(block.key) for block in sequence("burst", 6))
+        assert not any(host.slot_table.has(block.key) for block in sequence("burst", 6))
         disk.turns.release()
-        await until(lambda: not host.books.has(FIRST[0].key))
+        await until(lambda: not host.slot_table.has(FIRST[0].key))
         assert not disk.has(FIRST[0].key), "nor what was being written"
 
 
@@ -332,5 +334,5 @@ async def test_others_tiers_need_no_share(tmp_path: Path) -> None:
     """Nothing waits for them."""
     disk, others = DiskTier(DiskFiles(tmp_path, SHAPE, 100)), PeerTier(TransferAgent(), lambda: 0.0)
     host = HostTier(SHAPE, NUM_HOST, [(disk, 1), (others, 1)])
-    assert [writer.waiting_share for writer in host._writers] == [WAITING_SHARE, 0.0]
+    assert [writer.pending_share for writer in host._writers] == [DEFAULT_PENDING_SHARE, 0.0]
     await host.close()

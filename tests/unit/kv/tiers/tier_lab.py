@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.kv.disk import fp8_python as eight_bits_python
+from kvolt.kv.disk import fp8_python
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.transfer.memory.slabs import Slab
@@ -46,14 +46,14 @@ def contents(block: TierBlock, rank: int = 0, num_bytes: int = BLOCK_BYTES) -> b
 
 def in_eight_bits(data: bytes, shape: BlockShape) -> bytes:
     """What comes back of a block that was kept in eight bits, by the definition."""
-    kind = eight_bits_python.KINDS.index(shape.dtype)
-    num_values = shape.piece_bytes // eight_bits_python.WIDTHS[kind]
-    packed, back = bytearray(eight_bits_python.packed_bytes(num_values)), bytearray(shape.block_bytes)
+    kind = fp8_python.KINDS.index(shape.dtype)
+    num_values = shape.piece_bytes // fp8_python.WIDTHS[kind]
+    packed, back = bytearray(fp8_python.packed_bytes(num_values)), bytearray(shape.block_bytes)
     start = np.zeros(1, dtype=np.int64)
     for rank in range(shape.num_ranks):
         here = np.asarray([rank * shape.piece_bytes], dtype=np.int64)
-        eight_bits_python.encode(memoryview(packed), start, memoryview(data), here, num_values, kind)
-        eight_bits_python.decode(memoryview(back), here, memoryview(packed), start, num_values, kind)
+        fp8_python.encode(memoryview(packed), start, memoryview(data), here, num_values, kind)
+        fp8_python.decode(memoryview(back), here, memoryview(packed), start, num_values, kind)
     return bytes(back)
 
 

@@ -1,4 +1,4 @@
-"""Who is held exactly and who approximately, at once in one router, and how that changes."""
+"""HybridIndex: event-fed and approximate workers in one router, and transitions."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimEngine
-from kvolt.journey.journey import Road
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.journey.journey import JourneyContext
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.index import hybrid as mixed
-from kvolt.router.index.health import TrustOptions
-from kvolt.router.index.hybrid import MixedHolders
+from kvolt.router.index.health import IndexHealthOptions
+from kvolt.router.index.hybrid import HybridIndex
 from kvolt.router.ingest.feed import FeedState
-from kvolt.router.place import Place
+from kvolt.router.policy.choice import Choice
 from kvolt.router.policy.policy import latency
-from kvolt.router.policy.selector import Choice
 from kvolt.router.port import RouterContext
+from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
@@ -58,7 +58,7 @@ class Exact:
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.array([min(self.held.get(each, 0), len(hashes)) for each in self.workers], dtype=np.int32)
 
-    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
         if not self.below:
             return None
         deep = [self.held.get(each, 0) + self.below.get(each, 0) for each in self.workers]
@@ -72,13 +72,13 @@ class Exact:
 
 
 class Shop:
-    """MixedHolders with a clock by hand."""
+    """HybridIndex with a clock by hand."""
 
     def __init__(self, exact: Exact | None, *workers: InstanceId, **trust: Any) -> None:
         self.time_s = 0.0
         self.tickets = 0
-        self.holders = MixedHolders(exact, lambda: self.time_s, trust=TrustOptions(**trust))
-        self.holders.workers(dict.fromkeys(workers, INFO))
+        self.holders = HybridIndex(exact, lambda: self.time_s, health_options=IndexHealthOptions(**trust))
+        self.holders.set_workers(dict.fromkeys(workers, INFO))
 
     def held(self, instance_id: InstanceId, *hashes: int) -> int | None:
         slot = self.holders.slot_of(instance_id)
@@ -94,15 +94,15 @@ class Shop:
         )
         held = self.held(instance_id, *hashes) or 0
         choice = Choice(
-            Place(instance_id, 0), held, 0.0, 0.0, False, request, len(request.token_ids), 9.0, held
+            WorkerDpRank(instance_id, 0), held, 0.0, 0.0, False, request, len(request.token_ids), 9.0, held
         )
-        self.holders.booked(self.tickets, choice)
-        told = None if cached is None else cached * BLOCK
-        self.holders.begun(self.tickets, choice, told, self.time_s)
-        self.holders.freed(self.tickets)
+        self.holders.on_reserved(self.tickets, choice)
+        cached_tokens = None if cached is None else cached * BLOCK
+        self.holders.on_first_token(self.tickets, choice, cached_tokens, self.time_s)
+        self.holders.on_released(self.tickets)
 
 
-def test_without_events_all_are_known_by_what_was_sent() -> None:
+def test_without_events_all_are_approximate() -> None:
     shop = Shop(None, A, B)
     shop.serve(A, 1, 2, 3)
     assert (shop.held(A, 1, 2, 9), shop.held(B, 1, 2, 9)) == (2, 0)
@@ -119,10 +119,10 @@ def test_some_are_exact_and_others_not() -> None:
     shop.serve(B, 1, 2, cached=2)
     assert (shop.held(A, *range(1, 9)), shop.held(B, *range(1, 9))) == (2, 5)
     assert [shop.holders.is_approximate(each) for each in (A, B)] == [True, False]
-    assert shop.holders.approximate.places == [(A, 0)]
+    assert shop.holders.approximate.worker_ranks == [(A, 0)]
 
 
-def test_one_whose_events_begin_is_exact_from_then_on_and_one_that_is_gone_is_forgotten() -> None:
+def test_a_worker_becomes_event_fed_and_a_removed_one_is_forgotten() -> None:
     exact = Exact()
     shop = Shop(exact, A, B)
     shop.serve(A, 1, 2)
@@ -131,12 +131,12 @@ def test_one_whose_events_begin_is_exact_from_then_on_and_one_that_is_gone_is_fo
     assert shop.holders.slots_version != before
     assert (shop.held(A, *range(9)), shop.holders.is_approximate(A)) == (7, False)
     before = shop.holders.slots_version
-    shop.holders.workers({})
+    shop.holders.set_workers({})
     assert shop.holders.slots_version != before
-    assert shop.holders.approximate.num_places == 0
+    assert shop.holders.approximate.num_worker_ranks == 0
 
 
-def test_one_that_reports_otherwise_is_flagged_asked_and_known_by_what_was_sent(
+def test_a_worker_with_other_reports_is_flagged_resynced_and_approximate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     exact = Exact(A, B)
@@ -148,7 +148,7 @@ def test_one_that_reports_otherwise_is_flagged_asked_and_known_by_what_was_sent(
             shop.serve(A, *range(10 * number, 10 * number + 8), cached=0)
             shop.serve(B, *range(8), cached=8)
     assert exact.asked == [A]
-    assert shop.holders.trust.flagged == [A]
+    assert shop.holders.health.flagged == [A]
     assert shop.holders.slots_version != version
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert shop.held(A, *range(50, 58)) == 8, "it was sent this"
@@ -156,7 +156,7 @@ def test_one_that_reports_otherwise_is_flagged_asked_and_known_by_what_was_sent(
     assert shop.held(B, *range(100, 108)) == 8
 
 
-def test_it_is_believed_again_when_the_index_agrees_though_nobody_asked_it() -> None:
+def test_a_flagged_worker_is_cleared_by_its_reports() -> None:
     exact = Exact(A)
     exact.held = {A: 8}
     shop = Shop(exact, A, min_reports=4, min_agreeing=20, min_flagged_s=1.0)
@@ -171,24 +171,24 @@ def test_it_is_believed_again_when_the_index_agrees_though_nobody_asked_it() -> 
     assert shop.held(A, *range(8)) == 3
 
 
-def test_a_worker_that_comes_back_under_its_name_is_not_flagged_for_what_was() -> None:
+def test_a_returning_worker_starts_unflagged() -> None:
     exact = Exact(A)
     exact.held = {A: 8}
     shop = Shop(exact, A, min_reports=4)
     for _ in range(4):
         shop.serve(A, *range(8), cached=0)
-    shop.holders.workers({})
-    shop.holders.workers({A: INFO})
+    shop.holders.set_workers({})
+    shop.holders.set_workers({A: INFO})
     assert not shop.holders.is_approximate(A)
 
 
-def test_more_workers_than_there_is_room_for_are_told_of_once(
+def test_workers_beyond_the_limit_are_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvolt.router.index.approximate.MAX_PLACES", 1)
+    monkeypatch.setattr("kvolt.router.index.approximate.MAX_WORKER_RANKS", 1)
     with caplog.at_level(logging.WARNING, mixed.__name__):
         shop = Shop(None, A, B)
-        shop.holders.workers({A: INFO, B: INFO, C: None})
+        shop.holders.set_workers({A: INFO, B: INFO, C: None})
     assert len(caplog.records) == 1
     assert shop.held(A, 1) == 0
     assert shop.held(B, 1) is None
@@ -221,29 +221,29 @@ async def opened(lab: Lab, engines: list[SimEngine], settings: RouterSettings) -
     runtime = await lab.runtime("edge")
     client = await runtime.client(workers[0].endpoint)
     await until(lambda: len(client.candidates()) == len(workers))
-    router = ExactRouter(RouterContext(client, runtime, BLOCK, settings), latency())
-    crew = Crew("journeys")
+    router = EventFedRouter(RouterContext(client, runtime, BLOCK, settings), latency())
+    task_group = TaskGroup("journeys")
 
     async def close() -> None:
-        await crew.close()
+        await task_group.close()
         await router.close()
 
-    return Scene(lab, router, Road(router, client, crew)), close
+    return Scene(lab, router, JourneyContext(router, client, task_group)), close
 
 
 def conversations(number: int, turns: int, seed: int = 1) -> list[Request]:
     """Prompts that grow, in turn with each other."""
     rng = random.Random(seed)
     texts = [tuple(rng.randrange(3, 200) for _ in range(4 * BLOCK)) for _ in range(number)]
-    asked = []
+    requests = []
     for turn in range(turns):
         for at, text in enumerate(texts):
             texts[at] = (*text, *(rng.randrange(3, 200) for _ in range(BLOCK)))
-            asked.append(prompt(f"c{at}-{turn}", texts[at]))
-    return asked
+            requests.append(prompt(f"c{at}-{turn}", texts[at]))
+    return requests
 
 
-def test_prompts_come_back_without_any_events() -> None:
+def test_prompts_return_to_their_worker_without_events() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             scene, close = await opened(lab, [sim(PRICED) for _ in range(3)], RouterSettings(events=False))
@@ -255,8 +255,8 @@ def test_prompts_come_back_without_any_events() -> None:
                     assert cached is not None
                     assert cached >= 4 * BLOCK
             assert all(len(workers) == 1 for workers in where.values())
-            assert scene.router.index.num_pairs == 0
-            assert scene.router.holders.approximate.num_entries > 0
+            assert scene.router.block_index.num_pairs == 0
+            assert scene.router.prefix_index.approximate.num_entries > 0
             await close()
 
     run_virtual(scenario)
@@ -266,16 +266,16 @@ def test_workers_whose_events_are_refused_are_approximate_beside_exact_ones() ->
     async def scenario() -> None:
         async with Lab() as lab:
             scene, close = await opened(lab, [engine(Foreign), sim(PRICED), sim(PRICED)], RouterSettings())
-            await until(lambda: scene.router.ingest.num_in(FeedState.EXACT) == 2)
+            await until(lambda: scene.router.ingest.num_in_state(FeedState.EXACT) == 2)
             for request in conversations(9, 4):
                 _, cached = await scene.ask(request)
                 if not str(request.request_id).endswith("-0"):
                     assert cached is not None
                     assert cached >= 4 * BLOCK
-            holders = scene.router.holders
-            assert holders.approximate.num_places == 1
-            assert holders.trust.flagged == []
-            assert holders.trust.num_wrong == 0
+            holders = scene.router.prefix_index
+            assert holders.approximate.num_worker_ranks == 1
+            assert holders.health.flagged == []
+            assert holders.health.num_wrong == 0
             await close()
 
     run_virtual(scenario)
@@ -285,26 +285,26 @@ def test_a_worker_of_which_the_index_is_wrong_is_found_out() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             scene, close = await opened(lab, [engine(Silent)], RouterSettings())
-            holders = scene.router.holders
-            await until(lambda: scene.router.ingest.num_in(FeedState.EXACT) == 1)
+            holders = scene.router.prefix_index
+            await until(lambda: scene.router.ingest.num_in_state(FeedState.EXACT) == 1)
             num_snapshots = scene.router.ingest.stats.num_snapshots
             for request in conversations(3, 12):
                 await scene.ask(request)
-            assert len(holders.trust.flagged) == 1
-            assert holders.is_approximate(holders.trust.flagged[0])
+            assert len(holders.health.flagged) == 1
+            assert holders.is_approximate(holders.health.flagged[0])
             await until(lambda: scene.router.ingest.stats.num_snapshots > num_snapshots)
             await close()
 
     run_virtual(scenario)
 
 
-def test_tiers_of_those_that_tell_beside_those_that_do_not() -> None:
+def test_tiers_beside_workers_without_events() -> None:
     exact = Exact(A)
     shop = Shop(exact, A, B)
     hashes = tuple(range(8))
-    assert shop.holders.find_below(hashes) is None, "nobody tells of any"
+    assert shop.holders.find_local_tiers(hashes) is None, "no worker publishes any"
     exact.held, exact.below = {A: 2}, {A: 3}
-    below = shop.holders.find_below(hashes)
+    below = shop.holders.find_local_tiers(hashes)
     assert below is not None
     at_a, at_b = shop.holders.slot_of(A), shop.holders.slot_of(B)
     assert below[:, at_a].tolist() == [2, 5, 5, 5, 5]

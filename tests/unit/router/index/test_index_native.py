@@ -1,4 +1,4 @@
-"""The native modules are built from the sources that lie here, and kvolt installs without where they cannot be."""
+"""Native modules match their sources, and kvolt installs without a compiler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvolt.kv.disk import fp8 as eight_bits
+from kvolt.kv.disk import fp8
 from kvolt.router.index import prefix_index as index
-from kvolt.router.policy import cost_model as prices
+from kvolt.router.policy import cost_model
 from kvolt.transfer.memory import block_bytes
 
 ROOT = Path(__file__).parents[4]
@@ -62,12 +62,12 @@ def test_a_machine_with_a_compiler_has_it(hook: ModuleType) -> None:
     if hook.find_compiler() is None or not has_headers:
         pytest.skip("no compiler here")
     assert index.IS_NATIVE, "`pip install -e .` builds it"
-    assert prices.native_look is not None
+    assert cost_model.native_predict is not None
     assert block_bytes.IS_NATIVE
-    assert eight_bits.IS_NATIVE
+    assert fp8.IS_NATIVE
 
 
-def test_without_a_compiler_a_wheel_is_plain_and_says_so(
+def test_without_a_compiler_a_wheel_is_pure_python_with_a_warning(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "")

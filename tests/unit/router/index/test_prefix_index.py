@@ -1,4 +1,4 @@
-"""The index by hand: slots, tiers, prefixes, what it refuses, the cap. Both indexes pass every case."""
+"""BlockIndex: slots, tiers, prefixes, errors, memory limit. Both implementations pass every case."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_tiers_count_with_the_faster_ones(make: Make) -> None:
     made.store(1, (1, 2, 3), 2)
     assert made.find((1, 2, 3, 4)).tolist() == [1, 0]
     assert made.find_tiers((1, 2, 3, 4)).tolist() == [[1, 0], [3, 0], [3, 3], [4, 3], [4, 3]]
-    assert made.find_own((1, 2, 3, 4)).tolist() == [[1, 0], [3, 0], [3, 3]]
+    assert made.find_local_tiers((1, 2, 3, 4)).tolist() == [[1, 0], [3, 0], [3, 3]]
     made.clear(0, 1)
     assert made.find_tiers((1, 2, 3, 4))[:, 0].tolist() == [1] * 5
     assert made.digest(0, 3) == (1, digest_of([4]))
     assert len(TIER_LEVEL) == index.NUM_TIERS
 
 
-def test_what_is_told_twice_or_was_never_there_changes_nothing(make: Make) -> None:
+def test_repeated_and_unknown_blocks_change_nothing(make: Make) -> None:
     made = of(make, 2)
     made.store(0, (1, 2, 2, 1))
     made.store(0, (1, 2))
@@ -339,7 +339,7 @@ def test_no_room_for_a_single_block_is_no_error(make: Make) -> None:
     made.check_integrity()
 
 
-def test_memory_goes_back_and_forth_between_blocks_and_holders(make: Make, max_bytes: int) -> None:
+def test_memory_moves_between_blocks_and_holders(make: Make, max_bytes: int) -> None:
     made = of(make, 128, max_bytes=max_bytes)
     for number in range(300):  # blocks of one holder each
         made.store(number % 128, prompt(number * 1000, 100))
@@ -360,7 +360,7 @@ def test_memory_goes_back_and_forth_between_blocks_and_holders(make: Make, max_b
     assert made.num_blocks > 2000
 
 
-def test_the_gauge_of_the_python_index_is_near_what_it_takes() -> None:
+def test_num_bytes_of_the_python_index_is_accurate() -> None:
     made = of(index_python.BlockIndex, 32, max_bytes=1 << 30)
     tracemalloc.start()
     try:
@@ -374,7 +374,7 @@ def test_the_gauge_of_the_python_index_is_near_what_it_takes() -> None:
     assert 0.7 < taken / said < 1.3
 
 
-def test_a_broken_index_says_so() -> None:
+def test_check_integrity_detects_damage() -> None:
     made = of(index_python.BlockIndex, 1)
     made.store(0, (1, 2))
     made._masks[3] = 1
@@ -386,7 +386,7 @@ def test_a_broken_index_says_so() -> None:
         made.check_integrity()
 
 
-def test_without_the_native_module_the_python_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_native_module_the_python_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvolt.router.index._index_native", None)
     monkeypatch.delitem(sys.modules, "kvolt.router.index.prefix_index")
     monkeypatch.setattr(kvolt.router, "index", index)  # which the import below changes: put back at the end

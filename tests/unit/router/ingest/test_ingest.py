@@ -1,4 +1,4 @@
-"""KvIngest with real workers on virtual time: the index is what they hold, whatever the event plane loses."""
+"""KvIngest with real workers on virtual time: the index matches the workers, whatever the event plane loses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvolt.router.ingest.ingest import IngestOptions, KvIngest
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemBus
 from kvolt.testing import run_virtual
-from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.held_blocks import HeldBlocks
 from kvolt.worker.worker import WorkerOptions
 
 BLOCK = ARGUMENTS.block_size
@@ -48,7 +48,7 @@ OPTIONS = IngestOptions(quiet_s=1.0)
 
 
 def stored(*hashes: int) -> Stored:
-    return Stored.of(hashes)
+    return Stored.from_hashes(hashes)
 
 
 class Telling(ScriptedEngine):
@@ -108,7 +108,7 @@ async def ask(client: EndpointClient, name: str, tokens: Sequence[int], running:
     request = Request(
         request_id=RequestId(name), model=MODEL, token_ids=tuple(tokens), stop=StopConditions(max_tokens=4)
     )
-    instance = client.instance(running.worker._instance)
+    instance = client.get_instance(running.worker._instance)
     async with await client.stream(request, instance) as stream:
         async for _ in stream:
             pass
@@ -142,7 +142,7 @@ def test_a_prompt_is_found_where_it_was_computed() -> None:
     run_virtual(scenario)
 
 
-def test_a_router_that_comes_late_learns_all() -> None:
+def test_a_late_router_gets_a_snapshot() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker(f"w{number}", sim(SMALL)) for number in range(3)]
@@ -156,7 +156,7 @@ def test_a_router_that_comes_late_learns_all() -> None:
                 assert blocks
                 assert late.blocks(worker) == early.blocks(worker) == blocks
             assert late.ingest.stats.num_snapshots == 3
-            assert late.ingest.num_in(FeedState.EXACT) == 3
+            assert late.ingest.num_in_state(FeedState.EXACT) == 3
             await load(late, workers, seed=2)
             assert late.ingest.stats.num_events > 0
             for worker in workers:
@@ -203,11 +203,11 @@ def test_the_last_event_may_be_lost_with_none_after_it() -> None:
             running = await lab.worker("w0", engine := Telling())
             router = await Router.of(lab, running)
             await router.exact(running)
-            lab.bus.lose(running.runtime.events.publisher, 1)
+            lab.bus.drop_next(running.runtime.events.publisher, 1)
             engine.tell(stored(1, 2))
             await asyncio.sleep(0.1)
             assert router.blocks(running) == set()
-            assert router.state(running) is FeedState.EXACT, "nobody can know yet"
+            assert router.state(running) is FeedState.EXACT, "the loss is not visible yet"
             await asyncio.sleep(3 * OPTIONS.quiet_s)
             assert router.blocks(running) == {1, 2}
 
@@ -224,14 +224,14 @@ def test_the_old_state_serves_until_the_new_one_is_there() -> None:
             engine.tell(stored(1, 2, 3))
             await asyncio.sleep(0.1)
             lab.network.partition("router", "w0")
-            lab.bus.lose(running.runtime.events.publisher, 1)
-            engine.tell(Removed.of([1]))
+            lab.bus.drop_next(running.runtime.events.publisher, 1)
+            engine.tell(Removed.from_hashes([1]))
             await asyncio.sleep(0.1)
             engine.tell(stored(4))
             await asyncio.sleep(1.0)
             assert router.state(running) is FeedState.RECOVERING
             assert router.blocks(running) == {1, 2, 3}
-            assert router.ingest.num_behind == 2
+            assert router.ingest.num_unapplied == 2
             await asyncio.sleep(6.0)
             assert router.ingest.stats.num_failures > 0
             if router.blocks(running) is not None:  # its lease may be over
@@ -239,12 +239,12 @@ def test_the_old_state_serves_until_the_new_one_is_there() -> None:
             lab.network.heal("router", "w0")
             await router.exact(running)
             assert router.blocks(running) == {2, 3, 4}
-            assert router.ingest.num_behind == 0
+            assert router.ingest.num_unapplied == 0
 
     run_virtual(scenario)
 
 
-def test_a_worker_that_is_gone_takes_its_blocks_along() -> None:
+def test_a_deregistered_worker_loses_its_blocks() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker(f"w{number}", Telling()) for number in range(2)]
@@ -265,7 +265,7 @@ def test_a_worker_that_is_gone_takes_its_blocks_along() -> None:
             assert router.blocks(again) == set()
             await router.ingest.close()
             assert router.index.num_pairs == 0
-            await workers[1].runtime.close()  # nobody listens any more
+            await workers[1].runtime.close()  # no listener is left
 
     run_virtual(scenario)
 
@@ -279,7 +279,7 @@ def test_a_worker_whose_engine_starts_anew_has_another_epoch() -> None:
             await router.exact(running)
             worker = running.worker
             assert worker.info is not None
-            worker._measure(worker.info, "component", 0.0)  # a new journal
+            worker._start_metrics(worker.info, "component", 0.0)  # a new journal
             engine.tell(stored(9))
             await until(lambda: router.blocks(running) == {9})
             assert router.ingest.stats.num_epochs == 1
@@ -315,9 +315,9 @@ def test_ranks_have_slots_of_their_own() -> None:
     ("info", "why"),
     [
         ({"block_size": BLOCK * 2}, f"its blocks have {BLOCK * 2} tokens, this router's {BLOCK}"),
-        ({"hash_scheme": "sha256"}, "it names blocks by 'sha256'"),
-        ({"features": ("Lora",)}, "tells none"),
-        ({"kv_events": False}, "tells none"),
+        ({"hash_scheme": "sha256"}, "it hashes blocks by 'sha256'"),
+        ({"features": ("Lora",)}, "publishes none"),
+        ({"kv_events": False}, "publishes none"),
         ({"dp_ranks": tuple(range(10_000))}, "room"),
     ],
     ids=["block size", "hash scheme", "no events", "events off", "too many ranks"],
@@ -330,14 +330,14 @@ def test_what_cannot_be_compared_is_refused_aloud(
             running = await lab.worker("w0", engine := Telling(**info))
             router = await Router.of(lab, running)
             instance = running.worker._instance
-            await until(lambda: router.ingest.why_refused(instance) is not None)
-            assert why in (router.ingest.why_refused(instance) or "")
+            await until(lambda: router.ingest.rejection_reason(instance) is not None)
+            assert why in (router.ingest.rejection_reason(instance) or "")
             engine.tell(stored(1))
             await running.runtime.cordon()  # registers anew: no second word about it
             await running.runtime.resume()
             await asyncio.sleep(3 * OPTIONS.quiet_s)
             assert router.state(running) is FeedState.NO_EVENTS
-            assert router.ingest.num_in(FeedState.NO_EVENTS) == 1
+            assert router.ingest.num_in_state(FeedState.NO_EVENTS) == 1
             assert router.ingest.slot_of(instance) is None
             assert router.index.num_pairs == 0
             warnings = [
@@ -347,13 +347,13 @@ def test_what_cannot_be_compared_is_refused_aloud(
             assert "w0" in warnings[0]
             assert why in warnings[0]
             await running.runtime.close()
-            await until(lambda: router.ingest.why_refused(instance) is None)
+            await until(lambda: router.ingest.rejection_reason(instance) is None)
 
     caplog.set_level(logging.WARNING)
     run_virtual(scenario)
 
 
-def test_an_instance_that_says_nothing_of_itself_is_refused() -> None:
+def test_an_instance_without_metadata_is_rejected() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", Telling())
@@ -363,7 +363,7 @@ def test_an_instance_that_says_nothing_of_itself_is_refused() -> None:
             client = await runtime.client(running.endpoint, static=[address])
             ingest = KvIngest(client, runtime, BlockIndex(), BLOCK)
             ingest.start()
-            assert "cannot be read" in (ingest.why_refused(client.instances()[0].id) or "")
+            assert "cannot be decoded" in (ingest.rejection_reason(client.instances()[0].id) or "")
             await ingest.close()
             await ingest.close()
 
@@ -394,7 +394,7 @@ def test_a_wrong_index_is_noticed_and_put_right() -> None:
     run_virtual(scenario)
 
 
-def test_a_worker_is_asked_for_all_when_a_router_doubts() -> None:
+def test_resync_requests_a_snapshot() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine := Telling())
@@ -413,12 +413,12 @@ def test_a_worker_is_asked_for_all_when_a_router_doubts() -> None:
     run_virtual(scenario)
 
 
-def test_a_worker_that_cannot_tell_all_is_followed_from_now_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_snapshots_only_new_blocks_are_indexed(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine := Telling())
             assert running.worker.journal is not None
-            running.worker.journal._holdings = Holdings(max_blocks=1)
+            running.worker.journal._held_blocks = HeldBlocks(max_blocks=1)
             engine.tell(stored(1, 2))
             await asyncio.sleep(0.1)
             router = await Router.of(lab, running)
@@ -427,15 +427,15 @@ def test_a_worker_that_cannot_tell_all_is_followed_from_now_on(caplog: pytest.Lo
             await asyncio.sleep(3 * OPTIONS.quiet_s)
             assert router.blocks(running) == {3}
             assert router.state(running) is FeedState.PARTIAL
-            lab.bus.lose(running.runtime.events.publisher, 1)
+            lab.bus.drop_next(running.runtime.events.publisher, 1)
             engine.tell(stored(4))
-            engine.tell(Removed.of([3]))
+            engine.tell(Removed.from_hashes([3]))
             await asyncio.sleep(0.1)
-            assert router.blocks(running) == {4}, "what it missed is still told again"
+            assert router.blocks(running) == {4}, "missed events are still replayed"
 
     caplog.set_level(logging.WARNING)
     run_virtual(scenario)
-    assert len([each for each in caplog.records if "cannot list the blocks" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "KV snapshot not supported" in each.getMessage()]) == 1
 
 
 def test_a_large_worker_is_learned_in_parts() -> None:
@@ -476,10 +476,10 @@ def test_what_is_not_ours_or_cannot_be_read_is_left_alone() -> None:
     run_virtual(scenario)
 
 
-def test_few_are_asked_at_a_time_and_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recoveries_are_bounded_and_retried_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, str]] = []
     now_open = most_open = num_failed = 0
-    real = ingest_module.ask_worker
+    real = ingest_module.request_recovery
 
     async def slow(plane: Any, instance: Any, question: Any, deadlines: Any) -> Any:
         nonlocal now_open, most_open, num_failed
@@ -496,13 +496,13 @@ def test_few_are_asked_at_a_time_and_again_after_a_pause(monkeypatch: pytest.Mon
         finally:
             now_open -= 1
 
-    monkeypatch.setattr(ingest_module, "ask_worker", slow)
+    monkeypatch.setattr(ingest_module, "request_recovery", slow)
 
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker(f"w{number}", Telling()) for number in range(8)]
             router = await Router.of(
-                lab, workers[0], IngestOptions(max_asked=3, first_pause_s=0.2, max_pause_s=2.0)
+                lab, workers[0], IngestOptions(max_recoveries=3, first_pause_s=0.2, max_pause_s=2.0)
             )
             await router.exact(*workers)
             assert most_open == 3
@@ -528,9 +528,9 @@ def test_an_answer_of_another_instance_does_not_count() -> None:
             await until(lambda: bool(client.candidates()))
             [instance] = client.instances()
             other = msgspec.structs.replace(instance, id=InstanceId("other"))
-            question = ingest_module.Feed(ingest_module.IngestStats()).question
+            question = ingest_module.EventFeed(ingest_module.IngestStats()).recovery_request
             assert question is not None
             with pytest.raises(KvoltError, match="gone"):
-                await ingest_module.ask_worker(runtime.plane, other, question, OPTIONS.deadlines)
+                await ingest_module.request_recovery(runtime.plane, other, question, OPTIONS.deadlines)
 
     run_virtual(scenario)

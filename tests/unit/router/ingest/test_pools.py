@@ -1,4 +1,4 @@
-"""What a shared pool tells counts for the workers that reach it, once, for as long as both are there."""
+"""Shared pools: their blocks count for the workers that use them, once, while both exist."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.ingest.feed import FeedState
-from kvolt.router.ingest.pools import PoolShares
+from kvolt.router.ingest.pools import PoolSharing
+from kvolt.router.policy.choice import CandidateCost
 from kvolt.router.policy.policy import latency
-from kvolt.router.policy.selector import Explained
 from kvolt.router.port import RouterContext
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
@@ -73,7 +73,7 @@ def prompt(first: int, num_blocks: int = 6) -> Request:
 
 
 def stored(request: Request, tier: Tier, start: int = 0, end: int | None = None) -> Stored:
-    return Stored.of(request.sequence_hashes[start:end], start_position=start, tier=tier)
+    return Stored.from_hashes(request.sequence_hashes[start:end], start_position=start, tier=tier)
 
 
 class Pool:
@@ -87,13 +87,13 @@ class Pool:
         return cls(runtime, publisher, await publisher.start())
 
     def tell(self, *changes: KvChange) -> None:
-        self.publisher.tell(changes)
+        self.publisher.publish(changes)
 
 
 class Scene:
     """Workers, and a router that knows them."""
 
-    def __init__(self, lab: Lab, router: ExactRouter, workers: dict[str, RunningWorker]) -> None:
+    def __init__(self, lab: Lab, router: EventFedRouter, workers: dict[str, RunningWorker]) -> None:
         self.lab, self.router, self.workers = lab, router, workers
 
     @classmethod
@@ -105,19 +105,19 @@ class Scene:
         return scene
 
     @staticmethod
-    async def new_router(lab: Lab, process: str, *workers: RunningWorker) -> ExactRouter:
+    async def new_router(lab: Lab, process: str, *workers: RunningWorker) -> EventFedRouter:
         runtime = await lab.runtime(process)
         client = await runtime.client(workers[0].endpoint)
         await until(lambda: len(client.candidates()) == len(workers))
-        router = ExactRouter(RouterContext(client, runtime, BLOCK), latency())
+        router = EventFedRouter(RouterContext(client, runtime, BLOCK), latency())
         lab._closing.append(router.close)
-        await until(lambda: router.ingest.num_in(FeedState.EXACT) == len(workers))
+        await until(lambda: router.ingest.num_in_state(FeedState.EXACT) == len(workers))
         return router
 
     async def reach(self, name: str, pool: Pool | None) -> None:
-        await self.workers[name].worker.tell_anew(kv_pool=None if pool is None else pool.name)
+        await self.workers[name].worker.update_registration(kv_pool=None if pool is None else pool.name)
 
-    def explained(self, request: Request) -> dict[str, Explained]:
+    def explained(self, request: Request) -> dict[str, CandidateCost]:
         process_of = self.router.process_of
         return {process_of(each.instance): each for each in self.router.explain(request)}
 
@@ -133,7 +133,7 @@ class Scene:
 
     async def goes_to(self, request: Request) -> str:
         decision = await self.router.route(request)
-        self.router.free(decision, None)
+        self.router.release(decision, None)
         return decision.instance.process
 
 
@@ -142,22 +142,22 @@ class Scene:
 
 def test_a_worker_has_what_its_pool_has_if_that_is_more() -> None:
     below = np.array([[4, 0, 0, 0, 0], [4, 5, 0, 6, 1], [7, 5, 0, 6, 3]], dtype=np.int32)
-    PoolShares([(0, 3), (1, 3), (2, 4)]).count(below)
+    PoolSharing([(0, 3), (1, 3), (2, 4)]).add_pool_blocks(below)
     assert below.tolist() == [[4, 0, 0, 0, 0], [6, 6, 1, 6, 1], [7, 6, 3, 6, 3]]
 
 
-def test_places_that_do_not_lie_side_by_side() -> None:
+def test_slots_that_are_not_adjacent() -> None:
     below = np.array([[0, 0, 0, 0], [1, 5, 0, 3], [1, 5, 2, 3]], dtype=np.int32)
-    PoolShares([(3, 1), (0, 1)]).count(below)
+    PoolSharing([(3, 1), (0, 1)]).add_pool_blocks(below)
     assert below.tolist() == [[0, 0, 0, 0], [5, 5, 0, 5], [5, 5, 2, 5]]
-    PoolShares().count(below)
+    PoolSharing().add_pool_blocks(below)
     assert below.tolist() == [[0, 0, 0, 0], [5, 5, 0, 5], [5, 5, 2, 5]]
 
 
 # --- events to choices
 
 
-def test_a_prompt_goes_to_a_worker_whose_pool_has_it() -> None:
+def test_a_prompt_goes_to_a_worker_with_its_blocks_in_the_pool() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             one, two = await Pool.of(lab, "pool-a"), await Pool.of(lab, "pool-b")
@@ -170,11 +170,11 @@ def test_a_prompt_goes_to_a_worker_whose_pool_has_it() -> None:
             await scene.until_worth(second, a0=0, a1=0, b0=far, b1=far)
             assert await scene.goes_to(first) in ("a0", "a1")
             assert await scene.goes_to(second) in ("b0", "b1")
-            one.tell(Removed.of(first.sequence_hashes[3:], Tier.HOST))
+            one.tell(Removed.from_hashes(first.sequence_hashes[3:], Tier.HOST))
             await scene.until_worth(first, a0=3 * HOST_WEIGHT, a1=3 * HOST_WEIGHT, b0=0, b1=0)
             one.tell(Cleared(Tier.HOST))
             await scene.until_worth(first, a0=0, a1=0, b0=0, b1=0)
-            assert scene.router.ingest.num_in(FeedState.EXACT) == 4, "pools are no workers"
+            assert scene.router.ingest.num_in_state(FeedState.EXACT) == 4, "pools are no workers"
 
     run_virtual(scenario)
 
@@ -209,7 +209,7 @@ def test_every_rank_of_a_worker_reaches_its_pool() -> None:
             pool = await Pool.of(lab, "pool-a")
             running = await lab.worker("w0", Engine(dp_ranks=(0, 1)))
             router = await Scene.new_router(lab, "edge", running)
-            await running.worker.tell_anew(kv_pool=pool.name)
+            await running.worker.update_registration(kv_pool=pool.name)
             request = prompt(1)
             pool.tell(stored(request, Tier.HOST))
             await until(lambda: [each.overlap_blocks for each in router.explain(request)] == [5.4, 5.4])
@@ -217,7 +217,7 @@ def test_every_rank_of_a_worker_reaches_its_pool() -> None:
     run_virtual(scenario)
 
 
-def test_a_pool_that_nobody_names_is_not_followed() -> None:
+def test_a_pool_that_no_worker_names_is_not_indexed() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             pool, other = await Pool.of(lab, "pool-a"), await Pool.of(lab, "pool-b")
@@ -226,10 +226,10 @@ def test_a_pool_that_nobody_names_is_not_followed() -> None:
             other.tell(stored(request, Tier.HOST))
             pool.tell(stored(request, Tier.HOST))
             await asyncio.sleep(1.0)
-            assert scene.router.ingest._pools._client is None, "nothing is looked for"
+            assert scene.router.ingest._worker_pools._client is None, "nothing is looked for"
             await scene.reach("a0", pool)
             await scene.until_worth(request, a0=6 * HOST_WEIGHT)
-            assert scene.router.index.num_pairs == 6
+            assert scene.router.block_index.num_pairs == 6
             assert scene.router.ingest.num_pools == 1
 
     run_virtual(scenario)
@@ -238,7 +238,7 @@ def test_a_pool_that_nobody_names_is_not_followed() -> None:
 # --- coming and going
 
 
-def test_workers_come_late_and_leave() -> None:
+def test_workers_join_late_and_leave() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             pool = await Pool.of(lab, "pool-a")
@@ -256,7 +256,7 @@ def test_workers_come_late_and_leave() -> None:
             await scene.reach("a1", None)
             await scene.reach("a2", None)
             await scene.until_worth(request, a0=0, a1=0, a2=0)
-            assert scene.router.index.num_pairs == 0, "and nobody's blocks are kept"
+            assert scene.router.block_index.num_pairs == 0, "and no blocks are kept"
 
     run_virtual(scenario)
 
@@ -278,13 +278,13 @@ def test_a_pool_that_starts_anew_is_another_one() -> None:
             await scene.reach("a0", again)
             await scene.until_worth(kept, a0=6 * DISK_WEIGHT, b0=0)
             assert scene.worth(lost) == {"a0": 0, "b0": 0}
-            assert scene.router.index.num_pairs == 6
+            assert scene.router.block_index.num_pairs == 6
 
     run_virtual(scenario)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["with a reset", "silent"])
-def test_a_pool_that_dies_counts_for_nobody(silent: bool) -> None:
+def test_a_lost_pool_does_not_count(silent: bool) -> None:
     """Though the worker has not noticed, and says that it reaches it."""
 
     async def scenario() -> None:
@@ -299,7 +299,7 @@ def test_a_pool_that_dies_counts_for_nobody(silent: bool) -> None:
             await scene.until_worth(request, a0=0, b0=0)
             if not silent:
                 assert asyncio.get_running_loop().time() - began_at < 0.5, "before its lease is over"
-            assert scene.router.index.num_pairs == 0
+            assert scene.router.block_index.num_pairs == 0
 
     run_virtual(scenario)
 
@@ -307,7 +307,7 @@ def test_a_pool_that_dies_counts_for_nobody(silent: bool) -> None:
 # --- what is lost on the way
 
 
-def test_events_of_a_pool_that_were_lost_are_asked_for() -> None:
+def test_lost_events_of_a_pool_are_recovered() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             pool = await Pool.of(lab, "pool-a")
@@ -315,21 +315,21 @@ def test_events_of_a_pool_that_were_lost_are_asked_for() -> None:
             request, other = prompt(1), prompt(1000)
             pool.tell(stored(other, Tier.HOST))
             await scene.until_worth(other, a0=6 * HOST_WEIGHT)
-            lab.bus.lose(pool.runtime.events.publisher, 1)
+            lab.bus.drop_next(pool.runtime.events.publisher, 1)
             pool.tell(stored(request, Tier.HOST, 0, 3))
             pool.tell(stored(request, Tier.HOST, 3))
             await scene.until_worth(request, a0=6 * HOST_WEIGHT)
             stats = scene.router.ingest.stats
             assert (stats.num_gaps, stats.num_replays) == (1, 1)
-            lab.bus.lose(pool.runtime.events.publisher, 1)
-            pool.tell(Removed.of(other.sequence_hashes, Tier.HOST))  # and nothing after it
+            lab.bus.drop_next(pool.runtime.events.publisher, 1)
+            pool.tell(Removed.from_hashes(other.sequence_hashes, Tier.HOST))  # and nothing after it
             await scene.until_worth(other, a0=0)
             assert stats.num_snapshots == 2, "of the worker and of the pool, at the beginning"
 
     run_virtual(scenario)
 
 
-def test_a_router_that_comes_late_learns_what_a_pool_has() -> None:
+def test_a_late_router_gets_a_snapshot_of_a_pool() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             pool = await Pool.of(lab, "pool-a")

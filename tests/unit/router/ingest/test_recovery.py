@@ -1,4 +1,4 @@
-"""Asking a worker for what was missed: the parts of an answer are put together, and what is none is refused."""
+"""Recovery requests: assembled responses, and refused malformed ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvolt.core.kv_events import KvDigest, KvEvent, KvEventBatch, Removed, Tier
 from kvolt.core.kv_recovery import (
     KvContents,
     KvEventsSince,
-    KvQuestion,
+    KvRecoveryRequest,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
 )
 from kvolt.router.ingest import recovery as ingest_asking
-from kvolt.router.ingest.feed import Refused, Replayed, Snapshotted
-from kvolt.router.ingest.recovery import ask_worker
+from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, SnapshotReceived
+from kvolt.router.ingest.recovery import request_recovery
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.testing import run_virtual
@@ -37,24 +37,26 @@ LIMITS = Deadlines(connect_s=1.0, first_s=1.0, between_s=1.0, total_s=5.0)
 
 
 def batch(event_id: int) -> KvEventBatch:
-    return KvEventBatch((KvEvent(event_id, 7, Removed.of([])),))
+    return KvEventBatch((KvEvent(event_id, 7, Removed.from_hashes([])),))
 
 
 def packed(event_id: int) -> bytes:
     return msgspec.msgpack.encode(batch(event_id))
 
 
-def answer_to(question: KvQuestion, *parts: Any) -> Replayed | Snapshotted | Refused:
+def answer_to(
+    question: KvRecoveryRequest, *parts: Any
+) -> ReplayReceived | SnapshotReceived | RecoveryRefused:
     """Of a worker that says these parts, an error among them as such."""
 
-    async def control(asked: Any) -> AsyncIterator[Any]:
-        assert asked == msgspec.to_builtins(question)
+    async def control(received: Any) -> AsyncIterator[Any]:
+        assert received == msgspec.to_builtins(question)
         for part in parts:
             if isinstance(part, Exception):
                 raise part
             yield part
 
-    async def scenario() -> Replayed | Snapshotted | Refused:
+    async def scenario() -> ReplayReceived | SnapshotReceived | RecoveryRefused:
         async with Lab() as lab:
             worker = await lab.runtime("worker")
             address = worker.plane.address
@@ -63,7 +65,7 @@ def answer_to(question: KvQuestion, *parts: Any) -> Replayed | Snapshotted | Ref
             endpoint = EndpointAddress(NAMESPACE, "c", GENERATE)
             instance = Instance(id=NAME, endpoint=endpoint, address=address)
             router = await lab.runtime("router")
-            return await ask_worker(router.plane, instance, question, LIMITS)
+            return await request_recovery(router.plane, instance, question, LIMITS)
 
     return run_virtual(scenario)
 
@@ -72,9 +74,9 @@ def test_a_replay_is_put_together() -> None:
     first = msgspec.structs.replace(REPLAY, batches=(packed(0), packed(1)), digests=DIGESTS)
     second = msgspec.structs.replace(REPLAY, batches=(packed(2),), digests=DIGESTS)
     found = answer_to(SINCE, first, second)
-    assert found == Replayed(7, 3, [batch(0), batch(1), batch(2)], False, DIGESTS)
-    gone = msgspec.structs.replace(REPLAY, is_gone=True)
-    assert answer_to(SINCE, gone) == Replayed(7, 3, [], True)
+    assert found == ReplayReceived(7, 3, [batch(0), batch(1), batch(2)], False, DIGESTS)
+    gone = msgspec.structs.replace(REPLAY, is_unavailable=True)
+    assert answer_to(SINCE, gone) == ReplayReceived(7, 3, [], True)
 
 
 def test_a_snapshot_is_put_together() -> None:
@@ -84,13 +86,13 @@ def test_a_snapshot_is_put_together() -> None:
         KvSnapshotPart(b"3" * 8),
     )
     blocks = {(0, Tier.DEVICE): b"1" * 8 + b"3" * 8, (1, Tier.HOST): b"2" * 8}
-    assert answer_to(KvContents(), HEAD, *parts) == Snapshotted(7, 3, blocks, DIGESTS)
-    assert answer_to(KvContents(), KvSnapshot(NAME, 7, 0)) == Snapshotted(7, 0, {})
+    assert answer_to(KvContents(), HEAD, *parts) == SnapshotReceived(7, 3, blocks, DIGESTS)
+    assert answer_to(KvContents(), KvSnapshot(NAME, 7, 0)) == SnapshotReceived(7, 0, {})
 
 
 @pytest.mark.parametrize("error", [Unsupported("no"), NotFound("no"), InvalidRequest("what is that?")])
-def test_who_does_not_know_the_question_is_not_asked_again(error: KvoltError) -> None:
-    assert answer_to(KvContents(), error) == Refused()
+def test_an_unsupported_request_is_not_repeated(error: KvoltError) -> None:
+    assert answer_to(KvContents(), error) == RecoveryRefused()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_who_does_not_know_the_question_is_not_asked_again(error: KvoltError) ->
     ],
 )
 def test_what_is_no_answer_is_an_error(
-    question: KvQuestion, parts: tuple[Any, ...], error: type[KvoltError]
+    question: KvRecoveryRequest, parts: tuple[Any, ...], error: type[KvoltError]
 ) -> None:
     with pytest.raises(error):
         answer_to(question, *parts)
@@ -119,6 +121,6 @@ def test_what_is_no_answer_is_an_error(
 def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest_asking, "MAX_BLOCKS", 2)
     monkeypatch.setattr(ingest_asking, "MAX_REPLAY_BYTES", 100)
-    assert answer_to(KvContents(), HEAD) == Refused()
+    assert answer_to(KvContents(), HEAD) == RecoveryRefused()
     large = msgspec.structs.replace(REPLAY, batches=(bytes(60),))
-    assert answer_to(SINCE, large, large) == Refused()
+    assert answer_to(SINCE, large, large) == RecoveryRefused()

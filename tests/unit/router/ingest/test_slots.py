@@ -1,4 +1,4 @@
-"""InstanceSlots: a worker's ranks as slots of the index, and what each action does to them."""
+"""InstanceSlots: the index slots of a worker's ranks, and each action on them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvolt.router.ingest.slots import InstanceSlots
 
 
 def stored(*hashes: int, tier: Tier = Tier.DEVICE) -> Stored:
-    return Stored.of(hashes, tier=tier)
+    return Stored.from_hashes(hashes, tier=tier)
 
 
 def removed(*hashes: int, tier: Tier = Tier.DEVICE) -> Removed:
-    return Removed.of(hashes, tier)
+    return Removed.from_hashes(hashes, tier)
 
 
 def packed(*hashes: int) -> bytes:
@@ -35,7 +35,7 @@ class Lab:
         self.slots.apply([KvEvent(number, 1, change, dp_rank) for number, change in enumerate(changes)])
 
     def held(self, dp_rank: int = 0, level: int = 0) -> set[int]:
-        slot = self.slots.of(dp_rank)
+        slot = self.slots.slot_of(dp_rank)
         assert slot is not None
         return set(self.index.contents(slot, level))
 
@@ -52,23 +52,23 @@ def test_each_rank_is_a_slot_of_its_own() -> None:
     lab.apply(stored(5, tier=Tier.DISK), Cleared())
     assert (lab.held(), lab.held(level=2), lab.held(4)) == (set(), set(), {3})
     lab.apply(stored(5), dp_rank=9)
-    assert lab.slots.of(9) is None
+    assert lab.slots.slot_of(9) is None
     assert lab.stats.num_unknown_ranks == 1
     lab.slots.clear()
     assert lab.index.num_pairs == 0
 
 
-def test_places_are_given_back() -> None:
+def test_close_frees_the_slots() -> None:
     lab = Lab(0, 1)
     lab.apply(stored(1))
     lab.slots.close()
     lab.slots.close()
-    assert lab.slots.of(0) is None
+    assert lab.slots.slot_of(0) is None
     assert lab.index.num_pairs == 0
     assert sorted(lab.index.add_worker() for _ in range(3)) == [0, 1, 2], "two of them used again"
 
 
-def test_without_room_nothing_is_taken() -> None:
+def test_without_free_slots_nothing_is_allocated() -> None:
     index = BlockIndex(10**9)
     for _ in range(MAX_SLOTS - 1):
         index.add_worker()
@@ -77,7 +77,7 @@ def test_without_room_nothing_is_taken() -> None:
     assert index.add_worker() == MAX_SLOTS - 1, "the first of the two is free again"
 
 
-def test_a_snapshot_takes_the_place_of_all_that_was_known() -> None:
+def test_a_snapshot_replaces_all_blocks() -> None:
     lab = Lab(0, 1)
     lab.apply(stored(*range(10)), stored(3, tier=Tier.HOST))
     lab.apply(stored(77), dp_rank=1)
@@ -125,9 +125,9 @@ def test_an_index_that_is_full_is_no_mismatch() -> None:
     lab = Lab(max_bytes=MIN_MAX_BYTES)
     everything = range(100_000)
     lab.slots.replace({(0, Tier.DEVICE): packed(*everything)})
-    told = KvDigest(len(everything), digest_of(everything))
+    reported = KvDigest(len(everything), digest_of(everything))
     assert 0 < len(lab.held()) < len(everything)
-    assert lab.slots.compare((told,)) is Comparison.CROWDED
+    assert lab.slots.compare((reported,)) is Comparison.CROWDED
     lab.slots.replace({(0, Tier.DEVICE): packed(1, 2)})
     assert lab.held() == {1, 2}
     assert lab.slots.compare((KvDigest(2, digest_of((1, 2))),)) is Comparison.AGREE, "counted anew"

@@ -1,4 +1,4 @@
-"""What a prompt takes at each worker: by the model that it registered, in its own chunks; a guess where it has none."""
+"""CostModel: registered models, chunks of each worker, the default model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.ids import CardHash
 from kvolt.core.latency import LatencyModel, OccupancyModel, prompt_s
 from kvolt.core.request import Role
-from kvolt.router.policy import cost_model as prices_module
-from kvolt.router.policy.cost_model import Asked, Prices
+from kvolt.router.policy import cost_model as cost_model_module
+from kvolt.router.policy.cost_model import CostInputs, CostModel
 
 
 def info(chunk: int = 100, **models: Any) -> EngineInfo:
@@ -38,19 +38,19 @@ LINEAR = LatencyModel(base_s=1.0, prefill_token_s=0.1, batch_s=0.5, context_toke
 
 
 def test_each_worker_by_its_own_model_and_chunks() -> None:
-    made = Prices([info(latency=LINEAR), info(chunk=50, latency=LINEAR), None])
+    made = CostModel([info(latency=LINEAR), info(chunk=50, latency=LINEAR), None])
     times = made.prefill_s(100, np.array([100.0, 100.0, 100.0]), *nobody(3))
     assert times.tolist() == pytest.approx([11.0, 12.0, 6e-3 + 100 * 50e-6])
 
 
-def test_what_is_held_takes_no_time() -> None:
-    made = Prices([info(latency=LINEAR), info(latency=LINEAR)])
+def test_cached_blocks_take_no_time() -> None:
+    made = CostModel([info(latency=LINEAR), info(latency=LINEAR)])
     assert made.prefill_s(100, np.array([100.0, 20.0]), *nobody(2)).tolist() == pytest.approx([11.0, 3.0])
 
 
-def test_who_decodes_is_in_every_step_of_a_prompt() -> None:
+def test_decoding_requests_are_in_every_prefill_step() -> None:
     occupancy = OccupancyModel(prefill_token_s=0.1, decode_base_s=0.5, decode_share_s=1.0, kv_tokens=1000)
-    made = Prices([info(latency=LINEAR), info(latency=LINEAR), info(occupancy_latency=occupancy)] * 2)
+    made = CostModel([info(latency=LINEAR), info(latency=LINEAR), info(occupancy_latency=occupancy)] * 2)
     decoding, context = np.array([2.0, 0.0, 2.0, 2.0, 0.0, 0.0]), np.array([200.0, 0.0, 200.0] * 2)
     times = made.prefill_s(250, np.array([250.0] * 3 + [50.0] * 3), decoding, context)
     beside = 2 * 0.5 + 200 * 0.01
@@ -69,18 +69,18 @@ def test_who_decodes_is_in_every_step_of_a_prompt() -> None:
 def test_a_step_of_those_that_decode() -> None:
     occupancy = OccupancyModel(decode_base_s=0.5, decode_share_s=1.0, kv_tokens=1000)
     decoding, context = np.array([2.0, 2.0]), np.array([200.0, 200.0])
-    both = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy)]).decode_s(decoding, context)
+    both = CostModel([info(latency=LINEAR), info(occupancy_latency=occupancy)]).decode_s(decoding, context)
     assert both.tolist() == pytest.approx([1.0 + 2 * 0.5 + 200 * 0.01, 0.5 + 0.2])
-    alike = Prices([info(occupancy_latency=occupancy)] * 2).decode_s(decoding, context)
+    alike = CostModel([info(occupancy_latency=occupancy)] * 2).decode_s(decoding, context)
     assert alike.tolist() == pytest.approx([0.7, 0.7])
 
 
 def test_one_more_slows_down_those_beside_it() -> None:
     occupancy = OccupancyModel(decode_base_s=0.1, decode_share_s=1.0, kv_tokens=1000)
-    made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR)])
+    made = CostModel([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR)])
     beside, reading = np.array([2.0, 2.0, 0.0]), np.array([200.0, 200.0, 0.0])
-    asked = Asked(100, 16, 10.0, np.zeros(3), np.array([100.0, 100.0, 40.0]))
-    _, step_s, slowdown_s = made.look(asked, np.array([1.0, 1.0, 3.0]), *nobody(3), beside, reading)
+    inputs = CostInputs(100, 16, 10.0, np.zeros(3), np.array([100.0, 100.0, 40.0]))
+    _, step_s, slowdown_s = made.predict(inputs, np.array([1.0, 1.0, 3.0]), *nobody(3), beside, reading)
     assert step_s.tolist() == pytest.approx(
         [1.0 + 3 * 0.5 + 300 * 0.01, 0.1 + 0.3, 3 * (1.0 + 0.5 + 40 * 0.01)]
     )
@@ -114,7 +114,7 @@ def test_all_at_once_as_each_by_itself(
         info(chunk, **{"latency" if isinstance(model, LatencyModel) else "occupancy_latency": model})
         for _, chunk, model in given_workers
     ]
-    times = Prices(infos).prefill_s(
+    times = CostModel(infos).prefill_s(
         prompt_tokens,
         np.array([prompt_tokens - each for each in held], dtype=float),
         *nobody(len(held)),
@@ -132,11 +132,11 @@ TOKENS = st.integers(0, 5000)
 BUSY = st.tuples(
     st.floats(0, 40), st.floats(0, 3), st.integers(0, 3), TOKENS, st.floats(0, 9), st.floats(0, 5e3), TOKENS
 )
-"""Blocks that it holds, its pace, who decodes there, with how much context; those beside an answer, what they read,
-and what it reads."""
+"""Cached blocks, pace, decoding requests with their context; requests beside the answer, tokens that they read,
+and tokens that the answer adds."""
 
 
-@pytest.mark.skipif(prices_module.native_look is None, reason="it is not built here")
+@pytest.mark.skipif(cost_model_module.native_predict is None, reason="it is not built here")
 @given(
     st.integers(1, 5000),
     st.sampled_from([1, 16, 64]),
@@ -144,7 +144,7 @@ and what it reads."""
     st.sampled_from(MODELS),
     st.lists(st.tuples(st.integers(1, 600), BUSY), min_size=1, max_size=6),
 )
-def test_the_native_look_says_what_numpy_says(
+def test_native_predict_equals_numpy(
     prompt_tokens: int,
     block_size: int,
     output_tokens: float,
@@ -152,29 +152,29 @@ def test_the_native_look_says_what_numpy_says(
     workers: list[tuple[int, tuple[float, ...]]],
 ) -> None:
     name = "latency" if isinstance(model, LatencyModel) else "occupancy_latency"
-    made = Prices([info(chunk, **{name: model}) for chunk, _ in workers])
+    made = CostModel([info(chunk, **{name: model}) for chunk, _ in workers])
     overlap, pace, *load, joined = np.array([busy for _, busy in workers], dtype=float).T.copy()
-    asked = Asked(prompt_tokens, block_size, output_tokens, overlap, joined)
-    native = made.look(asked, pace, *load)
+    inputs = CostInputs(prompt_tokens, block_size, output_tokens, overlap, joined)
+    native = made.predict(inputs, pace, *load)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prices_module, "native_look", None)
-        plain = made.look(asked, pace, *load)
+        patch.setattr(cost_model_module, "native_predict", None)
+        plain = made.predict(inputs, pace, *load)
     for one, other in zip(native, plain, strict=True):
         assert one.tolist() == pytest.approx(other.tolist(), rel=1e-9, abs=1e-12)
 
 
 def test_workers_of_two_shapes_are_looked_at_in_numpy() -> None:
-    made = Prices([info(latency=MODELS[0]), info(occupancy_latency=MODELS[1]), None])
+    made = CostModel([info(latency=MODELS[0]), info(occupancy_latency=MODELS[1]), None])
     overlap, pace = np.array([1.0, 0.0, 2.0]), np.array([2.0, 1.0, 0.5])
-    asked = Asked(100, 16, 10.0, overlap, np.full(3, 100.0))
-    prefill_s, step_s, _ = made.look(asked, pace, *nobody(3), *nobody(3))
+    inputs = CostInputs(100, 16, 10.0, overlap, np.full(3, 100.0))
+    prefill_s, step_s, _ = made.predict(inputs, pace, *nobody(3), *nobody(3))
     news = np.array([84.0, 100.0, 68.0])
     assert prefill_s.tolist() == pytest.approx((pace * made.prefill_s(100, news, *nobody(3))).tolist())
     assert step_s.tolist() == pytest.approx((pace * made.decode_s(np.ones(3), np.full(3, 100.0))).tolist())
 
 
-@pytest.mark.skipif(prices_module.native_look is None, reason="it is not built here")
+@pytest.mark.skipif(cost_model_module.native_predict is None, reason="it is not built here")
 def test_an_array_that_is_too_short_is_refused() -> None:
-    made = Prices([info(latency=MODELS[0])] * 3)
-    with pytest.raises(ValueError, match="a number for each worker"):
-        made.look(Asked(100, 16, 10.0, np.zeros(2), np.zeros(3)), np.ones(3), *nobody(3), *nobody(3))
+    made = CostModel([info(latency=MODELS[0])] * 3)
+    with pytest.raises(ValueError, match="one number per worker"):
+        made.predict(CostInputs(100, 16, 10.0, np.zeros(2), np.zeros(3)), np.ones(3), *nobody(3), *nobody(3))

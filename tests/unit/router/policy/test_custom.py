@@ -1,4 +1,4 @@
-"""Somebody's own policy: tried out first, loaded anew when it changes, and never a reason to fail a request."""
+"""Custom policies: tested first, reloaded on change, never a reason to fail a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.latency import Floats
-from kvolt.router.policy.custom import CustomPolicy, is_custom, policy_text
+from kvolt.router.policy.custom import CustomPolicy, is_custom, read_policy_source
 from kvolt.router.policy.policy import RequestView, WorkersView
 
 ASKED = RequestView(prompt_tokens=640, block_size=64, output_tokens=128)
@@ -71,7 +71,7 @@ def test_a_module_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(tmp_path))
     policy = CustomPolicy("somebody.routing:cost", fallback)
     assert policy(ASKED, workers(queue_s=[1.0, 2.0, 0.0])).tolist() == [2.0, 4.0, 0.0]
-    assert policy_text("somebody.routing:cost").startswith(b"from .weights")
+    assert read_policy_source("somebody.routing:cost").startswith(b"from .weights")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_module_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("cost = 5", "has no function cost"),
         ("def cost(request):\n    return 1", "TypeError"),
         ("def cost(request, workers):\n    return 1.0", r"the shape \(\)"),
-        ("def cost(request, workers):\n    return [1.0]", r"tried out with 3 workers .* the shape \(1,\)"),
+        ("def cost(request, workers):\n    return [1.0]", r"test with 3 workers .* the shape \(1,\)"),
         ("def cost(request, workers):\n    return workers.queue_s / 0 * 0", "finite|RuntimeWarning"),
-        ("def cost(request, workers):\n    return ['a'] * len(workers.queue_s)", "no numbers"),
+        ("def cost(request, workers):\n    return ['a'] * len(workers.queue_s)", "not numbers"),
         ("def cost(request, workers):\n    workers.queue_s[0] = 5\n    return workers.queue_s", "read-only"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_does_not_work_is_refused_at_the_start(tmp_path: Path, text: str, w
     "name",
     ["nowhere.py:cost", "no.such.module:cost", "sys:cost", ":cost", "mine.py:", "mine.py:a b", "a..b:cost"],
 )
-def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be used"):
         CustomPolicy(name, fallback)
@@ -137,17 +137,17 @@ def test_a_request_that_it_fails_on_is_decided_by_another_and_counted(
     assert mine.loaded.costs(ASKED, workers(queue_s=[9.0, 0.0, 0.0])) is None
 
 
-def test_an_edit_takes_effect(tmp_path: Path) -> None:
+def test_an_edit_is_loaded(tmp_path: Path) -> None:
     mine = Policy(tmp_path)
     assert not mine.loaded.reload_if_changed()
     mine.write("def cost(request, workers):\n    return -workers.queue_s\n")
     assert mine.costs(queue_s=[1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
     assert mine.loaded.reload_if_changed()
     assert mine.costs(queue_s=[1.0, 2.0, 3.0]) == [-1.0, -2.0, -3.0]
-    assert (mine.loaded.num_reloads, mine.loaded.num_broken_edits) == (1, 0)
+    assert (mine.loaded.num_reloads, mine.loaded.num_failed_reloads) == (1, 0)
 
 
-def test_a_broken_edit_keeps_the_old_one_and_says_so_once(
+def test_a_broken_edit_keeps_the_old_version_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = Policy(tmp_path)
@@ -158,12 +158,12 @@ def test_a_broken_edit_keeps_the_old_one_and_says_so_once(
     assert len(caplog.records) == 1
     assert "SyntaxError" in caplog.text
     assert mine.costs(queue_s=[1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
-    assert (mine.loaded.num_reloads, mine.loaded.num_broken_edits) == (0, 1)
+    assert (mine.loaded.num_reloads, mine.loaded.num_failed_reloads) == (0, 1)
     mine.write(GOOD)
     assert mine.loaded.reload_if_changed()
 
 
-def test_a_file_that_is_gone_for_a_moment_changes_nothing(tmp_path: Path) -> None:
+def test_a_briefly_missing_file_changes_nothing(tmp_path: Path) -> None:
     mine = Policy(tmp_path)
     mine.path.unlink()
     assert not mine.loaded.reload_if_changed()
@@ -183,10 +183,10 @@ def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
 
 def test_text_of_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        policy_text(str(tmp_path / "gone.py") + ":cost")
+        read_policy_source(str(tmp_path / "gone.py") + ":cost")
 
 
-def test_it_is_told_what_ours_are_told(tmp_path: Path) -> None:
+def test_a_custom_policy_gets_the_same_views(tmp_path: Path) -> None:
     text = "SEEN = []\ndef cost(request, workers):\n    SEEN.append(request)\n    return workers.blocks\n"
     Policy(tmp_path, text).costs()
     assert vars(sys.modules["kvolt_policy_mine"])["SEEN"][-1] == ASKED

@@ -1,4 +1,4 @@
-"""What a request would come to where a router would send it: each figure, and that nothing is booked by asking."""
+"""Forecast: each value, and that it reserves nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.unit.router.queue.test_queue_router import Rooms, asking
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
-from kvolt.router.event_fed_router import ExactRouter
-from kvolt.router.policy.forecast import Forecast, Forecasting
+from kvolt.router.event_fed_router import EventFedRouter
+from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.policy.policy import latency
 from kvolt.router.port import RoundRobinRouter, RouterContext
 from kvolt.router.queue.queue_router import QueueRouter
@@ -29,22 +29,27 @@ def forecast(scene: Scene, request: Request = LONG) -> Forecast:
     return scene.selector.forecast(request, scene.allowed)
 
 
-def test_an_idle_place_has_no_queue_and_nobody_to_disturb() -> None:
-    told = forecast(Scene({A: worker()}))
-    assert (told.queue_s, told.arriving, told.decoding, told.all_decoding) == (0.0, 0.0, 0.0, 0.0)
-    assert told.lacking_tokens == LONG.num_prompt_tokens
-    assert told.prefill_s >= PRICE.prefill_token_s * LONG.num_prompt_tokens
-    assert told.first_token_s == told.prefill_s
-    assert told.step_s > 0
-    assert told.num_places == 1
+def test_an_idle_worker_has_no_queue_and_no_other_requests() -> None:
+    predicted = forecast(Scene({A: worker()}))
+    assert (predicted.queue_s, predicted.num_arriving, predicted.decoding, predicted.total_decoding) == (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
+    assert predicted.missing_tokens == LONG.num_prompt_tokens
+    assert predicted.prefill_s >= PRICE.prefill_token_s * LONG.num_prompt_tokens
+    assert predicted.first_token_s == predicted.prefill_s
+    assert predicted.step_s > 0
+    assert predicted.num_worker_ranks == 1
 
 
-def test_it_is_told_of_the_place_where_it_would_go() -> None:
+def test_the_forecast_is_of_the_chosen_worker() -> None:
     scene = Scene({A: worker(), B: worker()}, Held(b=range(1, 31)))
-    told = forecast(scene)
+    predicted = forecast(scene)
     assert scene.where(LONG) == (B, 0)
-    assert told.lacking_tokens == LONG.num_prompt_tokens - 30 * BLOCK
-    assert told.num_places == 2
+    assert predicted.missing_tokens == LONG.num_prompt_tokens - 30 * BLOCK
+    assert predicted.num_worker_ranks == 2
 
 
 def test_prompts_ahead_are_a_queue_and_answers_are_others() -> None:
@@ -54,27 +59,27 @@ def test_prompts_ahead_are_a_queue_and_answers_are_others() -> None:
     behind = forecast(scene)
     assert behind.queue_s > idle.queue_s
     assert behind.decoding == 0.0
-    assert behind.arriving > idle.arriving, "others come while this one waits"
+    assert behind.num_arriving > idle.num_arriving, "others come while this one waits"
     scene.time_s = 10.0
-    scene.selector.begun(ticket, None)
+    scene.selector.mark_first_token(ticket, None)
     beside = forecast(scene)
-    assert (beside.queue_s, beside.decoding, beside.all_decoding) == (0.0, 1.0, 1.0)
+    assert (beside.queue_s, beside.decoding, beside.total_decoding) == (0.0, 1.0, 1.0)
 
 
-def test_all_answers_count_wherever_they_are_given() -> None:
+def test_decoding_requests_of_all_candidates_count() -> None:
     scene = Scene({A: worker(), B: worker()})
     for number in range(4):
-        scene.selector.begun(scene.book(prompt(*range(1000 * number, 1000 * number + 9))), None)
-    told = forecast(scene)
-    assert (told.all_decoding, told.decoding) == (4.0, 2.0)
+        scene.selector.mark_first_token(scene.book(prompt(*range(1000 * number, 1000 * number + 9))), None)
+    predicted = forecast(scene)
+    assert (predicted.total_decoding, predicted.decoding) == (4.0, 2.0)
 
 
-def test_a_prompt_that_somebody_else_has_computed_takes_no_prefill() -> None:
+def test_a_prompt_computed_at_another_worker_takes_no_prefill() -> None:
     scene = Scene({A: worker()})
-    whole, handed = forecast(scene), forecast(scene, COMPUTED)
-    assert handed.prefill_s == pytest.approx(PRICE.base_s + PRICE.prefill_token_s), "a last token's step"
-    assert handed.prefill_s < whole.prefill_s
-    assert handed.lacking_tokens == whole.lacking_tokens, "it is to be moved"
+    full, handed_off = forecast(scene), forecast(scene, COMPUTED)
+    assert handed_off.prefill_s == pytest.approx(PRICE.base_s + PRICE.prefill_token_s), "a last token's step"
+    assert handed_off.prefill_s < full.prefill_s
+    assert handed_off.missing_tokens == full.missing_tokens, "it is to be moved"
 
 
 def test_a_prompt_for_others_is_answered_by_a_token() -> None:
@@ -84,20 +89,20 @@ def test_a_prompt_for_others_is_answered_by_a_token() -> None:
 
 
 def test_one_more_makes_each_step_longer_by_its_share() -> None:
-    price = replace(PRICE, batch_s=0.001, context_token_s=1e-6)
-    told = forecast(Scene({A: replace(worker(), latency=price)}))
-    tokens = len(LONG.token_ids) + told.output_tokens / 2.0
-    assert told.base_s == pytest.approx(price.base_s)
-    assert told.more_s == pytest.approx(0.001 + 1e-6 * tokens)
+    model = replace(PRICE, batch_s=0.001, context_token_s=1e-6)
+    predicted = forecast(Scene({A: replace(worker(), latency=model)}))
+    tokens = len(LONG.token_ids) + predicted.output_tokens / 2.0
+    assert predicted.base_step_s == pytest.approx(model.base_s)
+    assert predicted.added_step_s == pytest.approx(0.001 + 1e-6 * tokens)
 
 
-def test_asking_books_nothing() -> None:
+def test_a_forecast_reserves_nothing() -> None:
     scene = Scene({A: worker(seqs=1)})
     first = forecast(scene)
     assert [forecast(scene) for _ in range(5)] == [first] * 5
 
 
-def test_nobody_to_go_to_is_an_error() -> None:
+def test_no_candidate_is_an_error() -> None:
     with pytest.raises(Unavailable):
         Scene({}).selector.forecast(LONG, ())
 
@@ -118,40 +123,40 @@ def test_behind_a_queue_it_waits_for_all_that_wait() -> None:
         first = await router.route(asking("first"))
         second = loop.create_task(router.route(asking("second", prompt=1000)))
         await asyncio.sleep(1.0)
-        router.free(first, None)
-        inner.on_relief()
+        router.release(first, None)
+        inner.on_capacity_freed()
         third = loop.create_task(router.route(asking("third", prompt=1000)))
         await asyncio.sleep(1.0)
         assert (second.done(), third.done()) == (True, False)
         behind = router.forecast(asking())
         assert behind.queue_s > alone.queue_s
         assert replace(behind, queue_s=alone.queue_s) == alone
-        router.free(second.result(), None)
-        inner.on_relief()
-        router.free(await third, None)
+        router.release(second.result(), None)
+        inner.on_capacity_freed()
+        router.release(await third, None)
         assert router.forecast(asking()) == alone
         await router.close()
 
     run_virtual(scenario)
 
 
-def test_a_kv_router_forecasts_and_one_that_takes_turns_does_not() -> None:
+def test_a_kv_router_forecasts_and_round_robin_does_not() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", sim(ARGUMENTS))
             runtime = await lab.runtime("edge")
             client = await runtime.client(running.endpoint)
             await until(lambda: bool(client.candidates()))
-            router = ExactRouter(RouterContext(client, runtime, 16, RouterSettings()), latency())
-            assert isinstance(router, Forecasting)
-            assert not isinstance(RoundRobinRouter(client), Forecasting)
-            told = router.forecast(make_request(prompt=40))
-            assert (told.num_places, told.lacking_tokens) == (1, 40)
+            router = EventFedRouter(RouterContext(client, runtime, 16, RouterSettings()), latency())
+            assert isinstance(router, SupportsForecast)
+            assert not isinstance(RoundRobinRouter(client), SupportsForecast)
+            predicted = router.forecast(make_request(prompt=40))
+            assert (predicted.num_worker_ranks, predicted.missing_tokens) == (1, 40)
             await router.close()
 
     run_virtual(scenario)
 
 
-def test_who_asks_about_somebody_pinned_is_told_of_them() -> None:
+def test_a_pinned_worker_is_the_one_in_the_forecast() -> None:
     scene = Scene({A: worker(), B: worker()}, Held(a=range(1, 41)))
-    assert scene.selector.forecast(LONG, (InstanceId("b"),)).lacking_tokens == LONG.num_prompt_tokens
+    assert scene.selector.forecast(LONG, (InstanceId("b"),)).missing_tokens == LONG.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What came of decisions changes the next ones: slow workers get less, long answers count for more."""
+"""Outcomes change later decisions: slow workers get fewer requests, long answers count more."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request
-from kvolt.journey.journey import Journey, Road
-from kvolt.router.event_fed_router import ExactRouter
-from kvolt.router.place import Place
-from kvolt.router.policy.learning import Learning
+from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.router.event_fed_router import EventFedRouter
+from kvolt.router.policy.choice import Choice
+from kvolt.router.policy.learning import OutcomeTracker
 from kvolt.router.policy.output_lengths import FIRST_GUESS
 from kvolt.router.policy.policy import latency
-from kvolt.router.policy.selector import Choice
 from kvolt.router.port import RouterContext
+from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 TOKEN_S = 0.0005
@@ -40,7 +40,7 @@ TOLD = msgspec.structs.replace(
 """A prompt of 400 tokens takes a fifth of a second."""
 
 
-async def requests_by_worker(speeds: list[float], correct_times: bool) -> tuple[Counter[str], ExactRouter]:
+async def requests_by_worker(speeds: list[float], correct_times: bool) -> tuple[Counter[str], EventFedRouter]:
     """Where prompts with nothing in common go, sent at six tenths of what workers could take if all were as they say;
     of the second half."""
     async with Lab() as lab:
@@ -52,28 +52,28 @@ async def requests_by_worker(speeds: list[float], correct_times: bool) -> tuple[
         client = await runtime.client(workers[0].endpoint)
         await until(lambda: len(client.candidates()) == len(workers))
         settings = RouterSettings(correct_times=correct_times)
-        router = ExactRouter(RouterContext(client, runtime, BLOCK, settings), latency())
-        crew = Crew("journeys")
-        road = Road(router, client, crew)
+        router = EventFedRouter(RouterContext(client, runtime, BLOCK, settings), latency())
+        task_group = TaskGroup("journeys")
+        journey_context = JourneyContext(router, client, task_group)
         rng, readers, where = random.Random(4), [], Counter[str]()
         for number in range(240):
             tokens = tuple(rng.randrange(3, 200) for _ in range(400))
             reader = Reader()
-            journey = Journey(road, prompt(f"r{number}", tokens), reader, Deadlines())
-            await journey.begin()
+            journey = Journey(journey_context, prompt(f"r{number}", tokens), reader, Deadlines())
+            await journey.start()
             readers.append(reader)
             assert journey.decision is not None
             if number >= 120:
                 where[journey.decision.instance.process] += 1
             await asyncio.sleep(rng.expovariate(0.6 * len(workers) / (400 * TOKEN_S)))
         await until(lambda: all(reader.is_over for reader in readers), 600.0)
-        assert router.num_under_way == 0
-        await crew.close()
+        assert router.num_in_flight == 0
+        await task_group.close()
         await router.close()
         return where, router
 
 
-def test_a_worker_three_times_slower_than_it_says_gets_fewer_requests() -> None:
+def test_a_worker_three_times_slower_than_its_model_gets_fewer_requests() -> None:
     async def scenario() -> None:
         told, _ = await requests_by_worker([1.0, 1.0, 1 / 3], correct_times=False)
         seen, router = await requests_by_worker([1.0, 1.0, 1 / 3], correct_times=True)
@@ -86,7 +86,7 @@ def test_a_worker_three_times_slower_than_it_says_gets_fewer_requests() -> None:
     run_virtual(scenario)
 
 
-def test_workers_that_are_as_they_say_share_alike() -> None:
+def test_workers_that_match_their_models_share_equally() -> None:
     async def scenario() -> None:
         seen, _ = await requests_by_worker([1.0, 1.0, 1.0], correct_times=True)
         assert min(seen.values()) > 0.25 * 120
@@ -98,8 +98,8 @@ def test_workers_that_are_as_they_say_share_alike() -> None:
 
 
 def choice(request: Request, **changes: Any) -> Choice:
-    given: dict[str, Any] = {
-        "place": Place(InstanceId("w"), 0),
+    fields: dict[str, Any] = {
+        "worker_rank": WorkerDpRank(InstanceId("w"), 0),
         "overlap_blocks": 0,
         "queue_s": 0.0,
         "prefill_s": 1.0,
@@ -107,9 +107,9 @@ def choice(request: Request, **changes: Any) -> Choice:
         "request": request,
         "prefill_tokens": request.num_prompt_tokens,
         "blocks": 1.0,
-        "told_s": 1.0,
+        "model_prefill_s": 1.0,
     }
-    return Choice(**given | changes)
+    return Choice(**fields | changes)
 
 
 ASKED = msgspec.structs.replace(
@@ -119,85 +119,85 @@ ASKED = msgspec.structs.replace(
 )
 
 
-def pace(learning: Learning, now: float) -> float:
+def pace(learning: OutcomeTracker, now: float) -> float:
     return float(learning.pace(np.array([0], dtype=np.intp), now)[0])
 
 
 def test_answers_teach_how_long_they_get() -> None:
-    learning = Learning()
+    learning = OutcomeTracker()
     for ticket in range(100):
-        learning.booked(ticket, choice(ASKED), 0, 0.0, 0.0)
-        learning.freed(ticket, Usage(completion_tokens=30) if ticket % 2 else None)
+        learning.on_reserved(ticket, choice(ASKED), 0, 0.0, 0.0)
+        learning.on_released(ticket, Usage(completion_tokens=30) if ticket % 2 else None)
     assert learning.output_tokens(ASKED) == pytest.approx(30, abs=5)
     assert learning.stats.num_ended == 100
     assert learning.stats.output_tokens.num_observed == 50
-    learning.freed(5, Usage(completion_tokens=9999))
+    learning.on_released(5, Usage(completion_tokens=9999))
     assert learning.stats.num_ended == 100, "each once"
 
 
 def test_a_long_answer_is_beside_others_for_as_long_as_they_last() -> None:
-    learning = Learning()
-    assert learning.tokens_beside_others(10.0) == 10.0
-    assert learning.tokens_beside_others(10_000.0) == FIRST_GUESS
+    learning = OutcomeTracker()
+    assert learning.shared_steps(10.0) == 10.0
+    assert learning.shared_steps(10_000.0) == FIRST_GUESS
 
 
 def test_prompts_of_others_in_between_are_not_the_workers_slowness() -> None:
     """Each second of ours has three of others' beside it, and the router knows of them."""
-    learning, alone = Learning(), Learning()
+    learning, alone = OutcomeTracker(), OutcomeTracker()
     for number in range(100):
         now = 4.0 * number
         for each, queue_s in ((learning, 3.0), (alone, 0.0)):
-            each.booked(number, choice(ASKED, queue_s=queue_s), 0, 0.0, now)
-            each.begun(number, None, now + 4.0)
-            each.freed(number, None)
+            each.on_reserved(number, choice(ASKED, queue_s=queue_s), 0, 0.0, now)
+            each.on_first_token(number, None, now + 4.0)
+            each.on_released(number, None)
     assert pace(learning, 400.0) == pytest.approx(1.0, rel=0.05)
     assert pace(alone, 400.0) == pytest.approx(4.0, rel=0.3)
 
 
 def test_a_miss_is_not_the_workers_slowness_either() -> None:
     """A tenth was to be computed, and all of it was."""
-    learning = Learning()
+    learning = OutcomeTracker()
     for number in range(100):
         now = 10.0 * number
-        learning.booked(number, choice(ASKED, prefill_tokens=10, told_s=0.1), 0, 0.0, now)
-        learning.begun(number, 0, now + 1.0)
-        learning.freed(number, None)
+        learning.on_reserved(number, choice(ASKED, prefill_tokens=10, model_prefill_s=0.1), 0, 0.0, now)
+        learning.on_first_token(number, 0, now + 1.0)
+        learning.on_released(number, None)
     assert pace(learning, 1000.0) == pytest.approx(1.0, rel=0.05)
 
 
-def test_times_may_be_left_as_they_are_told() -> None:
-    learning = Learning(corrects_times=False)
+def test_time_correction_can_be_disabled() -> None:
+    learning = OutcomeTracker(corrects_times=False)
     learning.add_row(0)
     for number in range(50):
-        learning.booked(number, choice(ASKED), 0, 0.0, 0.0)
-        learning.begun(number, None, 100.0)
+        learning.on_reserved(number, choice(ASKED), 0, 0.0, 0.0)
+        learning.on_first_token(number, None, 100.0)
     assert pace(learning, 100.0) == 1.0
     learning.drop_row(0)
 
 
-def test_what_was_promised_and_what_came_is_counted() -> None:
-    learning = Learning()
-    learning.booked(1, choice(ASKED, overlap_blocks=3, most_overlap=5, queue_s=1.0), 0, 0.0, 10.0)
-    learning.begun(1, 4 * BLOCK, 14.0)
+def test_predicted_and_measured_values_are_counted() -> None:
+    learning = OutcomeTracker()
+    learning.on_reserved(1, choice(ASKED, overlap_blocks=3, max_overlap_blocks=5, queue_s=1.0), 0, 0.0, 10.0)
+    learning.on_first_token(1, 4 * BLOCK, 14.0)
     stats = learning.stats
-    assert (stats.num_started, stats.num_less_overlap) == (1, 1)
+    assert (stats.num_started, stats.num_non_max_overlap) == (1, 1)
     assert stats.hit_rate.total == pytest.approx(3 / 7)
-    assert stats.real_hit_rate.total == pytest.approx(4 * BLOCK / 100)
+    assert stats.reported_hit_rate.total == pytest.approx(4 * BLOCK / 100)
     assert stats.overlap_lost.total == 2
     assert (stats.ttft_s.total, stats.predicted_ttft_s.total) == (4.0, 2.0)
     assert stats.ttft_ratio.total == 2.0
-    stats.took(0.00001, 0.00005)
-    assert stats.weigh_ms.total == pytest.approx(0.04)
+    stats.record_overhead(0.00001, 0.00005)
+    assert stats.scheduling_ms.total == pytest.approx(0.04)
 
 
-def test_a_prompt_that_came_from_elsewhere_says_nothing_of_the_workers_pace() -> None:
+def test_a_transferred_prompt_does_not_change_the_pace() -> None:
     """Its first token waits for KV that is on its way: a slow network is not a slow worker."""
     handed = msgspec.structs.replace(ASKED, handoff=Handoff(ticket=b"", prefill_instance=InstanceId("p")))
-    learning = Learning()
+    learning = OutcomeTracker()
     for number in range(100):
         now = 10.0 * number
-        learning.booked(number, choice(handed), 0, 0.0, now)
-        learning.begun(number, None, now + 9.0)
-        learning.freed(number, None)
+        learning.on_reserved(number, choice(handed), 0, 0.0, now)
+        learning.on_first_token(number, None, now + 9.0)
+        learning.on_released(number, None)
     assert pace(learning, 1000.0) == 1.0
     assert learning.stats.num_started == 100, "it is counted all the same"

@@ -1,4 +1,4 @@
-"""Policies: who costs least, and how one is picked."""
+"""Policies: costs, and picking the lowest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvolt.router.policy.policy import (
     WorkersView,
     classic,
     latency,
-    pick,
+    pick_index,
 )
 
 ASKED = RequestView(prompt_tokens=640, block_size=64, output_tokens=128)
@@ -82,10 +82,10 @@ def test_latency_avoids_a_cache_that_would_overflow() -> None:
     assert latency()(ASKED, waiting).tolist() == pytest.approx([2.1, 1.9]), "room is made while it waits"
 
 
-def test_the_least_is_taken_and_equals_by_chance() -> None:
+def test_the_lowest_cost_wins_and_ties_are_random() -> None:
     rng = random.Random(1)
-    assert pick(np.array([3.0, 1.0, 2.0]), rng) == 1
-    drawn = Counter(pick(np.array([1.0, 1.0, 2.0]), rng) for _ in range(2000))
+    assert pick_index(np.array([3.0, 1.0, 2.0]), rng) == 1
+    drawn = Counter(pick_index(np.array([1.0, 1.0, 2.0]), rng) for _ in range(2000))
     assert set(drawn) == {0, 1}
     assert abs(drawn[0] - 1000) < 150
 
@@ -94,11 +94,11 @@ def test_a_temperature_prefers_the_less_costly_whatever_the_unit() -> None:
     drawn = []
     for unit in (1.0, 1000.0):
         rng = random.Random(2)
-        drawn.append(Counter(pick(np.array([0.0, 1.0, 4.0]) * unit, rng, 0.5) for _ in range(3000)))
+        drawn.append(Counter(pick_index(np.array([0.0, 1.0, 4.0]) * unit, rng, 0.5) for _ in range(3000)))
     assert drawn[0] == drawn[1]
     assert drawn[0][0] > drawn[0][1] > drawn[0][2] > 0
     rng = random.Random(3)
-    assert len(Counter(pick(np.array([2.0, 2.0]), rng, 0.5) for _ in range(50))) == 2
+    assert len(Counter(pick_index(np.array([2.0, 2.0]), rng, 0.5) for _ in range(50))) == 2
 
 
 @given(
@@ -107,7 +107,7 @@ def test_a_temperature_prefers_the_less_costly_whatever_the_unit() -> None:
     st.integers(0, 100),
 )
 def test_always_one_of_them(costs: list[float], temperature: float, seed: int) -> None:
-    assert 0 <= pick(np.array(costs), random.Random(seed), temperature) < len(costs)
+    assert 0 <= pick_index(np.array(costs), random.Random(seed), temperature) < len(costs)
 
 
 @pytest.mark.parametrize("policy", [classic(), latency()])
@@ -123,7 +123,7 @@ SECONDS = st.floats(0, 1e4)
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
 @given(st.lists(st.tuples(*[SECONDS] * 9), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 3))
-def test_the_native_latency_says_what_numpy_says(
+def test_native_latency_costs_equal_numpy(
     workers: list[tuple[float, ...]], given: tuple[float, float, float]
 ) -> None:
     names = (
@@ -134,11 +134,11 @@ def test_the_native_latency_says_what_numpy_says(
     others = {name: np.zeros(len(workers)) for name in WorkersView.__struct_fields__ if name not in names}
     seen = WorkersView(**columns, **others)
     policy = latency(LatencyWeights(*given[:2]))
-    asked = msgspec.structs.replace(ASKED, arrivals_per_s=given[2])
-    native = policy(asked, seen)
+    request_view = msgspec.structs.replace(ASKED, arrivals_per_s=given[2])
+    native = policy(request_view, seen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "native_latency", None)
-        assert native.tolist() == pytest.approx(policy(asked, seen).tolist(), rel=1e-9, abs=1e-9)
+        assert native.tolist() == pytest.approx(policy(request_view, seen).tolist(), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
@@ -156,6 +156,6 @@ def test_what_is_no_double_for_each_worker_is_refused(wrong: Any) -> None:
 
 def test_a_cost_that_is_not_a_number_is_the_highest() -> None:
     rng = random.Random(1)
-    assert {pick(np.array([np.nan, 0.2, 0.1]), rng) for _ in range(20)} == {2}
-    assert pick(np.array([np.nan, np.nan]), rng) in (0, 1)
-    assert pick(np.array([np.nan, 0.2, 0.1]), rng, temperature=0.5) in (0, 1, 2)
+    assert {pick_index(np.array([np.nan, 0.2, 0.1]), rng) for _ in range(20)} == {2}
+    assert pick_index(np.array([np.nan, np.nan]), rng) in (0, 1)
+    assert pick_index(np.array([np.nan, 0.2, 0.1]), rng, temperature=0.5) in (0, 1, 2)

@@ -1,4 +1,4 @@
-"""Workers that take longer than they said, or less: seen by when answers begin."""
+"""PaceEstimator: observed over modelled prefill time."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import random
 import numpy as np
 import pytest
 
-from kvolt.router.policy.step_fit import FitOptions, StepFit
+from kvolt.router.policy.step_fit import PaceEstimator, PaceOptions
 
 TOLD_S = 0.1
 
 
-def factor(fit: StepFit, row: int, now: float) -> float:
+def factor(fit: PaceEstimator, row: int, now: float) -> float:
     return float(fit.factors(np.array([row], dtype=np.intp), now)[0])
 
 
 def serve(
-    fit: StepFit, row: int, number: int, slowness: float, start: float = 0.0, gap_s: float = 0.0
+    fit: PaceEstimator, row: int, number: int, slowness: float, start: float = 0.0, gap_s: float = 0.0
 ) -> float:
     """Prompts one after the other, sent long before their turn unless there is a gap."""
     now = start
     for _ in range(number):
         sent_at = now if gap_s else start
         now += gap_s + TOLD_S * slowness
-        fit.begun(row, sent_at + gap_s, TOLD_S, now)
+        fit.on_first_token(row, sent_at + gap_s, TOLD_S, now)
     return now
 
 
 @pytest.mark.parametrize("slowness", [0.2, 0.5, 1.0, 3.0, 20.0])
 @pytest.mark.parametrize("gap_s", [0.0, 1.0], ids=["busy", "idle"])
 def test_the_factor_is_found_after_some_tens_whatever_waits(slowness: float, gap_s: float) -> None:
-    fit = StepFit()
+    fit = PaceEstimator()
     now = serve(fit, 0, 50, slowness, gap_s=gap_s)
     assert factor(fit, 0, now) == pytest.approx(slowness, rel=0.35)
     now = serve(fit, 0, 100, slowness, now, gap_s)
@@ -40,49 +40,49 @@ def test_the_factor_is_found_after_some_tens_whatever_waits(slowness: float, gap
 
 
 def test_a_few_prompts_are_not_believed_at_once() -> None:
-    fit = StepFit()
+    fit = PaceEstimator()
     now = serve(fit, 0, 1, 3.0)
     assert factor(fit, 0, now) < 1.5
 
 
 @pytest.mark.parametrize("together", [4, 24])
 def test_prompts_that_are_computed_together_count_as_one(together: int) -> None:
-    fit, now = StepFit(), 0.0
+    fit, now = PaceEstimator(), 0.0
     for _ in range(20):
         sent_at, now = now, now + together * TOLD_S
         for _ in range(together):
-            fit.begun(0, sent_at, TOLD_S, now)
+            fit.on_first_token(0, sent_at, TOLD_S, now)
     assert factor(fit, 0, now) == pytest.approx(1.0, rel=0.05)
 
 
 def test_sizes_may_differ() -> None:
-    fit, rng, now = StepFit(), random.Random(1), 0.0
+    fit, rng, now = PaceEstimator(), random.Random(1), 0.0
     for _ in range(200):
-        told_s = rng.choice((0.001, 0.01, 1.0))
-        sent_at, now = now, now + 3.0 * told_s
-        fit.begun(0, sent_at, told_s, now)
+        model_s = rng.choice((0.001, 0.01, 1.0))
+        sent_at, now = now, now + 3.0 * model_s
+        fit.on_first_token(0, sent_at, model_s, now)
     assert factor(fit, 0, now) == pytest.approx(3.0, rel=0.25)
 
 
 def test_one_stall_does_not_change_it_for_long() -> None:
-    fit = StepFit()
+    fit = PaceEstimator()
     now = serve(fit, 0, 60, 1.0)
-    fit.begun(0, now, TOLD_S, now + 600.0)
+    fit.on_first_token(0, now, TOLD_S, now + 600.0)
     assert factor(fit, 0, now + 600.0) < 1.7
     now = serve(fit, 0, 60, 1.0, now + 600.0)
     assert factor(fit, 0, now) == pytest.approx(1.0, rel=0.1)
 
 
 def test_it_is_bounded() -> None:
-    fit = StepFit(FitOptions(most=10.0))
+    fit = PaceEstimator(PaceOptions(max_factor=10.0))
     now = serve(fit, 0, 500, 1000.0)
     serve(fit, 1, 500, 0.0)
     assert factor(fit, 0, now) == pytest.approx(10.0)
     assert factor(fit, 1, 0.0) >= 0.1
 
 
-def test_with_no_news_it_is_forgotten_so_that_somebody_tries_again() -> None:
-    fit = StepFit()
+def test_without_observations_the_factor_decays() -> None:
+    fit = PaceEstimator()
     now = serve(fit, 0, 100, 8.0)
     assert factor(fit, 0, now + 29.0) > 5.0
     assert factor(fit, 0, now + 90.0) == pytest.approx(8.0**0.5, rel=0.2)
@@ -91,8 +91,8 @@ def test_with_no_news_it_is_forgotten_so_that_somebody_tries_again() -> None:
     assert factor(fit, 0, later) == pytest.approx(1.0, rel=0.05), "what was seen long ago counts no more"
 
 
-def test_a_row_that_is_given_to_another_begins_at_one_and_there_may_be_many() -> None:
-    fit = StepFit()
+def test_a_reused_row_starts_at_one_and_rows_are_unbounded() -> None:
+    fit = PaceEstimator()
     for row in (3, 40, 1000):
         fit.add_row(row)
     now = serve(fit, 3, 50, 3.0)
@@ -105,7 +105,7 @@ def test_a_row_that_is_given_to_another_begins_at_one_and_there_may_be_many() ->
     assert fit.factors(np.array([], dtype=np.intp), now).tolist() == []
 
 
-def test_what_is_told_to_take_no_time_says_nothing() -> None:
-    fit = StepFit()
-    fit.begun(0, 0.0, 0.0, 5.0)
+def test_a_modelled_time_of_zero_is_ignored() -> None:
+    fit = PaceEstimator()
+    fit.on_first_token(0, 0.0, 0.0, 5.0)
     assert factor(fit, 0, 5.0) == 1.0

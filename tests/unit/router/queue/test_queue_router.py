@@ -1,4 +1,4 @@
-"""Requests that wait in the router: bound late, in turn, once; given up once; refused with a word on when to return."""
+"""QueueRouter: late binding, order, cancellation, refusal with retry-after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.port import Decision
 from kvolt.router.queue.metrics import queue_families
-from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, kind_of, tokens_of, who_decides
+from kvolt.router.queue.queue_router import (
+    QueueOptions,
+    QueueRouter,
+    constraints_of,
+    deciding_router,
+    tokens_of,
+)
 from kvolt.router.queue.waiting_queue import Order, QueueLimits
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
@@ -24,16 +30,16 @@ from kvolt.testing import run_virtual
 
 
 class Rooms:
-    """A LateRouter over workers with so much room each."""
+    """A SaturationAwareRouter over workers with so much room each."""
 
     def __init__(self, **rooms: int) -> None:
         self.rooms = dict(rooms)
         self.tickets = itertools.count(1)
-        self.booked: dict[int, str] = {}
+        self.reserved: dict[int, str] = {}
         self.begun_once: list[int] = []
         self.num_tries = 0
         self.is_closed = False
-        self.on_relief: Callable[[], None] = lambda: None
+        self.on_capacity_freed: Callable[[], None] = lambda: None
 
     def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
         self.num_tries += 1
@@ -45,10 +51,10 @@ class Rooms:
             if self.rooms[name] > 0:
                 self.rooms[name] -= 1
                 ticket = next(self.tickets)
-                self.booked[ticket] = name
+                self.reserved[ticket] = name
                 endpoint = EndpointAddress("n", "c", "e")
                 return Decision(
-                    Instance(id=InstanceId(name), endpoint=endpoint, address="host:1"), booking=ticket
+                    Instance(id=InstanceId(name), endpoint=endpoint, address="host:1"), reservation_id=ticket
                 )
         return None
 
@@ -57,17 +63,17 @@ class Rooms:
         assert decision is not None
         return decision
 
-    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
+    def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
         return None
 
     def queue_s(self, decision: Decision) -> float:
         return 0.0
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        self.begun_once.append(decision.booking)
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.begun_once.append(decision.reservation_id)
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
-        self.rooms[self.booked.pop(decision.booking)] += 1
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
+        self.rooms[self.reserved.pop(decision.reservation_id)] += 1
 
     async def close(self) -> None:
         self.is_closed = True
@@ -110,7 +116,7 @@ def scene(
         await here.router.close()
         assert inner.is_closed
         assert here.router.num_waiting == 0
-        assert here.router.num_unstarted == len(inner.booked)
+        assert here.router.num_unstarted == len(inner.reserved)
 
     run_virtual(scenario)
 
@@ -120,53 +126,53 @@ async def ticks(number: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-def test_with_room_nobody_waits() -> None:
+def test_with_capacity_no_request_waits() -> None:
     async def body(here: Scene) -> None:
         decisions = await here.fill()
         assert [decision.instance.id for decision in decisions] == ["a", "b"]
-        assert all(decision.recall is not None for decision in decisions)
-        assert (here.router.num_waiting, here.router.stats.num_at_once) == (0, 2)
+        assert all(decision.withdraw_hook is not None for decision in decisions)
+        assert (here.router.num_waiting, here.router.stats.num_immediate) == (0, 2)
         assert here.router.num_unstarted == 2
-        here.router.begun(decisions[0], 7)
-        assert here.inner.begun_once == [decisions[0].booking]
+        here.router.mark_first_token(decisions[0], 7)
+        assert here.inner.begun_once == [decisions[0].reservation_id]
         for decision in decisions:
-            here.router.free(decision, None)
-        assert here.inner.booked == {}
+            here.router.release(decision, None)
+        assert here.inner.reserved == {}
 
     scene(body, Rooms(a=1, b=1))
 
 
-def test_a_request_waits_until_something_is_free_and_goes_there() -> None:
+def test_a_request_waits_for_free_capacity() -> None:
     async def body(here: Scene) -> None:
         first = await here.fill()
         task = here.start(asking("late"))
         await asyncio.sleep(2.0)
         assert not task.done()
         assert (here.router.num_waiting, here.router.num_waiting_tokens) == (1, 28)
-        here.router.free(first[1], None)
+        here.router.release(first[1], None)
         assert (await task).instance.id == "b"
         assert here.loop.time() == pytest.approx(2.0)
         stats = here.router.stats
-        assert (stats.num_at_once, stats.waits_s.num_observed) == (2, 1)
+        assert (stats.num_immediate, stats.waits_s.num_observed) == (2, 1)
         assert stats.waits_s.total == pytest.approx(2.0)
 
     scene(body, Rooms(a=1, b=1))
 
 
-def test_those_of_one_tick_are_woken_together_and_nobody_is_asked_for_in_vain() -> None:
+def test_requests_of_one_tick_are_dispatched_together() -> None:
     async def body(here: Scene) -> None:
         first = await here.fill()
         tasks = [here.start(asking(f"r{number}")) for number in range(100)]
         await ticks()
         tried = here.inner.num_tries
         for decision in first[:3]:
-            here.router.begun(decision, None)
-            here.router.free(decision, None)
+            here.router.mark_first_token(decision, None)
+            here.router.release(decision, None)
         await ticks()
         assert here.got == ["r0", "r1", "r2"]
         assert here.inner.num_tries - tried == 4, "three that went, and one that could not"
         for _ in range(10):
-            here.inner.on_relief()
+            here.inner.on_capacity_freed()
         await ticks()
         assert here.inner.num_tries - tried == 5
         for task in tasks:
@@ -183,28 +189,28 @@ def test_many_are_bound_without_keeping_the_loop_from_its_work() -> None:
         tasks = [here.start(asking(f"r{number}")) for number in range(200)]
         await ticks()
         for decision in first:
-            here.router.free(decision, None)
+            here.router.release(decision, None)
         await ticks(2)
         assert 0 < len(here.got) < 150
         await ticks(10)
         assert here.got == [f"r{number}" for number in range(200)]
         for task in tasks:
-            here.router.free(await task, None)
+            here.router.release(await task, None)
 
     scene(body, Rooms(a=200))
 
 
-def test_a_head_that_cannot_go_blocks_nobody_and_is_not_forgotten() -> None:
+def test_a_blocked_head_does_not_block_others_and_stays_queued() -> None:
     async def body(here: Scene) -> None:
         first = await here.fill()
         pinned = here.start(asking("pinned", pin="a"))
         await ticks()
         others = [here.start(asking(f"r{number}")) for number in range(3)]
         await ticks()
-        here.router.free(first[1], None)  # of b
+        here.router.release(first[1], None)  # of b
         await ticks()
         assert here.got == ["r0"]
-        here.router.free(first[0], None)  # of a: it is first in line there
+        here.router.release(first[0], None)  # of a: it is first in line there
         await ticks()
         assert here.got == ["r0", "pinned"]
         assert (await pinned).instance.id == "a"
@@ -214,7 +220,7 @@ def test_a_head_that_cannot_go_blocks_nobody_and_is_not_forgotten() -> None:
     scene(body, Rooms(a=1, b=1))
 
 
-def test_one_of_a_kind_that_somebody_can_take_does_not_wait_for_others() -> None:
+def test_a_request_with_free_candidates_does_not_wait_for_others() -> None:
     async def body(here: Scene) -> None:
         blocked = here.start(asking("blocked", pin="a"))
         await ticks()
@@ -232,11 +238,11 @@ def test_with_many_kinds_each_is_tried_in_the_end() -> None:
         await asyncio.sleep(0.1)
         tried = here.inner.num_tries
         here.inner.rooms["w49"] = 1
-        here.inner.on_relief()
+        here.inner.on_capacity_freed()
         await ticks()
         assert here.inner.num_tries - tried == 16, "no event costs more"
         while not tasks[49].done():
-            here.inner.on_relief()  # whatever happens meanwhile
+            here.inner.on_capacity_freed()  # whatever happens in between
             await asyncio.sleep(0.002)
         assert here.loop.time() < 0.2
         for task in tasks:
@@ -245,7 +251,7 @@ def test_with_many_kinds_each_is_tried_in_the_end() -> None:
     scene(body, Rooms(**{f"w{number}": 0 for number in range(50)}))
 
 
-def test_room_that_nobody_told_of_is_found() -> None:
+def test_unreported_capacity_is_found() -> None:
     async def body(here: Scene) -> None:
         task = here.start(asking("r"))
         await ticks()
@@ -264,7 +270,7 @@ def test_tenants_take_turns() -> None:
         polite = [here.start(asking(f"p{number}", tenant="polite", prompt=92)) for number in range(3)]
         await ticks()
         for _ in range(6):
-            here.router.free(first.pop(), None)
+            here.router.release(first.pop(), None)
             await ticks()
         assert here.got == ["f0", "p0", "f1", "p1", "f2", "p2"]
         for task in (*flood, *polite):
@@ -277,7 +283,7 @@ def test_tenants_take_turns() -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "bound", "same tick"])
-def test_a_cancelled_request_gives_up_its_place_once(when: str) -> None:
+def test_a_cancelled_request_leaves_the_queue_once(when: str) -> None:
     async def body(here: Scene) -> None:
         (first,) = await here.fill()
         task = here.start(asking("cancelled"))
@@ -287,22 +293,22 @@ def test_a_cancelled_request_gives_up_its_place_once(when: str) -> None:
             task.cancel()
             await ticks()
             assert here.router.num_waiting == 1
-            here.router.free(first, None)
+            here.router.release(first, None)
         elif when == "bound":
-            here.router.free(first, None)
+            here.router.release(first, None)
             here.loop.call_soon(task.cancel)  # after it was given a place, before it could take it
         else:
-            here.router.free(first, None)
+            here.router.release(first, None)
             task.cancel()
         decision = await behind
         assert here.got == ["behind"]
         assert task.cancelled()
-        assert list(here.inner.booked) == [decision.booking]
+        assert list(here.inner.reserved) == [decision.reservation_id]
 
     scene(body, Rooms(a=1))
 
 
-def test_who_waits_too_long_is_refused_and_told_that_nothing_was_spent() -> None:
+def test_a_timeout_in_the_queue_reports_no_gpu_work() -> None:
     async def body(here: Scene) -> None:
         await here.fill()
         patient = here.start(asking("patient"))
@@ -320,12 +326,12 @@ def test_who_waits_too_long_is_refused_and_told_that_nothing_was_spent() -> None
     scene(body, Rooms(a=1), QueueOptions(max_wait_s=3.0))
 
 
-def test_when_nobody_is_left_who_could_take_it_it_is_told_so() -> None:
+def test_a_request_without_candidates_fails() -> None:
     async def body(here: Scene) -> None:
         task = here.start(asking("r", pin="a"))
         await ticks()
         del here.inner.rooms["a"]
-        here.inner.on_relief()
+        here.inner.on_capacity_freed()
         with pytest.raises(Unavailable, match="nobody"):
             await task
         assert here.router.stats.refused == {"unavailable": 1}
@@ -333,22 +339,22 @@ def test_when_nobody_is_left_who_could_take_it_it_is_told_so() -> None:
     scene(body, Rooms(a=0, b=1))
 
 
-def test_when_the_router_stops_those_who_wait_are_sent_all_the_same() -> None:
+def test_close_routes_the_waiting_requests() -> None:
     async def body(here: Scene) -> None:
         tasks = [
             here.start(asking(f"r{number}", pin=pin)) for number, pin in enumerate((None, "a", "b", "b"))
         ]
         await ticks()
         tasks[3].cancel()
-        here.inner.on_relief()
-        here.inner.rooms = {"a": 2}  # as `route` sees it, which asks nobody whether there is room
+        here.inner.on_capacity_freed()
+        here.inner.rooms = {"a": 2}  # as `route` sees it, which ignores saturation
         await here.router.close()
         assert [(await task).instance.id for task in tasks[:2]] == ["a", "a"]
         with pytest.raises(Unavailable):
             await tasks[2]
-        here.inner.on_relief()
+        here.inner.on_capacity_freed()
         for task in tasks[:2]:
-            here.router.free(await task, None)
+            here.router.release(await task, None)
 
     scene(body, Rooms(a=0, b=0))
 
@@ -356,12 +362,12 @@ def test_when_the_router_stops_those_who_wait_are_sent_all_the_same() -> None:
 # --- refused
 
 
-def test_beyond_its_bound_it_refuses_and_says_when_to_come_back() -> None:
+def test_beyond_its_bound_the_queue_refuses_with_retry_after() -> None:
     async def body(here: Scene) -> None:
         first = await here.fill()
         tasks = [here.start(asking(f"r{number}")) for number in range(4)]
         await ticks()
-        with pytest.raises(Overloaded, match="4 requests wait for a worker already; no GPU work") as caught:
+        with pytest.raises(Overloaded, match="4 requests wait; no GPU work") as caught:
             await here.router.route(asking("one too many"))
         assert caught.value.fields == {
             "queue": "router",
@@ -371,7 +377,7 @@ def test_beyond_its_bound_it_refuses_and_says_when_to_come_back() -> None:
         }
         for decision in first:  # one each two seconds
             await asyncio.sleep(2.0)
-            here.router.free(decision, None)
+            here.router.release(decision, None)
             await ticks()
             tasks.append(here.start(asking("more")))
             await ticks()
@@ -386,17 +392,17 @@ def test_beyond_its_bound_it_refuses_and_says_when_to_come_back() -> None:
     scene(body, Rooms(a=5), QueueOptions(limits=QueueLimits(max_requests=4), max_wait_s=5000.0))
 
 
-def test_a_higher_priority_takes_the_place_of_the_newest_of_the_lowest() -> None:
+def test_a_higher_priority_displaces_the_newest_of_the_lowest() -> None:
     async def body(here: Scene) -> None:
         tasks = [here.start(asking(f"r{number}")) for number in range(2)]
         await ticks()
         urgent = here.start(asking("urgent", priority=1))
-        with pytest.raises(Overloaded, match="make room") as caught:
+        with pytest.raises(Overloaded, match="displaced") as caught:
             await tasks[1]
         assert caught.value.fields["gpu_work"] == "none"
         assert here.router.stats.refused == {"displaced": 1}
         here.inner.rooms["a"] = 2
-        here.inner.on_relief()
+        here.inner.on_capacity_freed()
         await asyncio.gather(urgent, tasks[0])
         assert here.got == ["urgent", "r0"]
 
@@ -411,30 +417,30 @@ def test_a_question_does_not_wait() -> None:
         blocked = here.start(asking("blocked", pin="a"))
         await ticks()
         decision = await here.router.route(asking("question", query_only=True))
-        assert (decision.recall, here.router.num_unstarted) == (None, 0)
-        here.inner.booked.clear()
+        assert (decision.withdraw_hook, here.router.num_unstarted) == (None, 0)
+        here.inner.reserved.clear()
         blocked.cancel()
 
     scene(body, Rooms(a=0, b=1))
 
 
-def test_kinds_are_told_apart_by_who_may_take_a_request() -> None:
-    plain = kind_of(asking(), frozenset())
+def test_constraints_describe_the_possible_workers() -> None:
+    plain = constraints_of(asking(), frozenset())
     assert plain is None
-    assert kind_of(asking(tenant="t", priority=3, session="s"), frozenset()) is None
+    assert constraints_of(asking(tenant="t", priority=3, session="s"), frozenset()) is None
     kinds = [
-        kind_of(asking(pin="a"), frozenset()),
-        kind_of(asking(), frozenset({InstanceId("a")})),
-        kind_of(replace(asking(), lora="poems"), frozenset()),
-        kind_of(asking(pinned_dp_rank=0), frozenset()),
-        kind_of(asking(allowed=(InstanceId("a"),)), frozenset()),
-        kind_of(asking(required_taints=("big",)), frozenset()),
+        constraints_of(asking(pin="a"), frozenset()),
+        constraints_of(asking(), frozenset({InstanceId("a")})),
+        constraints_of(replace(asking(), lora="poems"), frozenset()),
+        constraints_of(asking(pinned_dp_rank=0), frozenset()),
+        constraints_of(asking(allowed=(InstanceId("a"),)), frozenset()),
+        constraints_of(asking(required_taints=("big",)), frozenset()),
     ]
     assert None not in kinds
     assert len(set(kinds)) == len(kinds)
 
 
-def test_a_request_counts_as_its_prompt_and_what_will_come_of_it() -> None:
+def test_a_request_counts_with_prompt_and_expected_output() -> None:
     assert tokens_of(make_request(prompt=20, tokens=8)) == 28
     assert tokens_of(make_request(prompt=20, tokens=8, choices=2)) == 36
     assert tokens_of(make_request(prompt=20, tokens=100_000)) == 20 + 256
@@ -449,27 +455,27 @@ def test_options_come_from_settings() -> None:
         queue_order="shortest",
         queue_quantum_tokens=512,
         queue_aging_tokens_per_s=5.0,
-        take_back_moves=1,
-        take_back_gain_s=2.0,
+        withdraw_max_moves=1,
+        withdraw_min_gain_s=2.0,
     )
     options = QueueOptions.of(settings)
     assert options.limits == QueueLimits(
         max_requests=7, max_tokens=70, quantum_tokens=512, aging_tokens_per_s=5.0
     )
     assert (options.order, options.max_wait_s) == (Order.SHORTEST, 3.0)
-    assert (options.take_back.max_moves, options.take_back.min_gain_s) == (1, 2.0)
+    assert (options.withdrawal.max_moves, options.withdrawal.min_gain_s) == (1, 2.0)
     assert QueueOptions.of(RouterSettings()) == QueueOptions()
 
 
-# --- what is told
+# --- metrics
 
 
-def test_metrics_tell_what_waits_and_what_became_of_it() -> None:
+def test_queue_metrics() -> None:
     async def body(here: Scene) -> None:
         (first,) = await here.fill()
         tasks = [here.start(asking(f"r{number}", prompt=100)) for number in range(3)]
         await asyncio.sleep(0.3)
-        here.router.free(first, None)
+        here.router.release(first, None)
         await ticks()
         tasks[2].cancel()
         await ticks()
@@ -478,14 +484,14 @@ def test_metrics_tell_what_waits_and_what_became_of_it() -> None:
             for family in queue_families([("ns.c.e", here.router), ("ns.c.other", here.inner)])
             for sample in family.samples
         }
-        assert told["dynamo_frontend_router_queue_pending_requests", "ns.c.e"] == 1
+        assert told["kvolt_router_queue_requests", "ns.c.e"] == 1
         assert told["kvolt_router_queue_tokens", "ns.c.e"] == 108
         assert told["kvolt_router_unstarted_requests", "ns.c.e"] == 1
         assert told["kvolt_router_queue_passed_total", "ns.c.e"] == 1
         assert told["kvolt_router_queue_wait_seconds_count", "ns.c.e"] == 1
         assert told["kvolt_router_queue_wait_seconds_sum", "ns.c.e"] == pytest.approx(0.3)
         assert told["kvolt_router_queue_refused_total", "ns.c.e", "cancelled"] == 1
-        assert told["kvolt_router_take_backs_total", "ns.c.e"] == 0
+        assert told["kvolt_router_withdrawals_total", "ns.c.e"] == 0
         assert not any("other" in key for key in map(str, told))
         assert list(queue_families([("ns.c.other", here.inner)])) == [], (
             "where nobody can wait nothing is told of it"
@@ -495,35 +501,35 @@ def test_metrics_tell_what_waits_and_what_became_of_it() -> None:
     scene(body, Rooms(a=1))
 
 
-def test_who_decides_is_behind_who_waits() -> None:
+def test_the_deciding_router_is_behind_the_queue() -> None:
     async def body(here: Scene) -> None:
-        assert who_decides(here.router) is here.inner
-        assert who_decides(here.inner) is here.inner
+        assert deciding_router(here.router) is here.inner
+        assert deciding_router(here.inner) is here.inner
 
     scene(body, Rooms(a=1))
 
 
 class Crowded(Rooms):
-    """Takes whom it is told to take, room or not."""
+    """Accepts any request in `route`, saturated or not."""
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         self.rooms["a"] += 1
         return await super().route(request, excluded)
 
 
-def test_an_answer_that_goes_on_does_not_wait_in_line() -> None:
+def test_a_migrated_request_does_not_wait() -> None:
     async def body(here: Scene) -> None:
         (first,) = await here.fill()
         waiting = here.start(asking("waits"))
         await ticks()
         assert here.router.num_waiting == 1
-        resumed = replace(asking("goes on"), resume=(300, 301))
+        resumed = replace(asking("goes on"), prior_tokens=(300, 301))
         decision = await here.router.route(resumed)
-        assert decision.recall is None
+        assert decision.withdraw_hook is None
         assert not waiting.done()
-        here.router.begun(decision, 0)
-        here.router.free(decision, None)
-        here.router.free(first, None)
-        here.router.free(await waiting, None)
+        here.router.mark_first_token(decision, 0)
+        here.router.release(decision, None)
+        here.router.release(first, None)
+        here.router.release(await waiting, None)
 
     scene(body, Crowded(a=1))

@@ -1,46 +1,46 @@
-"""Whose turn it is: priorities, turns of tenants, order within a tenant, kinds that cannot go, who is refused."""
+"""WaitingQueue: priorities, tenant turns, order within a tenant, constraints, overflow."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvolt.router.queue.waiting_queue import Order, QueueLimits, Waiting, WaitingQueue
+from kvolt.router.queue.waiting_queue import Order, QueueEntry, QueueLimits, WaitingQueue
 
 
-def drained(queue: WaitingQueue) -> list[Waiting]:
+def drained(queue: WaitingQueue) -> list[QueueEntry]:
     taken = []
-    while (entry := queue.next()) is not None:
-        assert queue.next() is entry, "asking changes nothing"
-        queue.take(entry)
+    while (entry := queue.next_entry()) is not None:
+        assert queue.next_entry() is entry, "asking changes nothing"
+        queue.admit(entry)
         taken.append(entry)
     return taken
 
 
-def test_the_first_to_come_goes_first_and_higher_priorities_before_all() -> None:
+def test_first_come_first_served_within_a_priority() -> None:
     queue = WaitingQueue()
-    low = [Waiting(100, float(at)) for at in range(3)]
-    high = [Waiting(100, float(at), priority=5) for at in range(3, 5)]
+    low = [QueueEntry(100, float(at)) for at in range(3)]
+    high = [QueueEntry(100, float(at), priority=5) for at in range(3, 5)]
     for entry in (*low, *high):
         assert queue.push(entry) == []
     assert (queue.num_waiting, queue.num_tokens, len(queue)) == (5, 500, 5)
     assert drained(queue) == [*high, *low]
-    assert (queue.num_waiting, queue.num_tokens, queue.num_kinds, queue.next()) == (0, 0, 0, None)
+    assert (queue.num_waiting, queue.num_tokens, queue.num_constraints, queue.next_entry()) == (0, 0, 0, None)
 
 
 def test_tenants_take_turns_by_tokens_and_not_by_requests() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=1000))
-    many = [Waiting(100, 0.0, "small") for _ in range(40)]
-    few = [Waiting(1000, 0.0, "large") for _ in range(4)]
+    many = [QueueEntry(100, 0.0, "small") for _ in range(40)]
+    few = [QueueEntry(1000, 0.0, "large") for _ in range(4)]
     for entry in (*many, *few):
         queue.push(entry)
     order = [entry.tenant for entry in drained(queue)]
     assert order == (["small"] * 10 + ["large"]) * 4
 
 
-def test_who_takes_more_than_a_turn_pays_it_back() -> None:
+def test_an_overdraft_is_paid_back() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=1000))
-    for entry in [Waiting(5000, 0.0, "large") for _ in range(2)] + [
-        Waiting(500, 0.0, "small") for _ in range(20)
+    for entry in [QueueEntry(5000, 0.0, "large") for _ in range(2)] + [
+        QueueEntry(500, 0.0, "small") for _ in range(20)
     ]:
         queue.push(entry)
     order = "".join(entry.tenant[0] if entry.tenant else "?" for entry in drained(queue))
@@ -50,80 +50,80 @@ def test_who_takes_more_than_a_turn_pays_it_back() -> None:
 def test_a_debt_is_not_left_behind_by_leaving() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=1000))
     for _ in range(100):
-        queue.push(Waiting(1000, 0.0, "steady"))
+        queue.push(QueueEntry(1000, 0.0, "steady"))
     served = {"steady": 0, "comes and goes": 0}
-    last = Waiting(5000, 0.0, "comes and goes")
+    last = QueueEntry(5000, 0.0, "comes and goes")
     queue.push(last)
     for _ in range(40):
-        entry = queue.next()
+        entry = queue.next_entry()
         assert entry is not None
-        queue.take(entry)
+        queue.admit(entry)
         assert entry.tenant is not None
         served[entry.tenant] += entry.tokens
-        if not last.is_here:  # it never has more than one waiting
-            last = Waiting(5000, 0.0, "comes and goes")
+        if not last.is_queued:  # it never has more than one waiting
+            last = QueueEntry(5000, 0.0, "comes and goes")
             queue.push(last)
         assert abs(served["steady"] - served["comes and goes"]) <= 2 * 1000 + 5000
 
 
-def test_nobody_owes_anything_once_nobody_waits() -> None:
+def test_debts_end_when_the_queue_is_empty() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=10))
-    queue.push(Waiting(1000, 0.0, "a"))
+    queue.push(QueueEntry(1000, 0.0, "a"))
     drained(queue)
     for tenant in ("a", "b"):
-        queue.push(Waiting(10, 1.0, tenant))
+        queue.push(QueueEntry(10, 1.0, tenant))
     assert [entry.tenant for entry in drained(queue)] == ["a", "b"]
 
 
 def test_debts_are_remembered_of_a_bounded_number_of_tenants() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=10, max_debtors=2))
     for tenant in "abc":
-        queue.push(Waiting(1000, 0.0, tenant))
-    queue.push(Waiting(5, 0.0, "z", kind="pinned"))
+        queue.push(QueueEntry(1000, 0.0, tenant))
+    queue.push(QueueEntry(5, 0.0, "z", constraints="pinned"))
     for tenant in "abc":
-        entry = queue.next({"pinned"})
+        entry = queue.next_entry({"pinned"})
         assert entry is not None
         assert entry.tenant == tenant
-        queue.take(entry)
+        queue.admit(entry)
     level = queue._levels[0]
     assert (list(level._debtors), set(level._turns)) == (["b", "c"], {"z", "b", "c"})
 
 
-def test_the_shortest_goes_first_less_what_it_has_waited_for() -> None:
+def test_shortest_first_with_aging() -> None:
     queue = WaitingQueue(QueueLimits(aging_tokens_per_s=100.0), Order.SHORTEST)
-    long, short = Waiting(1000, 0.0), Waiting(10, 1.0)
-    before, after = Waiting(10, 9.8), Waiting(10, 10.0)
+    long, short = QueueEntry(1000, 0.0), QueueEntry(10, 1.0)
+    before, after = QueueEntry(10, 9.8), QueueEntry(10, 10.0)
     for entry in (after, long, before, short):
         queue.push(entry)
     assert drained(queue) == [short, before, long, after], "ten seconds make up for a thousand tokens"
 
 
-def test_what_cannot_go_is_passed_over_and_keeps_its_place() -> None:
+def test_blocked_entries_are_skipped_and_keep_their_position() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=100))
-    pinned = Waiting(100, 0.0, "a", kind="pinned")
+    pinned = QueueEntry(100, 0.0, "a", constraints="pinned")
     queue.push(pinned)
-    others = [Waiting(100, 1.0, tenant) for tenant in ("b", "b", "c", "b")]
+    others = [QueueEntry(100, 1.0, tenant) for tenant in ("b", "b", "c", "b")]
     for other in others:
         queue.push(other)
-    assert queue.next({"pinned", None}) is None
+    assert queue.next_entry({"pinned", None}) is None
     for tenant in ("b", "c", "b"):
-        entry = queue.next({"pinned"})
+        entry = queue.next_entry({"pinned"})
         assert entry is not None
         assert entry.tenant == tenant
-        queue.take(entry)
-        assert queue.next() is pinned, "its turn is not over"
-    assert queue.num_kinds == 2
+        queue.admit(entry)
+        assert queue.next_entry() is pinned, "its turn is not over"
+    assert queue.num_constraints == 2
 
 
-def test_who_leaves_does_so_once() -> None:
+def test_an_entry_is_removed_once() -> None:
     queue = WaitingQueue()
-    entries = [Waiting(10, float(at), deadline=100.0) for at in range(200)]
+    entries = [QueueEntry(10, float(at), deadline=100.0) for at in range(200)]
     for entry in entries:
         queue.push(entry)
     for entry in entries[1:]:
         assert queue.remove(entry)
         assert not queue.remove(entry)
-    line = queue._levels[0]._turns[None].lines[None]
+    line = queue._levels[0]._turns[None].heaps[None]
     assert len(line._heap) < 64, "what is gone is swept away"
     assert (queue.num_waiting, queue.num_tokens) == (1, 10)
     assert drained(queue) == entries[:1]
@@ -132,7 +132,11 @@ def test_who_leaves_does_so_once() -> None:
 
 def test_deadlines() -> None:
     queue = WaitingQueue()
-    late, early, never = Waiting(1, 0.0, deadline=9.0), Waiting(1, 0.0, deadline=3.0), Waiting(1, 0.0)
+    late, early, never = (
+        QueueEntry(1, 0.0, deadline=9.0),
+        QueueEntry(1, 0.0, deadline=3.0),
+        QueueEntry(1, 0.0),
+    )
     for entry in (late, early, never):
         queue.push(entry)
     assert queue.next_deadline == 3.0
@@ -150,47 +154,47 @@ def test_deadlines() -> None:
 
 def test_when_full_the_newest_of_the_lowest_priority_is_refused() -> None:
     queue = WaitingQueue(QueueLimits(max_requests=3))
-    first, second, third = (Waiting(10, float(at), priority=at % 2) for at in range(3))
+    first, second, third = (QueueEntry(10, float(at), priority=at % 2) for at in range(3))
     for entry in (first, second, third):
         assert queue.push(entry) == []
-    fourth = Waiting(10, 3.0)
+    fourth = QueueEntry(10, 3.0)
     assert queue.push(fourth) == [fourth], "itself, since it is the newest"
-    assert not fourth.is_here
-    urgent = Waiting(10, 4.0, priority=1)
+    assert not fourth.is_queued
+    urgent = QueueEntry(10, 4.0, priority=1)
     assert queue.push(urgent) == [third]
-    lowest = Waiting(10, 5.0, priority=-1)
+    lowest = QueueEntry(10, 5.0, priority=-1)
     assert queue.push(lowest) == [lowest]
     assert drained(queue) == [second, urgent, first]
 
 
-def test_when_full_it_is_the_tenant_with_the_most_tokens_who_makes_room() -> None:
+def test_overflow_refuses_the_tenant_with_the_most_tokens() -> None:
     queue = WaitingQueue(QueueLimits(max_requests=4))
-    flood = [Waiting(10, float(at), "flood") for at in range(4)]
+    flood = [QueueEntry(10, float(at), "flood") for at in range(4)]
     for entry in flood:
         queue.push(entry)
-    polite = Waiting(20, 4.0, "polite")
+    polite = QueueEntry(20, 4.0, "polite")
     assert queue.push(polite) == [flood[3]]
-    more = Waiting(10, 5.0, "flood")
+    more = QueueEntry(10, 5.0, "flood")
     assert queue.push(more) == [more]
-    equal = Waiting(10, 6.0, "polite")
+    equal = QueueEntry(10, 6.0, "polite")
     assert queue.push(equal) == [equal], "it would have as many as they have"
 
 
 def test_tokens_are_bounded_too_but_nothing_is_too_large_to_wait_alone() -> None:
     queue = WaitingQueue(QueueLimits(max_tokens=100))
-    huge = Waiting(1000, 0.0)
+    huge = QueueEntry(1000, 0.0)
     assert queue.push(huge) == []
-    small = Waiting(1, 1.0)
+    small = QueueEntry(1, 1.0)
     assert queue.push(small) == [small]
     queue.remove(huge)
-    several = [Waiting(30, float(at)) for at in range(3)]
+    several = [QueueEntry(30, float(at)) for at in range(3)]
     for entry in several:
         assert queue.push(entry) == []
-    urgent = Waiting(50, 9.0, priority=1)
+    urgent = QueueEntry(50, 9.0, priority=1)
     assert queue.push(urgent) == [several[2], several[1]], "as many as it needs"
     assert (queue.num_waiting, queue.num_tokens) == (2, 80)
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="room for one"):
+    with pytest.raises(ValueError, match="at least 1"):
         QueueLimits(quantum_tokens=0)

@@ -1,4 +1,4 @@
-"""What a router process books for its frontends: told when it begins and ends, and over when the frontend is."""
+"""Reservations of frontends at a router process: updated, released, and ended with the session."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from kvolt.core.request import (
     Sampling,
     StopConditions,
 )
-from kvolt.journey.journey import Journey, Road
+from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.breaker import Outcome
 from kvolt.router.breaker_report import describe_breakers
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.least_loaded import LeastLoadedRouter
-from kvolt.router.policy.forecast import Forecasting
+from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, RoundRobinRouter, Router, RouterContext
-from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, who_decides
+from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, deciding_router
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.router.service import service as service_module
-from kvolt.router.service.client import Asked, RemoteRouter, RouterLink
+from kvolt.router.service.client import RemoteReservation, RemoteRouter, RouterLink
 from kvolt.router.service.messages import (
     SESSION_ENDPOINT,
-    Attach,
-    News,
-    RouteQuestion,
-    question_of,
+    OpenSession,
+    ReservationUpdates,
+    RouteRequest,
     router_endpoint,
+    to_route_request,
 )
 from kvolt.router.service.metrics import RouterCollector
 from kvolt.router.service.service import RouterService
@@ -52,12 +52,12 @@ from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 BLOCK = ARGUMENTS.block_size
 TOLD_S = 0.02
-"""By then what is over has been told."""
+"""Time by which updates have been sent."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Edge:
     client: EndpointClient
     link: RouterLink
     router: RemoteRouter
-    road: Road
+    journey_context: JourneyContext
 
     async def book(self, number: int) -> list[Decision]:
         return [await self.router.route(make_request(f"r{index}")) for index in range(number)]
@@ -74,8 +74,8 @@ class Edge:
     async def ask(self, request: Request) -> tuple[str, int | None]:
         """Which worker answered, and how much of the prompt it had."""
         reader = Reader()
-        journey = Journey(self.road, request, reader, Deadlines())
-        await journey.begin()
+        journey = Journey(self.journey_context, request, reader, Deadlines())
+        await journey.start()
         await until(lambda: reader.is_over)
         assert reader.error is None
         assert journey.decision is not None
@@ -104,7 +104,7 @@ class Scene:
         self.lab._closing.append(link.close)
         await until(lambda: len(client.candidates()) == len(self.workers) and link.present)
         router = RemoteRouter(link, client, RoundRobinRouter(client), BLOCK)
-        return Edge(runtime, client, link, router, Road(router, client, Crew("requests")))
+        return Edge(runtime, client, link, router, JourneyContext(router, client, TaskGroup("requests")))
 
 
 def scene(body: Any, num_workers: int = 2) -> None:
@@ -119,17 +119,17 @@ def scene(body: Any, num_workers: int = 2) -> None:
 
 def router_of(service: RouterService) -> Any:
     (component,) = service.components.values()
-    return who_decides(component.router)
+    return deciding_router(component.router)
 
 
-def inner_of(service: RouterService) -> ExactRouter:
+def inner_of(service: RouterService) -> EventFedRouter:
     router = router_of(service)
-    assert isinstance(router, ExactRouter)
+    assert isinstance(router, EventFedRouter)
     return router
 
 
 def under_way(router: Any) -> int:
-    counted = router.num_under_way
+    counted = router.num_in_flight
     return sum(counted.values()) if isinstance(counted, dict) else counted
 
 
@@ -137,7 +137,7 @@ def latency(context: RouterContext) -> Router:
     return ROUTERS["latency"](context)
 
 
-def test_what_frontends_have_under_way_is_counted_together_and_over_when_they_say_so() -> None:
+def test_reservations_of_frontends_are_shared_until_released() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edges = [await here.start_edge(f"edge-{number}") for number in range(2)]
@@ -148,14 +148,14 @@ def test_what_frontends_have_under_way_is_counted_together_and_over_when_they_sa
         assert service._describe()["sessions"] == 2
         for edge, decisions in sent:
             for decision in decisions[1:]:
-                edge.router.begun(decision, 3)
-                edge.router.free(decision, Usage(completion_tokens=7))
+                edge.router.mark_first_token(decision, 3)
+                edge.router.release(decision, Usage(completion_tokens=7))
         await asyncio.sleep(TOLD_S)
         assert service.num_held == under_way(router_of(service)) == 2
         for edge, decisions in sent:
             for _ in range(2):
-                edge.router.free(decisions[0], None)
-            assert edge.router.num_under_way == 0
+                edge.router.release(decisions[0], None)
+            assert edge.router.num_in_flight == 0
         await asyncio.sleep(TOLD_S)
         assert service.num_held == under_way(router_of(service)) == 0
 
@@ -163,52 +163,52 @@ def test_what_frontends_have_under_way_is_counted_together_and_over_when_they_sa
 
 
 def test_what_began_and_ended_reaches_the_router_with_its_figures() -> None:
-    heard: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any]] = []
 
     class Listening(LeastLoadedRouter):
-        def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-            heard.append(("begun", cached_tokens))
+        def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+            calls.append(("begun", cached_tokens))
 
-        def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
-            heard.append(("free", usage))
+        def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
+            calls.append(("free", usage))
 
     async def body(here: Scene) -> None:
         await here.start_router(lambda context: Listening(context.client))
         edge = await here.start_edge()
         first, second = await edge.book(2)
-        edge.router.begun(first, 48)
-        edge.router.free(first, Usage(100, 20, 48))
-        edge.router.begun(second, None)
+        edge.router.mark_first_token(first, 48)
+        edge.router.release(first, Usage(100, 20, 48))
+        edge.router.mark_first_token(second, None)
         await edge.book(1)
-        assert heard == [("begun", 48), ("begun", None), ("free", Usage(100, 20, 48))], (
+        assert calls == [("begun", 48), ("begun", None), ("free", Usage(100, 20, 48))], (
             "with the next question"
         )
-        edge.router.free(second, None)
+        edge.router.release(second, None)
         await asyncio.sleep(TOLD_S)
-        assert heard[3:] == [("free", None)]
+        assert calls[3:] == [("free", None)]
 
     scene(body)
 
 
-def test_many_ends_are_told_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    words: list[Any] = []
+def test_many_releases_travel_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[Any] = []
 
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         decisions = await edge.book(300)
-        hear = service_module.Session.hear
+        hear = service_module.Session.apply_updates
 
-        def listen(session: service_module.Session, begun: Any, freed: Any) -> None:
-            words.append(freed)
-            hear(session, begun, freed)
+        def listen(session: service_module.Session, started_at: Any, freed: Any) -> None:
+            updates.append(freed)
+            hear(session, started_at, freed)
 
-        monkeypatch.setattr(service_module.Session, "hear", listen)
+        monkeypatch.setattr(service_module.Session, "apply_updates", listen)
         for decision in decisions:
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == 0
-        assert [len(freed) for freed in words] == [300]
+        assert [len(freed) for freed in updates] == [300]
 
     scene(body)
 
@@ -230,16 +230,16 @@ def test_a_frontend_that_dies_frees_all_that_it_had(silent: bool) -> None:
     scene(body)
 
 
-def test_a_link_that_is_closed_with_something_to_tell_leaves_nothing() -> None:
+def test_a_link_closed_with_pending_updates_leaves_nothing() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         decisions = await edge.book(2)
-        edge.router.free(decisions[0], None)
+        edge.router.release(decisions[0], None)
         await edge.link.close()
         await asyncio.sleep(TOLD_S)
         assert service.num_held == under_way(router_of(service)) == 0
-        edge.router.free(decisions[1], None)
+        edge.router.release(decisions[1], None)
 
     scene(body)
 
@@ -261,26 +261,26 @@ def test_a_router_that_cannot_be_connected_to_is_left_alone_for_a_while() -> Non
         edge = await here.start_edge()
         here.lab.network.partition("edge", "router")
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         await edge.book(10)
-        assert loop.time() - begun == pytest.approx(1.0, abs=0.01), "one deadline, not one each"
+        assert loop.time() - started_at == pytest.approx(1.0, abs=0.01), "one deadline, not one each"
         assert sum(edge.link.stats.fallbacks.values()) == 10
         assert edge.link.stats.num_answered == 0
 
     scene(body)
 
 
-def test_a_question_without_a_session_and_one_that_only_asks_book_nothing() -> None:
+def test_requests_without_a_session_and_queries_reserve_nothing() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(latency)
         edge = await here.start_edge()
-        question = question_of(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK)
-        answer = await edge.link._call(question, edge.link._client.candidates()[0])
+        route_request = to_route_request(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK)
+        answer = await edge.link._call(route_request, edge.link._client.candidates()[0])
         assert answer.instance is not None
         asking = msgspec.structs.replace(make_request(), routing=RoutingHints(query_only=True))
         seen = await edge.router.route(asking)
-        assert service.num_held == inner_of(service).num_under_way == 0
-        edge.router.free(seen, None)
+        assert service.num_held == inner_of(service).num_in_flight == 0
+        edge.router.release(seen, None)
         await asyncio.sleep(TOLD_S)
         assert [type(router) for router in service.routers()] == [QueueRouter]
 
@@ -301,22 +301,24 @@ def test_what_is_decided_for_a_session_that_is_over_is_over() -> None:
     scene(body)
 
 
-def test_a_wait_given_up_in_the_tick_in_which_it_ends_books_nothing() -> None:
+def test_a_wait_cancelled_in_the_tick_of_its_decision_reserves_nothing() -> None:
     async def body(here: Scene) -> None:
-        made = Waiting()
+        made = QueueEntry()
         await here.start_router(made)
         edge = await here.start_edge()
-        edge.router.free((await edge.book(1))[0], None)
+        edge.router.release((await edge.book(1))[0], None)
         await asyncio.sleep(TOLD_S)
         assert made.inner is not None
         assert made.router is not None
         made.inner.has_room = False
-        crew = Crew("waiting")
-        async with service_module._Patience(crew, made.router, make_request(), frozenset()) as patience:
-            assert not await patience.wait()
+        task_group = TaskGroup("waiting")
+        async with service_module._PendingRoute(
+            task_group, made.router, make_request(), frozenset()
+        ) as pending:
+            assert not await pending.wait()
             made.inner.has_room = True
-            made.inner.on_relief()
-            await until(patience._routing.done)
+            made.inner.on_capacity_freed()
+            await until(pending._task.done)
         assert not made.inner.booked
 
     scene(body)
@@ -333,24 +335,24 @@ def test_nothing_ends_by_age() -> None:
     scene(body)
 
 
-def test_a_question_given_up_on_leaves_nothing_booked() -> None:
+def test_a_cancelled_route_request_leaves_no_reservation() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         await edge.book(1)
-        crew = Crew("asking")
+        task_group = TaskGroup("asking")
         for pause_s in (0.0, 0.0003, 0.0006, 0.0009, 0.00099):  # on its way, there, and on its way back
-            asking = crew.start(edge.router.route(make_request()), "ask")
+            asking = task_group.start(edge.router.route(make_request()), "ask")
             await asyncio.sleep(pause_s)
             asking.cancel()
         await asyncio.sleep(TOLD_S)
         assert service.num_held == under_way(router_of(service)) == 1
-        assert edge.router.num_under_way == 1
+        assert edge.router.num_in_flight == 1
 
     scene(body)
 
 
-def test_the_next_router_begins_with_nothing_and_old_ends_are_nobodys() -> None:
+def test_the_next_router_starts_empty_and_old_releases_are_ignored() -> None:
     async def body(here: Scene) -> None:
         first = await here.start_router(ROUTERS["least-loaded"], "router-0")
         edge = await here.start_edge()
@@ -361,20 +363,20 @@ def test_the_next_router_begins_with_nothing_and_old_ends_are_nobodys() -> None:
         after = await edge.book(3)
         assert second.num_held == 3
         for decision in before:
-            edge.router.begun(decision, None)
-            edge.router.free(decision, None)
+            edge.router.mark_first_token(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert second.num_held == 3
         for decision in after:
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert second.num_held == 0
-        assert edge.router.num_under_way == 0
+        assert edge.router.num_in_flight == 0
 
     scene(body)
 
 
-def test_while_the_router_is_away_our_own_one_is_told_what_it_decided() -> None:
+def test_local_decisions_are_reported_to_the_local_router() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
@@ -384,16 +386,16 @@ def test_while_the_router_is_away_our_own_one_is_told_what_it_decided() -> None:
         await until(lambda: not edge.link.present)
         decisions = [await router.route(make_request()) for _ in range(4)]
         assert under_way(local) == 4
-        router.begun(decisions[0], None)
+        router.mark_first_token(decisions[0], None)
         for decision in decisions:
-            router.free(decision, None)
-        assert under_way(local) == router.num_under_way == 0
+            router.release(decision, None)
+        assert under_way(local) == router.num_in_flight == 0
         await router.close()
 
     scene(body)
 
 
-def test_a_prompt_comes_back_to_who_computed_it_whichever_frontend_asks() -> None:
+def test_a_prompt_returns_to_its_worker_from_any_frontend() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(latency)
         edges = [await here.start_edge(f"edge-{number}") for number in range(2)]
@@ -405,7 +407,7 @@ def test_a_prompt_comes_back_to_who_computed_it_whichever_frontend_asks() -> Non
             again = await edge.ask(prompt(f"b{number}", text))
             assert again == (first, 8 * BLOCK)
         await asyncio.sleep(TOLD_S)
-        assert inner_of(service).num_under_way == service.num_held == 0
+        assert inner_of(service).num_in_flight == service.num_held == 0
 
     scene(body, num_workers=3)
 
@@ -417,25 +419,25 @@ def test_a_cordoned_router_still_hears_what_is_over_and_drains_though_sessions_a
         decisions = await edge.book(2)
         await service._runtime.cordon()
         for decision in decisions:
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == 0
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         await service._runtime.drain(30.0)
-        assert loop.time() - begun < 1.0
+        assert loop.time() - started_at < 1.0
 
     scene(body)
 
 
-def test_ends_that_cannot_be_told_are_told_later() -> None:
+def test_updates_that_fail_are_sent_later() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         decisions = await edge.book(2)
         here.lab.network.partition("edge", "router")
         for decision in decisions:
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(1.5)  # longer than it is tried, and not long enough for the connection to be lost
         assert service.num_held == 2
         here.lab.network.heal("edge", "router")
@@ -444,7 +446,7 @@ def test_ends_that_cannot_be_told_are_told_later() -> None:
     scene(body)
 
 
-def test_a_session_that_the_router_does_not_know_is_begun_again() -> None:
+def test_an_unknown_session_is_opened_again() -> None:
     async def body(here: Scene) -> None:
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
@@ -464,11 +466,15 @@ def test_what_is_held_is_bounded_and_nonsense_is_refused(monkeypatch: pytest.Mon
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         await edge.book(2)
-        with pytest.raises(Overloaded, match="2 requests of this frontend"):
+        with pytest.raises(Overloaded, match="this frontend has 2 reservations"):
             await edge.book(1)
         to = Destination(service._runtime.plane.address or "", SESSION_ENDPOINT)
-        for words, error in ((Attach("other"), Overloaded), (News("nobody"), None), ("?", KvoltError)):
-            async with await open_stream(edge.runtime.plane, to, words, Deadlines()) as stream:
+        for updates, error in (
+            (OpenSession("other"), Overloaded),
+            (ReservationUpdates("nobody"), None),
+            ("?", KvoltError),
+        ):
+            async with await open_stream(edge.runtime.plane, to, updates, Deadlines()) as stream:
                 if error is None:
                     assert await anext(stream, None) is None
                 else:
@@ -476,7 +482,7 @@ def test_what_is_held_is_bounded_and_nonsense_is_refused(monkeypatch: pytest.Mon
                         await anext(stream)
         monkeypatch.setattr(service_module, "MAX_SESSIONS", 9)
         known = next(iter(service.sessions))
-        async with await open_stream(edge.runtime.plane, to, Attach(known), Deadlines()) as stream:
+        async with await open_stream(edge.runtime.plane, to, OpenSession(known), Deadlines()) as stream:
             with pytest.raises(KvoltError, match="already"):
                 await anext(stream)
         assert service.num_held == 2
@@ -489,12 +495,12 @@ def test_another_block_size_is_refused_with_both_named() -> None:
         await here.start_router(latency)
         edge = await here.start_edge()
         await edge.book(1)
-        other = question_of(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK + 1)
-        asked = await edge.link.ask(other)
-        assert asked is not None
-        assert asked.answer.refused is not None
-        assert asked.answer.refused.code == Unavailable.code
-        assert f"{BLOCK} tokens here and {BLOCK + 1}" in asked.answer.refused.message
+        other = to_route_request(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK + 1)
+        routed = await edge.link.route(other)
+        assert routed is not None
+        assert routed.response.refused is not None
+        assert routed.response.refused.code == Unavailable.code
+        assert f"{BLOCK} tokens here and {BLOCK + 1}" in routed.response.refused.message
 
     scene(body)
 
@@ -504,11 +510,13 @@ def test_a_worker_of_another_role_is_refused_with_both_named() -> None:
         await here.start_router(latency)
         edge = await here.start_edge()
         await edge.book(1)
-        other = question_of(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK, Role.PREFILL)
-        asked = await edge.link.ask(other)
-        assert asked is not None
-        assert asked.answer.refused is not None
-        assert "is aggregated here and prefill at the caller" in asked.answer.refused.message
+        other = to_route_request(
+            str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK, Role.PREFILL
+        )
+        routed = await edge.link.route(other)
+        assert routed is not None
+        assert routed.response.refused is not None
+        assert "is aggregated here and prefill at the caller" in routed.response.refused.message
 
     scene(body)
 
@@ -543,25 +551,27 @@ def handed_over(request: Request, first_tokens: tuple[int, ...] | None = (5,)) -
     return msgspec.structs.replace(request, handoff=handoff)
 
 
-def test_a_question_says_that_a_prompt_was_computed_elsewhere() -> None:
+def test_a_route_request_carries_the_handoff() -> None:
     for first_tokens in ((5,), None):
         request = handed_over(prompt("r", tuple(range(1, 40))), first_tokens)
-        question = question_of("ns.c.generate", request, frozenset(), BLOCK, Role.DECODE)
-        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=RouteQuestion)
-        assert (decoded.role, decoded.whole_request().prefill_only) == (Role.DECODE, False)
-        assert decoded.whole_request().handoff == Handoff(
+        route_request = to_route_request("ns.c.generate", request, frozenset(), BLOCK, Role.DECODE)
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(route_request), type=RouteRequest)
+        assert (decoded.role, decoded.full_request().prefill_only) == (Role.DECODE, False)
+        assert decoded.full_request().handoff == Handoff(
             ticket=b"", prefill_instance=InstanceId("p0"), first_tokens=first_tokens, cached_tokens=3
         )
 
 
-def test_a_question_says_that_nothing_but_the_prompt_is_to_be_computed() -> None:
+def test_a_route_request_carries_prefill_only() -> None:
     request = msgspec.structs.replace(prompt("r", tuple(range(1, 40))), prefill_only=True)
     assert (
-        question_of("ns.c.generate", request, frozenset(), BLOCK, Role.PREFILL).whole_request().prefill_only
+        to_route_request("ns.c.generate", request, frozenset(), BLOCK, Role.PREFILL)
+        .full_request()
+        .prefill_only
     )
 
 
-def test_who_asks_can_foresee_what_it_could_decide_alone() -> None:
+def test_a_remote_router_forecasts_if_its_local_one_does() -> None:
     async def body(here: Scene) -> None:
         await here.start_router(latency)
         edge = await here.start_edge()
@@ -569,19 +579,19 @@ def test_who_asks_can_foresee_what_it_could_decide_alone() -> None:
         alone = ROUTERS["latency"](context)
         asking = edge.link.new_router(lambda context: alone)(context)
         here.lab._closing.append(asking.close)
-        assert isinstance(alone, Forecasting)
-        assert isinstance(asking, Forecasting)
+        assert isinstance(alone, SupportsForecast)
+        assert isinstance(asking, SupportsForecast)
         request = prompt("r", tuple(range(1, 200)))
         foreseen, alike = asking.forecast(request), alone.forecast(request)
         assert msgspec.structs.replace(foreseen, instance=alike.instance) == alike, (
             "two are as good, and chance decides"
         )
-        assert not isinstance(edge.router, Forecasting), "those who take turns foresee nothing"
+        assert not isinstance(edge.router, SupportsForecast), "round-robin has no forecast"
 
     scene(body)
 
 
-def test_a_prompt_that_was_computed_elsewhere_costs_there_what_it_costs_here() -> None:
+def test_a_handoff_costs_the_same_at_the_router_process() -> None:
     async def body(here: Scene) -> None:
         await here.start_router(latency)
         edge = await here.start_edge()
@@ -590,13 +600,13 @@ def test_a_prompt_that_was_computed_elsewhere_costs_there_what_it_costs_here() -
         whole = prompt("r", tuple(range(1, 200)))
         for request in (whole, handed_over(whole), handed_over(whole, None)):
             there = await edge.router.route(request)
-            edge.router.free(there, None)
+            edge.router.release(there, None)
             await asyncio.sleep(TOLD_S)
             alone = await local.route(request)
-            local.free(alone, None)
+            local.release(alone, None)
             assert there.predicted_ms == pytest.approx(alone.predicted_ms)
             assert there.overlap_blocks == alone.overlap_blocks
-            assert (there.recall is None) == (alone.recall is None)
+            assert (there.withdraw_hook is None) == (alone.withdraw_hook is None)
 
     scene(body)
 
@@ -609,45 +619,50 @@ def test_a_question_carries_hashes_and_lengths_and_no_tokens() -> None:
         stop=StopConditions(max_tokens=70, ignore_eos=True),
         grammar=Grammar(GrammarKind.REGEX, "a*" * 1000),
     )
-    question = question_of("ns.c.generate", request, frozenset([InstanceId("b"), InstanceId("a")]), BLOCK)
-    assert question.excluded == ("a", "b")
-    assert len(question.hashes) == 8 * len(request.sequence_hashes)
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=RouteQuestion)
-    whole = decoded.whole_request()
+    route_request = to_route_request(
+        "ns.c.generate", request, frozenset([InstanceId("b"), InstanceId("a")]), BLOCK
+    )
+    assert route_request.excluded == ("a", "b")
+    assert len(route_request.hashes) == 8 * len(request.sequence_hashes)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(route_request), type=RouteRequest)
+    whole = decoded.full_request()
     assert whole.token_ids == ()
     assert whole.num_prompt_tokens == 39
     assert whole.sequence_hashes == request.sequence_hashes
     assert (whole.block_size, whole.lora) == (BLOCK, "sql")
     assert (whole.stop, whole.sampling) == (request.stop, Sampling(num_choices=3))
     assert whole.grammar == Grammar(GrammarKind.REGEX, "")
-    with pytest.raises(ValueError, match="not hashes"):
-        RouteQuestion("e", request, hashes=b"123")
+    with pytest.raises(ValueError, match="multiple of"):
+        RouteRequest("e", request, hashes=b"123")
 
 
-def test_a_question_says_how_far_an_answer_is_that_goes_on() -> None:
+def test_a_route_request_carries_prior_token_counts() -> None:
     request = prompt("r", tuple(range(1, 40)))
     several = msgspec.structs.replace(
-        request, sampling=Sampling(num_choices=3), resume_choices=((7, 8), None, ())
+        request, sampling=Sampling(num_choices=3), prior_tokens_by_choice=((7, 8), None, ())
     )
-    for asked, told in ((msgspec.structs.replace(request, resume=(7, 8)), (2,)), (several, (2, None, 0))):
-        question = question_of("ns.c.generate", asked, frozenset(), BLOCK)
-        assert question.resumed == told
-        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=RouteQuestion)
-        whole = decoded.whole_request()
-        assert whole.is_resumed
-        assert (whole.num_given_tokens, list(whole.open_choices)) == (41, list(asked.open_choices))
-        assert 7 not in [token for tokens in whole.resume_choices for token in tokens or ()]
+    for routed, told in (
+        (msgspec.structs.replace(request, prior_tokens=(7, 8)), (2,)),
+        (several, (2, None, 0)),
+    ):
+        route_request = to_route_request("ns.c.generate", routed, frozenset(), BLOCK)
+        assert route_request.prior_token_counts == told
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(route_request), type=RouteRequest)
+        whole = decoded.full_request()
+        assert whole.has_prior_tokens
+        assert (whole.num_context_tokens, list(whole.open_choices)) == (41, list(routed.open_choices))
+        assert 7 not in [token for tokens in whole.prior_tokens_by_choice for token in tokens or ()]
     with pytest.raises(ValueError, match="more tokens than an answer"):
-        RouteQuestion("e", request, resumed=(1 << 40,))
+        RouteRequest("e", request, prior_token_counts=(1 << 40,))
 
 
 class Busy:
-    """A LateRouter over all workers in turn that has no room until it is told so."""
+    """A SaturationAwareRouter over all workers in turn that is saturated until released."""
 
     def __init__(self, context: RouterContext) -> None:
         self._client = context.client
         self.has_room = True
-        self.on_relief: Callable[[], None] = lambda: None
+        self.on_capacity_freed: Callable[[], None] = lambda: None
         self.booked: dict[int, InstanceId] = {}
         self.num_booked = 0
 
@@ -657,30 +672,30 @@ class Busy:
             return None
         self.num_booked += 1
         self.booked[self.num_booked] = left[0].id
-        return Decision(left[0], predicted_ms=1.0, booking=self.num_booked)
+        return Decision(left[0], predicted_ms=1.0, reservation_id=self.num_booked)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         decision = self.try_route(request, excluded)
         assert decision is not None
         return decision
 
-    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
+    def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
         return 0.0
 
     def queue_s(self, decision: Decision) -> float:
         return 100.0
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
         pass
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
-        self.booked.pop(decision.booking, None)
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
+        self.booked.pop(decision.reservation_id, None)
 
     async def close(self) -> None:
         pass
 
 
-class Waiting:
+class QueueEntry:
     """A router process in which requests wait."""
 
     def __init__(self) -> None:
@@ -694,17 +709,19 @@ class Waiting:
         return self.router
 
 
-def test_a_request_waits_in_the_router_process_for_as_long_as_it_takes() -> None:
+def test_a_request_queues_in_the_router_process() -> None:
     async def body(here: Scene) -> None:
-        made = Waiting()
+        made = QueueEntry()
         service = await here.start_router(made)
         edge = await here.start_edge()
         (first,) = await edge.book(1)
         assert made.inner is not None
         assert made.router is not None
         made.inner.has_room = False
-        crew = Crew("asking")
-        waiting = [crew.start(edge.router.route(make_request(f"w{index}")), "ask") for index in range(2)]
+        task_group = TaskGroup("asking")
+        waiting = [
+            task_group.start(edge.router.route(make_request(f"w{index}")), "ask") for index in range(2)
+        ]
         await asyncio.sleep(20.0)  # twenty times what a silent router would be given
         assert made.router.num_waiting == 2
         assert not edge.link.stats.fallbacks
@@ -712,44 +729,44 @@ def test_a_request_waits_in_the_router_process_for_as_long_as_it_takes() -> None
         await asyncio.sleep(TOLD_S)
         assert made.router.num_waiting == 1
         made.inner.has_room = True
-        edge.router.free(first, None)
+        edge.router.release(first, None)
         await until(waiting[1].done)
         assert service.num_held == len(made.inner.booked) == 1
-        edge.router.free(waiting[1].result(), None)
+        edge.router.release(waiting[1].result(), None)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == len(made.inner.booked) == 0
 
     scene(body)
 
 
-def test_who_waits_too_long_is_refused_by_the_router_and_not_sent_somewhere_all_the_same() -> None:
+def test_a_queue_timeout_at_the_router_process_is_no_fallback() -> None:
     async def body(here: Scene) -> None:
-        made = Waiting()
+        made = QueueEntry()
         await here.start_router(made)
         edge = await here.start_edge()
-        edge.router.free((await edge.book(1))[0], None)
+        edge.router.release((await edge.book(1))[0], None)
         assert made.inner is not None
         made.inner.has_room = False
-        with pytest.raises(Overloaded, match="no worker had room"):
+        with pytest.raises(Overloaded, match="no worker had capacity"):
             await edge.router.route(make_request())
         assert not made.inner.booked
 
     scene(body)
 
 
-def test_a_request_that_has_not_begun_is_moved_when_the_router_process_says_so() -> None:
+def test_an_unstarted_request_moves_on_a_reroute_notice() -> None:
     async def body(here: Scene) -> None:
-        made = Waiting()
+        made = QueueEntry()
         service = await here.start_router(made)
         edge = await here.start_edge()
         decisions = await edge.book(2)
         moves: list[Decision] = []
-        assert all(decision.recall is not None for decision in decisions)
+        assert all(decision.withdraw_hook is not None for decision in decisions)
         for decision in decisions:
-            assert decision.recall is not None
-            decision.recall.move = lambda elsewhere: not moves.append(elsewhere)  # type: ignore[func-returns-value]
+            assert decision.withdraw_hook is not None
+            decision.withdraw_hook.try_move = lambda elsewhere: not moves.append(elsewhere)  # type: ignore[func-returns-value]
         await asyncio.sleep(0.1)
-        edge.router.free((await edge.book(1))[0], None)  # something happens, so it looks again
+        edge.router.release((await edge.book(1))[0], None)  # something happens, so it looks again
         await until(lambda: bool(moves))
         assert moves[0].instance.id != decisions[1].instance.id
         assert made.inner is not None
@@ -758,28 +775,28 @@ def test_a_request_that_has_not_begun_is_moved_when_the_router_process_says_so()
             "here and there until it has moved"
         )
         for decision in [*decisions, *moves]:
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == len(made.inner.booked) == 0
-        assert edge.router.num_under_way == 0
+        assert edge.router.num_in_flight == 0
 
     scene(body)
 
 
-@pytest.mark.parametrize("why", ["begun", "refuses", "nobody carries it", "unknown place"])
-def test_a_move_that_comes_too_late_books_nothing(why: str) -> None:
+@pytest.mark.parametrize("why", ["begun", "refuses", "not carried", "unknown place"])
+def test_a_late_reroute_notice_reserves_nothing(why: str) -> None:
     async def body(here: Scene) -> None:
-        made = Waiting()
+        made = QueueEntry()
         service = await here.start_router(made)
         edge = await here.start_edge()
         (decision,) = await edge.book(1)
-        assert decision.recall is not None
+        assert decision.withdraw_hook is not None
         if why == "begun":
-            edge.router.begun(decision, None)
+            edge.router.mark_first_token(decision, None)
         elif why == "refuses":
-            decision.recall.move = lambda elsewhere: False
+            decision.withdraw_hook.try_move = lambda elsewhere: False
         elif why == "unknown place":
-            decision.recall.move = lambda elsewhere: True
+            decision.withdraw_hook.try_move = lambda elsewhere: True
         assert made.inner is not None
         (session,) = service.sessions.values()
         _, held = session._held[1]
@@ -788,15 +805,15 @@ def test_a_move_that_comes_too_late_books_nothing(why: str) -> None:
         if why == "unknown place":
             gone = msgspec.structs.replace(elsewhere.instance, id=InstanceId("gone"))
             elsewhere = msgspec.structs.replace(elsewhere, instance=gone)
-        assert held.recall is not None
-        assert held.recall.move is not None
-        assert held.recall.move(elsewhere)
+        assert held.withdraw_hook is not None
+        assert held.withdraw_hook.try_move is not None
+        assert held.withdraw_hook.try_move(elsewhere)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == len(made.inner.booked) == 1
-        edge.router.free(decision, None)
+        edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
         assert service.num_held == len(made.inner.booked) == 0
-        assert not held.recall.move(elsewhere), "it is over"
+        assert not held.withdraw_hook.try_move(elsewhere), "it is over"
 
     scene(body)
 
@@ -809,13 +826,13 @@ def test_a_closed_service_holds_nothing() -> None:
         router = inner_of(service)
         await service.close()
         assert (service.num_held, len(service.sessions), len(service.components)) == (0, 0, 0)
-        assert router.num_under_way == 0
+        assert router.num_in_flight == 0
 
     scene(body)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) -> None:
+def test_after_any_faults_only_requests_in_flight_are_reserved(seed: int) -> None:
     """Three frontends ask, begin, free and give up at random while the way to the router is cut and healed, briefly
     or until the connection is lost, and the router is killed and replaced."""
 
@@ -824,7 +841,7 @@ def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) 
         services = [await here.start_router(latency, "router-0")]
         edges = [await here.start_edge(f"edge-{number}") for number in range(3)]
         under_way: list[tuple[Edge, Decision]] = []
-        asking = Crew("asking", on_error=lambda error: None)
+        asking = TaskGroup("asking", on_error=lambda error: None)
 
         async def ask(edge: Edge, patience_s: float) -> None:
             try:
@@ -846,8 +863,8 @@ def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) 
             elif move < 0.8 and under_way:
                 edge, decision = under_way.pop(rng.randrange(len(under_way)))
                 if rng.random() < 0.5:
-                    edge.router.begun(decision, None)
-                edge.router.free(decision, None)
+                    edge.router.mark_first_token(decision, None)
+                edge.router.release(decision, None)
             elif move < 0.9:
                 name, router = f"edge-{edges.index(edge)}", services[-1]._runtime.options.name
                 here.lab.network.partition(name, router)
@@ -861,22 +878,23 @@ def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) 
 
         for edge in edges:
             mine = [decision for each, decision in under_way if each is edge]
-            assert edge.router.num_under_way == len(mine)
+            assert edge.router.num_in_flight == len(mine)
         held = [
             booked
             for edge, decision in under_way
-            if isinstance(booked := edge.router._booked[decision.booking], Asked) and booked.session.is_open
+            if isinstance(booked := edge.router._reserved[decision.reservation_id], RemoteReservation)
+            and booked.session.is_open
         ]
         service = services[-1]
         assert service.num_held == len(held)
         if service.components:
-            assert inner_of(service).num_under_way == len(held)
+            assert inner_of(service).num_in_flight == len(held)
         while under_way:
             edge, decision = under_way.pop()
-            edge.router.free(decision, None)
+            edge.router.release(decision, None)
         await asyncio.sleep(1.0)
         assert service.num_held == 0
-        assert not any(edge.router.num_under_way for edge in edges)
+        assert not any(edge.router.num_in_flight for edge in edges)
 
     scene(body)
 
@@ -891,7 +909,7 @@ def test_failures_that_several_frontends_see_open_one_breaker() -> None:
             (decision,) = await edge.book(1)
             broken = broken or decision.instance.id
             outcome = Outcome.FAILED if decision.instance.id == broken else Outcome.ANSWERED
-            edge.router.free(decision, None, outcome)
+            edge.router.release(decision, None, outcome)
             await asyncio.sleep(TOLD_S)
         (breaker,) = describe_breakers(service.routers())
         assert (breaker["worker"], breaker["state"]) == (broken, "open")
@@ -901,7 +919,7 @@ def test_failures_that_several_frontends_see_open_one_breaker() -> None:
             decisions = await edge.book(3)
             assert broken not in {decision.instance.id for decision in decisions}
             for decision in decisions:
-                edge.router.free(decision, None)
+                edge.router.release(decision, None)
 
     scene(body, 3)
 

@@ -1,4 +1,4 @@
-"""Routers that share workers: each knows within a period what the others have sent, whatever is lost on the way."""
+"""Routers that share workers: reservations reach the others within a period, whatever is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.engines.lab import ARGUMENTS, Lab, RunningWorker, make_request, 
 from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
-from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.policy.policy import classic
 from kvolt.router.port import Decision, RouterContext
 from kvolt.router.service.gossip import LoadVector
@@ -47,7 +47,7 @@ class LossyBus(MemBus):
 class Replica:
     """One router with a few requests under way; nothing is sent to the workers, so their reports say nothing."""
 
-    def __init__(self, name: str, runtime: Runtime, router: ExactRouter) -> None:
+    def __init__(self, name: str, runtime: Runtime, router: EventFedRouter) -> None:
         self.name = name
         self.runtime = runtime
         self.router = router
@@ -59,10 +59,10 @@ class Replica:
 
     def free(self, number: int) -> None:
         for _ in range(number):
-            self.router.free(self.decisions.pop(), None)
+            self.router.release(self.decisions.pop(), None)
 
     def requests(self) -> dict[InstanceId, float]:
-        return {load.instance: load.requests for load in self.router.loads()}
+        return {load.instance: load.requests for load in self.router.worker_loads()}
 
 
 def prompt(name: str) -> Request:
@@ -85,7 +85,7 @@ async def start_replica(lab: Lab, name: str, workers: list[RunningWorker]) -> Re
     client = await runtime.client(workers[0].endpoint)
     await until(lambda: len(client.candidates()) == len(workers))
     context = RouterContext(client, runtime, ARGUMENTS.block_size)
-    replica = Replica(name, runtime, ExactRouter(context, classic()))
+    replica = Replica(name, runtime, EventFedRouter(context, classic()))
     lab._closing.append(replica.router.close)
     return replica
 
@@ -107,7 +107,7 @@ def scene(
     run_virtual(scenario)
 
 
-def test_what_one_books_the_others_know_within_a_period() -> None:
+def test_reservations_reach_replicas_within_a_period() -> None:
     async def body(lab: Lab, workers: list[RunningWorker], replicas: list[Replica]) -> None:
         await replicas[0].book(5)
         await replicas[1].book(2)
@@ -115,7 +115,7 @@ def test_what_one_books_the_others_know_within_a_period() -> None:
         assert all(replica.requests() == truth(replicas) for replica in replicas)
         assert sum(truth(replicas).values()) == 7
         one, other = (
-            [(load.prefill_tokens, load.blocks) for load in each.router.loads()] for each in replicas
+            [(load.prefill_tokens, load.blocks) for load in each.router.worker_loads()] for each in replicas
         )
         assert one == other
         assert sum(tokens for tokens, _ in one) == 700
@@ -178,7 +178,7 @@ def test_loss_heals_by_itself() -> None:
     scene(body, num_replicas=3, bus=bus)
 
 
-def test_the_last_word_lost_heals_too() -> None:
+def test_a_lost_final_vector_is_repaired() -> None:
     bus = LossyBus(0.0)
 
     async def body(lab: Lab, workers: list[RunningWorker], replicas: list[Replica]) -> None:
@@ -211,23 +211,23 @@ def test_what_a_dead_router_had_counts_for_a_second_more_and_of_one_that_stops_n
         assert sum(watcher.requests().values()) == 3, "it may only be slow"
         await asyncio.sleep(0.4)
         assert not any(watcher.requests().values())
-        assert watcher.router.gossip.others.num_replicas == 0
+        assert watcher.router.gossip.replicas.num_replicas == 0
 
     scene(body, num_replicas=3, bus=bus)
 
 
-def test_a_worker_that_comes_has_what_was_told_of_it_before() -> None:
+def test_a_new_worker_gets_load_published_before() -> None:
     async def body(lab: Lab, workers: list[RunningWorker], replicas: list[Replica]) -> None:
         early, other = replicas
         joined = await lab.worker("w3")
         await until(lambda: len(early.requests()) == 4)
-        other.router.set_others = lambda told: None  # type: ignore[method-assign]
-        # As if discovery told it to one router before the other.
-        told = [decision async for decision in _booked_at(early, joined)]
+        other.router.set_replica_load = lambda seen_decisions: None  # type: ignore[method-assign]
+        # As if one router learned of it before the other.
+        seen_decisions = [decision async for decision in _booked_at(early, joined)]
         await asyncio.sleep(PERIOD_S + SLACK_S)
-        assert len(told) == 2
-        del other.router.set_others
-        other.router._client._tell_changed()
+        assert len(seen_decisions) == 2
+        del other.router.set_replica_load
+        other.router._client._notify_changed()
         await asyncio.sleep(PERIOD_S + SLACK_S)
         assert other.requests()[joined.worker._instance] == 2
 
@@ -251,12 +251,12 @@ def test_what_cannot_be_read_or_is_of_another_endpoint_is_passed_over() -> None:
         await asyncio.sleep(SLACK_S)
         for replica in replicas:
             assert replica.router.gossip.num_malformed == 2
-            assert replica.router.gossip.others.num_replicas == 1
+            assert replica.router.gossip.replicas.num_replicas == 1
 
     scene(body)
 
 
-def test_a_router_alone_does_nothing_in_between_and_one_that_comes_is_told_at_once() -> None:
+def test_a_single_router_sleeps_and_a_new_replica_wakes_it() -> None:
     async def body(lab: Lab, workers: list[RunningWorker], replicas: list[Replica]) -> None:
         (alone,) = replicas
         looked: list[float] = []
@@ -284,7 +284,7 @@ def test_gossip_can_be_left_out() -> None:
         client = await runtime.client(workers[0].endpoint)
         settings = RouterSettings(gossip=False)
         context = RouterContext(client, runtime, ARGUMENTS.block_size, settings)
-        silent = Replica("silent", runtime, ExactRouter(context, classic()))
+        silent = Replica("silent", runtime, EventFedRouter(context, classic()))
         await until(lambda: len(silent.requests()) == 3)
         await replicas[0].book(2)
         await silent.book(1)
@@ -293,24 +293,24 @@ def test_gossip_can_be_left_out() -> None:
         assert sum(replicas[0].requests().values()) == 2
         await silent.router.close()
         await silent.router.close()
-        assert silent.router.gossip.num_told == 0
+        assert silent.router.gossip.num_published == 0
 
     scene(body, num_replicas=1)
 
 
-def test_a_router_with_nothing_to_tell_is_nearly_silent() -> None:
+def test_a_router_without_reservations_sends_heartbeats_only() -> None:
     async def body(lab: Lab, workers: list[RunningWorker], replicas: list[Replica]) -> None:
-        before = replicas[0].router.gossip.num_told
+        before = replicas[0].router.gossip.num_published
         await asyncio.sleep(10.0)
-        assert replicas[0].router.gossip.num_told - before <= 11
+        assert replicas[0].router.gossip.num_published - before <= 11
         await replicas[0].book()
-        before = replicas[0].router.gossip.num_told
+        before = replicas[0].router.gossip.num_published
         await asyncio.sleep(10.0)
-        assert 95 <= replicas[0].router.gossip.num_told - before <= 101
+        assert 95 <= replicas[0].router.gossip.num_published - before <= 101
         await replicas[1].router.close()
         await asyncio.sleep(SLACK_S)
-        before = replicas[0].router.gossip.num_told
+        before = replicas[0].router.gossip.num_published
         await asyncio.sleep(10.0)
-        assert replicas[0].router.gossip.num_told - before <= 14
+        assert replicas[0].router.gossip.num_published - before <= 14
 
     scene(body)

@@ -1,4 +1,4 @@
-"""The router over HTTP: a stack that is not kvolt's registers, posts, asks and frees, and errors name the field."""
+"""The router over HTTP: registration, events, decisions, reservations, errors that name the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvolt.core.kv_events import Cleared, KvChange, Stored
-from kvolt.core.packed_hashes import packed, unpacked
+from kvolt.core.packed_hashes import pack_hashes, unpack_hashes
 from kvolt.router import hashes_of
 from kvolt.router.policy.policy import latency
 from kvolt.router.service import http_service
@@ -38,7 +38,7 @@ class Lines:
             raise msgspec.DecodeError("no lines")
         if payload == b"clear":
             return [Cleared()], 1
-        return [Stored.of([int(line) for line in payload.split()])], None
+        return [Stored.from_hashes([int(line) for line in payload.split()])], None
 
 
 class Scene:
@@ -87,7 +87,7 @@ async def register(client: httpx.AsyncClient, worker: str, **more: Any) -> Any:
 
 
 async def requests(client: httpx.AsyncClient, model: str = "default") -> dict[str, float]:
-    loads = (await client.get("/v1/loads")).json()[model]["places"]
+    loads = (await client.get("/v1/loads")).json()[model]["worker_ranks"]
     return {load["instance"]: load["requests"] for load in loads}
 
 
@@ -100,7 +100,7 @@ async def test_from_registering_to_freeing(client: httpx.AsyncClient) -> None:
         client,
         "/v1/workers/b/kv_events",
         events=[{"change": {"type": "stored", "token_ids": TOKENS}, "event_id": 0}],
-    ) == {"taken": 1, "of_unknown_ranks": 0}
+    ) == {"applied": 1, "unknown_ranks": 0}
 
     seen = await post(client, "/v1/query", token_ids=TOKENS)
     assert (seen["worker"], seen["overlap_blocks"], seen["cached_tokens"]) == ("b", 4, 16)
@@ -113,11 +113,11 @@ async def test_from_registering_to_freeing(client: httpx.AsyncClient) -> None:
     assert (by_hash["worker"], by_hash["overlap_blocks"]) == ("b", 4)
     assert await requests(client) == {"a": 0, "b": 1}
     path = f"/v1/reservations/{by_hash['reservation']}"
-    await post(client, f"{path}/begun", cached_tokens=16)
+    await post(client, f"{path}/first_token", cached_tokens=16)
     loads = (await client.get("/v1/loads", params={"model": "default"})).json()["default"]
-    assert [place["decoding"] for place in loads["places"]] == [0, 1]
+    assert [place["decoding"] for place in loads["worker_ranks"]] == [0, 1]
     assert loads["reservations"] == 1
-    await post(client, f"{path}/free", completion_tokens=7, prompt_tokens=17)
+    await post(client, f"{path}/release", completion_tokens=7, prompt_tokens=17)
     assert await requests(client) == {"a": 0, "b": 0}
     assert (await client.delete(path)).status_code == 404
 
@@ -147,7 +147,7 @@ async def test_reservations_last_as_long_as_was_chosen(client: httpx.AsyncClient
     scene.time_s = 9.5
     assert await requests(client) == {"a": 1}
     over = await refused(client, 404, f"/v1/reservations/{short['reservation']}/renew", ttl_s=5)
-    assert "its time is over" in over["message"]
+    assert "released, expired" in over["message"]
     scene.time_s = 1e6
     assert await requests(client) == {"a": 1}
     assert (await client.delete(f"/v1/reservations/{lasting['reservation']}")).status_code == 200
@@ -155,7 +155,7 @@ async def test_reservations_last_as_long_as_was_chosen(client: httpx.AsyncClient
 
 async def test_events_in_all_their_forms(client: httpx.AsyncClient) -> None:
     await register(client, "a", dp_ranks=[0, 1])
-    encoded = base64.b64encode(packed([1, 2, 2**64 - 1])).decode()
+    encoded = base64.b64encode(pack_hashes([1, 2, 2**64 - 1])).decode()
     changes = [
         {"change": {"type": "stored", "hashes": encoded}},
         {"change": {"type": "removed", "hashes": [2]}},
@@ -165,12 +165,13 @@ async def test_events_in_all_their_forms(client: httpx.AsyncClient) -> None:
         {"change": {"type": "stored", "hashes": [7]}, "dp_rank": 9},
     ]
     assert await post(client, "/v1/workers/a/kv_events", events=changes) == {
-        "taken": 5,
-        "of_unknown_ranks": 1,
+        "applied": 5,
+        "unknown_ranks": 1,
     }
     dump = (await client.get("/v1/dump", params={"worker": "a", "hashes": "true"})).json()
     held = {
-        (each["dp_rank"], each["tier"]): unpacked(base64.b64decode(each["hashes"])) for each in dump["blocks"]
+        (each["dp_rank"], each["tier"]): unpack_hashes(base64.b64decode(each["hashes"]))
+        for each in dump["blocks"]
     }
     assert held == {(0, "device"): (1, 2**64 - 1), (0, "host"): (5,)}
     short = (await client.get("/v1/dump")).json()["default"]
@@ -186,7 +187,7 @@ async def test_events_in_all_their_forms(client: httpx.AsyncClient) -> None:
     missed = await client.post("/v1/workers/a/kv_events", json={"events": [event]})
     assert missed.status_code == 409
     assert missed.json()["expected"] == {"epoch": 2, "event_id": 8}
-    assert "where 8 is due" in missed.json()["error"]["message"]
+    assert "expected event 8" in missed.json()["error"]["message"]
 
 
 async def test_an_engines_own_events(client: httpx.AsyncClient) -> None:
@@ -195,9 +196,9 @@ async def test_an_engines_own_events(client: httpx.AsyncClient) -> None:
         answer = await client.post(
             f"/v1/workers/a/engine_events?format=lines&dp_rank={rank}", content=payload
         )
-        assert answer.json()["taken"] == 1
+        assert answer.json()["applied"] == 1
     cleared = await client.post("/v1/workers/a/engine_events?format=lines", content=b"clear")
-    assert cleared.json()["taken"] == 1
+    assert cleared.json()["applied"] == 1
     (listed,) = (await client.get("/v1/workers")).json()["workers"]
     assert (listed["worker"], listed["blocks"], listed["is_approximate"]) == ("a", 2, False)
     for query, content, param in (
@@ -222,24 +223,24 @@ async def test_load_reports_count(client: httpx.AsyncClient) -> None:
         await post(client, "/v1/reserve", worker=worker, token_ids=TOKENS)
     assert (await post(client, "/v1/query", token_ids=TOKENS))["is_saturated"]
     full = await refused(client, 429, "/v1/route", token_ids=TOKENS, refuse_saturated=True)
-    assert "at its limit" in full["message"]
+    assert "are saturated" in full["message"]
 
 
-async def test_what_an_answer_may_come_to_counts(client: httpx.AsyncClient) -> None:
+async def test_the_answer_limit_counts(client: httpx.AsyncClient) -> None:
     await register(client, "a", kv_total_blocks=1000)
     held = []
     for more in ({}, {"max_tokens": 8}, {"expected_output_tokens": 400}):
         routed = await post(client, "/v1/route", token_ids=TOKENS, **more)
-        (place,) = (await client.get("/v1/loads")).json()["default"]["places"]
+        (place,) = (await client.get("/v1/loads")).json()["default"]["worker_ranks"]
         held.append(place["blocks"])
-        await post(client, f"/v1/reservations/{routed['reservation']}/free")
+        await post(client, f"/v1/reservations/{routed['reservation']}/release")
     unknown, short, long = held
     assert short == pytest.approx(5 + 8 / BLOCK)
     assert long == pytest.approx(5 + 400 / BLOCK)
     assert short < unknown < long
 
 
-async def test_models_are_apart_and_a_worker_may_tell_no_events(client: httpx.AsyncClient) -> None:
+async def test_models_are_separate_and_workers_may_have_no_events(client: httpx.AsyncClient) -> None:
     await register(client, "a", model="x", kv_events=False, loras=["sql"], taints=["spot"])
     await post(client, "/v1/workers", worker="a", block_size=8, model="y")
     listed = (await client.get("/v1/workers")).json()["workers"]
@@ -248,8 +249,8 @@ async def test_models_are_apart_and_a_worker_may_tell_no_events(client: httpx.As
         ("y", 8, False),
     ]
     sent = await post(client, "/v1/route", model="x", token_ids=TOKENS, lora="sql", required_taints=["spot"])
-    await post(client, f"/v1/reservations/{sent['reservation']}/begun")
-    await post(client, f"/v1/reservations/{sent['reservation']}/free")
+    await post(client, f"/v1/reservations/{sent['reservation']}/first_token")
+    await post(client, f"/v1/reservations/{sent['reservation']}/release")
     assert (await post(client, "/v1/query", model="x", token_ids=TOKENS, lora="sql"))["overlap_blocks"] == 4
     assert (await post(client, "/v1/query", model="x", token_ids=TOKENS))["overlap_blocks"] == 0
     answer = await client.post("/v1/workers/a/kv_events?model=x", json={"events": []})
@@ -299,7 +300,7 @@ async def test_what_is_not_there_is_a_404_and_junk_a_400(client: httpx.AsyncClie
         ("POST", "/v1/workers/nobody/kv_events"),
         ("DELETE", "/v1/workers/nobody"),
         ("DELETE", "/v1/workers/a?model=other"),
-        ("POST", "/v1/reservations/0/begun"),
+        ("POST", "/v1/reservations/0/first_token"),
         ("GET", "/v1/dump?worker=nobody&hashes=1"),
         ("GET", "/v1/loads?model=other"),
         ("GET", "/v1/nothing"),
@@ -365,7 +366,7 @@ async def test_how_a_request_ended_feeds_the_breaker_of_its_worker(client: httpx
 
     async def end(**how: Any) -> None:
         placed = await post(client, "/v1/reserve", worker="a", token_ids=TOKENS)
-        await post(client, f"/v1/reservations/{placed['reservation']}/free", **how)
+        await post(client, f"/v1/reservations/{placed['reservation']}/release", **how)
 
     async def candidates() -> set[str]:
         return {
@@ -382,5 +383,5 @@ async def test_how_a_request_ended_feeds_the_breaker_of_its_worker(client: httpx
         await end(outcome="failed")
     assert await candidates() == {"b"}
     placed = await post(client, "/v1/reserve", worker="a", token_ids=TOKENS)
-    wrong = await client.post(f"/v1/reservations/{placed['reservation']}/free", json={"outcome": "bad"})
+    wrong = await client.post(f"/v1/reservations/{placed['reservation']}/release", json={"outcome": "bad"})
     assert wrong.status_code == 400

@@ -1,4 +1,4 @@
-"""One router for several frontends: one rotation, and no request that waits for a router that is not there."""
+"""The router process: one rotation for several frontends, local routing without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.router.registry import ROUTERS
 from kvolt.router.service.client import RemoteRouter, RouterLink
-from kvolt.router.service.messages import RouteQuestion, router_endpoint
+from kvolt.router.service.messages import RouteRequest, router_endpoint
 from kvolt.router.service.metrics import LinkCollector, RouterCollector
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -81,13 +81,13 @@ def test_two_frontends_take_one_turn_over_four_workers() -> None:
             assert list(Counter(first + second).values()) == [25] * 4
             assert [edge.link.stats.num_answered for edge in edges] == [30, 70]
             assert not any(edge.link.stats.fallbacks for edge in edges)
-            told = exposed(RouterCollector(service))
-            assert f'kvolt_router_decisions_total{{endpoint="{workers[0].endpoint}"}} 100.0' in told
+            exposed_text = exposed(RouterCollector(service))
+            assert f'kvolt_router_decisions_total{{endpoint="{workers[0].endpoint}"}} 100.0' in exposed_text
 
     run_virtual(scenario)
 
 
-def test_without_a_router_it_decides_alone_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_router_process_it_routes_locally_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvolt.router.service.client")
 
     async def scenario() -> None:
@@ -95,20 +95,20 @@ def test_without_a_router_it_decides_alone_and_says_so_once(caplog: pytest.LogCa
             workers = [await lab.worker(f"w{i}") for i in range(2)]
             edge = await start_edge(lab, "edge", workers, with_router=False)
             loop = asyncio.get_running_loop()
-            begun = loop.time()
+            started_at = loop.time()
             assert list(Counter(await edge.turns(10)).values()) == [5, 5]
-            assert loop.time() == begun, "a request waited for a router that is not there"
+            assert loop.time() == started_at, "a request waited for a router that is not there"
             assert len(caplog.messages) == 1
-            assert "by ourselves" in caplog.messages[0]
-            told = exposed(LinkCollector(edge.link))
-            assert 'kvolt_router_fallbacks_total{reason="absent"} 10.0' in told
-            assert "kvolt_router_present 0.0" in told
+            assert "routing locally" in caplog.messages[0]
+            exposed_text = exposed(LinkCollector(edge.link))
+            assert 'kvolt_router_fallbacks_total{reason="absent"} 10.0' in exposed_text
+            assert "kvolt_router_present 0.0" in exposed_text
 
             runtime, _ = await start_router(lab)
             await until(lambda: edge.link.present)
             assert list(Counter(await edge.turns(10)).values()) == [5, 5]
             assert edge.link.stats.num_answered == 10
-            assert caplog.messages[1:] == ["the router answers again"]
+            assert caplog.messages[1:] == ["router process responds again"]
             await runtime.abort()
             await edge.turns(10)
             assert len(caplog.messages) == 3
@@ -144,10 +144,10 @@ def test_a_silent_router_costs_one_deadline_and_not_one_each() -> None:
             await edge.turns(2)
             lab.network.partition("edge", "router")
             loop = asyncio.get_running_loop()
-            begun = loop.time()
+            started_at = loop.time()
             await edge.turns(20)
-            assert loop.time() - begun == pytest.approx(1.0, abs=0.01)
-            assert edge.link.stats.fallbacks == {"deadline_exceeded": 1, "resting": 19}
+            assert loop.time() - started_at == pytest.approx(1.0, abs=0.01)
+            assert edge.link.stats.fallbacks == {"deadline_exceeded": 1, "cooldown": 19}
             lab.network.heal("edge", "router")
             await asyncio.sleep(10)
             await edge.turns(2)
@@ -192,7 +192,7 @@ def test_pins_and_exclusions_are_obeyed() -> None:
     run_virtual(scenario)
 
 
-def test_the_router_process_sends_a_request_to_who_has_its_adapter() -> None:
+def test_the_router_process_respects_adapters() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             engines = [WithAdapters("sql"), WithAdapters(), WithAdapters()]
@@ -220,9 +220,9 @@ class FullRouter:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
+    def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
 def test_what_the_router_refuses_for_load_is_refused() -> None:
@@ -239,7 +239,7 @@ def test_what_the_router_refuses_for_load_is_refused() -> None:
     run_virtual(scenario)
 
 
-def test_all_ask_the_same_router_and_the_next_one_when_it_is_gone() -> None:
+def test_all_use_the_first_router_and_the_next_when_it_is_lost() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker(f"w{i}") for i in range(2)]
@@ -271,17 +271,17 @@ def test_what_is_watched_is_bounded_and_nonsense_is_refused(router: str) -> None
             await edge.turns(1)
             for number in range(5):
                 await edge.turns(1)  # the one that is used stays
-                question = RouteQuestion(f"{NAMESPACE}.other-{number}.generate", make_request())
-                answer = await edge.link.ask(question)
+                question = RouteRequest(f"{NAMESPACE}.other-{number}.generate", make_request())
+                answer = await edge.link.route(question)
                 assert answer is not None
-                assert answer.answer.refused is not None
-                assert answer.answer.refused.code == Unavailable.code
+                assert answer.response.refused is not None
+                assert answer.response.refused.code == Unavailable.code
             assert len(service.components) == 3
             assert str(workers[0].endpoint) in service.components
-            answer = await edge.link.ask(RouteQuestion("../..", make_request()))
+            answer = await edge.link.route(RouteRequest("../..", make_request()))
             assert answer is not None
-            assert answer.answer.refused is not None
-            assert answer.answer.refused.code == ConfigError.code
+            assert answer.response.refused is not None
+            assert answer.response.refused.code == ConfigError.code
             assert "kvolt_router_refusals_total 6.0" in exposed(RouterCollector(service))
             await service.close()
             assert not service.components

@@ -1,4 +1,4 @@
-"""A router by itself: workers by hand, decisions by what was posted, reservations that last as long as was said."""
+"""Standalone: registered workers, posted events, decisions, reservations with a TTL."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvolt.core.ids import CardHash, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_events import Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.packed_hashes import packed
+from kvolt.core.packed_hashes import pack_hashes
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 from kvolt.router.breaker import Outcome
 from kvolt.router.policy.policy import latency
 from kvolt.router.service.standalone import Standalone, StandaloneOptions
-from kvolt.router.service.standalone_state import PostedEvent
+from kvolt.router.service.standalone_state import StandaloneEvent
 
 BLOCK = 16
 A, B = InstanceId("a"), InstanceId("b")
@@ -43,7 +43,7 @@ class Scene:
             self.router.register(worker, INFO)
 
     def requests(self) -> dict[str, float]:
-        return {load.instance: load.requests for load in self.router.loads()}
+        return {load.instance: load.requests for load in self.router.worker_loads()}
 
 
 def prompt(*hashes: int, routing: RoutingHints | None = None, lora: str | None = None) -> Request:
@@ -55,41 +55,41 @@ def prompt(*hashes: int, routing: RoutingHints | None = None, lora: str | None =
         block_size=BLOCK,
         sequence_hashes=tuple(map(SequenceHash, hashes)),
         routing=routing or RoutingHints(),
-        paper_length=len(hashes) * BLOCK + 1,
+        trace_prompt_length=len(hashes) * BLOCK + 1,
         lora=lora,
     )
 
 
-def stored(*hashes: int) -> PostedEvent:
-    return PostedEvent(Stored.of(hashes))
+def stored(*hashes: int) -> StandaloneEvent:
+    return StandaloneEvent(Stored.from_hashes(hashes))
 
 
-def test_a_prompt_goes_to_who_has_it_and_choosing_books_nothing() -> None:
+def test_a_prompt_goes_to_its_blocks_and_choosing_reserves_nothing() -> None:
     here = Scene()
     assert here.router.post(B, [stored(1, 2, 3)]) == 1
     for _ in range(3):
         choice = here.router.choose(prompt(1, 2, 3, 4))
-        assert (choice.place.instance_id, choice.overlap_blocks) == (B, 3)
+        assert (choice.worker_rank.instance_id, choice.overlap_blocks) == (B, 3)
     assert here.requests() == {"a": 0, "b": 0}
-    assert here.router.choose(prompt(1, 2, 3, 4), [B]).place.instance_id == A
+    assert here.router.choose(prompt(1, 2, 3, 4), [B]).worker_rank.instance_id == A
     assert [row.instance for row in here.router.explain(prompt(1, 2, 3, 4))] == ["b", "a"]
 
 
 def test_a_reservation_counts_until_it_is_freed_and_once() -> None:
     here = Scene()
     reservation = here.router.reserve(here.router.choose(prompt(1, 2)))
-    chosen = reservation.choice.place.instance_id
+    chosen = reservation.choice.worker_rank.instance_id
     assert here.requests()[chosen] == 1
     here.time_s += 1e6
     assert here.requests()[chosen] == 1, "no age ends it"
-    here.router.begun(reservation.id, cached_tokens=0)
-    assert [load.decoding for load in here.router.loads() if load.instance == chosen] == [1]
-    here.router.free(reservation.id, Usage(32, 5))
+    here.router.mark_first_token(reservation.id, cached_tokens=0)
+    assert [load.decoding for load in here.router.worker_loads() if load.instance == chosen] == [1]
+    here.router.release(reservation.id, Usage(32, 5))
     assert here.requests() == {"a": 0, "b": 0}
-    assert here.router.num_reservations == here.router.selector.num_under_way == 0
+    assert here.router.num_reservations == here.router.selector.num_in_flight == 0
     for again in (
-        lambda: here.router.free(reservation.id, None),
-        lambda: here.router.begun(reservation.id, None),
+        lambda: here.router.release(reservation.id, None),
+        lambda: here.router.mark_first_token(reservation.id, None),
         lambda: here.router.renew(reservation.id, 1.0),
     ):
         with pytest.raises(NotFound, match="no reservation"):
@@ -99,7 +99,7 @@ def test_a_reservation_counts_until_it_is_freed_and_once() -> None:
 def test_a_time_that_was_chosen_ends_it_unless_it_is_renewed() -> None:
     here = Scene()
     short, renewed, freed = (here.router.reserve(here.router.choose(prompt(1)), ttl_s=10.0) for _ in range(3))
-    here.router.free(freed.id, None)
+    here.router.release(freed.id, None)
     here.time_s += 9.0
     here.router.renew(renewed.id, 10.0)
     here.time_s += 1.0
@@ -110,12 +110,12 @@ def test_a_time_that_was_chosen_ends_it_unless_it_is_renewed() -> None:
     here.router.renew(renewed.id, None)
     here.time_s += 1e6
     assert sum(here.requests().values()) == 1, "it has no time any more"
-    here.router.free(renewed.id, None)
+    here.router.release(renewed.id, None)
     assert here.router.num_expired == 1
-    assert here.router.selector.num_under_way == 0
+    assert here.router.selector.num_in_flight == 0
 
 
-def test_one_that_is_renewed_for_ever_takes_no_more_memory() -> None:
+def test_repeated_renewal_does_not_grow() -> None:
     here = Scene()
     reservation = here.router.reserve(here.router.choose(prompt(1)), ttl_s=10.0)
     for _ in range(1000):
@@ -126,15 +126,15 @@ def test_one_that_is_renewed_for_ever_takes_no_more_memory() -> None:
     assert here.router.expire() == 1
 
 
-def test_a_worker_that_goes_takes_its_reservations_along() -> None:
+def test_an_unregistered_worker_drops_its_reservations() -> None:
     here = Scene()
     pinned = RoutingHints(pins={Role.AGGREGATED: A})
     reservation = here.router.reserve(here.router.choose(prompt(1, routing=pinned)))
     here.router.post(A, [stored(1)])
     here.router.unregister(A)
     assert not here.router.has_reservation(reservation.id)
-    assert here.router.selector.num_under_way == 0
-    assert here.router.posted.index.num_pairs == 0
+    assert here.router.selector.num_in_flight == 0
+    assert here.router.event_index.index.num_pairs == 0
     assert here.requests() == {"b": 0}
     for unknown in (
         lambda: here.router.unregister(A),
@@ -146,7 +146,7 @@ def test_a_worker_that_goes_takes_its_reservations_along() -> None:
             unknown()
 
 
-def test_who_may_not_take_it_does_not() -> None:
+def test_excluded_workers_are_not_chosen() -> None:
     here = Scene()
     here.router.register(A, replace(INFO, loras=("sql",), taints=("spot",)))
     for wanted in (
@@ -155,7 +155,7 @@ def test_who_may_not_take_it_does_not() -> None:
         prompt(1, routing=RoutingHints(allowed=(A,))),
         prompt(1, routing=RoutingHints(pins={Role.AGGREGATED: A})),
     ):
-        assert {here.router.choose(wanted).place.instance_id for _ in range(8)} == {A}
+        assert {here.router.choose(wanted).worker_rank.instance_id for _ in range(8)} == {A}
     with pytest.raises(Unavailable, match="no registered worker"):
         here.router.choose(prompt(1, lora="sql"), [A])
 
@@ -179,19 +179,19 @@ def test_of_a_worker_without_events_it_is_guessed_what_it_holds() -> None:
     with pytest.raises(InvalidRequest, match="without KV events"):
         here.router.post(A, [stored(1)])
     reservation = here.router.reserve(here.router.choose(prompt(1, 2, 3)))
-    here.router.begun(reservation.id, 0)
-    here.router.free(reservation.id, None)
+    here.router.mark_first_token(reservation.id, 0)
+    here.router.release(reservation.id, None)
     here.time_s += 1.0
     again = here.router.choose(prompt(1, 2, 3))
-    assert again.place == reservation.choice.place
+    assert again.worker_rank == reservation.choice.worker_rank
     assert again.overlap_blocks == 3
 
 
-def test_reports_and_snapshots_are_taken() -> None:
+def test_reports_and_snapshots_are_applied() -> None:
     here = Scene()
     here.router.on_report(LoadReport(A, WorkerLoad(running=5, kv_used_blocks=90)))
     assert here.requests() == {"a": 5, "b": 0}
-    here.router.replace_blocks(A, {(0, Tier.DEVICE): packed([7, 8])})
+    here.router.replace_blocks(A, {(0, Tier.DEVICE): pack_hashes([7, 8])})
     assert here.router.choose(prompt(7, 8)).overlap_blocks == 2
 
 
@@ -208,7 +208,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise ValueError("an index has room for 1 workers")
 
-    monkeypatch.setattr(here.router.posted, "add", full)
+    monkeypatch.setattr(here.router.event_index, "add_worker", full)
     with pytest.raises(Overloaded, match="room for 1 workers"):
         here.router.register(A, INFO)
 
@@ -218,17 +218,17 @@ def test_a_worker_that_fails_is_passed_over_until_its_back_off_is_over() -> None
     router = scene.router
     for _ in range(3):
         choice = router.choose(prompt(1, 2, routing=RoutingHints(pins={Role.AGGREGATED: A})))
-        router.free(router.reserve(choice).id, None, Outcome.FAILED)
-    assert {router.choose(prompt(1, 2)).place.instance_id for _ in range(8)} == {B}
+        router.release(router.reserve(choice).id, None, Outcome.FAILED)
+    assert {router.choose(prompt(1, 2)).worker_rank.instance_id for _ in range(8)} == {B}
     assert [row.instance for row in router.explain(prompt(1, 2))] == [B]
-    assert router.choose(prompt(1, 2), excluded=[B]).place.instance_id == A, "there is no other"
+    assert router.choose(prompt(1, 2), excluded=[B]).worker_rank.instance_id == A, "there is no other"
     scene.time_s += 1.0
     rows = {row.instance: row.failure_rate for row in router.explain(prompt(1, 2))}
     assert rows == {A: pytest.approx(0.55, abs=0.01), B: 0.0}
     probe = router.reserve(router.choose(prompt(1, 2), excluded=[B]))
     assert [row.instance for row in router.explain(prompt(1, 2))] == [B], "one at a time"
-    router.begun(probe.id, None)
-    router.free(probe.id, Usage(32, 1, 0), Outcome.ANSWERED)
+    router.mark_first_token(probe.id, None)
+    router.release(probe.id, Usage(32, 1, 0), Outcome.ANSWERED)
     assert len(router.explain(prompt(1, 2))) == 2
     router.unregister(A)
     assert not router.breakers

@@ -1,4 +1,4 @@
-"""Blocks that are posted for workers of others: in order, once, or refused with what is due."""
+"""StandaloneIndex: posted events in order, once, or refused with the expected one."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import pytest
 
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
-from kvolt.core.packed_hashes import packed
-from kvolt.router.service.standalone_state import EventsMissed, PostedEvent, PostedIndex
+from kvolt.core.packed_hashes import pack_hashes
+from kvolt.router.service.standalone_state import EventsMissed, StandaloneEvent, StandaloneIndex
 
 A, B = InstanceId("a"), InstanceId("b")
 
 
-def stored(*hashes: int, event_id: int | None = None, epoch: int = 1, dp_rank: int = 0) -> PostedEvent:
-    return PostedEvent(Stored.of(hashes), dp_rank, event_id, epoch)
+def stored(*hashes: int, event_id: int | None = None, epoch: int = 1, dp_rank: int = 0) -> StandaloneEvent:
+    return StandaloneEvent(Stored.from_hashes(hashes), dp_rank, event_id, epoch)
 
 
-def event(change: KvChange) -> PostedEvent:
-    return PostedEvent(change)
+def event(change: KvChange) -> StandaloneEvent:
+    return StandaloneEvent(change)
 
 
-def an_index(*dp_ranks: int) -> PostedIndex:
-    index = PostedIndex()
-    index.add(A, dp_ranks or (0,))
-    index.add(B, (0,))
+def an_index(*dp_ranks: int) -> StandaloneIndex:
+    index = StandaloneIndex()
+    index.add_worker(A, dp_ranks or (0,))
+    index.add_worker(B, (0,))
     return index
 
 
-def held(index: PostedIndex, worker: InstanceId = A, dp_rank: int = 0, tier: Tier = Tier.DEVICE) -> list[int]:
+def held(
+    index: StandaloneIndex, worker: InstanceId = A, dp_rank: int = 0, tier: Tier = Tier.DEVICE
+) -> list[int]:
     return sorted(index.contents(worker, dp_rank, tier))
 
 
@@ -38,7 +40,7 @@ def test_what_is_posted_is_found_and_what_is_removed_is_not() -> None:
     found = index.find((1, 2, 3))
     slots = [index.slot_of(A), index.slot_of(A, 1), index.slot_of(B)]
     assert [int(found[slot]) for slot in slots if slot is not None] == [3, 1, 2]
-    index.post(A, [event(Removed.of([2])), event(Stored.of([9], tier=Tier.HOST))])
+    index.post(A, [event(Removed.from_hashes([2])), event(Stored.from_hashes([9], tier=Tier.HOST))])
     assert held(index) == [1, 3]
     assert held(index, tier=Tier.HOST) == [9]
     index.post(A, [event(Cleared())])
@@ -46,13 +48,13 @@ def test_what_is_posted_is_found_and_what_is_removed_is_not() -> None:
     assert index.contents(InstanceId("nobody"), 0, Tier.DEVICE) == []
 
 
-def test_numbered_events_come_again_without_harm_and_with_a_gap_not_at_all() -> None:
+def test_numbered_events_may_repeat_but_not_skip() -> None:
     index = an_index()
     assert index.post(A, [stored(1, event_id=5), stored(2, event_id=6)]) == 2
     assert index.post(A, [stored(2, event_id=6), stored(3, event_id=7)]) == 1
-    with pytest.raises(EventsMissed, match="event 9 came where 8 is due") as missed:
+    with pytest.raises(EventsMissed, match="received event 9, expected event 8") as missed:
         index.post(A, [stored(4, event_id=9)])
-    assert (missed.value.epoch, missed.value.due_id) == (1, 8)
+    assert (missed.value.epoch, missed.value.expected_id) == (1, 8)
     assert held(index) == [1, 2, 3], "nothing of it was taken"
     with pytest.raises(EventsMissed):
         index.post(A, [stored(4, event_id=8), stored(5, event_id=10)])
@@ -72,7 +74,9 @@ def test_a_new_epoch_begins_with_nothing() -> None:
 def test_all_blocks_anew_heal_a_gap() -> None:
     index = an_index(0, 1)
     index.post(A, [stored(1, 2, event_id=0), stored(5, event_id=1, dp_rank=1)])
-    index.replace(A, {(0, Tier.DEVICE): packed([2, 3]), (0, Tier.HOST): packed([8])}, epoch=1, next_id=40)
+    index.replace(
+        A, {(0, Tier.DEVICE): pack_hashes([2, 3]), (0, Tier.HOST): pack_hashes([8])}, epoch=1, next_id=40
+    )
     assert held(index) == [2, 3]
     assert held(index, tier=Tier.HOST) == [8]
     assert held(index, dp_rank=1) == []
@@ -85,27 +89,27 @@ def test_a_worker_that_is_not_believed_has_to_post_all_anew() -> None:
     index.post(A, [stored(1, event_id=0)])
     index.resync(A)
     index.resync(InstanceId("nobody"))
-    with pytest.raises(EventsMissed, match="all blocks are to be posted anew") as missed:
+    with pytest.raises(EventsMissed, match="expected a snapshot") as missed:
         index.post(A, [stored(2, event_id=1)])
-    assert missed.value.due_id is None
-    index.replace(A, {(0, Tier.DEVICE): packed([1])}, epoch=1, next_id=1)
+    assert missed.value.expected_id is None
+    index.replace(A, {(0, Tier.DEVICE): pack_hashes([1])}, epoch=1, next_id=1)
     assert index.post(A, [stored(2, event_id=1)]) == 1
     index.resync(A)
     assert index.post(A, [stored(3, event_id=0, epoch=2)]) == 1, "a new life is believed"
     assert index.post(A, [stored(4, event_id=1, epoch=2)]) == 1
 
 
-def test_workers_come_and_go_with_their_places() -> None:
+def test_workers_come_and_go_with_their_slots() -> None:
     index = an_index()
     index.post(A, [stored(1)])
     version = index.slots_version
-    index.add(A, (0,))
+    index.add_worker(A, (0,))
     assert (index.slots_version, held(index)) == (version, [1]), "the same again changes nothing"
-    index.add(A, (0, 1))
+    index.add_worker(A, (0, 1))
     assert index.slots_version != version
     assert held(index) == []
-    index.drop(A)
-    index.drop(A)
+    index.drop_worker(A)
+    index.drop_worker(A)
     assert index.slot_of(A) is None
     with pytest.raises(KeyError):
         index.post(A, [stored(1)])

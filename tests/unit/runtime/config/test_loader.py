@@ -195,7 +195,7 @@ SECONDS = "expected a number above 0, at most 604800"
             "[[workers]]\nargs.day = 2020-01-01",
             "workers.0.args: expected a table without dates, got {'day': datetime.date(2020, 1, 1)}",
         ),
-        ("[[workers]]\n[[workers]]", 'workers: a second worker entry is named "worker"'),
+        ("[[workers]]\n[[workers]]", 'workers: duplicate worker name "worker"'),
         ("[frontend]\nport = '1'", f'frontend.port: {A_PORT}, got "1"'),
         ("[frontend]\nport = true", f"frontend.port: {A_PORT}, got true"),
         ("[runtime]\nhost = ''", 'runtime.host: expected text that is not empty, got ""'),
@@ -203,14 +203,17 @@ SECONDS = "expected a number above 0, at most 604800"
         ("[plane]\nheartbeat_s = inf", f"plane.heartbeat_s: {SECONDS}, got inf"),
         ("[plane]\nheartbeat_s = 3", "plane.heartbeat_s: plane.dead_after_s must be above plane.heartbeat_s"),
         ("[discovery]\njoin = 'x'", 'discovery.join: expected HOST:PORT, got "x"'),
-        ("[discovery]\nkind = 'join'", "discovery.kind: join needs the address of a join server"),
+        (
+            "[discovery]\nkind = 'join'",
+            "discovery.kind: discovery.kind=join requires the address of a join server",
+        ),
         (
             "[discovery]\nkind = 'mem'\njoin = 'h:1'",
             'discovery.join: discovery.join is set, but discovery.kind is "mem"',
         ),
         ("namespace = 'a/b'", 'namespace: expected letters, digits, - and _, got "a/b"'),
-        ("[frontend]\nport 1", "2:6: broken TOML: Expected '=' after a key in a key/value pair"),
-        ("[frontend", "1:10: broken TOML: Expected ']' at the end of a table declaration"),
+        ("[frontend]\nport 1", "2:6: invalid TOML: Expected '=' after a key in a key/value pair"),
+        ("[frontend", "1:10: invalid TOML: Expected ']' at the end of a table declaration"),
     ],
 )
 def test_errors_of_a_file(tmp_path: Path, text: str, message: str) -> None:
@@ -221,7 +224,7 @@ def test_errors_of_a_file(tmp_path: Path, text: str, message: str) -> None:
     ("name", "text", "message"),
     [
         ("KVOLT_FRONTEND_PROT", "1", "unknown setting; did you mean KVOLT_FRONTEND_PORT?"),
-        ("KVOLT_WORKERS_0_COUNT", "1", "workers have no environment name"),
+        ("KVOLT_WORKERS_0_COUNT", "1", "workers cannot be set by environment"),
         ("KVOLT_FRONTEND_PORT", "x", f'{A_PORT}, got "x"'),
         ("KVOLT_FRONTEND_PORT", "70000", f'{A_PORT}, got "70000"'),
         ("KVOLT_ADMIN_ENABLED", "maybe", 'expected true or false, got "maybe"'),
@@ -235,7 +238,7 @@ def test_errors_of_the_environment(tmp_path: Path, name: str, text: str, message
 def test_errors_of_a_flag(tmp_path: Path) -> None:
     error = error_of(tmp_path, flags=port_flag("-1"))
     assert error.message == '--port: expected a whole number from 0 to 65535, got "-1"'
-    assert error.fields == {"key": "frontend.port", "remedy": "leave it out for the default, 8000"}
+    assert error.fields == {"key": "frontend.port", "remedy": "remove it to use the default, 8000"}
 
 
 def test_errors_of_a_missing_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvolt.core.errors import KeyConflict
-from kvolt.runtime.discovery.directory import Directory, OwnKey, file_name
+from kvolt.runtime.discovery.directory import Directory, OwnedKey, file_name
 from kvolt.runtime.discovery.port import LeaseId
 from kvolt.runtime.discovery.view import Record
 
@@ -24,8 +24,10 @@ def directory(tmp_path: Path) -> Directory:
     return made
 
 
-def put(directory: Directory, key: str, lease: LeaseId, value: bytes | None = b"v", stamp: int = 0) -> OwnKey:
-    return OwnKey(value or b"", directory.write_record(Record(key, lease, value), STAMP_NS + stamp))
+def put(
+    directory: Directory, key: str, lease: LeaseId, value: bytes | None = b"v", stamp: int = 0
+) -> OwnedKey:
+    return OwnedKey(value or b"", directory.write_record(Record(key, lease, value), STAMP_NS + stamp))
 
 
 def test_names_are_safe_and_distinct() -> None:

@@ -37,8 +37,8 @@ from kvolt.runtime.endpoint.client import open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.network import Network, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.port import Destination, IncomingStream
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.discovery import suite as discovery_suite
 from kvolt.testing.discovery.observer import observing
@@ -61,7 +61,7 @@ LASTING = Deadlines(first_s=60.0, between_s=60.0)
 USUAL = Times(ttl_s=5.0, settle_s=10.0, grace_s=5.0, timeout_s=5.0, retry_max_s=2.0)
 
 
-def abort(plane: Connections) -> None:
+def abort(plane: TcpPlane) -> None:
     for connection in plane.all():
         connection.abort(Cancelled("crashed"))
 
@@ -73,10 +73,10 @@ class Server:
         self, network: Network, store: MemDiscovery | FileDiscovery, clock: Clock, settle_s: float
     ) -> None:
         self.endpoints = EndpointServer()
-        self.plane = Connections(network, ConnectionOptions(), "server", self.endpoints.on_open)
+        self.plane = TcpPlane(network, ConnectionOptions(), "server", self.endpoints.on_open)
         self.store = store
         self.join = JoinServer(self.store, clock, settle_s)
-        self.join.add_to(self.endpoints)
+        self.join.register_endpoints(self.endpoints)
 
     async def kill(self) -> None:
         """Gone without a goodbye."""
@@ -94,7 +94,7 @@ class Client:
     """A process with a join client."""
 
     def __init__(self, network: Network, address: str, name: str, times: Times) -> None:
-        self.plane = Connections(network, ConnectionOptions(), name, EndpointServer().on_open)
+        self.plane = TcpPlane(network, ConnectionOptions(), name, EndpointServer().on_open)
         self.states: list[bool] = []
         self.discovery = JoinDiscovery(
             self.plane,
@@ -174,7 +174,7 @@ class Harness:
 
 
 class VirtualHarness(Harness):
-    """The same on a virtual network; with `silent`, whoever dies just stops answering."""
+    """The same on a virtual network; with `silent`, a dead process just stops answering."""
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__(USUAL, VirtualClock())
@@ -215,7 +215,7 @@ class PartitionHarness(VirtualHarness):
 
 
 class DirectoryHarness(VirtualHarness):
-    """A server over `file`: what it was told lies there when it comes back, under leases nobody renews."""
+    """A server over `file`: its contents are still there after a restart, under leases that are not renewed."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_a_lease_without_a_server_is_refused_in_time(silent: bool) -> None:
 def test_a_server_that_is_no_join_server_is_named() -> None:
     async def main() -> None:
         harness = VirtualHarness()
-        server = Connections(harness.network("other"), ConnectionOptions(), "other", EndpointServer().on_open)
+        server = TcpPlane(harness.network("other"), ConnectionOptions(), "other", EndpointServer().on_open)
         harness.address = await server.listen("other:7400")
         client = await harness.client()
         for call in (client.lease(1.0), client.get_prefix("")):
@@ -284,7 +284,7 @@ def test_a_server_that_is_no_join_server_is_named() -> None:
 @pytest.mark.parametrize(
     "ttl_s", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e300, 86_401.0, "5", None]
 )
-def test_a_ttl_that_is_no_time_is_refused_and_harms_nobody(ttl_s: object) -> None:
+def test_an_invalid_ttl_is_refused_without_side_effects(ttl_s: object) -> None:
     async def main() -> None:
         harness = VirtualHarness()
         client = await harness.client()
@@ -320,7 +320,7 @@ def test_a_stalled_server_keeps_the_other_calls_of_its_connection() -> None:
         lease = await discovery.lease(5.0)
         await discovery.put("a", b"1", lease)
         served: list[IncomingStream] = []
-        harness.server.endpoints.add("ns.c.e", InstanceId("i"), served.append)
+        harness.server.endpoints.register("ns.c.e", InstanceId("i"), served.append)
         connection = await client.plane.get(harness.address, 1.0)
         answers = await open_stream(client.plane, Destination(harness.address, "ns.c.e"), None, LASTING)
         await asyncio.sleep(0.1)
@@ -363,12 +363,12 @@ def test_close_does_not_wait_for_a_server_that_is_away(silent: bool) -> None:
 def test_after_a_restart_only_the_dead_are_gone_and_only_when_settled() -> None:
     async def main() -> None:
         harness = VirtualHarness()
-        (living, lease), (dying, doomed) = [
+        (living, lease), (dying, should_remove) = [
             (client, await client.lease(USUAL.ttl_s))
             for client in (await harness.client(), await harness.client())
         ]
         await living.put("k/lives", b"", lease)
-        await dying.put("k/dies", b"", doomed)
+        await dying.put("k/dies", b"", should_remove)
         async with observing(await harness.client(), "k/") as [observer]:
             await harness.stop_server()
             await harness.crash(dying)
@@ -386,7 +386,7 @@ def test_after_a_restart_only_the_dead_are_gone_and_only_when_settled() -> None:
     run_virtual(main, until_s=900)
 
 
-def test_loss_and_return_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_and_return_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         harness = VirtualHarness()
         client = await harness.client()
@@ -404,7 +404,7 @@ def test_loss_and_return_are_said_once(caplog: pytest.LogCaptureFixture) -> None
         await harness.close()
 
     run_virtual(main, until_s=300)
-    assert len([record for record in caplog.records if "join server" in record.message]) == 2
+    assert len([record for record in caplog.records if record.name.endswith("join_state")]) == 2
 
 
 # -- who owns what
@@ -463,9 +463,7 @@ def test_a_stranger_can_neither_use_nor_end_a_lease() -> None:
         lease = await owner.lease(USUAL.ttl_s)
         assert len(lease) >= 32  # 128 bits: a secret of its client
         await owner.put("k", b"owner", lease)
-        stranger = Connections(
-            harness.network("stranger"), ConnectionOptions(), "x", EndpointServer().on_open
-        )
+        stranger = TcpPlane(harness.network("stranger"), ConnectionOptions(), "x", EndpointServer().on_open)
         for guess in ("", "0" * 16, lease[:-1], lease.upper() + "0"):
             for endpoint, body in ((REVOKE, guess), (DELETE, KeyRequest(guess, "k"))):
                 async with await open_stream(
@@ -504,7 +502,7 @@ def test_what_strangers_put_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(9):
             await stranger.put(f"{number}", b"x" * 99, lease)
         await stranger.put("8", b"y" * 99, lease)  # in the place of what is there
-        with pytest.raises(DiscoveryLost, match="too much to keep"):
+        with pytest.raises(DiscoveryLost, match="is full"):
             await stranger.put("more", b"x" * 999, lease)
         own = await owner.lease(USUAL.ttl_s)
         with pytest.raises(DiscoveryLost, match="too many leases"):
@@ -580,7 +578,7 @@ def test_one_address_cannot_take_all_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         own = await owner.lease(USUAL.ttl_s)
         for number in range(4):
             await owner.put(f"own{number}", b"x" * 1_000, own)
-        with pytest.raises(DiscoveryLost, match="too much to keep"):
+        with pytest.raises(DiscoveryLost, match="is full"):
             await owner.put("large", b"x" * 9_000, own)
         await asyncio.sleep(30)  # the leases of the stranger come back, and find as much room as there is
         assert harness.server is not None
@@ -679,7 +677,7 @@ def test_a_lost_lease_ends_within_a_minute_whichever_others_return() -> None:
     run_virtual(main, until_s=900)
 
 
-def test_nobody_watches_what_nobody_reads() -> None:
+def test_unread_prefixes_are_not_watched() -> None:
     async def main() -> None:
         harness = VirtualHarness()
         client = await harness.client()
@@ -687,7 +685,7 @@ def test_nobody_watches_what_nobody_reads() -> None:
         for number in range(10):
             async with observing(client, f"k/{number}"):
                 await asyncio.sleep(0.1)
-                assert harness.server.endpoints.active(WATCH) == 1
+                assert harness.server.endpoints.num_active_streams(WATCH) == 1
             gc.collect()  # a watch is held weakly, and what its reader left may lie in a cycle
         await harness.close()
 
@@ -723,8 +721,8 @@ class Owner:
                     self.owns[key] = value
 
 
-async def trouble(harness: VirtualHarness, rng: random.Random, until: float) -> None:
-    """Takes the server away, or the way to it, for times within which nobody's lease runs out."""
+async def last_error(harness: VirtualHarness, rng: random.Random, until: float) -> None:
+    """Takes the server away, or the way to it, for times within which no lease expires."""
     loop = asyncio.get_running_loop()
     while loop.time() < until:
         await asyncio.sleep(rng.uniform(1, 15))
@@ -753,7 +751,7 @@ def test_after_any_trouble_everybody_sees_what_is_owned(seed: int) -> None:
             async with Scope("test") as scope:
                 for owner in owners:
                     scope.start(owner.run(until=120), "owner")
-                scope.start(trouble(harness, rng, until=120), "trouble")
+                scope.start(last_error(harness, rng, until=120), "trouble")
             await asyncio.sleep(60)
             owned = {key: value for owner in owners for key, value in owner.owns.items()}
             assert observer.content == owned

@@ -12,33 +12,33 @@ from kvolt.testing.virtual.loop import run_virtual
 def test_lost_with_the_first_failure_back_with_the_last_recovery() -> None:
     told: list[bool] = []
     state = ServerState("host:1", told.append)
-    state.works("keeper")
-    state.works("follower")
-    state.failed("keeper", "gone")
-    state.failed("follower", "gone")
+    state.mark_working("keeper")
+    state.mark_working("follower")
+    state.mark_failed("keeper", "gone")
+    state.mark_failed("follower", "gone")
     assert told == [True, False]
-    state.works("follower")
+    state.mark_working("follower")
     assert told == [True, False]
-    state.works("keeper")
+    state.mark_working("keeper")
     assert told == [True, False, True]
 
 
 def test_a_task_that_ends_while_it_fails_does_not_leave_the_server_lost() -> None:
     told: list[bool] = []
     state = ServerState("host:1", told.append)
-    state.works("follower")
-    state.failed("keeper", "gone")
-    state.forget("keeper")
+    state.mark_working("follower")
+    state.mark_failed("keeper", "gone")
+    state.remove_task("keeper")
     assert told == [True, False, True]
 
 
 def test_with_no_task_left_nothing_is_known() -> None:
     told: list[bool] = []
     state = ServerState("host:1", told.append)
-    state.failed("keeper", "gone")
-    state.forget("keeper")
+    state.mark_failed("keeper", "gone")
+    state.remove_task("keeper")
     assert told == [False]
-    state.works("another keeper")
+    state.mark_working("another keeper")
     assert told == [False, True]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvolt.runtime.discovery.port import LeaseId
-from kvolt.runtime.discovery.view import LeaseSeen, Record, Snapshot, View
+from kvolt.runtime.discovery.view import LeaseObservation, Record, Snapshot, View
 
 WALL_S = 1_000_000.0
 TTL_S = 3.0
@@ -16,18 +16,18 @@ class Reader:
     def __init__(self) -> None:
         self.view = View(max_step_s=2.0)
         self.now_s = 100.0
-        self.leases: dict[LeaseId, LeaseSeen] = {}
+        self.leases: dict[LeaseId, LeaseObservation] = {}
         self.records: dict[str, Record] = {}
 
     def lease(self, name: LeaseId, mtime_s: float = WALL_S, ended: bool = False) -> None:
-        self.leases[name] = LeaseSeen(TTL_S, int(mtime_s * 1e9), ended)
+        self.leases[name] = LeaseObservation(TTL_S, int(mtime_s * 1e9), ended)
 
     def key(self, key: str, lease: LeaseId, value: bytes | None = b"v") -> None:
         self.records = {**self.records, key: Record(key, lease, value)}
 
     def scan(self, after_s: float = 1.0, wall_s: float = WALL_S) -> list[tuple[str, bytes | None]]:
         self.now_s += after_s
-        return self.view.update(Snapshot(dict(self.leases), self.records), self.now_s, wall_s)
+        return self.view.apply_snapshot(Snapshot(dict(self.leases), self.records), self.now_s, wall_s)
 
 
 def test_a_silent_lease_dies_after_its_ttl_and_comes_back_with_a_sign_of_life() -> None:
@@ -41,7 +41,7 @@ def test_a_silent_lease_dies_after_its_ttl_and_comes_back_with_a_sign_of_life() 
     assert reader.scan() == [("a", b"v")]
 
 
-def test_a_wall_clock_jump_kills_nobody_that_was_seen() -> None:
+def test_a_wall_clock_jump_expires_no_known_lease() -> None:
     reader = Reader()
     reader.lease(L1)
     reader.key("a", L1)
@@ -118,7 +118,7 @@ def test_time_in_which_nothing_was_seen_does_not_count() -> None:
         reader.scan()
     assert stopped.scan(3600.0) == []
     cut_off.scan(2.0)
-    cut_off.view.lost()
+    cut_off.view.mark_unreadable()
     assert [cut_off.scan(3600.0), cut_off.scan(2.0)] == [[], []]
     assert cut_off.scan(1.0) == [("a", None)]
 
@@ -146,7 +146,7 @@ def test_garbage_is_what_was_dead_for_long() -> None:
     found = []
     for _ in range(200):
         reader.scan()
-        found.append(reader.view.garbage())
+        found.append(reader.view.collect_dead_leases())
     assert found.index({L1: int(mtime_s * 1e9)}) == 11
-    assert any(LeaseId("nobody") in garbage for garbage in found)
+    assert any(LeaseId("nobody") in collect_dead_leases for collect_dead_leases in found)
     assert reader.view.content() == {}

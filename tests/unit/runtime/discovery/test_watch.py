@@ -21,36 +21,36 @@ async def drain(queue: WatchQueue) -> list[WatchEvent]:
             return events
 
 
-async def test_nothing_is_said_before_the_first_content() -> None:
+async def test_nothing_is_reported_before_the_first_content() -> None:
     queue = WatchQueue("a/")
-    queue.change("a/1", b"x")
+    queue.push_change("a/1", b"x")
     assert await drain(queue) == []
-    queue.begin({"a/2": b"y", "b": b"z"})
+    queue.set_initial({"a/2": b"y", "b": b"z"})
     assert await drain(queue) == [Put("a/2", b"y"), Synced()]
 
 
 async def test_a_change_before_synced_is_merged_into_the_first_content() -> None:
     queue = WatchQueue("")
-    queue.begin({"a": b"1", "b": b"1", "c": b"1"})
-    queue.change("a", b"2")
-    queue.change("b", None)
-    queue.change("d", b"1")
+    queue.set_initial({"a": b"1", "b": b"1", "c": b"1"})
+    queue.push_change("a", b"2")
+    queue.push_change("b", None)
+    queue.push_change("d", b"1")
     assert await drain(queue) == [Put("a", b"2"), Put("c", b"1"), Synced(), Put("d", b"1")]
 
 
 async def test_unread_changes_of_a_key_become_one() -> None:
     queue = WatchQueue("")
-    queue.begin({"a": b"1"})
+    queue.set_initial({"a": b"1"})
     await drain(queue)
-    queue.change("a", b"2")
-    queue.change("b", b"1")
-    queue.change("a", b"3")
-    queue.change("flash", b"1")
-    queue.change("flash", None)
+    queue.push_change("a", b"2")
+    queue.push_change("b", b"1")
+    queue.push_change("a", b"3")
+    queue.push_change("flash", b"1")
+    queue.push_change("flash", None)
     assert await drain(queue) == [Put("b", b"1"), Put("a", b"3")]
-    queue.change("a", None)
-    queue.change("a", b"3")
-    queue.change("b", None)
+    queue.push_change("a", None)
+    queue.push_change("a", b"3")
+    queue.push_change("b", None)
     assert await drain(queue) == [Delete("b")]
 
 
@@ -71,4 +71,4 @@ async def test_a_forgotten_watch_costs_nothing() -> None:
     stopped = watches.open("")
     await stopped.aclose()
     gc.collect()
-    assert watches.waiting() == [kept]
+    assert watches.not_started() == [kept]

@@ -11,7 +11,7 @@ import pytest
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, WorkerLost
 from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream
 from kvolt.runtime.plane.stalls import Stalls
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import VirtualLoop, in_process, run_virtual
 
 LIMITS = Deadlines(connect_s=1.0, first_s=10.0, between_s=2.0, total_s=100.0)
@@ -25,7 +25,7 @@ class FakeStream:
         self.arrival: float | None = None
         self.num_consumed = self.num_cancels = 0
         self.ended = False
-        self.held = False
+        self.is_reading_paused = False
         self.peer_silent = False
         self.stalls = Stalls()
 
@@ -33,7 +33,7 @@ class FakeStream:
     def last_arrival(self) -> float | None:
         return self.arrival
 
-    def seen_at(self) -> float | None:
+    def last_item_at(self) -> float | None:
         return self.arrival
 
     def stalled_s(self, since: float) -> float:
@@ -47,7 +47,7 @@ class FakeStream:
         self.ended = True
         self.sink.on_end(error)
 
-    def consumed(self, num_items: int) -> None:
+    def mark_consumed(self, num_items: int) -> None:
         self.num_consumed += num_items
 
     def cancel(self) -> None:
@@ -146,12 +146,12 @@ async def test_a_deadline_that_passed_in_a_stall_is_decided_after_what_has_arriv
 async def test_the_time_of_a_stall_counts_for_no_deadline_but_the_total() -> None:
     _, stream, sink = start(Deadlines(first_s=10.0, between_s=5.0, total_s=21.0))
     await asyncio.sleep(9.0)
-    stream.stalls.add(2.0, 9.0)
+    stream.stalls.record(2.0, 9.0)
     await asyncio.sleep(6.0)
     assert sink.ends == []
     stream.item("first")
     await asyncio.sleep(4.0)
-    stream.stalls.add(17.0, 19.0)
+    stream.stalls.record(17.0, 19.0)
     await asyncio.sleep(1.9)
     assert sink.ends == []
     await asyncio.sleep(0.2)
@@ -166,11 +166,11 @@ async def test_a_stall_adds_its_length_to_the_wait_it_falls_into() -> None:
         _, stream, sink = start(Deadlines(first_s=9.0, between_s=5.0, total_s=1000.0))
         await asyncio.sleep(0.5)
         if has_item:
-            stream.stalls.add(began, began + 0.5)
+            stream.stalls.record(began, began + 0.5)
             stream.item("first")
         for number in range(1, 6):
             await asyncio.sleep(began + 4.0 * number - loop.time())
-            stream.stalls.add(loop.time() - 1.0, loop.time())
+            stream.stalls.record(loop.time() - 1.0, loop.time())
         assert sink.ended_at == began + expires_at
 
 
@@ -283,7 +283,7 @@ async def test_items_in_order_then_the_end() -> None:
     stream.end()
     assert responses.num_queued == 2
     assert [item async for item in responses] == [1, 2]
-    assert stream.num_consumed == 1, "after the end nobody needs credit"
+    assert stream.num_consumed == 1, "no credit is needed after the end"
     with pytest.raises(StopAsyncIteration):
         await anext(responses)
 
@@ -310,14 +310,14 @@ async def test_a_reader_waits() -> None:
         async for item in responses:
             got.append(item)
 
-    crew = Crew("reader")
-    crew.start(read(), "read")
+    task_group = TaskGroup("reader")
+    task_group.start(read(), "read")
     for number in range(3):
         await asyncio.sleep(0.1)
         assert got == list(range(number))
         stream.item(number)
     stream.end()
-    await crew.drain()
+    await task_group.drain()
     assert got == [0, 1, 2]
 
 
@@ -337,11 +337,11 @@ async def test_batches() -> None:
     responses, stream = stream_of()
     stream.item(1)
     stream.item(2)
-    assert await responses.batch() == [1, 2]
+    assert await responses.read_batch() == [1, 2]
     stream.item(3)
     stream.end()
-    assert await responses.batch() == [3]
-    assert await responses.batch() == []
+    assert await responses.read_batch() == [3]
+    assert await responses.read_batch() == []
     assert stream.num_consumed == 2
 
 
@@ -350,9 +350,9 @@ async def test_a_batch_before_the_error() -> None:
     responses, stream = stream_of()
     stream.item(1)
     stream.end(WorkerLost("gone"))
-    assert await responses.batch() == [1]
+    assert await responses.read_batch() == [1]
     with pytest.raises(WorkerLost):
-        await responses.batch()
+        await responses.read_batch()
 
 
 @virtual

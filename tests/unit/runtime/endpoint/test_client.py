@@ -1,4 +1,4 @@
-"""An endpoint's client alone: what discovery tells it, what it makes of failures, whom it calls."""
+"""EndpointClient in isolation: discovery, failures, and selection of instances."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceSt
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
 from kvolt.runtime.endpoint.client import EndpointClient, open_stream
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.port import Destination, IncomingStream
 from kvolt.runtime.plane.session import SessionLimits
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.plane.tcp_plane import TcpPlane
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import VirtualClock, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 
@@ -39,10 +39,10 @@ class World:
         self.lease: LeaseId | None = None
         self.targets: list[str] = []
         self.caller = self._process("caller")
-        self._made: list[Connections] = [self.caller]
+        self._made: list[TcpPlane] = [self.caller]
         self._clients: list[EndpointClient] = []
 
-    def _process(self, name: str) -> Connections:
+    def _process(self, name: str) -> TcpPlane:
         def serve(stream: IncomingStream) -> None:
             self.targets.append(stream.target)
             for item in (name, 1, 2):
@@ -50,9 +50,9 @@ class World:
             stream.end()
 
         options = ConnectionOptions(limits=SessionLimits(window_items=2))
-        return Connections(self.network.host(name), options, name, serve)
+        return TcpPlane(self.network.host(name), options, name, serve)
 
-    async def server(self, name: str) -> Connections:
+    async def server(self, name: str) -> TcpPlane:
         made = self._process(name)
         self._made.append(made)
         await made.listen(f"{name}:7000")
@@ -160,18 +160,18 @@ async def test_static_addresses_need_no_discovery(world: World) -> None:
 @in_world
 async def test_no_candidates(world: World) -> None:
     client = await world.client()
-    for pick in (client.round_robin, client.random):
+    for pick in (client.pick_round_robin, client.pick_random):
         with pytest.raises(Unavailable) as caught:
             pick()
         assert caught.value.fields["reason"] == "no_instances"
     await world.register("a", InstanceState.CORDONED)
     with pytest.raises(Unavailable) as caught:
-        client.round_robin()
+        client.pick_round_robin()
     assert caught.value.fields["reason"] == "none_reachable"
     with pytest.raises(Unavailable) as caught:
-        client.instance(InstanceId("zz"))
+        client.get_instance(InstanceId("zz"))
     assert caught.value.fields["reason"] == "unknown_instance"
-    assert client.instance(InstanceId("a")).id == "a"
+    assert client.get_instance(InstanceId("a")).id == "a"
 
 
 @in_world
@@ -179,7 +179,7 @@ async def test_random_reaches_everyone(world: World) -> None:
     client = await world.client()
     for name in "abcd":
         await world.register(name)
-    assert {client.random().id for _ in range(100)} == set("abcd")
+    assert {client.pick_random().id for _ in range(100)} == set("abcd")
 
 
 @in_world
@@ -211,7 +211,7 @@ async def test_a_lost_instance_that_leaves_discovery_is_forgotten(world: World) 
     await asyncio.sleep(10)
     attempts = world.caller.stats.connects["connect_failed"]
     await asyncio.sleep(30)
-    assert world.caller.stats.connects["connect_failed"] == attempts, "nobody dials it any more"
+    assert world.caller.stats.connects["connect_failed"] == attempts, "it is not dialed any more"
     await world.register("a")
     assert [instance.id for instance in client.candidates()] == ["a"], "it starts anew"
 
@@ -322,7 +322,7 @@ async def test_a_process_can_be_called_directly(world: World) -> None:
 
 
 @in_world
-async def test_discovery_that_does_not_answer_stops_nobody(world: World) -> None:
+async def test_unreachable_discovery_does_not_stop_a_client(world: World) -> None:
     world.store.offline()
     began = asyncio.get_running_loop().time()
     client = await world.client()
@@ -369,13 +369,13 @@ async def test_a_silent_instance_is_awaited_while_its_calls_go_on(world: World) 
     world.network.pause("a")
     await asyncio.sleep(20.0)
     assert client.candidates() == []
-    assert client.awaited() == {"a"}
+    assert client.recovering() == {"a"}
     assert world.caller.gauges().num_calls == 1
     world.network.resume("a")
     await asyncio.sleep(0.01)
     assert client.candidates() == [instance], "at once: no dial is waited for"
     assert changes == [0, 1]
-    assert client.awaited() == frozenset()
+    assert client.recovering() == frozenset()
     assert [item async for item in stream] == [1, 2]
     assert world.caller.gauges().num_open == 1
 
@@ -396,7 +396,7 @@ async def test_calls_to_a_silent_instance_end_when_another_comes(world: World) -
     await asyncio.sleep(0.4)
     assert world.caller.gauges().num_calls == 0
     assert [each.id for each in client.candidates()] == ["b"]
-    assert client.awaited() == {"a"}
+    assert client.recovering() == {"a"}
 
 
 @pytest.mark.parametrize("tenths", range(20))
@@ -457,7 +457,7 @@ async def test_calls_that_cannot_move_are_kept_for_the_whole_grace(world: World)
     instance = await world.register("a")
     await world.register("b")
     client = await world.client()
-    client.may_move = False
+    client.may_migrate = False
     stream = await lasting(client, instance)
     world.network.pause("a")
     await asyncio.sleep(25.0)
@@ -475,7 +475,7 @@ async def test_calls_to_a_silent_instance_end_where_there_is_a_fallback(world: W
     stream = await lasting(client, instance)
     world.network.pause("a")
     await asyncio.sleep(5.5)
-    with pytest.raises(WorkerLost, match="may be stalled or cut off"):
+    with pytest.raises(WorkerLost, match="may be stalled or unreachable"):
         _ = [item async for item in stream]
 
 
@@ -490,13 +490,13 @@ async def test_an_instance_whose_lease_ends_in_a_stall_is_awaited(world: World) 
     await world.discovery.delete(instance.key)
     await asyncio.sleep(1.0)
     assert client.instances() == []
-    assert client.awaited() == {"a"}
+    assert client.recovering() == {"a"}
     world.network.resume("a")
     await asyncio.sleep(1.0)
-    assert client.awaited() == {"a"}, "it answers, and will register again"
+    assert client.recovering() == {"a"}, "it answers, and will register again"
     await world.register("a")
     assert client.candidates() == [instance]
-    assert client.awaited() == frozenset()
+    assert client.recovering() == frozenset()
     assert [item async for item in stream] == [1, 2]
 
 
@@ -511,14 +511,14 @@ async def test_an_instance_that_does_not_register_again_is_awaited_no_longer(wor
         await asyncio.sleep(6.0)
         await world.discovery.delete(instance.key)
         await asyncio.sleep(1.0)
-        assert client.awaited() == {"a"}
+        assert client.recovering() == {"a"}
         if returns:
             world.network.resume("a")
             await asyncio.sleep(5.5)
         else:
             world.network.crash("a", silent=False)
             await asyncio.sleep(0.1)
-        assert client.awaited() == frozenset()
+        assert client.recovering() == frozenset()
         await world.register("a")
 
 
@@ -533,7 +533,7 @@ async def test_an_instance_whose_lease_ends_before_its_silence_is_noticed_is_awa
     await world.discovery.delete(instance.key)
     for _ in range(20):
         await asyncio.sleep(1.0)
-        assert client.awaited() == {"a"}
+        assert client.recovering() == {"a"}
     world.network.resume("a")
     await asyncio.sleep(1.0)
     await world.register("a")
@@ -555,7 +555,7 @@ async def test_calls_move_from_an_instance_whose_lease_ends_before_its_silence_i
     await world.discovery.delete(instance.key)
     await asyncio.sleep(6.0)
     assert world.caller.gauges().num_calls == 0
-    assert client.awaited() == frozenset(), "its connection is given up"
+    assert client.recovering() == frozenset(), "its connection is given up"
 
 
 @in_world
@@ -568,10 +568,10 @@ async def test_an_instance_that_goes_is_awaited_for_no_longer_than_it_takes_to_n
     await ask(client, instance)
     await world.discovery.delete(instance.key)
     await asyncio.sleep(0.1)
-    assert client.awaited() == {"a"}
+    assert client.recovering() == {"a"}
     await client.wait_change(30.0)
     assert asyncio.get_running_loop().time() < 8.0, "who waits hears of it"
-    assert client.awaited() == frozenset()
+    assert client.recovering() == frozenset()
 
 
 @in_world
@@ -581,15 +581,15 @@ async def test_an_instance_that_drains_and_one_that_is_lost_are_not_awaited(worl
     draining = await world.register("a", state=InstanceState.DRAINING)
     await world.discovery.delete(draining.key)
     await asyncio.sleep(0.1)
-    assert client.awaited() == frozenset()
+    assert client.recovering() == frozenset()
     instance = await world.register("a")
     await ask(client, instance)
     await world.discovery.delete(instance.key)
     await asyncio.sleep(0.1)
-    assert client.awaited() == {"a"}
+    assert client.recovering() == {"a"}
     world.network.crash("a", silent=False)
     await asyncio.sleep(0.1)
-    assert client.awaited() == frozenset()
+    assert client.recovering() == frozenset()
 
 
 @in_world
@@ -616,10 +616,10 @@ async def test_waiting_for_a_change(world: World) -> None:
     loop = asyncio.get_running_loop()
     await client.wait_change(2.0)
     assert loop.time() == pytest.approx(2.0, abs=0.1)
-    crew = Crew("waiting")
-    waiting = crew.start(client.wait_change(50.0), "wait")
+    task_group = TaskGroup("waiting")
+    waiting = task_group.start(client.wait_change(50.0), "wait")
     await asyncio.sleep(1.0)
     await world.register("a")
     await waiting
     assert loop.time() == pytest.approx(3.0, abs=0.1)
-    await crew.close()
+    await task_group.close()

@@ -14,9 +14,9 @@ from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.registration import RegisteredKey
 from kvolt.runtime.events.mem import MemBus, MemEvents
-from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import InlineBlocking, VirtualClock, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 
@@ -29,7 +29,7 @@ class Lab:
         self.clock = VirtualClock()
         self.other = self.client(1)
         self.own = self.client(2)
-        self.crew = Crew("test")
+        self.task_group = TaskGroup("test")
         self.states: list[str | None] = []
 
     def client(self, seed: int) -> MemDiscovery:
@@ -37,13 +37,13 @@ class Lab:
 
     async def registered(self) -> RegisteredKey:
         lease = await self.own.lease(5.0)
-        return RegisteredKey(self.own, lease, "k", self.crew, random.Random(3), self.states.append)
+        return RegisteredKey(self.own, lease, "k", self.task_group, random.Random(3), self.states.append)
 
     async def content(self) -> dict[str, bytes]:
         return dict(await self.other.get_prefix(""))
 
     async def close(self) -> None:
-        await self.crew.close()
+        await self.task_group.close()
         await self.own.close()
         await self.other.close()
 
@@ -69,7 +69,7 @@ def test_a_refused_key_is_registered_once_the_other_lease_has_expired(
     with caplog.at_level(logging.WARNING):
         run_virtual(main, until_s=60)
     messages = [record.getMessage() for record in caplog.records if "registration" in record.name]
-    assert [message.split(":")[0] for message in messages] == ["registration lost", "registration is back"]
+    assert [message.split(":")[0] for message in messages] == ["registration lost", "registration restored"]
 
 
 def test_a_lost_key_is_put_again_and_an_outage_is_no_loss() -> None:
@@ -85,7 +85,7 @@ def test_a_lost_key_is_put_again_and_an_outage_is_no_loss() -> None:
         assert lab.states == []
         await lab.own.delete("k")
         key._on_lost()  # as a store does whose lease expired unnoticed
-        assert lab.states == ["another lease took the key after this process's lease had expired"]
+        assert lab.states == ["another lease acquired the key after this process's lease had expired"]
         await asyncio.sleep(3)
         assert await lab.content() == {"k": b"1"}
         assert lab.states[1:] == [None]
@@ -101,14 +101,14 @@ def test_a_withdrawn_key_is_not_put_again() -> None:
         await lab.other.put("k", b"other", lease)
         key = await lab.registered()
         await key.publish(b"own")
-        await key.withdraw()
+        await key.unregister()
         await lab.other.revoke(lease)
         await asyncio.sleep(10)
         assert await lab.content() == {}
         assert lab.states[1:] == [None]
         lab.store.offline()
         with pytest.raises(DiscoveryLost):
-            await key.withdraw()
+            await key.unregister()
         lab.store.online()
         await lab.close()
 

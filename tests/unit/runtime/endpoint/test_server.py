@@ -11,11 +11,11 @@ import pytest
 
 from kvolt.core.errors import Cancelled, KvoltError, NotFound
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.endpoint.server import EndpointServer, decoder
+from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import Open
 
-decode = decoder(Any)
+decode = msgpack_decoder(Any)
 
 
 class FakeSession:
@@ -34,7 +34,7 @@ class FakeSession:
     def queue_end(self, stream: ServedStream) -> None:
         stream.mark_closed()
 
-    def hold(self, stream: ServedStream) -> None:
+    def mark_backlogged(self, stream: ServedStream) -> None:
         self.held.append(stream)
 
     def count_merge(self) -> None: ...
@@ -68,7 +68,7 @@ async def settle(stream: ServedStream) -> None:
 
 def serving(handler: Any) -> EndpointServer:
     server = EndpointServer()
-    server.add("ns.c.e", InstanceId("7f"), server.generator(handler, decode))
+    server.register("ns.c.e", InstanceId("7f"), server.wrap_generator(handler, decode))
     return server
 
 
@@ -85,7 +85,7 @@ async def wait_forever(request: Any) -> AsyncIterator[int]:
 async def test_a_handler_answers() -> None:
     server = serving(count)
     stream, session = opened(server, body=3)
-    assert server.num_active == server.active("ns.c.e") == 1
+    assert server.num_active == server.num_active_streams("ns.c.e") == 1
     await settle(stream)
     assert (session.items, code(stream), server.num_active) == ([0, 1, 2], None, 0)
     await server.close()
@@ -111,18 +111,18 @@ async def test_targets(target: str, expected: str | None) -> None:
 
 async def test_refusing_and_taking_again() -> None:
     server = serving(count)
-    server.refuse("ns.c.e", "cordoned")
+    server.set_refusal("ns.c.e", "cordoned")
     stream, _ = opened(server, body=1)
     assert stream.end_info is not None
     assert (stream.end_info.code, stream.end_info.fields["reason"]) == ("unavailable", "cordoned")
-    server.refuse("ns.c.e", None)
+    server.set_refusal("ns.c.e", None)
     stream, _ = opened(server, body=1)
     await settle(stream)
     assert code(stream) is None
-    server.refuse("ns.c.e", "draining")
-    server.remove("ns.c.e")
+    server.set_refusal("ns.c.e", "draining")
+    server.unregister("ns.c.e")
     assert code(opened(server)[0]) == "not_found"
-    server.add("ns.c.e", InstanceId("80"), server.generator(count, decode))
+    server.register("ns.c.e", InstanceId("80"), server.wrap_generator(count, decode))
     stream, _ = opened(server, body=1)
     await settle(stream)
     assert code(stream) is None, "a new life starts without the old one's refusal"
@@ -132,7 +132,7 @@ async def test_refusing_and_taking_again() -> None:
 async def test_an_endpoint_is_served_once() -> None:
     server = serving(count)
     with pytest.raises(KvoltError, match="already"):
-        server.add("ns.c.e", InstanceId("80"), lambda stream: None)
+        server.register("ns.c.e", InstanceId("80"), lambda stream: None)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,14 @@ async def test_a_stream_handlers_error(error: Exception, expected: str) -> None:
         raise error
 
     server = EndpointServer()
-    server.add("ns.c.e", InstanceId("7f"), handler)
+    server.register("ns.c.e", InstanceId("7f"), handler)
     stream, session = opened(server)
     assert (code(stream), session.items, len(told), server.num_active) == (expected, [1], 1, 0)
 
 
 async def test_a_request_that_does_not_decode() -> None:
     server = EndpointServer()
-    server.add("ns.c.e", InstanceId("7f"), server.generator(count, decoder(int)))
+    server.register("ns.c.e", InstanceId("7f"), server.wrap_generator(count, msgpack_decoder(int)))
     stream, _ = opened(server, body="three")
     await settle(stream)
     assert code(stream) == "invalid_request"
@@ -256,7 +256,7 @@ async def test_giving_up_closes_the_handler() -> None:
     server = serving(handler)
     stream, _ = opened(server, window=3)
     await asyncio.sleep(0)
-    stream.give_up(Cancelled("the caller cancelled"))
+    stream.abort(Cancelled("the caller cancelled"))
     for _ in range(5):
         await asyncio.sleep(0)
     assert (closed, server.num_active) == ([1], 0)
@@ -266,7 +266,7 @@ async def test_giving_up_closes_the_handler() -> None:
 async def test_given_up_before_it_ran() -> None:
     server = serving(wait_forever)
     stream, session = opened(server)
-    stream.give_up(Cancelled("the caller cancelled"))
+    stream.abort(Cancelled("the caller cancelled"))
     await asyncio.sleep(0)
     assert (session.items, server.num_active) == ([], 0)
     await server.close()
@@ -290,12 +290,12 @@ async def test_drain_waits_for_one_endpoint_or_all() -> None:
         yield 1
 
     server = serving(count)
-    server.add("ns.c.gated", InstanceId("80"), server.generator(gated, decode))
+    server.register("ns.c.gated", InstanceId("80"), server.wrap_generator(gated, decode))
     opened(server, body=3)
     opened(server, "ns.c.gated")
     async with asyncio.timeout(10):
         await server.drain("ns.c.e")
-    assert server.active("ns.c.gated") == 1
+    assert server.num_active_streams("ns.c.gated") == 1
     for endpoint in ("ns.c.gated", None):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

@@ -209,7 +209,7 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
             await harness.discovery.put(PREFIX + "newer", value, lease)
             await harness.connected(plane, "kv", stream)
     assert [record.getMessage() for record in caplog.records] == [
-        f"events of publisher {PREFIX}newer are not received: its registration has message version 99, not 1"
+        f"event publisher ignored: key={PREFIX}newer reason=message version 99, expected 1"
     ]
     assert harness.totals["rejected", "version"] == 1
     await plane.close()
@@ -227,7 +227,7 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
         (msgspec.msgpack.encode(Registration("ipc:///tmp/elsewhere", 1)), "address"),
     ],
 )
-async def test_bad_registrations_are_counted_and_harm_nobody(harness, value, reason):
+async def test_bad_registrations_are_counted_and_ignored(harness, value, reason):
     plane = await harness.plane()
     stream = plane.subscribe("kv")
     await harness.discovery.put(PREFIX + "bad", value, await harness.discovery.lease(1))
@@ -255,7 +255,7 @@ async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(
     await until(lambda: harness.totals["rejected", "registration"] == 1)
     await harness.connected(plane, "kv", stream)
     assert [record.getMessage()[:38] for record in caplog.records] == [
-        "cannot follow a publisher of events: P"
+        "event publisher not followed: change=P"
     ]
     await plane.close()
 
@@ -367,7 +367,7 @@ async def test_what_does_not_fit_the_buffers_is_a_gap_not_a_wait(harness):
     await plane.close()
 
 
-async def test_publishers_are_told_which_topics_are_wanted(harness):
+async def test_publishers_learn_the_subscribed_topics(harness):
     plane = await harness.plane()
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")

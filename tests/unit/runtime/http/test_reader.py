@@ -69,19 +69,19 @@ def test_all_bodies_together_are_bounded() -> None:
     first, second = RequestReader(limits, "", budget), RequestReader(limits, "", budget)
     first.feed(head + b"x" * 59)
     second.feed(head + b"x" * 41)
-    assert budget.left == 0
+    assert budget.available_bytes == 0
     third = RequestReader(limits, "", budget)
     third.feed(head + b"x")
     assert third.refusal is not None
     assert (third.refusal.status, third.refusal.headers["retry-after"]) == (503, "1")
     second.release()
     first.feed(b"x" + head + b"x" * 40)  # complete, and the next one behind it
-    assert budget.left == 0
-    assert first.take().body == b"x" * 60
-    assert budget.left == 60
+    assert budget.available_bytes == 0
+    assert first.next_request().body == b"x" * 60
+    assert budget.available_bytes == 60
     first.release()
     third.release()
-    assert budget.left == 100
+    assert budget.available_bytes == 100
 
 
 METHODS = [b"GET ", b"POST ", b"HEAD ", b"CONNECT ", b"PRI ", b"OPTIONS "]
@@ -124,7 +124,7 @@ def test_the_reader_takes_any_bytes(pieces: list[bytes]) -> None:
         assert 400 <= whole.refusal.status <= 505
         assert whole.done
     whole.release()
-    assert budget.left == limits.max_buffered_bytes
+    assert budget.available_bytes == limits.max_buffered_bytes
 
 
 def _facts(reader: RequestReader) -> object:

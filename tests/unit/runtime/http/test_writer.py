@@ -126,7 +126,7 @@ async def test_no_chunk_at_all_is_an_empty_body() -> None:
     assert (answer.status, answer.body) == (202, b"")
 
 
-async def test_an_end_may_be_told_early_and_twice() -> None:
+async def test_an_end_may_be_early_and_repeated() -> None:
     async def produce(writer: ResponseWriter) -> None:
         writer.write(b"all")
         writer.end()
@@ -266,7 +266,7 @@ async def test_hanging_up_sets_gone_and_cancels() -> None:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                assert writer.gone
+                assert writer.disconnected
                 writer.write(b"into the void")
                 story.append("cancelled")
                 raise
@@ -287,7 +287,7 @@ async def test_hanging_up_sets_gone_and_cancels() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_client_that_does_not_read_is_told_to_the_producer() -> None:
+async def test_the_producer_is_notified_of_a_client_that_does_not_read() -> None:
     story: list[str] = []
     done = asyncio.Event()
 

@@ -14,7 +14,7 @@ from kvolt.runtime.plane.wire import CHUNK_BYTES, HEADER, FrameDecoder, FrameKin
 def pieces(sender: BulkSender) -> list[tuple[int, bytes]]:
     taken = []
     while sender:
-        data, _ = sender.take()
+        data, _ = sender.next_chunk()
         ((kind, stream_id, payload),) = FrameDecoder(1 << 20).feed(data)
         assert kind == FrameKind.CHUNK
         assert len(data) <= HEADER.size + 1 + CHUNK_BYTES
@@ -27,8 +27,8 @@ def pieces(sender: BulkSender) -> list[tuple[int, bytes]]:
 def test_round_trip(size: int, kind: MessageKind) -> None:
     sender, receiver = BulkSender(), BulkReceiver(size)
     data = bytes(range(251)) * (size // 251 + 1)
-    sender.add(5, data[:size], kind)
-    got = [receiver.add(stream_id, payload) for stream_id, payload in pieces(sender)]
+    sender.enqueue(5, data[:size], kind)
+    got = [receiver.receive_chunk(stream_id, payload) for stream_id, payload in pieces(sender)]
     assert got[-1] == Message(data[:size], kind)
     assert got[:-1] == [None] * ((size - 1) // CHUNK_BYTES)
     assert receiver.buffered_bytes == 0
@@ -37,15 +37,15 @@ def test_round_trip(size: int, kind: MessageKind) -> None:
 
 def test_the_last_piece_names_its_stream() -> None:
     sender = BulkSender()
-    sender.add(5, b"x" * (CHUNK_BYTES + 1))
-    assert sender.take()[1] is None
-    assert sender.take()[1] == 5
+    sender.enqueue(5, b"x" * (CHUNK_BYTES + 1))
+    assert sender.next_chunk()[1] is None
+    assert sender.next_chunk()[1] == 5
 
 
 def test_a_short_message_overtakes_long_ones_and_the_oldest_still_moves() -> None:
     sender = BulkSender()
     for stream_id, num_chunks in ((1, 8), (2, 8), (3, 2)):
-        sender.add(stream_id, b"x" * (num_chunks * CHUNK_BYTES))
+        sender.enqueue(stream_id, b"x" * (num_chunks * CHUNK_BYTES))
     order = [stream_id for stream_id, _ in pieces(sender)]
     assert order[:4] == [1, 3, 1, 3]
     assert [stream_id for stream_id in order[4:] if stream_id != 3] == [1] * 6 + [2] * 8
@@ -54,10 +54,10 @@ def test_a_short_message_overtakes_long_ones_and_the_oldest_still_moves() -> Non
 def test_at_most_two_long_messages_are_unfinished_at_once() -> None:
     sender, receiver = BulkSender(), BulkReceiver(1 << 20)
     for stream_id in range(1, 9):
-        sender.add(stream_id, b"x" * ((stream_id % 3 + 4) * CHUNK_BYTES))
+        sender.enqueue(stream_id, b"x" * ((stream_id % 3 + 4) * CHUNK_BYTES))
     most = 0
     for stream_id, payload in pieces(sender):
-        receiver.add(stream_id, payload)
+        receiver.receive_chunk(stream_id, payload)
         most = max(most, len(receiver.streams))
     assert most <= 2
 
@@ -71,20 +71,20 @@ def test_never_more_at_once_than_allowed(sizes: list[int], drops: list[tuple[int
     """Whatever is dropped on the way (and told to the receiver, as a cancel does), the bound holds."""
     sender, receiver = BulkSender(), BulkReceiver(4 * CHUNK_BYTES)
     for stream_id, size in enumerate(sizes):
-        sender.add(stream_id, bytes([stream_id]) * size)
+        sender.enqueue(stream_id, bytes([stream_id]) * size)
     done, dropped, number = {}, set(), 0
     while sender:
         for when, stream_id in drops:
             if when == number:
-                sender.drop(stream_id)
-                receiver.drop(stream_id)
+                sender.drop_stream(stream_id)
+                receiver.drop_stream(stream_id)
                 dropped.add(stream_id)
         number += 1
         if not sender:
             break
-        data, completed = sender.take()
+        data, completed = sender.next_chunk()
         ((_, stream_id, payload),) = FrameDecoder(1 << 20).feed(data)
-        message = receiver.add(stream_id, payload)
+        message = receiver.receive_chunk(stream_id, payload)
         assert (message is not None) == (completed == stream_id)
         if message is not None:
             done[stream_id] = message.data
@@ -100,21 +100,21 @@ def test_never_more_at_once_than_allowed(sizes: list[int], drops: list[tuple[int
 def test_one_too_many() -> None:
     receiver = BulkReceiver(100)
     for stream_id in range(BULK_STREAMS):
-        receiver.add(stream_id, b"\x00x")
+        receiver.receive_chunk(stream_id, b"\x00x")
     with pytest.raises(ProtocolError) as caught:
-        receiver.add(99, b"\x00x")
+        receiver.receive_chunk(99, b"\x00x")
     assert caught.value.fields["rule"] == "bulk"
-    receiver.drop(0)
-    assert receiver.add(99, b"\x01x") == Message(b"x", MessageKind.ENCODED)
+    receiver.drop_stream(0)
+    assert receiver.receive_chunk(99, b"\x01x") == Message(b"x", MessageKind.ENCODED)
 
 
 def test_the_size_limit_itself_is_allowed() -> None:
     receiver = BulkReceiver(4)
-    receiver.add(1, b"\x00ab")
-    assert receiver.add(1, b"\x01cd") == Message(b"abcd", MessageKind.ENCODED)
-    receiver.add(1, b"\x00ab")
+    receiver.receive_chunk(1, b"\x00ab")
+    assert receiver.receive_chunk(1, b"\x01cd") == Message(b"abcd", MessageKind.ENCODED)
+    receiver.receive_chunk(1, b"\x00ab")
     with pytest.raises(ProtocolError) as caught:
-        receiver.add(1, b"\x01cde")
+        receiver.receive_chunk(1, b"\x01cde")
     assert caught.value.fields["rule"] == "message_size"
     assert receiver.buffered_bytes <= 4
 
@@ -122,16 +122,16 @@ def test_the_size_limit_itself_is_allowed() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x00", b"\x01", b"\x06x", b"\x08x", b"\xffx"])
 def test_not_a_chunk(payload: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
-        BulkReceiver(100).add(1, payload)
+        BulkReceiver(100).receive_chunk(1, payload)
     assert caught.value.fields["rule"] == "chunk"
 
 
 def test_clear() -> None:
     sender, receiver = BulkSender(), BulkReceiver(100)
     for stream_id in range(10):
-        sender.add(stream_id, b"x")
+        sender.enqueue(stream_id, b"x")
     sender.clear()
     assert not sender
-    receiver.add(1, b"\x00x")
+    receiver.receive_chunk(1, b"\x00x")
     receiver.clear()
     assert receiver.buffered_bytes == 0

@@ -20,11 +20,11 @@ class Holder:
 def test_the_largest_holder_of_an_address_is_shed() -> None:
     budget = ByteBudget(100, 60)
     small, large, other = Holder("a"), Holder("a"), Holder("b")
-    budget.hold(other, 30)
-    budget.hold(large, 50)
-    budget.hold(small, 10)
+    budget.set_held_bytes(other, 30)
+    budget.set_held_bytes(large, 50)
+    budget.set_held_bytes(small, 10)
     assert large.num_shed == 0
-    budget.hold(small, 11)
+    budget.set_held_bytes(small, 11)
     assert (small.num_shed, large.num_shed, other.num_shed) == (0, 1, 0)
     assert budget.used_bytes == 41
     assert budget.num_shed == 1
@@ -35,8 +35,8 @@ def test_the_process_limit_takes_from_the_address_that_has_most() -> None:
     normal = Holder("normal")
     attackers = [Holder(f"{number}") for number in range(2)]
     for attacker in attackers:
-        budget.hold(attacker, 45)
-    budget.hold(normal, 20)
+        budget.set_held_bytes(attacker, 45)
+    budget.set_held_bytes(normal, 20)
     assert normal.num_shed == 0
     assert sum(attacker.num_shed for attacker in attackers) == 1
     assert budget.used_bytes == 65
@@ -46,8 +46,8 @@ def test_what_is_let_go_is_free_again() -> None:
     budget = ByteBudget(100, 60)
     holder = Holder("a")
     for _ in range(10):
-        budget.hold(holder, 60)
-        budget.hold(holder, 0)
+        budget.set_held_bytes(holder, 60)
+        budget.set_held_bytes(holder, 0)
     assert (budget.used_bytes, holder.num_shed) == (0, 0)
 
 
@@ -56,15 +56,15 @@ def test_the_addresses_of_one_ipv6_network_share_a_limit() -> None:
     holders = [Holder(f"2001:db8::{number:x}") for number in range(7)]
     other, mapped, plain = Holder("2001:db8:0:1::1"), Holder("::ffff:10.0.0.1"), Holder("10.0.0.1")
     for holder in holders:
-        budget.hold(holder, 10)
+        budget.set_held_bytes(holder, 10)
     assert sum(holder.num_shed for holder in holders) == 1
     for holder in (other, mapped, plain):
-        budget.hold(holder, 1)
-    budget.hold(mapped, 30)
-    budget.hold(plain, 31)
+        budget.set_held_bytes(holder, 1)
+    budget.set_held_bytes(mapped, 30)
+    budget.set_held_bytes(plain, 31)
     assert (other.num_shed, mapped.num_shed, plain.num_shed) == (0, 0, 1)
     for holder in (*holders, other, mapped, plain):
-        budget.hold(holder, 0)
+        budget.set_held_bytes(holder, 0)
     assert budget.used_bytes == 0
 
 
@@ -73,7 +73,7 @@ def test_the_limits_hold_whatever_comes(holds: list[tuple[int, int]]) -> None:
     budget = ByteBudget(100, 60)
     holders = [Holder(f"{number % 3}") for number in range(10)]
     for number, num_bytes in holds:
-        budget.hold(holders[number], num_bytes)
+        budget.set_held_bytes(holders[number], num_bytes)
         assert budget.used_bytes <= 100
         kept = [sum(held.values()) for held in budget._holders.values()]
         assert sum(kept) == budget.used_bytes

@@ -279,10 +279,10 @@ async def test_a_silent_peer_that_answers_again_is_called_again() -> None:
 async def test_a_silent_peer_that_answers_elsewhere_has_lost_this_connection() -> None:
     world = World()
     await world.greet()
-    world.connection.expect_soon()
+    world.connection.mark_replaced()
     await asyncio.sleep(4.1)
     assert world.silences == [True]
-    world.connection.expect_soon()
+    world.connection.mark_replaced()
     await asyncio.sleep(2.0)
     assert world.closed == []
     await asyncio.sleep(2.0)
@@ -343,7 +343,7 @@ async def test_no_deadline_counts_the_time_of_a_stall() -> None:
     assert session.stalls.seconds_since(0.0) == world.stats.stalled_s, "our own"
     assert world.stats.stalls == 1
     assert 39.0 < world.stats.stalled_s <= 40.0
-    assert not world.stats.add_stall(now, 39.5), "another connection of the process saw the same one"
+    assert not world.stats.record_stall(now, 39.5), "another connection of the process saw the same one"
     await asyncio.sleep(10.0)
     assert session.peer_silent
     world.connection.data_received(frame(FrameKind.PING, 0))
@@ -393,7 +393,7 @@ async def test_bad_bytes_are_refused_and_closed() -> None:
 
 
 @pytest.mark.parametrize("end", ["lost", "close", "abort"])
-def test_every_end_is_told_once(end: str) -> None:
+def test_every_end_is_reported_once(end: str) -> None:
     async def main() -> None:
         world = World()
         await world.greet()

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError, NotFound, WorkerLost
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.plane.port import Destination, IncomingStream, RequestPlane
 from kvolt.runtime.plane.stats import outcome
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.testing.virtual.loop import run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 
@@ -38,7 +38,7 @@ class _Sink:
 def test_a_fresh_process_exports_zeros() -> None:
     async def main() -> None:
         host = VirtualNetwork(random.Random(1)).host("a")
-        plane = Connections(host, ConnectionOptions(), "a", lambda stream: None)
+        plane = TcpPlane(host, ConnectionOptions(), "a", lambda stream: None)
         samples = scrape(plane)
         assert samples["kvolt_connections", "in"] == samples["kvolt_connections", "out"] == 0
         assert samples["kvolt_bytes_total", "in"] == samples["kvolt_refused_versions_total",] == 0
@@ -57,8 +57,8 @@ def test_what_happens_is_counted() -> None:
         def serve(stream: IncomingStream) -> None:
             streams.append(stream)
 
-        server = Connections(network.host("server"), ConnectionOptions(), "server", serve)
-        client = Connections(network.host("client"), ConnectionOptions(), "client", serve)
+        server = TcpPlane(network.host("server"), ConnectionOptions(), "server", serve)
+        client = TcpPlane(network.host("client"), ConnectionOptions(), "client", serve)
         await server.listen("server:7000")
         to = Destination("server:7000", "ns.c.e")
         calls = [await client.open(to, b"\xc0", _Sink(), lambda data: data, connect_s=5.0) for _ in range(4)]

@@ -45,7 +45,7 @@ class Lab:
 
     def open(self, source: str, body: bytes = b"", peer_host: str | None = None) -> Stream:
         stream = Stream(source, body)
-        self.gate.start(source, peer_host or source, cast(ServedStream, stream))
+        self.gate.start_stream(source, peer_host or source, cast(ServedStream, stream))
         return stream
 
 
@@ -72,7 +72,7 @@ async def test_another_connection_does_not_wait_behind_a_burst() -> None:
     lab.open("normal")
     await asyncio.sleep(0)
     assert "normal" in [stream.source for stream in lab.started[:-OPENS_PER_TURN:-1]]
-    lab.gate.forget("attacker")
+    lab.gate.drop_source("attacker")
     assert lab.budget.used_bytes == 0
 
 

@@ -15,12 +15,12 @@ import pytest
 from kvolt.core.errors import ErrorInfo, KvoltError
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import open_stream
-from kvolt.runtime.plane import connections, open_gate, wire
+from kvolt.runtime.plane import open_gate, tcp_plane, wire
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import Connections
 from kvolt.runtime.plane.open_gate import OPENS_PER_TURN
 from kvolt.runtime.plane.port import Destination, IncomingStream
 from kvolt.runtime.plane.session import UNFINISHED_S, SessionLimits
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.plane.wire import FrameKind
 from kvolt.testing.virtual.loop import VirtualLoop, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
@@ -92,8 +92,8 @@ class World:
         self.server = self.process("server", self.serve)
         self.client = self.process("client", self.serve)
 
-    def process(self, name: str, serve: Callable[[IncomingStream], None]) -> Connections:
-        return Connections(self.network.host(name), ConnectionOptions(limits=LIMITS), name, serve)
+    def process(self, name: str, serve: Callable[[IncomingStream], None]) -> TcpPlane:
+        return TcpPlane(self.network.host(name), ConnectionOptions(limits=LIMITS), name, serve)
 
     def serve(self, stream: IncomingStream) -> None:
         self.received.append(len(stream.decode_body(msgspec.msgpack.decode)))
@@ -249,7 +249,7 @@ async def test_who_has_not_said_hello_gets_no_large_frame(world: World) -> None:
 def test_connections_of_one_address_are_limited(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_PEER", 5)
+    monkeypatch.setattr(tcp_plane, "MAX_CONNECTIONS_PER_PEER", 5)
 
     @in_world
     async def scenario(world: World) -> None:
@@ -268,7 +268,7 @@ def test_connections_of_one_address_are_limited(
 
 
 def test_connections_of_one_ipv6_network_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_PEER", 5)
+    monkeypatch.setattr(tcp_plane, "MAX_CONNECTIONS_PER_PEER", 5)
 
     @in_world
     async def scenario(world: World) -> None:

@@ -15,12 +15,12 @@ import uvloop
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.plane.port import IncomingStream, OutgoingStream, RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
+from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.testing.plane import faults_suite as plane_faults_suite
 from kvolt.testing.plane import suite as plane_suite
-from kvolt.testing.plane.suite import Case, Ground, Harness, run_case
+from kvolt.testing.plane.suite import Case, Harness, ProcessPorts, run_case
 from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.loop import InlineBlocking, VirtualClock, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
@@ -144,9 +144,9 @@ class SocketHarness(Harness):
         self._networks: dict[str, GatedNetwork] = {}
         self._blocking = ThreadBlocking(1)
 
-    def ground(self, name: str) -> Ground:
+    def ports(self, name: str) -> ProcessPorts:
         network = self._networks[name] = GatedNetwork()
-        return Ground(SystemClock(), network, self._blocking, tcp_plane(network, self._options))
+        return ProcessPorts(SystemClock(), network, self._blocking, tcp_plane(network, self._options))
 
     def address(self, name: str) -> str:
         return "127.0.0.1:0"
@@ -160,10 +160,10 @@ class SocketHarness(Harness):
     async def rejoin(self, name: str) -> None:
         self._networks[name].set_silent(False)
 
-    async def hold_back(self, name: str) -> None:
+    async def stall(self, name: str) -> None:
         self._networks[name].hold()
 
-    async def release(self, name: str) -> None:
+    async def end_stall(self, name: str) -> None:
         self._networks[name].release()
 
     async def close(self) -> None:
@@ -187,10 +187,10 @@ class VirtualHarness(Harness):
         profile = LinkProfile(jitter_s=0.0002, bytes_per_s=1e9, rechunk=True)
         self._network = VirtualNetwork(random.Random(7), profile=profile)
 
-    def ground(self, name: str) -> Ground:
+    def ports(self, name: str) -> ProcessPorts:
         self._names.append(name)
         host = self._network.host(name)
-        return Ground(VirtualClock(), host, InlineBlocking(), tcp_plane(host, self._options))
+        return ProcessPorts(VirtualClock(), host, InlineBlocking(), tcp_plane(host, self._options))
 
     def address(self, name: str) -> str:
         return f"{name}:0"
@@ -210,10 +210,10 @@ class VirtualHarness(Harness):
         for other in self._others(name):
             self._network.heal(name, other)
 
-    async def hold_back(self, name: str) -> None:
+    async def stall(self, name: str) -> None:
         self._network.pause(name)
 
-    async def release(self, name: str) -> None:
+    async def end_stall(self, name: str) -> None:
         self._network.resume(name)
 
     async def close(self) -> None:
@@ -245,16 +245,16 @@ class _PlaneBehind(_Behind):
 
 
 class PortOnlyHarness(VirtualHarness):
-    """The same plane, of which nobody sees more than RequestPlane and its streams."""
+    """The same plane, with only RequestPlane and its streams visible."""
 
-    def ground(self, name: str) -> Ground:
-        ground = super().ground(name)
+    def ports(self, name: str) -> ProcessPorts:
+        ports = super().ports(name)
 
         def plane(process: str, on_open: Callable[[Any], None]) -> Any:
-            inner = ground.plane(process, lambda stream: on_open(_Behind(stream, IncomingStream)))
+            inner = ports.plane(process, lambda stream: on_open(_Behind(stream, IncomingStream)))
             return _PlaneBehind(inner, RequestPlane)
 
-        return replace(ground, plane=plane)
+        return replace(ports, plane=plane)
 
 
 def on_real_loop(case: Case, make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
@@ -285,5 +285,5 @@ def test_virtual(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=plane_suite.name)
-def test_nobody_needs_more_than_the_port(case: Case) -> None:
+def test_the_port_is_sufficient(case: Case) -> None:
     run_virtual(lambda: run_case(case, PortOnlyHarness), until_s=600)

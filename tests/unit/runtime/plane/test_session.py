@@ -62,7 +62,7 @@ class Side:
     def on_open(self, stream: ServedStream) -> None:
         self.streams.append(stream)
 
-    def report(self, fault: Exception) -> None:
+    def report_callback_error(self, fault: Exception) -> None:
         self.faults.append(fault)
 
 
@@ -80,10 +80,10 @@ class Sink:
 
 def move(sender: Side, receiver: Side) -> list[int]:
     """All that the sender has to say, chunks included; the kinds of its frames."""
-    data = b"".join(sender.session.take_urgent())
-    while (chunk := sender.session.take_chunk()) is not None:
+    data = b"".join(sender.session.drain_urgent())
+    while (chunk := sender.session.next_chunk()) is not None:
         data += chunk
-        data += b"".join(sender.session.take_urgent())
+        data += b"".join(sender.session.drain_urgent())
     if data:
         receiver.session.receive(data)
     return [kind for kind, _, _ in FrameDecoder(1 << 24).feed(data)]
@@ -117,10 +117,10 @@ def test_only_the_hello_leaves_before_the_peers() -> None:
     dialer, acceptor = Side(True), Side(False)
     call(dialer, b"x" * 100_000)
     dialer.session.ping()
-    frames = dialer.session.take_urgent()
+    frames = dialer.session.drain_urgent()
     assert [kind for kind, _, _ in FrameDecoder(1 << 20).feed(b"".join(frames))] == [FrameKind.HELLO]
-    assert dialer.session.take_urgent() == []
-    assert dialer.session.take_chunk() is None
+    assert dialer.session.drain_urgent() == []
+    assert dialer.session.next_chunk() is None
     move(acceptor, dialer)
     assert dialer.session.version == 1
     acceptor.session.receive(b"".join(frames))
@@ -179,10 +179,10 @@ def test_the_order_of_kinds_in_one_go() -> None:
     move(acceptor, dialer)
     dialer.streams[0].send(1)
     move(dialer, acceptor)
-    back.consumed(8)
+    back.mark_consumed(8)
     back.cancel()
     other, _ = call(acceptor)
-    other.consumed(8)
+    other.mark_consumed(8)
     streams[0].send(1)
     streams[0].send(Delta((1,)))
     streams[0].end()
@@ -205,7 +205,7 @@ def test_long_frames_are_cut() -> None:
         stream.send(Delta(tuple(range(100, 200))))
         stream.send("x" * 1000)
         stream.end(EngineFailed("y" * 3000, engine="sim"))
-    data = acceptor.session.take_urgent()
+    data = acceptor.session.drain_urgent()
     assert len(data) > 20
     assert max(len(each) for each in data) <= CHUNK_BYTES + 100
     dialer.session.receive(b"".join(data))
@@ -218,8 +218,8 @@ def test_credit_frames_are_cut() -> None:
     calls = [call(dialer)[0] for _ in range(15_000)]
     move(dialer, acceptor)
     for each in calls:
-        each.consumed(1)
-    data = dialer.session.take_urgent()
+        each.mark_consumed(1)
+    data = dialer.session.drain_urgent()
     assert max(len(each) for each in data) <= CHUNK_BYTES + 100
     acceptor.session.receive(b"".join(data))
     assert all(stream.credit == 3 for stream in acceptor.streams)
@@ -230,13 +230,13 @@ def test_chunks_take_turns_with_deltas() -> None:
     long.send(b"x" * (5 * CHUNK_BYTES))
     for token in range(4):
         short.send(Delta((token,)))
-        dialer.session.receive(b"".join(acceptor.session.take_urgent()))
-        chunk = acceptor.session.take_chunk()
+        dialer.session.receive(b"".join(acceptor.session.drain_urgent()))
+        chunk = acceptor.session.next_chunk()
         assert chunk is not None
         dialer.session.receive(chunk)
         assert len(sinks[1].items) == token + 1
         assert sinks[0].items == []
-    chunk = acceptor.session.take_chunk()
+    chunk = acceptor.session.next_chunk()
     assert chunk is not None
     dialer.session.receive(chunk)
     assert sinks[0].items == [b"x" * (5 * CHUNK_BYTES)]
@@ -248,9 +248,9 @@ def test_a_long_byte_string_is_sent_as_it_is() -> None:
     long = bytes(range(256)) * (CHUNK_BYTES // 256) * 3
     streams[0].send(long)
     streams[1].send({"bytes": long})
-    assert acceptor.session.take_urgent() == []
+    assert acceptor.session.drain_urgent() == []
     chunks = []
-    while (chunk := acceptor.session.take_chunk()) is not None:
+    while (chunk := acceptor.session.next_chunk()) is not None:
         chunks.append(chunk)
         dialer.session.receive(chunk)
     own = [chunk for chunk in chunks if wire.HEADER.unpack_from(chunk)[2] == streams[0].id]
@@ -282,7 +282,7 @@ def test_nothing_overtakes_a_long_item_of_its_stream(later: Any, flush_between: 
     long = b"x" * (2 * CHUNK_BYTES)
     streams[0].send(long)
     if flush_between:
-        dialer.session.receive(b"".join(acceptor.session.take_urgent()))
+        dialer.session.receive(b"".join(acceptor.session.drain_urgent()))
     if later == "step":
         StepSender(streams).send([1])
         later = Delta((1,))
@@ -391,7 +391,7 @@ def test_too_many_streams() -> None:
     move(acceptor, dialer)
     assert len(acceptor.streams) == 2, "a request still on its way counts as well"
     assert [[type(error) for error in sink.ends] for sink in sinks] == [[], [], [Overloaded], [Overloaded]]
-    assert acceptor.session._arriving.buffered_bytes == 0
+    assert acceptor.session._bulk_receiver.buffered_bytes == 0
 
 
 def test_going_away_refuses_new_streams_only() -> None:
@@ -416,7 +416,7 @@ def test_close_ends_every_stream_once() -> None:
     for stream in streams:
         stream.on_cancel = told.append
     streams[0].send(b"x" * 200_000)
-    acceptor.session.take_urgent()
+    acceptor.session.drain_urgent()
     error = WorkerLost("gone")
     for side in (dialer, acceptor):
         side.session.close(error)
@@ -429,7 +429,7 @@ def test_close_ends_every_stream_once() -> None:
 
 
 def test_a_closed_session_takes_no_streams() -> None:
-    """Else the call would wait for its first deadline, with nobody to answer."""
+    """Otherwise the call would wait for its first deadline without a server."""
     dialer, _ = pair()
     dialer.session.close(WorkerLost("gone"))
     with pytest.raises(ConnectFailed):
@@ -471,15 +471,15 @@ def test_stream_ids_run_out() -> None:
 def test_cancel_of_a_request_on_its_way() -> None:
     dialer, acceptor = pair()
     stream, sink = call(dialer, b"x" * 500_000)
-    acceptor.session.receive(b"".join(dialer.session.take_urgent()))
-    chunk = dialer.session.take_chunk()
+    acceptor.session.receive(b"".join(dialer.session.drain_urgent()))
+    chunk = dialer.session.next_chunk()
     assert chunk is not None
     acceptor.session.receive(chunk)
-    assert acceptor.session._arriving.buffered_bytes > 0
+    assert acceptor.session._bulk_receiver.buffered_bytes > 0
     stream.cancel()
     assert not dialer.session.has_bulk
     move(dialer, acceptor)
-    assert acceptor.session._arriving.buffered_bytes == 0
+    assert acceptor.session._bulk_receiver.buffered_bytes == 0
     assert acceptor.streams == []
     assert sink.ends == []
 
@@ -489,12 +489,12 @@ def test_cancel_of_a_long_answer_on_its_way() -> None:
     stream, sink = call(dialer)
     move(dialer, acceptor)
     acceptor.streams[0].send(b"x" * 500_000)
-    acceptor.session.take_urgent()
-    chunk = acceptor.session.take_chunk()
+    acceptor.session.drain_urgent()
+    chunk = acceptor.session.next_chunk()
     assert chunk is not None
     dialer.session.receive(chunk)
     stream.cancel()
-    assert dialer.session._arriving.buffered_bytes == 0
+    assert dialer.session._bulk_receiver.buffered_bytes == 0
     move(dialer, acceptor)
     assert not acceptor.session.has_bulk
     assert acceptor.streams[0].closed
@@ -507,16 +507,16 @@ def test_many_cancelled_long_requests_never_exceed_the_bound() -> None:
     """What is dropped makes room for the next: the peer hears of the one before it sees the other."""
     dialer, acceptor = pair()
     calls = [call(dialer, b"x" * 300_000)[0] for _ in range(12)]
-    acceptor.session.receive(b"".join(dialer.session.take_urgent()))
+    acceptor.session.receive(b"".join(dialer.session.drain_urgent()))
     for number in range(40):
-        acceptor.session.receive(b"".join(dialer.session.take_urgent()))
-        chunk = dialer.session.take_chunk()
+        acceptor.session.receive(b"".join(dialer.session.drain_urgent()))
+        chunk = dialer.session.next_chunk()
         if chunk is not None:
             acceptor.session.receive(chunk)
         if number % 3 == 0 and calls:
             calls.pop(0).cancel()
     move(dialer, acceptor)
-    assert acceptor.session._arriving.buffered_bytes == 0
+    assert acceptor.session._bulk_receiver.buffered_bytes == 0
 
 
 def test_counts() -> None:
@@ -552,7 +552,7 @@ def test_a_delta_of_a_newer_version_ends_its_stream_only() -> None:
     dialer, acceptor, sinks, streams = opened(2)
     streams[0].send(Delta((1,)))
     streams[1].send(Delta((2,)))
-    (data,) = acceptor.session.take_urgent()
+    (data,) = acceptor.session.drain_urgent()
     newer = wire.encode([(1, {"t": [1], "f": "repetition"}), (3, {"t": [2]})])
     dialer.session.receive(wire.frame(FrameKind.DELTAS, 0, newer))
     assert [type(error) for error in sinks[0].ends] == [ProtocolError]
@@ -568,7 +568,7 @@ def test_choices_merge_apart_for_a_slow_reader() -> None:
     for _ in range(20):
         move(acceptor, dialer)
         for call_ in list(dialer.session._calls.values()):
-            call_.consumed(8)
+            call_.mark_consumed(8)
         move(dialer, acceptor)
     assert sink.ends == [None]
     for index in (0, 1):

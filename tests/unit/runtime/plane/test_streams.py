@@ -38,7 +38,7 @@ class FakeSession:
     def queue_end(self, stream: ServedStream) -> None:
         self.num_ends += 1
 
-    def hold(self, stream: ServedStream) -> None:
+    def mark_backlogged(self, stream: ServedStream) -> None:
         self.held[stream.id] = stream
 
     def count_merge(self) -> None:
@@ -122,11 +122,11 @@ def test_a_full_transport_keeps_items_back() -> None:
     stream.send(1)
     assert session.items == []
     session.paused = False
-    stream.release()
+    stream.flush_backlog()
     assert session.items == [1]
 
 
-def test_credit_in_a_pause_is_told_when_the_pause_ends() -> None:
+def test_credit_in_a_pause_is_returned_when_the_pause_ends() -> None:
     stream, session = served(window=1)
     told: list[int] = []
     stream.on_writable = lambda: told.append(1)
@@ -136,7 +136,7 @@ def test_credit_in_a_pause_is_told_when_the_pause_ends() -> None:
     assert told == []
     assert session.held == {2: stream}, "it will be asked again"
     session.paused = False
-    stream.release()
+    stream.flush_backlog()
     assert told == [1]
 
 
@@ -170,7 +170,7 @@ def test_fail_replaces_what_is_kept_back() -> None:
     stream.send(2)
     stream.fail(error)
     assert (session.items, session.num_ends, told) == ([1], 1, [error])
-    stream.give_up(Cancelled("gone"))
+    stream.abort(Cancelled("gone"))
     assert told == [error], "told once"
 
 
@@ -178,7 +178,7 @@ def test_an_item_that_cannot_leave_replaces_the_end() -> None:
     stream, session = served()
     stream.send(1)
     stream.end()
-    stream.break_off(KvoltError("cannot be encoded"))
+    stream.force_fail(KvoltError("cannot be encoded"))
     assert stream.end_info is not None
     assert stream.end_info.message == "cannot be encoded"
     assert session.num_ends == 2, "the session sends the end of a stream once"
@@ -203,13 +203,13 @@ def test_put_back_goes_before_what_was_kept_back() -> None:
     for item in range(5):
         stream.send(item)
     stream.bulk = True
-    stream.put_back([1, 2])
+    stream.requeue([1, 2])
     stream.bulk = False
     stream.add_credit(9)
     assert session.items == [0, 1, 2, 1, 2, 3, 4]
 
 
-def test_give_up_is_told_once_and_lets_go() -> None:
+def test_abort_notifies_once_and_frees_the_backlog() -> None:
     stream, session = served(window=1)
     told: list[KvoltError] = []
     closed: list[int] = []
@@ -218,24 +218,24 @@ def test_give_up_is_told_once_and_lets_go() -> None:
     stream.send(1)
     stream.send(2)
     error = Cancelled("gone")
-    stream.give_up(error)
-    stream.give_up(error)
+    stream.abort(error)
+    stream.abort(error)
     assert (told, closed, stream.closed, stream.body) == ([error], [1], True, b"")
     stream.send(3)
     stream.end()
-    stream.break_off(KvoltError("late"))
+    stream.force_fail(KvoltError("late"))
     stream.add_credit(1)
     assert session.items == [1]
 
 
-def test_a_producer_that_has_ended_is_not_told() -> None:
+def test_an_ended_producer_is_not_notified() -> None:
     stream, _ = served(window=1)
     told: list[KvoltError] = []
     stream.on_cancel = told.append
     stream.send(1)
     stream.send(2)
     stream.end()
-    stream.give_up(Cancelled("gone"))
+    stream.abort(Cancelled("gone"))
     assert told == []
 
 
@@ -263,11 +263,11 @@ def raw(value: Any) -> bytes:
 
 def test_credit_goes_back_half_a_window_at_a_time() -> None:
     stream, session, _ = caller(window=4)
-    stream.consumed(1)
+    stream.mark_consumed(1)
     assert session.granted == []
-    stream.consumed(1)
+    stream.mark_consumed(1)
     assert session.granted == [2]
-    stream.consumed(5)
+    stream.mark_consumed(5)
     assert session.granted == [2, 5]
 
 
@@ -294,24 +294,24 @@ def test_automatic_credit_never_runs_dry(window: int) -> None:
 
 def test_a_sink_that_holds_stops_the_credit() -> None:
     stream, session, _ = caller(window=4, automatic=True)
-    stream.hold()
+    stream.pause_reading()
     for number in range(4):
         stream.accept_raw(raw(number), 0.0)
     assert session.granted == []
     with pytest.raises(ProtocolError):
         stream.accept_raw(raw(4), 0.0)
     stream, session, _ = caller(window=4, automatic=True)
-    stream.hold()
+    stream.pause_reading()
     for number in range(4):
         stream.accept_raw(raw(number), 0.0)
-    stream.release()
+    stream.resume_reading()
     assert session.granted == [4]
 
 
 def test_release_without_automatic_credit_grants_nothing() -> None:
     stream, session, _ = caller(window=4)
     stream.accept_raw(raw(1), 0.0)
-    stream.release()
+    stream.resume_reading()
     assert session.granted == []
 
 
@@ -319,7 +319,7 @@ def test_no_credit_after_the_end() -> None:
     stream, session, sink = caller(window=2)
     stream.accept_raw(raw(1), 0.0)
     stream.finish(None)
-    stream.consumed(2)
+    stream.mark_consumed(2)
     assert (session.granted, sink.ends) == ([], [None])
     stream.cancel()
     assert session.cancelled == []
@@ -355,6 +355,6 @@ def test_an_item_that_our_own_check_refuses_ends_the_stream_alone() -> None:
 
 def test_arrivals_are_noted() -> None:
     stream, _, _ = caller()
-    assert stream.seen_at() is None
+    assert stream.last_item_at() is None
     stream.accept_raw(raw(1), 7.5)
-    assert stream.seen_at() == 7.5
+    assert stream.last_item_at() == 7.5

@@ -1,4 +1,4 @@
-"""A folder for each supervisor, and files in it that nobody else reads."""
+"""A directory for each supervisor, with files that only their owner can read."""
 
 from __future__ import annotations
 

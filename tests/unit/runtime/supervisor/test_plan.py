@@ -71,7 +71,7 @@ def reports(actions: list[Action]) -> list[Report]:
 
 def test_begins_with_all_children_in_order() -> None:
     plan = make(b=0, a=0)
-    assert plan.begin() == [Spawn("b"), Spawn("a")]
+    assert plan.start_actions() == [Spawn("b"), Spawn("a")]
     assert plan.state("a") is ChildState.PENDING
 
 
@@ -88,9 +88,7 @@ def test_crash_is_reported_and_restarted_after_the_backoff() -> None:
     play(plan, Spawned("a"), BecameReady("a"))
     actions = plan.handle(Exited("a", 1, 3.2, "out of memory"), 3.2)
     assert actions == [
-        Report(
-            Level.WARNING, "a ended with exit code 1 after 3.2 s: out of memory; starting it again in 1 s"
-        ),
+        Report(Level.WARNING, "a exited with code 1 after 3.2 s: out of memory; restarting in 1 s"),
         StartTimer(1.0, BackoffElapsed("a")),
     ]
     assert plan.state("a") is ChildState.BACKOFF
@@ -102,7 +100,7 @@ def test_last_words_are_no_cause_of_a_death_by_signal() -> None:
     plan = make()
     play(plan, Spawned("a"), BecameReady("a"))
     (report,) = reports(plan.handle(Exited("a", -9, 3.2, "cannot go on"), 3.2))
-    assert report.text == "a was killed by SIGKILL after 3.2 s; starting it again in 1 s"
+    assert report.text == "a was killed by SIGKILL after 3.2 s; restarting in 1 s"
 
 
 def crash_delay(plan: SupervisorPlan, ran_s: float, at: float, *, ready: bool = True) -> float:
@@ -125,7 +123,7 @@ def test_a_long_start_that_never_got_ready_is_not_a_stable_run() -> None:
     assert [crash_delay(plan, 60.0, at, ready=False) for at in (0, 100, 200)] == [1, 2, 4]
 
 
-def test_an_unasked_clean_exit_is_restarted_too() -> None:
+def test_an_unrequested_clean_exit_is_restarted_too() -> None:
     assert play(make(), Spawned("a"), Exited("a", 0, 1.0)) == [StartTimer(1.0, BackoffElapsed("a"))]
 
 
@@ -248,7 +246,7 @@ def test_unknown_child_and_no_child_are_refused() -> None:
 
 
 def test_exit_codes_in_words() -> None:
-    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(3) == "exited with code 3"
     assert describe_exit(2).endswith("(a configuration error)")
     assert describe_exit(-15) == "was killed by SIGTERM"
     assert describe_exit(-200) == "was killed by signal 200"

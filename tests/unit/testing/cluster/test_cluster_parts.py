@@ -22,7 +22,14 @@ from kvolt.kv import BlockId
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.router.breaker import Outcome
 from kvolt.router.index.prefix_index import BlockIndex
-from kvolt.router.ingest.feed import Compared, Comparison, Feed, IngestStats, Snapshotted, Told
+from kvolt.router.ingest.feed import (
+    BatchReceived,
+    Comparison,
+    DigestsCompared,
+    EventFeed,
+    IngestStats,
+    SnapshotReceived,
+)
 from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
@@ -60,7 +67,7 @@ def test_blocks_are_pulled_once_and_end_the_offer() -> None:
         offer = pair.owner.offer([0, 1, 2], KEYS, 10.0)
         await pair.reader.pull(offer.ticket, 1, KEYS, [1, 2], 5.0)
         assert pair.came() == [False, True, True]
-        await offer.over()
+        await offer.wait_done()
         assert pair.board.num_offers == 0
         with pytest.raises(NotFound):
             await pair.reader.pull(offer.ticket, 0, KEYS, [0], 5.0)
@@ -92,11 +99,11 @@ def test_messages_are_read_before_or_after_they_are_posted() -> None:
     async def main() -> None:
         pair = Pair()
         pair.owner.post(5, b"early", 60.0)
-        assert await pair.reader.meet("w0", 5, 1.0) == b"early"
+        assert await pair.reader.receive("w0", 5, 1.0) == b"early"
         asyncio.get_running_loop().call_later(0.5, pair.owner.post, 6, b"late", 60.0)
-        assert await pair.reader.meet("w0", 6, 1.0) == b"late"
+        assert await pair.reader.receive("w0", 6, 1.0) == b"late"
         with pytest.raises(DeadlineExceeded):
-            await pair.reader.meet("w0", 7, 1.0)
+            await pair.reader.receive("w0", 7, 1.0)
 
     run_virtual(main)  # and no timer of a message that was read is left
 
@@ -136,9 +143,9 @@ class OneAnswer:
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         return Decision(self.instance)
 
-    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: object, outcome: Outcome = Outcome.UNKNOWN) -> None: ...
+    def release(self, decision: Decision, usage: object, outcome: Outcome = Outcome.UNKNOWN) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -148,33 +155,33 @@ class OneAnswer:
 
 async def release_twice(router: CheckedRouter) -> None:
     decision = await router.route(REQUEST)
-    router.free(decision, None)
-    router.free(decision, None)
+    router.release(decision, None)
+    router.release(decision, None)
 
 
 async def begin_after_end(router: CheckedRouter) -> None:
     decision = await router.route(REQUEST)
-    router.free(decision, None)
-    router.begun(decision, None)
+    router.release(decision, None)
+    router.mark_first_token(decision, None)
 
 
 async def retry_the_same(router: CheckedRouter) -> None:
-    router.free(await router.route(REQUEST), None)
-    router.free(await router.route(REQUEST), None)
+    router.release(await router.route(REQUEST), None)
+    router.release(await router.route(REQUEST), None)
 
 
 async def ignore_exclusion(router: CheckedRouter) -> None:
-    router.free(await router.route(REQUEST, frozenset({W1.id})), None)
+    router.release(await router.route(REQUEST, frozenset({W1.id})), None)
 
 
 @pytest.mark.parametrize(
     ("body", "instance", "found"),
     [
         (release_twice, W1, "released twice"),
-        (begin_after_end, W1, "first token twice, or after its end"),
-        (retry_the_same, W1, "not excluded"),
+        (begin_after_end, W1, "first token twice or after its release"),
+        (retry_the_same, W1, "without excluding"),
         (ignore_exclusion, W1, "which has failed it"),
-        (ignore_exclusion, W0, "cannot be reached"),
+        (ignore_exclusion, W0, "is unreachable"),
     ],
 )
 def test_what_breaks_the_routers_port_is_noticed(
@@ -214,8 +221,10 @@ def published(*changes: KvChange, first: int = 0) -> bytes:
 
 def test_a_replica_knows_what_was_published_before_each_event() -> None:
     replicas = EventReplicas()
-    replicas.add_batch(published(Stored.of([1, 2]), Stored.of([3], tier=Tier.HOST)))
-    replicas.add_batch(published(Removed.of([1]), Stored.of([2]), Cleared(Tier.HOST), first=2))
+    replicas.add_batch(published(Stored.from_hashes([1, 2]), Stored.from_hashes([3], tier=Tier.HOST)))
+    replicas.add_batch(
+        published(Removed.from_hashes([1]), Stored.from_hashes([2]), Cleared(Tier.HOST), first=2)
+    )
     assert replicas.digests(W0.id, 7, 0) == {}
     assert replicas.digests(W0.id, 7, 2) == {
         Tier.DEVICE: (2, digest_of([1, 2])),
@@ -246,21 +255,21 @@ def test_contents_of_blocks_follow_from_requests() -> None:
 def test_an_exact_index_must_equal_what_was_published() -> None:
     failures: list[str] = []
     check, index, stats = KvCheck(failures.append, 2), BlockIndex(), IngestStats()
-    feed, slots = Feed(stats), InstanceSlots(index, [0], stats)
+    feed, slots = EventFeed(stats), InstanceSlots(index, [0], stats)
     followed = SimpleNamespace(feed=feed, slots=slots)
-    router = SimpleNamespace(index=index, ingest=SimpleNamespace(_followed={W0.id: followed}))
-    feed.handle(Snapshotted(epoch=7, next_id=0, blocks={}))
-    feed.handle(Compared(Comparison.AGREE))
+    router = SimpleNamespace(block_index=index, ingest=SimpleNamespace(_sources={W0.id: followed}))
+    feed.handle(SnapshotReceived(epoch=7, next_id=0, blocks={}))
+    feed.handle(DigestsCompared(Comparison.AGREE))
     check.check_feeds("f0", router)  # type: ignore[arg-type]
     assert failures == []
-    payload = published(Stored.of([1, 2]))
+    payload = published(Stored.from_hashes([1, 2]))
     check.events.add_batch(payload)
     check.check_feeds("f0", router)  # type: ignore[arg-type]
     assert failures == []  # on its way
     batch = msgspec.msgpack.decode(payload, type=KvEventBatch)
-    feed.handle(Told(batch, len(payload)))
+    feed.handle(BatchReceived(batch, len(payload)))
     check.check_feeds("f0", router)  # type: ignore[arg-type]
-    assert failures == ["f0 counts its device index of w0 as exact, and it is not"]
+    assert failures == ["f0: device index of w0 is marked exact but differs"]
     slots.apply(batch.events)
     check.check_feeds("f0", router)  # type: ignore[arg-type]
     assert len(failures) == 1

@@ -73,7 +73,7 @@ def lines(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list
 def test_an_engine_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     """All tiers, on a real loop, with a prompt for the EOS cases that the command found by itself."""
     told = lines(capsys, "toy", "--arg", "expiry_s=0.2")
-    assert told[0] == "offers KvEvents, KvVisible, KvMovable, KvPlaced, KvTierable, Prefill"
+    assert told[0] == "offers KvEvents, KvVisible, KvMovable, KvAddressable, KvTierable, Prefill"
     assert told[-1].endswith(", 0 FAILED, 0 not run, 0 not offered")
     verdicts = {tuple(line[:23].split()) for line in told[1:-1]}
     tiers = ("core", "events", "kv-visible", "kv-movable", "handoff", "kv-placed", "kv-tiers")
@@ -83,12 +83,12 @@ def test_an_engine_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("fault", "only", "says"),
     [
-        ("leaks", "abort_frees", "running, waiting, blocks in use: (0, 0, 1) (engine_harness.py:"),
-        ("choices", "every_choice", "every_choice_ends: ZeroDivisionError: by zero (test_engine_check.py:"),
+        ("leaks", "abort_frees", "running, waiting, blocks in use: (0, 0, 1) (harness.py:"),
+        ("choices", "every_choice", "every_choice_ends: ZeroDivisionError: by zero (test_check.py:"),
         (
             "counts",
-            "clear_forgets_everything",
-            "assert await kv_events(run).clear_kv() == num_blocks (engine_event_cases.py:",
+            "clear_removes_all_blocks",
+            "assert await kv_events(run).clear_kv() == num_blocks (event_cases.py:",
         ),
     ],
 )
@@ -104,26 +104,28 @@ def test_a_failure_says_what_and_where(
 
 def test_what_is_not_offered_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Though the class has the methods: the engine's own word counts."""
-    told = lines(capsys, "bad", "--arg", "fault=shy", "--only", "match_counts", "--only", "blocks_travel")
+    told = lines(
+        capsys, "bad", "--arg", "fault=shy", "--only", "match_counts", "--only", "blocks_move_between_engines"
+    )
     assert told == [
         "offers KvEvents",
-        "kv-visible not offered match_counts_what_is_held: needs KvVisible",
-        "kv-movable not offered blocks_travel: needs KvMovable",
+        "kv-visible not offered match_counts_held_blocks: needs KvVisible",
+        "kv-movable not offered blocks_move_between_engines: needs KvMovable",
         "0 ok, 0 FAILED, 0 not run, 2 not offered",
     ]
 
 
 def test_what_cannot_be_shown_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    told = lines(capsys, "toy", "--arg", "kv_blocks=100000", "--only", "what_was_removed")
+    told = lines(capsys, "toy", "--arg", "kv_blocks=100000", "--only", "evicted_blocks")
     assert told[1] == (
-        "events     not run     what_was_removed_is_not_found: "
+        "events     not run     evicted_blocks_are_not_found: "
         "a pool of 100000 blocks is too large to be filled by a test"
     )
     quick = ("--arg", "speed=100", "--only", "core/ends_at_eos")
     told = lines(capsys, "sim", *quick)
-    assert "not run     ends_at_eos: no prompt known to end" in told[1]
+    assert "not run     ends_at_eos: no prompt with a short answer is known" in told[1]
     asked = "<say> good day<or/> good night now</say>"
-    told = lines(capsys, "sim", *quick, "--arg", "say_from_prompt=true", "--ending-prompt", asked)
+    told = lines(capsys, "sim", *quick, "--arg", "answer_from_prompt=true", "--ending-prompt", asked)
     assert told[1].startswith("core       ok          ends_at_eos: ")
 
 
@@ -134,7 +136,7 @@ def test_what_cannot_be_shown_is_not_run(capsys: pytest.CaptureFixture[str]) -> 
         (("toy", "--arg", "kv_blokcs=1"), 2, "(did you mean 'kv_blocks'?)"),
         (("toy", "--arg", "kv_blocks"), 2, "is not KEY=VALUE"),
         (("bad", "--arg", "fault=start"), 2, "kvolt: no such weights (look for them)\n"),
-        (("sim", "--arg", "speed=100", "--ending-prompt", "x"), 2, "do not both end by themselves"),
+        (("sim", "--arg", "speed=100", "--ending-prompt", "x"), 2, "do not both end by EOS"),
     ],
 )
 def test_a_wrong_command_is_one_line(
@@ -152,5 +154,5 @@ def test_an_engine_without_a_model_of_its_own_wants_one(
 ) -> None:
     monkeypatch.setattr(sys.modules["kvolt_test_engines"], "TOY", EngineKind(ToyArguments, ToyEngine))
     assert main(["toy"]) == 2
-    assert "name one by --model" in capsys.readouterr().err
+    assert "set --model" in capsys.readouterr().err
     assert lines(capsys, "toy", "--model", "m", "--only", "info_agrees")[-1].startswith("1 ok")

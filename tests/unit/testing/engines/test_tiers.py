@@ -18,9 +18,9 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.core.load import WorkerLoad
-from kvolt.core.packed_hashes import packed
+from kvolt.core.packed_hashes import pack_hashes
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv
+from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, SealedKv
 from kvolt.testing import run_virtual
 from kvolt.testing.engines import event_cases as events
 from kvolt.testing.engines import handoff_cases as handoff
@@ -119,7 +119,7 @@ class _OwnHashes(_Telling):
     def tell(self, change: KvChange) -> Sequence[KvChange]:
         if not isinstance(change, Stored):
             return (change,)
-        hashes = packed([each ^ 1 for each in change.sequence_hashes])
+        hashes = pack_hashes([each ^ 1 for each in change.sequence_hashes])
         return (replace(change, hashes=hashes, parent=change.parent and change.parent ^ 1),)
 
 
@@ -159,7 +159,7 @@ class _KeepsEvicted(ToyEngine):
         super().__init__(spec, arguments)
 
         def evict(entry: Entry) -> None:
-            self.store.changes.append(Removed.of([entry.sequence_hash]))
+            self.store.changes.append(Removed.from_hashes([entry.sequence_hash]))
 
         self.store.evict = evict  # type: ignore[method-assign]
 
@@ -198,7 +198,7 @@ class _Trusting(ToyEngine):
 class _TakesAnySize(ToyEngine):
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         super().__init__(spec, arguments)
-        self.store.accepts = lambda block: block.intact  # type: ignore[method-assign]
+        self.store.accepts = lambda block: block.is_intact  # type: ignore[method-assign]
 
 
 class _TakesOrphans(ToyEngine):
@@ -309,22 +309,22 @@ class _WrongWithoutBlocks(ToyEngine):
 
 
 class _MixesUpBlocks(ToyEngine):
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
-        held = await super().hold_kv(request_id)
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
+        held = await super().held_kv(request_id)
         return replace(held, blocks=held.blocks[::-1])
 
 
 class _NamesOtherBlocks(ToyEngine):
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
-        held = await super().hold_kv(request_id)
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
+        held = await super().held_kv(request_id)
         return replace(held, hashes=held.hashes[::-1])
 
 
 class _LendsWhatIsHeld(ToyEngine):
     """Has told where the blocks lie, and lets go of them."""
 
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
-        held = await super().hold_kv(request_id)
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
+        held = await super().held_kv(request_id)
         entries, num_reserved, timer = self._held[request_id]
         self.store.num_reserved -= num_reserved
         self.store.release(entries)
@@ -350,18 +350,18 @@ class _HoldsForEver(ToyEngine):
 
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         super().__init__(spec, arguments)
-        self._told: dict[RequestId, KvHeld] = {}
+        self._told: dict[RequestId, HeldKv] = {}
 
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
         if request_id not in self._told:
-            self._told[request_id] = await super().hold_kv(request_id)
+            self._told[request_id] = await super().held_kv(request_id)
         return self._told[request_id]
 
 
 class _ForgetsWhatIsPresent(ToyEngine):
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         self.store.named, known = {}, self.store.named
-        room = await super().make_room(keys, hashes)
+        room = await super().allocate_kv(keys, hashes)
         self.store.named |= known
         return room
 
@@ -369,8 +369,8 @@ class _ForgetsWhatIsPresent(ToyEngine):
 class _GivesRoomOfOthers(ToyEngine):
     """Blocks that running requests hold."""
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        room = await super().make_room(keys, hashes)
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        room = await super().allocate_kv(keys, hashes)
         choices = [choice for job in self._jobs.values() for choice in job.choices]
         held = [entry.block for choice in choices for entry in choice.entries]
         return replace(room, blocks=(*held, *room.blocks)[: len(room.blocks)])
@@ -379,8 +379,8 @@ class _GivesRoomOfOthers(ToyEngine):
 class _WritesIntoRooms(ToyEngine):
     """Room is not taken out of what the engine computes with."""
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        room = await super().make_room(keys, hashes)
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        room = await super().allocate_kv(keys, hashes)
         self.store.free += room.blocks
         return room
 
@@ -390,30 +390,30 @@ class _OneRoomForAPrompt(ToyEngine):
 
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         super().__init__(spec, arguments)
-        self._latest: dict[BlockKey, KvRoom] = {}
+        self._latest: dict[BlockKey, KvAllocation] = {}
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        room = self._latest[keys[-1]] = await super().make_room(keys, hashes)
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        room = self._latest[keys[-1]] = await super().allocate_kv(keys, hashes)
         return room
 
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
         if room in self._latest.values():
-            await super().settle_kv(room, num_filled, keep_for)
+            await super().commit_kv(room, num_filled, keep_for)
 
 
 class _SettlesUnfilled(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await super().settle_kv(room, len(room.blocks), keep_for)
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().commit_kv(room, len(room.blocks), keep_for)
 
 
 class _SettlesNothing(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await super().settle_kv(room, 0, keep_for)
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().commit_kv(room, 0, keep_for)
 
 
 class _NeverLetsGoOfRoom(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await super().settle_kv(room, num_filled, keep_for)
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().commit_kv(room, num_filled, keep_for)
         self.store.num_reserved += len(room.blocks)
 
 
@@ -428,7 +428,7 @@ class _NamesOrphans(ToyEngine):
 class _TellsPlannedParts(ToyEngine):
     """Names the blocks that a prompt is going to have, before they are computed."""
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         held = await super().computed_kv(request_id, after)
         job = self._jobs.get(request_id)
         if job is None:
@@ -436,18 +436,18 @@ class _TellsPlannedParts(ToyEngine):
         names = job.choices[0].keys.keys, job.choices[0].hashes.sequence
         num_more = len(names[0]) - len(held.blocks)
         coming = self.store.free[::-1][:num_more]
-        return KvHeld((*held.blocks, *coming), tuple(names[0]), tuple(names[1]))
+        return HeldKv((*held.blocks, *coming), tuple(names[0]), tuple(names[1]))
 
 
 class _TellsPartsAtTheEnd(ToyEngine):
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         return await super().computed_kv(request_id, 10_000)
 
 
 class _TellsCachedPartsLate(ToyEngine):
     """With what the first step computes."""
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         held = await super().computed_kv(request_id, after)
         job = self._jobs.get(request_id)
         if job is None or len(held.blocks) * self._arguments.block_size > job.choices[0].num_cached:
@@ -456,7 +456,7 @@ class _TellsCachedPartsLate(ToyEngine):
 
 
 class _MixesUpParts(ToyEngine):
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         held = await super().computed_kv(request_id, after)
         return replace(held, blocks=held.blocks[::-1]) if request_id in self._jobs else held
 
@@ -464,7 +464,7 @@ class _MixesUpParts(ToyEngine):
 class _OverwritesParts(ToyEngine):
     """Has told of a block, and gives it to somebody else."""
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         held = await super().computed_kv(request_id, after)
         if after:
             entry = self.store.named[held.keys[0]]
@@ -473,7 +473,7 @@ class _OverwritesParts(ToyEngine):
 
 
 class _WaitsForPartsForEver(ToyEngine):
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         try:
             return await super().computed_kv(request_id, after)
         except NotFound:
@@ -487,7 +487,7 @@ class _KeepsItsFirstWatcher(ToyEngine):
         super().__init__(spec, arguments)
         self._gone: set[RequestId] = set()
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         try:
             if request_id in self._gone:
                 await asyncio.Event().wait()
@@ -498,15 +498,15 @@ class _KeepsItsFirstWatcher(ToyEngine):
 
 
 class _KeepsNothing(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await super().settle_kv(room, num_filled)
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().commit_kv(room, num_filled)
 
 
 class _KeepsWhatCameOnly(ToyEngine):
     """Not what that follows."""
 
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await super().settle_kv(room, num_filled, keep_for)
+    async def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().commit_kv(room, num_filled, keep_for)
         if keep_for is not None:
             entries, timer = self._kept[keep_for]
             self.store.release(entries[: room.num_present])
@@ -574,9 +574,9 @@ class _TellsWhatWasBefore(ToyEngine):
 
 
 class _TakesAndComputesAllTheSame(ToyEngine):
-    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        taken = await super().take_kv(room, num_last, request_id)
-        return replace(taken, num_taken=int(num_last == 1))
+    async def attach_kv(self, room: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        taken = await super().attach_kv(room, num_last, request_id)
+        return replace(taken, num_attached=int(num_last == 1))
 
 
 class _PinsNothing(ToyEngine):
@@ -587,97 +587,97 @@ class _PinsNothing(ToyEngine):
 
 
 FAULTS = [
-    (_TellsNothing, events.a_prompt_is_found_again),
-    (_TellsTwice, events.a_prompt_is_found_again),
-    (_ChildrenFirst, events.a_prompt_is_found_again),
-    (_OwnHashes, events.a_prompt_is_found_again),
-    (_OwnHashes, events.blocks_of_the_answer_are_told),
-    (_SharesLastToken, events.a_common_start_is_shared),
-    (_NoSalt, events.salts_share_nothing),
-    (_ForgetsToTellClears, events.clear_forgets_everything),
-    (_ClearsInSilence, events.clear_forgets_everything),
-    (_StaleAfterClear, events.clear_forgets_everything),
-    (_StaleAfterClear, events.clear_while_it_computes),
-    (_ForgetsRemovals, events.what_was_removed_is_not_found),
-    (_KeepsEvicted, events.what_was_removed_is_not_found),
-    (_TellsNothing, events.what_was_aborted_is_told_right),
-    (_MatchesTooMuch, visible.match_counts_what_is_held),
-    (_HidesContents, visible.contents_are_what_was_told),
-    (_ContentsUnsorted, visible.contents_are_what_was_told),
-    (_ForgetsToTellClears, visible.contents_are_what_was_told),
-    (_MatchRegisters, visible.looking_changes_nothing),
-    (_OwnKeys, movable.keys_name_what_the_bytes_depend_on),
-    (_NoSalt, movable.keys_name_what_the_bytes_depend_on),
+    (_TellsNothing, events.repeated_prompt_is_cached),
+    (_TellsTwice, events.repeated_prompt_is_cached),
+    (_ChildrenFirst, events.repeated_prompt_is_cached),
+    (_OwnHashes, events.repeated_prompt_is_cached),
+    (_OwnHashes, events.answer_blocks_are_published),
+    (_SharesLastToken, events.common_prefix_is_shared),
+    (_NoSalt, events.salts_isolate_blocks),
+    (_ForgetsToTellClears, events.clear_removes_all_blocks),
+    (_ClearsInSilence, events.clear_removes_all_blocks),
+    (_StaleAfterClear, events.clear_removes_all_blocks),
+    (_StaleAfterClear, events.clear_while_computing),
+    (_ForgetsRemovals, events.evicted_blocks_are_not_found),
+    (_KeepsEvicted, events.evicted_blocks_are_not_found),
+    (_TellsNothing, events.aborted_blocks_are_published_correctly),
+    (_MatchesTooMuch, visible.match_counts_held_blocks),
+    (_HidesContents, visible.contents_match_events),
+    (_ContentsUnsorted, visible.contents_match_events),
+    (_ForgetsToTellClears, visible.contents_match_events),
+    (_MatchRegisters, visible.reads_change_nothing),
+    (_OwnKeys, movable.keys_identify_contents),
+    (_NoSalt, movable.keys_identify_contents),
     (_ExportsUnsealed, movable.exports_are_sealed_and_in_order),
     (_ExportsPastGaps, movable.exports_are_sealed_and_in_order),
-    (_ImportsNothing, movable.blocks_travel),
-    (_TellsNothing, movable.blocks_travel),
-    (_TakesOrphans, movable.half_of_a_prompt_travels),
-    (_Trusting, movable.a_damaged_block_is_a_miss),
-    (_TakesAnySize, movable.a_damaged_block_is_a_miss),
-    (_ImportsNothing, movable.a_damaged_block_is_a_miss),
-    (_ImportDropsOthers, movable.import_while_it_computes),
-    (_ImportsNothing, handoff.decode_goes_on_where_prefill_ended),
-    (_TellsFirstTwice, handoff.decode_goes_on_where_prefill_ended),
-    (_SamplesAnotherFirst, handoff.decode_goes_on_where_prefill_ended),
+    (_ImportsNothing, movable.blocks_move_between_engines),
+    (_TellsNothing, movable.blocks_move_between_engines),
+    (_TakesOrphans, movable.partial_prefix_moves),
+    (_Trusting, movable.corrupt_block_is_a_miss),
+    (_TakesAnySize, movable.corrupt_block_is_a_miss),
+    (_ImportsNothing, movable.corrupt_block_is_a_miss),
+    (_ImportDropsOthers, movable.import_while_computing),
+    (_ImportsNothing, handoff.decode_continues_after_prefill),
+    (_TellsFirstTwice, handoff.decode_continues_after_prefill),
+    (_SamplesAnotherFirst, handoff.decode_continues_after_prefill),
     (_TellsFirstTwice, handoff.each_choice_has_its_first_token),
-    (_GivesFinalTokens, handoff.an_only_token_is_decodes_to_tell),
-    (_WrongWithoutBlocks, handoff.an_unknown_ticket_is_no_wrong_answer),
+    (_GivesFinalTokens, handoff.single_token_is_left_to_decode),
+    (_WrongWithoutBlocks, handoff.unknown_ticket_gives_no_wrong_tokens),
     (_HoldsNothing, handoff.blocks_are_held_until_released),
     (_NeverLetsGo, handoff.blocks_are_held_until_released),
-    (_NeverExpires, handoff.a_ticket_expires),
-    (_GoesOnWhenCancelled, handoff.a_cancelled_prefill_leaves_nothing),
-    (_PrefillsAnything, handoff.prefill_refuses_bad_requests),
-    (_MixesUpBlocks, placed.blocks_are_copied_past_the_engines),
-    (_HasTheSameRankTwice, placed.blocks_are_copied_past_the_engines),
-    (_DoesNotSayWhatLiesThere, placed.blocks_are_copied_past_the_engines),
-    (_NamesOtherBlocks, placed.blocks_are_copied_past_the_engines),
-    (_SettlesNothing, placed.blocks_are_copied_past_the_engines),
-    (_NeverLetsGoOfRoom, placed.blocks_are_copied_past_the_engines),
-    (_TellsNothing, placed.blocks_are_copied_past_the_engines),
-    (_ForgetsWhatIsPresent, placed.only_what_is_missing_is_asked_for),
-    (_SettlesNothing, placed.only_what_is_missing_is_asked_for),
-    (_NeverLetsGoOfRoom, placed.only_what_is_missing_is_asked_for),
-    (_SettlesUnfilled, placed.what_did_not_come_is_computed),
-    (_NeverLetsGoOfRoom, placed.what_did_not_come_is_computed),
-    (_GivesRoomOfOthers, placed.room_is_nobody_elses),
-    (_WritesIntoRooms, placed.room_is_nobody_elses),
-    (_WritesIntoRooms, placed.no_two_rooms_share_a_block),
-    (_NeverLetsGoOfRoom, placed.no_two_rooms_share_a_block),
-    (_OneRoomForAPrompt, placed.the_same_blocks_come_twice),
-    (_NamesOrphans, placed.a_clear_while_blocks_come),
-    (_StaleAfterClear, placed.a_clear_while_blocks_come),
-    (_LendsWhatIsHeld, placed.what_is_held_stays),
-    (_HoldsForEver, placed.what_is_held_stays),
-    (_NeverLetsGo, placed.what_is_held_stays),
-    (_HoldsForEver, placed.what_has_expired_is_not_held),
-    (_NeverExpires, placed.what_has_expired_is_not_held),
-    (_TellsPlannedParts, parts.parts_come_as_they_are_computed),
-    (_TellsPartsAtTheEnd, parts.parts_come_as_they_are_computed),
-    (_MixesUpParts, parts.parts_come_as_they_are_computed),
-    (_TellsCachedPartsLate, parts.cached_blocks_are_told_first),
-    (_TellsPartsAtTheEnd, parts.cached_blocks_are_told_first),
-    (_MixesUpParts, parts.parts_of_several_choices_are_those_of_the_first),
-    (_OverwritesParts, parts.parts_stay_while_others_compute),
-    (_NeverLetsGo, parts.a_prompt_that_is_let_go_has_no_parts),
-    (_WaitsForPartsForEver, parts.a_prompt_that_is_let_go_has_no_parts),
-    (_KeepsItsFirstWatcher, parts.parts_may_be_given_up_and_asked_for_again),
-    (_KeepsNothing, kept.what_came_stays_for_its_request),
-    (_KeepsUncounted, kept.what_came_stays_for_its_request),
-    (_KeepsForEver, kept.what_came_stays_for_its_request),
-    (_KeepsWhatCameOnly, kept.what_was_here_stays_with_what_came),
-    (_KeepsNothing, kept.what_was_here_stays_with_what_came),
-    (_KeepsForEver, kept.what_nobody_comes_for_is_let_go),
-    (_ThrowsAway, kept.what_nobody_comes_for_is_let_go),
-    (_KeepsForEver, kept.what_nobody_came_for_expires),
-    (_KeepsForEver, kept.an_abort_lets_go_of_what_came),
-    (_KeepsFromWhoComputes, kept.what_came_yields_to_who_computes),
-    (_KeepsWhatIsCleared, kept.a_clear_forgets_what_came),
-    (_TellsSealedAgain, tierable.complete_blocks_are_told_once),
-    (_TellsWhatWasBefore, tierable.complete_blocks_are_told_once),
-    (_PinsNothing, tierable.what_is_copied_stays),
-    (_TakesAndComputesAllTheSame, tierable.blocks_that_come_meanwhile_are_passed_over),
-    (_NeverLetsGo, tierable.what_is_copied_stays),
+    (_NeverExpires, handoff.ticket_expires),
+    (_GoesOnWhenCancelled, handoff.cancelled_prefill_frees_everything),
+    (_PrefillsAnything, handoff.prefill_rejects_bad_requests),
+    (_MixesUpBlocks, placed.copied_blocks_are_used),
+    (_HasTheSameRankTwice, placed.copied_blocks_are_used),
+    (_DoesNotSayWhatLiesThere, placed.copied_blocks_are_used),
+    (_NamesOtherBlocks, placed.copied_blocks_are_used),
+    (_SettlesNothing, placed.copied_blocks_are_used),
+    (_NeverLetsGoOfRoom, placed.copied_blocks_are_used),
+    (_TellsNothing, placed.copied_blocks_are_used),
+    (_ForgetsWhatIsPresent, placed.only_missing_blocks_are_allocated),
+    (_SettlesNothing, placed.only_missing_blocks_are_allocated),
+    (_NeverLetsGoOfRoom, placed.only_missing_blocks_are_allocated),
+    (_SettlesUnfilled, placed.missing_blocks_are_computed),
+    (_NeverLetsGoOfRoom, placed.missing_blocks_are_computed),
+    (_GivesRoomOfOthers, placed.allocation_is_exclusive),
+    (_WritesIntoRooms, placed.allocation_is_exclusive),
+    (_WritesIntoRooms, placed.allocations_never_overlap),
+    (_NeverLetsGoOfRoom, placed.allocations_never_overlap),
+    (_OneRoomForAPrompt, placed.same_blocks_are_imported_twice),
+    (_NamesOrphans, placed.clear_during_import),
+    (_StaleAfterClear, placed.clear_during_import),
+    (_LendsWhatIsHeld, placed.held_blocks_stay),
+    (_HoldsForEver, placed.held_blocks_stay),
+    (_NeverLetsGo, placed.held_blocks_stay),
+    (_HoldsForEver, placed.expired_blocks_are_not_held),
+    (_NeverExpires, placed.expired_blocks_are_not_held),
+    (_TellsPlannedParts, parts.parts_are_reported_while_computing),
+    (_TellsPartsAtTheEnd, parts.parts_are_reported_while_computing),
+    (_MixesUpParts, parts.parts_are_reported_while_computing),
+    (_TellsCachedPartsLate, parts.cached_blocks_are_reported_first),
+    (_TellsPartsAtTheEnd, parts.cached_blocks_are_reported_first),
+    (_MixesUpParts, parts.parts_with_several_choices),
+    (_OverwritesParts, parts.parts_stay_while_other_requests_run),
+    (_NeverLetsGo, parts.released_prompt_has_no_parts),
+    (_WaitsForPartsForEver, parts.released_prompt_has_no_parts),
+    (_KeepsItsFirstWatcher, parts.parts_can_be_requested_again),
+    (_KeepsNothing, kept.kept_blocks_stay_for_their_request),
+    (_KeepsUncounted, kept.kept_blocks_stay_for_their_request),
+    (_KeepsForEver, kept.kept_blocks_stay_for_their_request),
+    (_KeepsWhatCameOnly, kept.cached_prefix_is_kept_too),
+    (_KeepsNothing, kept.cached_prefix_is_kept_too),
+    (_KeepsForEver, kept.release_prefill_releases_kept_blocks),
+    (_ThrowsAway, kept.release_prefill_releases_kept_blocks),
+    (_KeepsForEver, kept.kept_blocks_expire),
+    (_KeepsForEver, kept.abort_releases_kept_blocks),
+    (_KeepsFromWhoComputes, kept.kept_blocks_yield_to_running_requests),
+    (_KeepsWhatIsCleared, kept.clear_removes_kept_blocks),
+    (_TellsSealedAgain, tierable.complete_blocks_are_pinned_once),
+    (_TellsWhatWasBefore, tierable.complete_blocks_are_pinned_once),
+    (_PinsNothing, tierable.pinned_blocks_stay),
+    (_TakesAndComputesAllTheSame, tierable.attached_blocks_are_skipped),
+    (_NeverLetsGo, tierable.pinned_blocks_stay),
 ]
 
 

@@ -18,7 +18,7 @@ from kvolt.transfer.cuda import memory as cuda_memory
 from kvolt.transfer.cuda.memory import CudaMemory
 from kvolt.transfer.memory.checksum import checksums
 from kvolt.transfer.memory.device_memory import DeviceHandle
-from kvolt.transfer.memory.slabs import Pieces
+from kvolt.transfer.memory.pieces import Pieces
 
 torch = interpreted.torch
 BLOCK, NUM = 64, 16
@@ -55,10 +55,10 @@ def test_from_and_to_the_host(bounce_bytes: int, is_pinned: bool, monkeypatch: p
     """What the device does not reach goes through memory that it does, part by part."""
     monkeypatch.setattr(cuda_memory, "_BOUNCE_BYTES", bounce_bytes)
     if not is_pinned:
-        reached = CudaMemory._reached
+        reached = CudaMemory._as_tensor
         monkeypatch.setattr(
             CudaMemory,
-            "_reached",
+            "_as_tensor",
             lambda self, other: None if isinstance(other, memoryview) else reached(self, other),
         )
     device, host = memory(1), memoryview(bytearray(NUM * BLOCK))
@@ -82,7 +82,7 @@ def test_what_lies_outside_is_refused_before_anything_moves(outside: int) -> Non
     before = device.tensor.clone()
     wrong = Pieces(np.array([0, outside], dtype=np.int64), BLOCK)
     with pytest.raises(ValueError, match="outside"):
-        device.move(device, TO.part(0, 2), host, wrong, None)
+        device.move(device, TO.slice(0, 2), host, wrong, None)
     with pytest.raises(ValueError, match="outside"):
         device.checksums(wrong, None)
     assert torch.equal(before, device.tensor)
@@ -172,7 +172,7 @@ def test_a_handle_that_cannot_be_opened(driver: Driver) -> None:
     driver.refuses = 205
     with pytest.raises(Unsupported, match="CUDA_ERROR_MAP_FAILED"):
         cuda_ipc.open_handle(b"H" * 64)
-    with pytest.raises(Unsupported, match="no handle"):
+    with pytest.raises(Unsupported, match="invalid CUDA IPC handle"):
         cuda_ipc.open_handle(b"H")
     assert not driver.opened
 

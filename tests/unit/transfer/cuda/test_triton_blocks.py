@@ -142,12 +142,12 @@ def test_it_does_what_the_definition_does(
     [
         ([0], [120], 16, 1, None, "src_offsets: piece 0 at offset 120"),
         ([-8], [0], 16, 1, None, "dst_offsets: piece 0 at offset -8"),
-        ([0], [0], 0, 1, None, "one or more"),
-        ([0], [0, 16], 16, 1, None, "2 pieces cannot go to 1"),
-        ([0], [0], 16, 2, None, "not whole blocks"),
-        ([0], [0], 12, 1, None, "multiples of 8"),
-        ([4], [0], 16, 1, None, "multiples of 8"),
-        ([0], [20], 16, 1, None, "multiples of 8"),
+        ([0], [0], 0, 1, None, "at least one byte"),
+        ([0], [0, 16], 16, 1, None, "2 source pieces for 1"),
+        ([0], [0], 16, 2, None, "not a multiple"),
+        ([0], [0], 12, 1, None, "multiple of 8"),
+        ([4], [0], 16, 1, None, "multiple of 8"),
+        ([0], [20], 16, 1, None, "multiple of 8"),
         ([0], [0], 16, 1, [1, 2], "seeds has 2 numbers for 1"),
     ],
 )
@@ -169,17 +169,17 @@ def test_what_is_refused(
 def test_memory_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match="must be contiguous"):
         BLOCKS.checksums(memory(128).view(8, 16)[:, :8], numbers(0), 16)
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="multiple of 8"):
         BLOCKS.checksums(memory(128)[3:], numbers(0), 16)
 
 
 class Stream:
-    """Stands for a device: it is done when somebody waits for it, and only then the sums are on the host."""
+    """Fake device: done once awaited, and only then the sums are on the host."""
 
     def __init__(self, sums: list[int]) -> None:
         self.sums = torch.tensor(sums, dtype=torch.int64)
         self.on_host = torch.zeros_like(self.sums)
-        self.is_recorded = self.is_over = False
+        self.is_recorded = self.is_done = False
         self.is_cuda, self.shape, self.dtype = True, self.sums.shape, self.sums.dtype
 
     def copy_(self, sums: Stream, non_blocking: bool) -> None:
@@ -190,11 +190,11 @@ class Stream:
         self.is_recorded = True
 
     def query(self) -> bool:
-        return self.is_over
+        return self.is_done
 
     def synchronize(self) -> None:
         assert self.is_recorded
-        self.is_over = True
+        self.is_done = True
         self.on_host.copy_(self.sums)
 
     def numpy(self) -> Any:
@@ -206,8 +206,8 @@ def test_checksums_of_a_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", lambda shape, dtype, pin_memory: stream)
-        moved = cuda_blocks.Moved(stream, 40, None)
-    moved.launched()
+        moved = cuda_blocks.PendingMove(stream, 40, None)
+    moved.record()
     assert not moved.is_done()
     expected = finish(np.array([2**64 - 5, 7], dtype=np.uint64), 40)
     assert moved.checksums().tolist() == expected.tolist()
@@ -215,8 +215,8 @@ def test_checksums_of_a_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_was_launched_is_waited_for_when_the_rest_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else blocks were written to after somebody was told that nothing comes of it."""
-    monkeypatch.setattr(cuda_blocks, "_PIECES_AT_ONCE", 1)
+    """Otherwise blocks would be written after the caller got the error."""
+    monkeypatch.setattr(cuda_blocks, "_BATCH_PIECES", 1)
     blocks, told = DeviceBlocks(torch.device("cpu"), max_programs=1), []
     move = blocks._move
 
@@ -225,13 +225,13 @@ def test_what_was_launched_is_waited_for_when_the_rest_cannot_be(monkeypatch: py
             told.append("refused")
             raise RuntimeError("out of memory")
         move(*arguments)
-        told.append("launched")
+        told.append("record")
 
     monkeypatch.setattr(blocks, "_move", once)
-    monkeypatch.setattr(blocks, "_settle", lambda: told.append("settled"))
+    monkeypatch.setattr(blocks, "_synchronize", lambda: told.append("settled"))
     with pytest.raises(RuntimeError):
         blocks.checksums(memory(64), numbers(0, 8, 16), 8)
-    assert told == ["launched", "refused", "settled"]
+    assert told == ["record", "refused", "settled"]
 
 
 def test_a_transfer_takes_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,9 +257,9 @@ def script(*arguments: str, **environment: str) -> str:
 
 
 def test_the_script_for_a_device_runs_without_one() -> None:
-    assert "all right" in script("--tiny", TRITON_INTERPRET="1")
+    assert "all checks passed" in script("--smoke", TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_device() -> None:
-    assert "all right" in script("--checks", TRITON_INTERPRET="0")
+    assert "all checks passed" in script("--checks", TRITON_INTERPRET="0")

@@ -21,9 +21,9 @@ from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.paths.capabilities import MachineFacts
 from kvolt.transfer.peer import chunks
 from kvolt.transfer.peer import read_op as reading
-from kvolt.transfer.peer.read_op import Reading
-from kvolt.transfer.peer.read_request import new_wanted
-from kvolt.transfer.peer.wire import read_ticket
+from kvolt.transfer.peer.read_op import ReadOp
+from kvolt.transfer.peer.read_request import new_read_request
+from kvolt.transfer.peer.wire import decode_ticket
 
 BLOCK, NUM, SOON_S = 4096, 32, 20.0
 SOME, PLACES = [3, 9, 4, 30], [0, 5, 1, 2]
@@ -148,12 +148,12 @@ async def test_ranks_that_share_heads_differently(source: TransferAgent, target:
 
 
 def test_a_memory_that_holds_no_block() -> None:
-    with pytest.raises(InvalidRequest, match="hold no block"):
+    with pytest.raises(InvalidRequest, match="cannot hold a block"):
         FakeDevice(16).slab(32)
 
 
 def test_blocks_that_no_device_moves() -> None:
-    with pytest.raises(InvalidRequest, match="multiples of 8"):
+    with pytest.raises(InvalidRequest, match="multiple of 8"):
         FakeDevice(64).slab(12)
 
 
@@ -161,7 +161,7 @@ async def test_many_blocks_go_in_parts(
     source: TransferAgent, target: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a device's own path and of chunks over TCP, whose memory in between is used again."""
-    monkeypatch.setattr(device_memory, "DEVICE_TURN_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(device_memory, "DEVICE_STEP_BYTES", 3 * BLOCK)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 5 * BLOCK)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 5 * BLOCK)
     theirs, order = FakeDevice(NUM * BLOCK, 1), np.random.default_rng(3).permutation(NUM)
@@ -215,7 +215,7 @@ async def test_a_memory_that_fails_to_open_is_tried_again(
 async def test_a_read_that_is_stopped_writes_no_more(
     source: TransferAgent, target: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory, "DEVICE_TURN_BYTES", BLOCK)
+    monkeypatch.setattr(device_memory, "DEVICE_STEP_BYTES", BLOCK)
     theirs, ours = FakeDevice(NUM * BLOCK, 1), FakeDevice(NUM * BLOCK, 2)
     offer = source.offer(theirs.slab(BLOCK), range(NUM), SOON_S)
     is_known = threading.Event()
@@ -232,7 +232,7 @@ async def test_a_read_that_is_stopped_writes_no_more(
     now = ours.bytes.copy()
     assert not (now == theirs.bytes).all()
     offer.cancel()
-    await offer.over()
+    await offer.wait_done()
     assert (ours.bytes == now).all()
 
 
@@ -240,24 +240,24 @@ async def test_a_file_and_a_device_do_not_meet(source: TransferAgent, tmp_path: 
     file, device = Slab.of_file(tmp_path / "blocks", NUM, BLOCK), FakeDevice(NUM * BLOCK, 1)
     for one, other in ((file, device.slab(BLOCK)), (device.slab(BLOCK), file)):
         offer = source.offer(one, SOME, SOON_S)
-        with pytest.raises(Unsupported, match="between a file and a device"):
+        with pytest.raises(Unsupported, match="between a file and device memory"):
             await source.read(offer.ticket, other, PLACES, SOON_S)
         offer.cancel()
     file.close()
 
 
-async def test_a_handle_is_given_to_nobody_who_comes_over_tcp(source: TransferAgent) -> None:
+async def test_device_handles_are_not_sent_over_tcp(source: TransferAgent) -> None:
     """It would let him write."""
     target = TransferAgent(TransferOptions(shared_memory=False), facts=WITH_GPU)
     theirs, ours = FakeDevice(NUM * BLOCK, 1), FakeDevice(NUM * BLOCK, 2)
     offer = source.offer(theirs.slab(BLOCK), SOME, SOON_S)
-    wanted = new_wanted(read_ticket(offer.ticket), ours.slab(BLOCK), np.array(PLACES))
+    wanted = new_read_request(decode_ticket(offer.ticket), ours.slab(BLOCK), np.array(PLACES))
     ended: asyncio.Queue[KvoltError | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    asked = Reading(wanted, lambda error: loop.call_soon_threadsafe(ended.put_nowait, error))
-    asked.only_path = "cuda-ipc"
+    asked = ReadOp(wanted, lambda error: loop.call_soon_threadsafe(ended.put_nowait, error))
+    asked.forced_path = "cuda-ipc"
     hub = target._hub
-    hub.progress.call(lambda: hub.read(asked, hub.progress.now() + SOON_S))
+    hub.progress.call_soon(lambda: hub.read(asked, hub.progress.now() + SOON_S))
     try:
         error = await asyncio.wait_for(ended.get(), SOON_S)
         assert isinstance(error, Unsupported)

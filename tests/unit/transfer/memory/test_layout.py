@@ -93,12 +93,12 @@ def test_heads_that_ranks_cannot_share_evenly_are_refused(total: int, degree: in
 
 @pytest.mark.parametrize(("degree", "rank"), [(0, 0), (2, 2), (2, -1)])
 def test_a_rank_that_cannot_be_is_refused(degree: int, rank: int) -> None:
-    with pytest.raises(ValueError, match="is no layout"):
+    with pytest.raises(ValueError, match="invalid layout"):
         SlabLayout.of_rank(model(), degree, rank)
 
 
 def test_a_share_that_is_not_the_rank_s_is_refused_from_the_wire_too() -> None:
-    with pytest.raises(ValueError, match="a rank of 2 has 4 of 8 KV heads, and not 8"):
+    with pytest.raises(ValueError, match="a rank of 2 must have 4 of 8 KV heads, not 8"):
         SlabLayout(block=model(8), total_kv_heads=8, tp_degree=2)
     layout = SlabLayout.of_rank(model(8), 2, 1)
     encoded = msgspec.msgpack.encode(layout)
@@ -152,7 +152,7 @@ def test_equal_layouts_are_compatible_whatever_their_name() -> None:
 def test_degrees_of_which_none_divides_the_other_are_refused(mine: int, theirs: int) -> None:
     reason = why_incompatible(SlabLayout.of_rank(model(6), mine), SlabLayout.of_rank(model(6), theirs))
     assert reason == (
-        f"tensor parallelism is {mine} here and {theirs} there: choose degrees of which one divides the other"
+        f"tensor parallelism is {mine} here and {theirs} there: choose degrees such that one divides the other"
     )
 
 
@@ -163,21 +163,21 @@ def test_heads_are_not_cut_where_the_axes_are_unknown(name: str) -> None:
     layout = model(name=name)
     reason = why_incompatible(SlabLayout.of_rank(layout), SlabLayout.of_rank(layout, 2))
     assert reason is not None
-    assert f"the order of axes {name!r} does not say where heads lie: use the same" in reason
+    assert f"the position of heads is unknown for the axes {name!r}: use the same" in reason
 
 
 def test_blocks_that_hold_more_than_values_are_not_cut() -> None:
     layout = msgspec.structs.replace(model(), block_bytes=model().block_bytes + 8)
     reason = why_incompatible(SlabLayout.of_rank(layout), SlabLayout.of_rank(layout, 2))
     assert reason is not None
-    assert "hold more than whole values: use the same" in reason
+    assert "are not a whole number of values: use the same" in reason
 
 
 def test_pieces_that_have_no_checksum_are_refused() -> None:
     layout = model(head_dim=1, block_size=1)
     reason = why_incompatible(SlabLayout.of_rank(layout), SlabLayout.of_rank(layout, 8))
     assert reason is not None
-    assert "pieces of 4 bytes have no checksum" in reason
+    assert "pieces of 4 bytes are not a multiple of 8" in reason
     assert why_incompatible(SlabLayout.of_rank(layout), SlabLayout.of_rank(layout, 4)) is None
 
 
@@ -238,24 +238,24 @@ def check_moves(layout: KvLayout, source_degree: int, degree: int) -> None:
         assert all(why_incompatible(destination, source) is None for source in sources)
         wanted = slab_of(layout, destination)
         arrived = np.zeros_like(wanted)
-        chosen = sources_for(destination, sources[::-1])
-        for source, pieces in chosen:
+        select_blocks = sources_for(destination, sources[::-1])
+        for source, pieces in select_blocks:
             before = arrived.copy()
             move(slab_of(layout, source), arrived, source, destination, pieces)
             assert not np.any(before[arrived != before]), "two sources wrote to the same bytes"
         np.testing.assert_array_equal(arrived[::-1], wanted)
-        moved = sum(len(pieces.source_offsets) * pieces.piece_bytes for _, pieces in chosen)
+        moved = sum(len(pieces.source_offsets) * pieces.piece_bytes for _, pieces in select_blocks)
         assert moved == destination.block.block_bytes
-        assert len(chosen) == max(sources[0].num_shares // destination.num_shares, 1)
+        assert len(select_blocks) == max(sources[0].num_shares // destination.num_shares, 1)
 
 
 def test_destination_ranks_take_different_replicas() -> None:
     sources = ranks(model(2), 4)
-    chosen = [sources_for(destination, sources) for destination in sources]
-    assert [[source.tp_rank for source, _ in each] for each in chosen] == [[0], [1], [2], [3]]
+    select_blocks = [sources_for(destination, sources) for destination in sources]
+    assert [[source.tp_rank for source, _ in each] for each in select_blocks] == [[0], [1], [2], [3]]
 
 
-def test_heads_that_nobody_has_are_named() -> None:
+def test_missing_heads_are_named() -> None:
     sources = ranks(model(8), 8)
     with pytest.raises(
         MissingHeads, match=r"no source rank has the KV heads 1-3, 6 that rank 0 of 1 needs: wait"

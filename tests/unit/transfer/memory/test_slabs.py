@@ -1,4 +1,4 @@
-"""Slabs: memory that others may read, and nobody but its owner writes to."""
+"""Slabs: memory that peers may read and only its owner writes to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_of_a_shared_slab_is_there_at_once() -> None:
 
 
 def test_a_view_that_is_left_does_not_fail_the_close() -> None:
-    """A traceback that somebody keeps has the locals of its frames."""
+    """A stored traceback keeps the locals of its frames alive."""
     slab = Slab.shared(2, BLOCK)
     assert slab._map is not None
     view, descriptor = memoryview(slab._map), slab.descriptor

@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.transfer.paths import machine
 from kvolt.transfer.paths.capabilities import Capabilities, MachineFacts, capabilities_of, missing_paths
-from kvolt.transfer.paths.machine import lockable_bytes, look, rdma_devices, shared_memory_fault
+from kvolt.transfer.paths.machine import lockable_bytes, probe_machine, rdma_devices, shared_memory_fault
 
 FULL = MachineFacts(nixl_package="nixl_cu12", rdma_devices=("mlx5_0",))
 
@@ -77,7 +77,7 @@ def test_ucx_settings_that_leave_out_rdma_are_named(ucx_tls: str) -> None:
 
 @pytest.mark.parametrize(("ucx_tls", "is_missing"), [("rc,sm", True), ("^tcp", True), ("sm,tcp", False)])
 def test_nixl_needs_tcp_among_the_transports(ucx_tls: str, is_missing: bool) -> None:
-    assert ("leaves out tcp" in why("nixl", ucx_tls=ucx_tls)) == is_missing
+    assert ("excludes tcp" in why("nixl", ucx_tls=ucx_tls)) == is_missing
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_memory_can_be_shared_here() -> None:
     assert shared_memory_fault() == ""
 
 
-def test_no_memfd_and_no_proc_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memfd_and_proc_have_different_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> int:
         raise OSError(38, "Function not implemented")
 
@@ -127,7 +127,7 @@ def test_rdma_devices_are_found_with_the_state_of_their_ports(tmp_path: Path) ->
     (tmp_path / "mlx5_2" / "ports" / "1" / "state").mkdir(parents=True)  # cannot be read
     assert rdma_devices(tmp_path) == {"mlx5_0": True, "mlx5_1": False, "mlx5_2": False}
     assert rdma_devices(tmp_path / "none") == {}
-    facts = look({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}, infiniband=tmp_path)
+    facts = probe_machine({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}, infiniband=tmp_path)
     assert (facts.rdma_devices, facts.idle_rdma_devices) == (("mlx5_0",), ("mlx5_1", "mlx5_2"))
     assert (facts.ucx_tls, facts.ucx_net_devices) == ("tcp", "eth0")
 

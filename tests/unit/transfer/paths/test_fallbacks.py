@@ -10,8 +10,8 @@ from kvolt.transfer.paths.capabilities import Capabilities, MachineFacts, capabi
 from kvolt.transfer.paths.fallbacks import Fallback, find_fallback, table_route
 from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
-from kvolt.transfer.paths.path_choice import lane_taken
-from kvolt.transfer.paths.path_watch import Ends, PathWatch, Peer, Way
+from kvolt.transfer.paths.path_choice import lane_of_path
+from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
 
 RDMA = capabilities_of(MachineFacts(nixl_package="nixl", rdma_devices=("mlx5_0",)))
 PLAIN = capabilities_of(MachineFacts())
@@ -67,11 +67,13 @@ def test_a_slow_machine_is_no_fallback() -> None:
     assert found("shm", "here", measured={"shm": 0.2e9}) is None
 
 
-def test_what_was_measured_is_told() -> None:
+def test_the_measured_speed_is_reported() -> None:
     fallback = found("tcp", measured={"tcp": 0.5e9})
     assert fallback is not None
     assert fallback.bytes_per_s == pytest.approx(0.5e9)
-    assert str(fallback).startswith("tcp at 0.5 GB/s in the place of shared -nixl-> shared at about ")
+    assert str(fallback).startswith(
+        "path=tcp gb_per_s=0.5 alternative='shared -nixl-> shared' alternative_gb_per_s="
+    )
 
 
 def test_shared_memory_that_is_off_is_named() -> None:
@@ -122,8 +124,8 @@ def test_a_peers_reasons_are_cut_and_kept_to_one_line() -> None:
 def test_the_lane_of_nixl_between_hosts_depends_on_rdma() -> None:
     source = Place(kind=SHARED, host="there", process="p1")
     destination = Place(kind=SHARED, host="here", process="p2")
-    with_rdma = lane_taken(source, destination, "nixl", RDMA, RDMA)
-    without = lane_taken(source, destination, "nixl", RDMA, PLAIN)
+    with_rdma = lane_of_path(source, destination, "nixl", RDMA, RDMA)
+    without = lane_of_path(source, destination, "nixl", RDMA, PLAIN)
     assert with_rdma is not None
     assert with_rdma.name == "nixl/rdma"
     assert without is not None
@@ -132,37 +134,41 @@ def test_the_lane_of_nixl_between_hosts_depends_on_rdma() -> None:
 
 # --- the watch
 
-OVER_TCP = Way(Ends(SHARED, SHARED), "tcp")
+OVER_TCP = TransferPath(Endpoints(SHARED, SHARED), "tcp")
 
 
 def watch_of(mine: Capabilities = PLAIN) -> tuple[PathWatch, list[None]]:
     watch, news = PathWatch("here", "p2", mine), list[None]()
-    watch.on_news = lambda: news.append(None)
+    watch.on_speed_change = lambda: news.append(None)
     return watch, news
 
 
-def test_a_slow_path_is_told_once_for_a_host_and_counted_for_each_peer(
+def test_a_slow_path_is_logged_once_per_host_and_counted_per_peer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch, _ = watch_of(RDMA)
     with caplog.at_level(logging.WARNING):
         for agent in ("a1", "a2"):
-            watch.judge(Peer("there", agent, PLAIN), OVER_TCP)
-        watch.judge(Peer("elsewhere", "a3", PLAIN), OVER_TCP)
-        watch.judge(Peer("there", "a4", RDMA), Way(Ends(SHARED, SHARED), "nixl"))
-        watch.judge(Peer("there", "a4", PLAIN), Way(Ends(MemoryKind.FILE, SHARED), "tcp"))
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(" take ")[0] for text in told] == ["blocks from there", "blocks from elsewhere"]
+            watch.check_fallback(Peer("there", agent, PLAIN), OVER_TCP)
+        watch.check_fallback(Peer("elsewhere", "a3", PLAIN), OVER_TCP)
+        watch.check_fallback(Peer("there", "a4", RDMA), TransferPath(Endpoints(SHARED, SHARED), "nixl"))
+        watch.check_fallback(
+            Peer("there", "a4", PLAIN), TransferPath(Endpoints(MemoryKind.FILE, SHARED), "tcp")
+        )
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text.split(" path=")[0] for text in logged] == [
+        f"slow transfer path: host={host}" for host in ("there", "elsewhere")
+    ]
     assert watch.slow_paths() == {("tcp", "nixl"): 3, ("tcp", "rdma"): 3}
 
 
-def test_how_many_slow_paths_are_told_is_bounded(
+def test_logged_slow_paths_are_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvolt.transfer.paths.path_watch._MAX_TOLD", 2)
+    monkeypatch.setattr("kvolt.transfer.paths.path_watch._MAX_REPORTED", 2)
     watch, _ = watch_of()
     for number in range(5):
-        watch.judge(Peer(f"host{number}", "a", PLAIN), OVER_TCP)
+        watch.check_fallback(Peer(f"host{number}", "a", PLAIN), OVER_TCP)
     assert len(caplog.records) == 2
     assert watch.slow_paths()["tcp", "rdma"] == 5
 
@@ -185,8 +191,8 @@ def test_what_tells_nothing_is_no_news() -> None:
     watch, news = watch_of()
     peer = Peer("there", "a", PLAIN)
     watch.observe(peer, OVER_TCP, 100, 0.001)
-    watch.observe(peer, Way(Ends(MemoryKind.FILE, SHARED), "tcp"), LARGE_BYTES, 0.001)
-    watch.observe(peer, Way(Ends(SHARED, SHARED), "pigeon"), LARGE_BYTES, 0.001)
+    watch.observe(peer, TransferPath(Endpoints(MemoryKind.FILE, SHARED), "tcp"), LARGE_BYTES, 0.001)
+    watch.observe(peer, TransferPath(Endpoints(SHARED, SHARED), "pigeon"), LARGE_BYTES, 0.001)
     assert not news
     assert watch.links() == {}
 
@@ -196,4 +202,4 @@ def test_what_was_news_is_forgotten_with_its_link() -> None:
     for number in range(2000):
         watch.observe(Peer(f"host{number}", "a", PLAIN), OVER_TCP, LARGE_BYTES, 0.004)
     assert len(news) == 2000
-    assert len(watch._news) <= 1026
+    assert len(watch._reported_speeds) <= 1026

@@ -59,7 +59,7 @@ async def test_to_a_file_and_back(
     agent: TransferAgent, file: Slab, memory: Slab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several turns, in any order."""
-    monkeypatch.setattr(file_path, "_TURN_BYTES", 7 * BLOCK)
+    monkeypatch.setattr(file_path, "_STEP_BYTES", 7 * BLOCK)
     order = np.random.default_rng(2).permutation(NUM)
     out = agent.offer(memory, order, SOON_S)
     write = agent.read(out.ticket, file, np.arange(NUM), SOON_S)
@@ -116,7 +116,7 @@ async def test_a_file_of_another_agent_is_sent(
         assert await reader.read(offer.ticket, into, range(NUM), SOON_S) == "tcp"
         await offer
         assert (rows(into) == rows(memory)[order]).all()
-        (served,) = (each for each in agent._hub._served if each._staging._plain)
+        (served,) = (each for each in agent._hub._sessions if each._staging._plain)
         assert len(served._staging._plain) == 3 * BLOCK
     finally:
         reader.close()
@@ -130,7 +130,7 @@ async def test_a_file_that_fails_while_it_is_sent(agent: TransferAgent, file: Sl
         assert file.descriptor is not None
         os.ftruncate(file.descriptor, BLOCK)
         offer = agent.offer(file, range(NUM), SOON_S)
-        with pytest.raises(TransferFailed, match="shorter"):
+        with pytest.raises(TransferFailed, match="truncated"):
             await reader.read(offer.ticket, into, range(NUM), SOON_S)
         fine = agent.offer(plain, [0], SOON_S)
         assert await reader.read(fine.ticket, into, [3], SOON_S) == "tcp"
@@ -141,14 +141,14 @@ async def test_a_file_that_fails_while_it_is_sent(agent: TransferAgent, file: Sl
 async def test_what_cannot_be(agent: TransferAgent, file: Slab, memory: Slab, tmp_path: Path) -> None:
     second = Slab.of_file(tmp_path / "second", NUM, BLOCK)
     offer = agent.offer(file, [1], SOON_S)
-    with pytest.raises(Unsupported, match="between a file and a file"):
+    with pytest.raises(Unsupported, match="between a file and file memory"):
         await agent.read(offer.ticket, second, [1], SOON_S)
-    with pytest.raises(InvalidRequest, match="1 blocks are offered"):
+    with pytest.raises(InvalidRequest, match="outside the 1 offered"):
         await agent.read(offer.ticket, memory, [1], SOON_S, positions=[3])
     other = TransferAgent()
     try:
         remote = other.offer(memory, [1], SOON_S)
-        with pytest.raises(Unsupported, match="into memory"):
+        with pytest.raises(Unsupported, match="into memory first"):
             await agent.read(remote.ticket, second, [1], SOON_S)
     finally:
         other.close()
@@ -159,7 +159,7 @@ async def test_what_cannot_be(agent: TransferAgent, file: Slab, memory: Slab, tm
         Slab.of_file(tmp_path / "nowhere" / "blocks", NUM, BLOCK)
     with pytest.raises(ConfigError, match="too large"):
         Slab.of_file(tmp_path / "huge", 1 << 31, 1 << 32)
-    with pytest.raises(InvalidRequest, match="no slab"):
+    with pytest.raises(InvalidRequest, match="invalid slab"):
         Slab.of_file(tmp_path / "none", 0, BLOCK)
 
 
@@ -171,7 +171,7 @@ async def test_a_full_disk(
 
     monkeypatch.setattr(os, "pwritev", full)
     offer = agent.offer(memory, [1], SOON_S)
-    with pytest.raises(TransferFailed, match="written: No space left") as raised:
+    with pytest.raises(TransferFailed, match="cannot write the block file: No space left") as raised:
         await agent.read(offer.ticket, file, [1], SOON_S)
     assert raised.value.fields["path"] == "file"
 
@@ -179,15 +179,15 @@ async def test_a_full_disk(
 async def test_cancel_in_the_middle(
     agent: TransferAgent, file: Slab, memory: Slab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_path, "_TURN_BYTES", BLOCK)
-    turn, is_asked = file_path.FileMove.turn, threading.Event()
+    monkeypatch.setattr(file_path, "_STEP_BYTES", BLOCK)
+    step, is_asked = file_path.FileMover.step, threading.Event()
 
-    def then_cancel(self: file_path.FileMove) -> bool:
+    def then_cancel(self: file_path.FileMover) -> bool:
         assert is_asked.wait(SOON_S)
         read.cancel()
-        return turn(self)
+        return step(self)
 
-    monkeypatch.setattr(file_path.FileMove, "turn", then_cancel)
+    monkeypatch.setattr(file_path.FileMover, "step", then_cancel)
     offer = agent.offer(memory, range(NUM), SOON_S)
     read = agent.read(offer.ticket, file, range(NUM), SOON_S)
     is_asked.set()
@@ -217,7 +217,7 @@ def test_runs_are_whole_calls() -> None:
 
 
 def test_runs_are_as_long_as_a_call_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_path, "_MOST_RANGES", 2)
+    monkeypatch.setattr(file_path, "_MAX_RANGES", 2)
     offsets = np.array([0, 20, 40, 60, 80])
     calls = list(file_path.runs(np.arange(5) * 10, offsets, 10))
     assert calls == [(0, [(0, 10), (20, 30)]), (20, [(40, 50), (60, 70)]), (40, [(80, 90)])]

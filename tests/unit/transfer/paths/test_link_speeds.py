@@ -14,7 +14,7 @@ def speed(speeds: LinkSpeeds, peer: str = "a", path: str = "tcp") -> float:
     return link.bytes_per_s
 
 
-def test_nothing_is_expected_of_a_link_that_nobody_used() -> None:
+def test_an_unused_link_has_no_speed() -> None:
     assert LinkSpeeds().expected("a", "tcp") is None
 
 
@@ -25,7 +25,7 @@ def test_the_speed_of_equal_transfers_is_theirs() -> None:
     assert speeds.expected("a", "tcp") == Link("tcp", pytest.approx(LARGE_BYTES / 0.5), 0.0)
 
 
-def test_links_are_told_apart_by_peer_and_by_path() -> None:
+def test_links_are_distinguished_by_peer_and_path() -> None:
     speeds = LinkSpeeds()
     speeds.observe("a", "tcp", LARGE_BYTES, 1.0)
     speeds.observe("a", "shm", LARGE_BYTES, 0.1)
@@ -112,7 +112,7 @@ def test_a_peer_that_went_is_forgotten_with_all_its_paths() -> None:
     assert list(speeds.links()) == ["tcp@b"]
 
 
-def test_links_are_told_as_an_engine_tells_them() -> None:
+def test_links_have_the_form_of_engine_info() -> None:
     speeds = LinkSpeeds()
     speeds.observe("b", "tcp", LARGE_BYTES, 2.0)
     speeds.observe("a", "shm", LARGE_BYTES, 1.0)
@@ -124,7 +124,7 @@ def test_links_are_told_as_an_engine_tells_them() -> None:
     assert list(speeds.links()) == ["shm@a", "tcp@b"]
 
 
-def test_of_many_links_those_are_told_that_were_used_last() -> None:
+def test_the_most_recently_used_links_are_returned() -> None:
     speeds = LinkSpeeds()
     for peer in ("a", "b", "c", "a"):
         speeds.observe(peer, "tcp", LARGE_BYTES, 1.0)

@@ -25,9 +25,9 @@ from kvolt.transfer.paths.peer_paths import PeerPaths
 from kvolt.transfer.paths.self_test import BLOCK_BYTES, LIMIT_S, NUM_BLOCKS, SelfTest, new_slab
 from kvolt.transfer.peer.link import Link
 from kvolt.transfer.peer.progress import Progress, Timer
-from kvolt.transfer.peer.read_op import Reading
-from kvolt.transfer.peer.read_request import new_wanted
-from kvolt.transfer.peer.wire import Address, Ticket, read_ticket, ticket_bytes
+from kvolt.transfer.peer.read_op import ReadOp
+from kvolt.transfer.peer.read_request import new_read_request
+from kvolt.transfer.peer.wire import Address, Ticket, decode_ticket, encode_ticket
 
 SOON_S = 20.0
 FACTS = MachineFacts()
@@ -83,10 +83,10 @@ async def test_the_first_read_brings_a_test_that_measures_the_path() -> None:
         assert both.here.paths.slow_paths() == {}
 
 
-async def test_tcp_is_measured_where_it_is_taken_and_told_with_its_cause(
+async def test_tcp_in_use_is_measured_and_logged_with_its_cause(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallbacks, "WORTH_TELLING", 0.0)  # loopback may be as fast as memory is assumed to be
+    monkeypatch.setattr(fallbacks, "MIN_SPEEDUP", 0.0)  # loopback may be as fast as memory is assumed to be
     theirs = TransferOptions(self_test=True, shared_memory=False)
     with caplog.at_level(logging.WARNING):
         async with pair(theirs) as both:
@@ -131,7 +131,7 @@ async def test_a_read_that_did_not_come_whole_tells_nothing() -> None:
         blocks = list(range(NUM_BLOCKS))
         offer = both.there.offer(both.source, blocks, SOON_S, seeds=bytes(8 * NUM_BLOCKS))
         read = both.here.read(offer.ticket, both.target, blocks, SOON_S, seeds=b"x" * 8 * NUM_BLOCKS)
-        await read.over()
+        await read.wait_done()
         assert both.here.paths.links() == {}
 
 
@@ -142,20 +142,20 @@ async def test_a_peer_that_does_not_let_itself_be_tested_is_read_from_all_the_sa
         assert await both.read() == "shm"
 
 
-async def test_what_tests_read_is_offered_again_when_somebody_takes_it_for_himself() -> None:
+async def test_the_test_slab_is_offered_again_after_another_read() -> None:
     async with pair(mine=TransferOptions()) as both:
         offer = both.there.offer(both.source, [0], SOON_S)
-        known = read_ticket(offer.ticket)
+        known = decode_ticket(offer.ticket)
         stolen = Ticket(known.address, self_test.SECRET, known.slab, NUM_BLOCKS, "read")
         blocks = range(NUM_BLOCKS)
         for _ in range(2):
-            await both.here.read(ticket_bytes(stolen), both.target, blocks, SOON_S)
-            both.here.decline(ticket_bytes(stolen))
+            await both.here.read(encode_ticket(stolen), both.target, blocks, SOON_S)
+            both.here.decline(encode_ticket(stolen))
         assert await both.read() == "shm"
         offer.cancel()
 
 
-@pytest.mark.skipif(nixl_library.find() is None, reason="NIXL is not installed")
+@pytest.mark.skipif(nixl_library.find_package() is None, reason="NIXL is not installed")
 async def test_nixl_is_measured_where_it_is_on_though_it_is_not_taken() -> None:
     options = TransferOptions(self_test=True, nixl=True)
     async with pair(options, options) as both:
@@ -188,7 +188,7 @@ class Bench:
         self.calls: deque[Callable[[], None]] = deque()
         self.timers: list[Timer] = []
         self.asked: list[tuple[str, int]] = []
-        self.reading: Reading | None = None
+        self.read_op: ReadOp | None = None
         self.num_done = 0
         self.is_busy = False
         self.test = SelfTest(cast("Progress", self), self, ADDRESS, paths, self._done)
@@ -200,31 +200,31 @@ class Bench:
     def now(self) -> float:
         return self.time
 
-    def at(self, when: float, function: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, function: Callable[[], None]) -> Timer:
         self.timers.append(Timer(when, function))
         return self.timers[-1]
 
-    def call(self, function: Callable[[], None]) -> bool:
+    def call_soon(self, function: Callable[[], None]) -> bool:
         self.calls.append(function)
         return True
 
-    def read(self, reading: Reading) -> None:
-        reading.began_at = self.time
-        self.asked.append((reading.only_path, reading.wanted.num_blocks))
-        self.reading = reading
+    def read(self, read_op: ReadOp) -> None:
+        read_op.started_at = self.time
+        self.asked.append((read_op.forced_path, read_op.request.num_blocks))
+        self.read_op = read_op
 
-    def ended(self, op: int, is_whole: bool) -> None:
+    def end_read(self, op: int, is_whole: bool) -> None:
         assert not is_whole, "what tests read stays"
 
-    def forget(self, op: int) -> None: ...
+    def forget_read(self, op: int) -> None: ...
 
     def end(self, path: str, took_s: float = 0.001, fails: bool = False) -> None:
         """The read that is under way."""
-        assert self.reading is not None
-        reading, self.reading = self.reading, None
-        reading.begin(self, 1, path)
+        assert self.read_op is not None
+        read_op, self.read_op = self.read_op, None
+        read_op.start(self, 1, path)
         self.time += took_s
-        reading.let_go(Unavailable("gone", reason="test") if fails else None)
+        read_op.on_mover_stopped(Unavailable("gone", reason="test") if fails else None)
         while self.calls:
             self.calls.popleft()()
 
@@ -235,17 +235,17 @@ class Bench:
 
 def test_a_path_is_read_four_times() -> None:
     bench = Bench("shm")
-    while bench.reading is not None:
+    while bench.read_op is not None:
         bench.end("shm")
     assert bench.sizes == [2, 1, NUM_BLOCKS, NUM_BLOCKS]
     assert bench.num_done == 1
-    assert all(timer.call is None for timer in bench.timers)
+    assert all(timer.callback is None for timer in bench.timers)
 
 
 def test_one_path_is_read_after_the_other() -> None:
     bench = Bench("nixl", "shm")
-    while bench.reading is not None:
-        bench.end(bench.reading.only_path)
+    while bench.read_op is not None:
+        bench.end(bench.read_op.forced_path)
     assert [path for path, _ in bench.asked] == ["nixl"] * 4 + ["shm"] * 4
     assert bench.num_done == 1
 
@@ -253,7 +253,7 @@ def test_one_path_is_read_after_the_other() -> None:
 def test_a_path_that_fails_is_left_for_the_next() -> None:
     bench = Bench("nixl", "shm")
     bench.end("nixl", fails=True)
-    while bench.reading is not None:
+    while bench.read_op is not None:
         bench.end("shm")
     assert [path for path, _ in bench.asked] == ["nixl"] + ["shm"] * 4
     assert bench.num_done == 1
@@ -264,7 +264,7 @@ def test_a_slow_link_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("tcp")
     for took_s in (0.001, 0.001, 0.5):
         bench.end("tcp", took_s)
-    assert (bench.reading, bench.num_done) == (None, 1)
+    assert (bench.read_op, bench.num_done) == (None, 1)
     assert np.sum(bench.sizes) == NUM_BLOCKS + 3
 
 
@@ -277,60 +277,60 @@ def test_a_read_that_fails_ends_the_test() -> None:
 def test_a_test_that_takes_too_long_is_over_and_moves_nothing_any_more() -> None:
     bench = Bench("tcp")
     bench.end("tcp")
-    reading = bench.reading
-    assert reading is not None
+    read_op = bench.read_op
+    assert read_op is not None
     (timer,) = bench.timers
-    assert timer.at == SOON_S > LIMIT_S
-    assert timer.call is not None
-    timer.call()
-    assert reading.is_over
+    assert timer.when == SOON_S > LIMIT_S
+    assert timer.callback is not None
+    timer.callback()
+    assert read_op.is_done
     bench.calls.popleft()()
     assert (bench.num_done, len(bench.asked)) == (1, 2)
 
 
 def test_a_test_that_is_late_between_two_reads_begins_no_other() -> None:
     bench = Bench("tcp")
-    assert bench.reading is not None
-    bench.reading.let_go(None)
-    assert bench.timers[0].call is not None
-    bench.timers[0].call()
+    assert bench.read_op is not None
+    bench.read_op.on_mover_stopped(None)
+    assert bench.timers[0].callback is not None
+    bench.timers[0].callback()
     bench.calls.popleft()()
     assert (bench.num_done, len(bench.asked)) == (1, 1)
 
 
-def complete_reading() -> Reading:
+def complete_read() -> ReadOp:
     info = SlabInfo(number=0, kind=MemoryKind.SHARED, block_bytes=64, num_blocks=1)
     ticket = Ticket(ADDRESS, 1, info, 1, "read")
-    reading = Reading(
-        new_wanted(ticket, Slab(memoryview(bytearray(64)), 64), np.zeros(1, np.int64)), lambda _: None
+    read_op = ReadOp(
+        new_read_request(ticket, Slab(memoryview(bytearray(64)), 64), np.zeros(1, np.int64)), lambda _: None
     )
-    reading.path = "shm"
-    reading.let_go(None)
-    return reading
+    read_op.path = "shm"
+    read_op.on_mover_stopped(None)
+    return read_op
 
 
 def test_the_test_waits_until_nothing_else_is_read_and_is_begun_once() -> None:
     bench = Bench()
     can = capabilities_of(FACTS)
     paths = PeerPaths(
-        PathWatch("h", "a", can), cast("Progress", bench), cast("Link", bench), ADDRESS, tests=True
+        PathWatch("h", "a", can), cast("Progress", bench), cast("Link", bench), ADDRESS, needs_test=True
     )
-    paths.ended(complete_reading())  # before it was welcomed: nobody knows whose it is
-    paths.welcomed(can, is_near=True)
+    paths.on_read_done(complete_read())  # before the Welcome: the peer is unknown
+    paths.on_welcome(can, is_near=True)
     bench.is_busy = True
-    paths.ended(complete_reading())
+    paths.on_read_done(complete_read())
     assert not bench.calls
     bench.is_busy = False
-    paths.ended(complete_reading())
-    paths.ended(complete_reading())
+    paths.on_read_done(complete_read())
+    paths.on_read_done(complete_read())
     assert len(bench.calls) == 1
 
 
 def test_a_peer_that_does_not_say_what_it_can_is_not_tested() -> None:
     bench = Bench()
     watch = PathWatch("h", "a", capabilities_of(FACTS))
-    paths = PeerPaths(watch, cast("Progress", bench), cast("Link", bench), ADDRESS, tests=True)
-    paths.welcomed(None, is_near=True)
-    paths.ended(complete_reading())
+    paths = PeerPaths(watch, cast("Progress", bench), cast("Link", bench), ADDRESS, needs_test=True)
+    paths.on_welcome(None, is_near=True)
+    paths.on_read_done(complete_read())
     assert not bench.calls
     assert watch.slow_paths() == {}

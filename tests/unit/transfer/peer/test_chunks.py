@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvolt.runtime.clock import SystemClock
-from kvolt.transfer.memory.slabs import Pieces, Slab
-from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSender, Outgoing, Sums
+from kvolt.transfer.memory.pieces import Pieces, Sums
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSender, OutgoingBlocks
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.wire import CHUNK
 
@@ -38,7 +39,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def in_thread(progress: Progress, do: Callable[[], object]) -> None:
     done = threading.Event()
-    progress.call(lambda: (do(), done.set())[1])  # type: ignore[func-returns-value]
+    progress.call_soon(lambda: (do(), done.set())[1])  # type: ignore[func-returns-value]
     assert done.wait(SOON_S)
 
 
@@ -54,12 +55,12 @@ def receive(link: socket.socket, num_bytes: int) -> bytes:
 def test_the_rest_of_a_chunk_that_is_stopped_is_zeros(
     progress: Progress, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    """Its blocks may hold somebody else's secrets by then. What is sent after it is whole."""
+    """Its blocks may hold other data by then. Later chunks are intact."""
     slab = Slab.shared(3, BLOCK)
     slab.memory[:] = b"a" * len(slab.memory)
     senders: list[ChunkSender] = []
     stopped, other = (
-        Outgoing(op, slab.memory, slab.pieces(np.array(blocks)), None, False)
+        OutgoingBlocks(op, slab.memory, slab.pieces(np.array(blocks)), None, False)
         for op, blocks in ((1, [0, 1]), (2, [2]))
     )
 
@@ -91,19 +92,19 @@ class Taker:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.is_over = False
+        self.is_done = False
         self.num_asked = 0
         self.arrivals: list[int] = []
 
-    def place(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
+    def destination(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
         self.num_asked += 1
         return self.slab.memory, self.slab.pieces(np.arange(first, first + count))
 
-    def arrived(self, first: int, count: int, sums: Sums | None) -> None:
+    def on_chunk(self, first: int, count: int, sums: Sums | None) -> None:
         self.arrivals.append(first)
 
 
-def test_blocks_that_nobody_wants_any_more_are_not_written(
+def test_blocks_of_a_cancelled_read_are_not_written(
     progress: Progress, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     """In the middle of a chunk, too, of which it was known where it goes."""
@@ -120,7 +121,7 @@ def test_blocks_that_nobody_wants_any_more_are_not_written(
         threading.Event().wait(0.002)
 
     def stop() -> None:
-        taker.is_over = True
+        taker.is_done = True
 
     in_thread(progress, stop)
     pair[1].sendall(b"y" * ((1 << 16) - 1000))
@@ -131,5 +132,5 @@ def test_blocks_that_nobody_wants_any_more_are_not_written(
     pair[1].sendall(CHUNK.pack(7, 0, 1, 1 << 15, 0))  # of another size than there is place for
     while not lost:
         threading.Event().wait(0.002)
-    assert "another size" in str(lost[0])
+    assert "chunk size differs" in str(lost[0])
     assert not receivers[0].is_open

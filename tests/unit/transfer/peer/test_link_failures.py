@@ -28,7 +28,15 @@ from kvolt.transfer.peer import hub as hub_module
 from kvolt.transfer.peer import link, sockets
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.wire import Address, Declined, FrameReader, Hello, Ticket, read_ticket, ticket_bytes
+from kvolt.transfer.peer.wire import (
+    Address,
+    Declined,
+    FrameReader,
+    Hello,
+    Ticket,
+    decode_ticket,
+    encode_ticket,
+)
 
 OnDone = Callable[[socket.socket | ConnectFailed], None]
 
@@ -62,11 +70,11 @@ def progress() -> Iterator[Progress]:
     found.close(lambda: None)
 
 
-def told_elsewhere(source: Side, **changed: object) -> bytes:
+def advertising(source: Side, **changed: object) -> bytes:
     """A ticket of the source, with another address."""
-    real = read_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
+    real = decode_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
     fields = {name: getattr(real.address, name) for name in real.address.__struct_fields__}
-    return ticket_bytes(Ticket(Address(**{**fields, **changed}), real.secret, real.slab, 1, "read"))
+    return encode_ticket(Ticket(Address(**{**fields, **changed}), real.secret, real.slab, 1, "read"))
 
 
 # --- a peer that does not answer
@@ -104,14 +112,14 @@ async def test_a_connection_that_never_comes_about_is_given_up(
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(4):  # nobody accepts: the kernel lets no more wait
+        for _ in range(4):  # no accept: the backlog is full
             waits = stack.enter_context(socket.socket())
             waits.setblocking(False)
             waits.connect_ex(full.getsockname())
         before = num_descriptors()
         address = Address("busy", *full.getsockname(), "")
         slab = target.slab.info(0)
-        read = target.agent.read(ticket_bytes(Ticket(address, 1, slab, 1, "read")), target.slab, [1], SOON_S)
+        read = target.agent.read(encode_ticket(Ticket(address, 1, slab, 1, "read")), target.slab, [1], SOON_S)
         with pytest.raises(ConnectFailed, match="no answer"):
             await read
         assert num_descriptors() <= before
@@ -137,7 +145,7 @@ async def test_chunks_that_cannot_be_connected_at_all(
     read = target.agent.read(peer.ticket(), target.slab, [1], SOON_S)
     peer.greet()
     with pytest.raises(ConnectFailed, match="no connection"):
-        await asyncio.wait_for(read.over(), 5) or await read
+        await asyncio.wait_for(read.wait_done(), 5) or await read
 
 
 async def test_a_link_that_breaks_at_its_welcome(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +167,13 @@ async def test_a_link_that_breaks_at_its_welcome(source: Side, monkeypatch: pyte
         ]
         for read in reads:
             with pytest.raises(WorkerLost):
-                await asyncio.wait_for(read.over(), 5) or await read
+                await asyncio.wait_for(read.wait_done(), 5) or await read
     finally:
         target.agent.close()
 
 
 async def test_a_link_that_breaks_while_chunks_are_connected(target: Side, peer: Source) -> None:
-    """Nobody takes them any more: they are not welcome."""
+    """The listener is closed, so connections are refused."""
     read = target.agent.read(peer.ticket(), target.slab, [1], SOON_S)
     frames, blocks = peer.greet(), peer.accept()
     frames.link.close()
@@ -180,9 +188,9 @@ async def test_peers_that_are_read_from_are_counted(
     monkeypatch.setattr(hub_module, "_MAX_LINKS", 1)
     first = target.agent.read(peer.ticket(), target.slab, [1], SOON_S)
     ticket = source.agent.offer(source.slab, [1], SOON_S).ticket
-    with pytest.raises(Overloaded, match="read from"):
+    with pytest.raises(Overloaded, match="too many links"):
         await target.agent.read(ticket, target.slab, [2], SOON_S)
-    with pytest.raises(Overloaded, match="read from"):
+    with pytest.raises(Overloaded, match="too many links"):
         accept = source.agent.accept(source.slab, [3], SOON_S)
         await target.agent.write(accept.ticket, target.slab, [2], SOON_S)
     target.agent.decline(ticket)
@@ -197,18 +205,16 @@ async def test_peers_that_are_read_from_are_counted(
 
 async def test_names_are_not_looked_up_by_who_moves_blocks(source: Side, target: Side) -> None:
     with pytest.raises(ConnectFailed, match=r"peer\.example:.*numeric"):
-        await target.agent.read(
-            told_elsewhere(source, host="peer.example", unix=""), target.slab, [1], SOON_S
-        )
+        await target.agent.read(advertising(source, host="peer.example", unix=""), target.slab, [1], SOON_S)
 
 
 @pytest.mark.parametrize("port", [0, -1, 65_536, 1 << 40])
 async def test_ports_that_there_are_not(source: Side, target: Side, port: int) -> None:
-    with pytest.raises(ConnectFailed, match="no such port"):
-        await target.agent.read(told_elsewhere(source, port=port, unix=""), target.slab, [1], SOON_S)
+    with pytest.raises(ConnectFailed, match="port out of range"):
+        await target.agent.read(advertising(source, port=port, unix=""), target.slab, [1], SOON_S)
 
 
-def test_what_peers_are_told_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advertised_address_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0)),
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0)),
@@ -245,7 +251,7 @@ def tried(progress: Progress, unix: str) -> ConnectFailed:
         sockets.connect(progress, address, True, found.append)
         done.set()
 
-    progress.call(begin)
+    progress.call_soon(begin)
     assert done.wait(SOON_S)
     assert isinstance(found[0], ConnectFailed)
     return found[0]
@@ -254,7 +260,7 @@ def tried(progress: Progress, unix: str) -> ConnectFailed:
 async def test_who_listens_as_another_user_is_not_believed(
     source: Side, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name that an agent has left can be anybody's: TCP, where the agent's own name is asked for, is left."""
+    """Any process can take a released socket name; TCP remains, where the agent's id is checked."""
     with socket.socket(socket.AF_UNIX) as other:
         other.bind("\0kvolt-test-other-user")
         other.listen()
@@ -269,7 +275,7 @@ async def test_who_listens_as_another_user_is_not_believed(
 
 
 async def test_a_unix_socket_at_which_too_many_wait(source: Side, progress: Progress) -> None:
-    """The kernel lets nobody wait there: that is known at once, and TCP is left."""
+    """The backlog is full, which is reported at once; TCP remains."""
     target = Side()
     with socket.socket(socket.AF_UNIX) as full, contextlib.ExitStack() as stack:
         full.bind("\0kvolt-test-full")
@@ -280,7 +286,7 @@ async def test_a_unix_socket_at_which_too_many_wait(source: Side, progress: Prog
             waits.connect_ex("\0kvolt-test-full")
         failed = tried(progress, "kvolt-test-full")
         assert os.strerror(errno.EAGAIN) in str(failed)
-        ticket = told_elsewhere(source, unix="kvolt-test-full")
+        ticket = advertising(source, unix="kvolt-test-full")
         assert await target.agent.read(ticket, target.slab, [1], SOON_S) == "tcp"
     assert (target.rows[1] == source.rows[1]).all()
     target.agent.close()
@@ -314,12 +320,12 @@ class Refusing:
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPROTO, errno.EPERM])
 def test_peers_that_cannot_be_let_in_wait(source: Side, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a busy loop, and not for ever."""
-    monkeypatch.setattr(sockets, "PAUSE_S", 0.1)
+    monkeypatch.setattr(sockets, "ACCEPT_PAUSE_S", 0.1)
     listener = source.agent._hub._listeners[0]
-    refusing = Refusing(listener._listening, code)
-    listener._listening = refusing  # type: ignore[assignment]
+    refusing = Refusing(listener._socket, code)
+    listener._socket = refusing  # type: ignore[assignment]
     with calling(source.agent.address) as talk:
-        talk.say(Hello("somebody", "frames"))
+        talk.say(Hello("reader", "frames"))
         threading.Event().wait(0.15)
         assert 1 <= refusing.num_asked <= 3
         refusing.is_refusing = False
@@ -330,16 +336,17 @@ def test_who_goes_while_it_is_let_in_is_nobodys_loss(source: Side, monkeypatch: 
     def broken(*arguments: object) -> None:
         raise RuntimeError("a defect")
 
-    with monkeypatch.context() as patch, calling(source.agent.address) as talk:
-        patch.setattr(hub_module, "Served", broken)
-        assert talk.is_let_go()
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module, "ServingSession", broken)
+        with calling(source.agent.address) as talk:
+            assert talk.is_let_go()
     with calling(source.agent.address) as talk:
-        talk.say(Hello("somebody", "frames"))
+        talk.say(Hello("reader", "frames"))
         assert talk.hear()
 
 
 def test_peers_are_counted(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_MAX_SERVED", 0)
+    monkeypatch.setattr(hub_module, "_MAX_SESSIONS", 0)
     with calling(source.agent.address) as talk:
         assert talk.is_let_go()
 
@@ -364,7 +371,7 @@ def test_a_descriptor_that_was_not_sent_is_closed(progress: Progress) -> None:
         connection.close()
         done.set()
 
-    progress.call(fill)
+    progress.call_soon(fill)
     assert done.wait(SOON_S)
     assert num_descriptors() == before - 1
     theirs.close()
@@ -389,7 +396,7 @@ def test_a_descriptor_is_that_of_when_it_was_sent(progress: Progress) -> None:
         os.dup2(other, meant)
         done.set()
 
-    progress.call(fill)
+    progress.call_soon(fill)
     assert done.wait(SOON_S)
     theirs.settimeout(SOON_S)
     while num_filler:
@@ -412,7 +419,7 @@ async def test_no_descriptor_is_left_for_a_peer(source: Side, monkeypatch: pytes
         offer = source.agent.offer(source.slab, [1], SOON_S)
         with monkeypatch.context() as patch:
             patch.setattr(os, "dup", none_left)
-            with pytest.raises(Overloaded, match="no descriptor"):
+            with pytest.raises(Overloaded, match="out of file descriptors"):
                 await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
         assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "shm"
         assert np.array_equal(target.rows[1], source.rows[1])
@@ -423,14 +430,14 @@ async def test_no_descriptor_is_left_for_a_peer(source: Side, monkeypatch: pytes
 async def test_chunks_that_break_at_the_source_end_the_reads(source: Side, target: Side) -> None:
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
-    (served,) = source.agent._hub._served
-    assert served._sender is not None
-    served._sender._socket.shutdown(socket.SHUT_RDWR)
+    (served,) = source.agent._hub._sessions
+    assert served._chunk_sender is not None
+    served._chunk_sender._socket.shutdown(socket.SHUT_RDWR)
     slow = source.agent.offer(source.slab, [2], SOON_S)
     with contextlib.suppress(NetworkFault):
         await target.agent.read(slow.ticket, target.slab, [2], SOON_S)
     slow.cancel()
-    await asyncio.wait_for(slow.over(), 5)
+    await asyncio.wait_for(slow.wait_done(), 5)
 
 
 async def test_shared_memory_is_used_again_once_its_socket_is_reached(
@@ -478,7 +485,7 @@ async def test_a_near_peer_that_tcp_does_not_reach_is_read_by_its_socket(
 
     monkeypatch.setattr(link, "connect", connect)
     reader = Side()
-    monkeypatch.setattr(reader.agent.paths, "fastest", lambda peer, ends, paths: paths[-1])
+    monkeypatch.setattr(reader.agent.paths, "choose_path", lambda peer, ends, paths: paths[-1])
     try:
         async with asyncio.timeout(SOON_S):
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""The thread that moves blocks: it ends when it is told to, wakes in time, and takes nobody for another."""
+"""Progress thread: ends on close, wakes in time, and does not confuse reused descriptors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_thread_whose_last_call_fails_has_ended() -> None:
 
     progress.close(broken)
     assert not progress._thread.is_alive()
-    assert not progress.call(lambda: None)
+    assert not progress.call_soon(lambda: None)
 
 
 def test_a_time_that_is_far_away_is_waited_for_in_parts() -> None:
     """The kernel takes no longer wait."""
     progress = Progress("test", SystemClock())
-    progress.at(progress.now() + 1e9, lambda: None)
-    assert progress._wait_s() == progress_module._MOST_WAIT_S
+    progress.call_at(progress.now() + 1e9, lambda: None)
+    assert progress._wait_s() == progress_module._MAX_WAIT_S
     progress.start()
     progress.close(lambda: None)
     assert not progress._thread.is_alive()
@@ -43,10 +43,10 @@ def test_a_time_that_is_far_away_is_waited_for_in_parts() -> None:
 
 def test_timers_that_were_cancelled_do_not_pile_up() -> None:
     progress = Progress("test", SystemClock())
-    kept = progress.at(progress.now() + 1000, lambda: None)
+    kept = progress.call_at(progress.now() + 1000, lambda: None)
     for _ in range(10_000):
-        progress.at(progress.now() + 1e6, lambda: None).cancel()
-    assert len(progress._timers) <= progress_module._FEW_TIMERS
+        progress.call_at(progress.now() + 1e6, lambda: None).cancel()
+    assert len(progress._timers) <= progress_module._MIN_COMPACT_TIMERS
     assert kept in progress._timers
     progress.start()
     progress.close(lambda: None)
@@ -61,12 +61,12 @@ def test_who_has_the_descriptor_of_one_that_has_gone_is_not_taken_for_it() -> No
     is_rung, is_settled = threading.Event(), threading.Event()
 
     def on_ready(mine: int, other: int, events: int) -> None:
-        told.append("first" if not told else "gone")
-        progress.forget(mine)
-        progress.forget(other)
+        told.append("first" if not told else "remove_session")
+        progress.unwatch(mine)
+        progress.unwatch(other)
         os.dup2(third, other)
-        progress.watch(other, EVENT_READ, lambda events: (progress.forget(other), is_rung.set())[1])  # type: ignore[func-returns-value]
-        progress.call(is_settled.set)
+        progress.watch(other, EVENT_READ, lambda events: (progress.unwatch(other), is_rung.set())[1])  # type: ignore[func-returns-value]
+        progress.call_soon(is_settled.set)
 
     for mine, other, start in ((one, two, pipes[0][1]), (two, one, pipes[1][1])):
         os.write(start, b"x")
@@ -104,7 +104,7 @@ def test_blocks_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.transfer.agent.MAX_BLOCKS", 3)
     agent, slab = TransferAgent(), Slab.shared(4, 4096)
     try:
-        with pytest.raises(InvalidRequest, match="in parts"):
+        with pytest.raises(InvalidRequest, match="split it"):
             agent.offer(slab, range(4), SOON_S)
     finally:
         agent.close()

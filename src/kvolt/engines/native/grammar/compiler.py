@@ -1,13 +1,13 @@
-"""Grammar constraints: which tokens may come next, by llguidance (docs/adr/0007).
+"""Grammar constraints: masks of allowed tokens, by llguidance (docs/adr/0007).
 
     compiled = compiler.compile(request.grammar)      # milliseconds; may run in a thread
-    matcher = compiled.start(request.resume)          # one per choice
+    matcher = compiled.start(request.prior_tokens)          # one per choice
     matcher.fill(row)                                 # a packed bitmask for the sampler, each step
     matcher.accept(token)
 
-When the grammar is complete and nothing can follow, only the ends of sequence are allowed. A matcher that
-got lost (a token it did not allow, a limit of the library) allows nothing: its row then fails in the sampler,
-and `error` says why. Knows no requests and no steps.
+When the grammar is complete and nothing can follow, only EOS tokens are allowed. A failed matcher (after a
+token it did not allow, or a limit of the library) allows nothing: its row fails in the sampler, and `error`
+has the reason. Knows no requests and no steps.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvolt.engines.native.grammar.lark import lark_of_ebnf
 from kvolt.engines.native.grammar.regex import alternatives, regex_source
 from kvolt.engines.native.grammar.schema import prepared_schema
 from kvolt.engines.native.grammar.tags import lark_of_tag
-from kvolt.engines.native.grammar.threads import MAX_COMPILING
+from kvolt.engines.native.sizing import MAX_COMPILING
 
 _MAX_REASON_CHARS = 300
 _STACK_BYTES = 64 * 1024 * 1024
-_starting = threading.Lock()
-"""The size of a new thread's stack is a setting of the whole process."""
+_stack_size_lock = threading.Lock()
+"""Guards the stack size of new threads, which is a setting of the process."""
 _BASE_BYTES = 128 * 1024
 _BYTES_PER_CHAR = 64
-"""Measured: a compiled grammar takes about 100 KiB, and 15 to 110 bytes per character of its source."""
+"""Measured: a compiled grammar uses about 100 KiB and 15 to 110 bytes per character of its source."""
 
 
 class Matcher:
-    """Where one choice stands in its grammar. Not for two threads at once."""
+    """State of one choice in its grammar. Not thread-safe."""
 
     __slots__ = ("_matcher", "_num_words")
 
@@ -49,17 +49,18 @@ class Matcher:
         self._num_words = num_words
 
     def fill(self, row: Tensor) -> None:
-        """Write what may come now: int32 on the host, `mask_words` long, bit i % 32 of word i // 32 for token i."""
+        """Write the mask of allowed tokens: int32 on the host, `mask_words` long; bit i % 32 of word i // 32
+        is token i."""
         if row.dtype != torch.int32 or row.numel() != self._num_words or not row.is_contiguous():
             raise ValueError(
                 f"a mask is {self._num_words} contiguous int32, not {row.dtype} {tuple(row.shape)}"
             )
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), self._num_words * 4)
         if self._matcher.is_error():
-            row.zero_()  # the library would allow the end of sequence, as if all were well
+            row.zero_()  # the library would allow EOS
 
     def accept(self, token: int) -> bool:
-        """Go on after this token; False, for good, if the grammar has no place for it."""
+        """Advance by a token. False, permanently, if the grammar does not allow it."""
         return self._matcher.consume_token(token)
 
     def accept_all(self, tokens: Sequence[int]) -> bool:
@@ -67,7 +68,7 @@ class Matcher:
 
     @property
     def is_done(self) -> bool:
-        """Whether the grammar is complete and nothing but an end of sequence can come."""
+        """Whether the grammar is complete and only EOS can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -76,7 +77,7 @@ class Matcher:
 
 
 class CompiledGrammar:
-    """A grammar for one tokenizer; may be shared by threads."""
+    """A compiled grammar for one tokenizer. Thread-safe."""
 
     __slots__ = ("_first", "_num_words", "num_bytes")
 
@@ -84,21 +85,23 @@ class CompiledGrammar:
         self._first = first
         self._num_words = num_words
         self.num_bytes = num_bytes
-        """Estimated."""
+        """Estimated size."""
 
-    def start(self, resumed: Sequence[int] = ()) -> Matcher:
-        """A matcher at the beginning, or after tokens that were generated elsewhere; InvalidRequest if they
-        do not follow the grammar."""
+    def start(self, prior_tokens: Sequence[int] = ()) -> Matcher:
+        """A matcher at the start, or after tokens generated before. InvalidRequest if the grammar does not
+        allow these."""
         matcher = Matcher(self._first.deep_copy(), self._num_words)
-        if not matcher.accept_all(resumed):
-            raise InvalidRequest(f"the resumed tokens break the grammar: {matcher.error}", param="resume")
+        if not matcher.accept_all(prior_tokens):
+            raise InvalidRequest(
+                f"the prior tokens violate the grammar: {matcher.error}", param="prior_tokens"
+            )
         return matcher
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer and keeps what was used last. May be called from several threads.
+    """Compiles grammars for one tokenizer, with an LRU cache. Thread-safe.
 
-    Unsupported for a tokenizer that the library cannot read (it must be byte-level or have byte fallback).
+    Unsupported for a tokenizer that the library cannot read: it must be byte-level or have byte fallback.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class GrammarCompiler:
         timeout_s: float = 10.0,
     ) -> None:
         if not eos_ids:
-            raise Unsupported("a model without an end of sequence cannot follow grammars", feature="grammar")
+            raise Unsupported("grammars require a model with an EOS token", feature="grammar")
         self._special = _special_tokens(tokenizer_json)
         self._tokenizer = _tokenizer(tokenizer_json, vocab_size, eos_ids)
         self._limits = LLParserLimits(verbose_errors=False)
@@ -121,58 +124,60 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._slots = threading.BoundedSemaphore(MAX_COMPILING)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
         self.mask_words = -(-self._tokenizer.vocab_size // 32)
-        """Length of a mask. Longer than the model's vocabulary needs where the tokenizer has more tokens."""
+        """Length of a mask; more than the model's vocabulary requires if the tokenizer has more tokens."""
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def kept(self, grammar: Grammar) -> CompiledGrammar | None:
-        """A grammar that was compiled before, if it is still here: at once, and as a use of it."""
+    def find_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar in the cache, or None. Counts as a use; does not block."""
         with self._lock:
-            compiled = self._kept.get(grammar)
+            compiled = self._cache.get(grammar)
             if compiled is not None:
-                self._kept.move_to_end(grammar)
+                self._cache.move_to_end(grammar)
             return compiled
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Blocks for milliseconds, or up to the compiler's timeout: call it from a thread of its own.
+        """Compile a grammar. Blocks for milliseconds, up to the timeout, so it must run in its own thread.
 
-        InvalidRequest with the reason for what is no grammar, one that no output can satisfy, or one that
-        takes too long; Overloaded while such ones hold all slots.
+        InvalidRequest if the grammar is invalid, cannot be satisfied, or takes too long; Overloaded while
+        slow grammars use all slots.
         """
-        compiled = self.kept(grammar)
+        compiled = self.find_compiled(grammar)
         if compiled is not None:
             return compiled
         source = self._source(grammar)
-        compiled = self._in_time(grammar, source)
+        compiled = self._compile_in_thread(grammar, source)
         with self._lock:
-            self._keep(grammar, compiled)
+            self._store(grammar, compiled)
         return compiled
 
-    def _in_time(self, grammar: Grammar, source: str) -> CompiledGrammar:
-        """Compile in a thread that can be left behind, with a stack for long chains of rules."""
+    def _compile_in_thread(self, grammar: Grammar, source: str) -> CompiledGrammar:
+        """Compile in a thread that can be abandoned after the timeout, with a large stack for long chains of rules."""
         if not self._slots.acquire(timeout=self._timeout_s):
-            raise Overloaded("other grammars are still being compiled", queue="grammars", limit=MAX_COMPILING)
+            raise Overloaded(
+                "all grammar compilation slots are in use", queue="grammars", limit=MAX_COMPILING
+            )
         done: SimpleQueue[CompiledGrammar | BaseException] = SimpleQueue()
 
         def run() -> None:
             try:
                 done.put(self._compile(grammar, source))
-            except BaseException as error:  # the end of a thread: it goes on in the caller's
+            except BaseException as error:  # re-raised in the calling thread
                 done.put(error)
             finally:
                 self._slots.release()
 
-        with _starting:
-            usual = threading.stack_size(_STACK_BYTES)
+        with _stack_size_lock:
+            default_size = threading.stack_size(_STACK_BYTES)
             try:
                 threading.Thread(target=run, name="kvolt-grammar", daemon=True).start()
             finally:
-                threading.stack_size(usual)
+                threading.stack_size(default_size)
         try:
             result = done.get(timeout=self._timeout_s)
         except Empty:
@@ -197,7 +202,8 @@ class GrammarCompiler:
         return CompiledGrammar(first, self.mask_words, _BASE_BYTES + _BYTES_PER_CHAR * len(source))
 
     def _source(self, grammar: Grammar) -> str:
-        """The grammar in the library's own words. The text by kind is what the edge makes of requests."""
+        """The grammar in the library's language. `grammar.text` has the form that the frontend derives from
+        requests."""
         try:
             match grammar.kind:
                 case GrammarKind.JSON_SCHEMA:
@@ -217,12 +223,12 @@ class GrammarCompiler:
                 f"the {grammar.kind} grammar cannot be read: {_brief(str(error))}", param="grammar"
             ) from error
 
-    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        replaced = self._kept.pop(grammar, None)
+    def _store(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        replaced = self._cache.pop(grammar, None)
         self._num_bytes += compiled.num_bytes - (replaced.num_bytes if replaced else 0)
-        self._kept[grammar] = compiled
-        while self._kept and (len(self._kept) > self._max_grammars or self._num_bytes > self._max_bytes):
-            _, dropped = self._kept.popitem(last=False)
+        self._cache[grammar] = compiled
+        while self._cache and (len(self._cache) > self._max_grammars or self._num_bytes > self._max_bytes):
+            _, dropped = self._cache.popitem(last=False)
             self._num_bytes -= dropped.num_bytes
 
 
@@ -234,7 +240,7 @@ def _json_source(text: str) -> str:
 
 
 def _tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """Of the model's size or, where the tokenizer has more tokens than the model, of its own."""
+    """The library's tokenizer, with the model's vocabulary size, or its own if that is larger."""
     text, ends = tokenizer_json.decode(), list(eos_ids)
     try:
         try:
@@ -243,20 +249,20 @@ def _tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Iterable[int]) -
             return LLTokenizer(text, eos_token=ends)
     except ValueError as error:
         raise Unsupported(
-            f"grammars cannot be followed with this tokenizer: {_brief(str(error))}", feature="grammar"
+            f"grammars are not supported with this tokenizer: {_brief(str(error))}", feature="grammar"
         ) from error
 
 
 def _special_tokens(tokenizer_json: bytes) -> dict[str, int]:
-    """Tokens that are not spelled by the bytes of their text."""
+    """Special tokens by their text."""
     try:
         added = json.loads(tokenizer_json).get("added_tokens") or []
     except (ValueError, AttributeError):
-        return {}  # the library says what is wrong with it
+        return {}  # the library reports the error
     return {token["content"]: token["id"] for token in added if token.get("special") and token.get("content")}
 
 
 def _brief(reason: str) -> str:
-    """One line of what the library says."""
+    """A message of the library as one line."""
     text = " ".join(reason.replace("<non-verbose/>", "").split())
     return text if len(text) <= _MAX_REASON_CHARS else f"{text[: _MAX_REASON_CHARS - 1]}…"

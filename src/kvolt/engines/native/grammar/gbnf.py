@@ -1,10 +1,9 @@
-"""GBNF (llama.cpp's and xgrammar's EBNF) as Lark, the grammar library's own language.
+"""Converts GBNF (the EBNF of llama.cpp and xgrammar) to Lark, the language of the grammar library.
 
-Lark has a lexer, which takes the longest match, and GBNF has none. So whatever is regular is written as one
-pattern, as far as it reaches: a grammar without recursion becomes a single pattern and means exactly what it
-did; in one with recursion a run of regular parts becomes one lexeme. A rule that refers to itself only at
-its end (`ws ::= ([ \\n] ws)?`) is a loop, and so regular. The library brings a converter of its
-own, but that takes 40 s for 150 kB and no alternative on a new line.
+Lark has a lexer, which takes the longest match; GBNF has none. So regular parts are written as single patterns: a
+grammar without recursion becomes one pattern with the same meaning; in a recursive one, each run of regular parts
+becomes one lexeme. A rule that refers to itself only at its end (`ws ::= ([ \\n] ws)?`) is a loop, which is regular.
+The library's own converter takes 40 s for 150 kB and does not support alternatives on a new line.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.engines.native.grammar.regex import ANY_CHARACTER, quote
 
 _MAX_INLINED_CHARS = 8 * 1024
-"""A rule whose pattern is longer stays a rule of its own."""
+"""Rules with longer patterns are not inlined."""
 _MAX_PATTERN_CHARS = 256 * 1024
-"""All inlined patterns together."""
+"""Most characters of all inlined patterns together."""
 
 _TOKEN = re.compile(
     r"""(?P<skip>(?:\s|\#[^\n]*)+) | (?P<define>::=) | (?P<name>[A-Za-z_][\w-]*)
@@ -37,10 +36,10 @@ def is_gbnf(text: str) -> bool:
 
 
 class _Part(NamedTuple):
-    """A piece of a rule. With `loop` it is: the loop's pattern and then the rule itself again, or `pattern`."""
+    """A part of a rule. With `loop` it is the loop's pattern followed by the rule itself, or `pattern`."""
 
     pattern: str | None
-    """None: not regular, or nothing but a loop."""
+    """None: not regular, or only a loop."""
     lark: str = ""
     loop: str | None = None
 
@@ -70,7 +69,7 @@ class _Token(NamedTuple):
 
 
 def lark_of_gbnf(text: str, root: str = "root") -> str:
-    """InvalidRequest, with the line, for what is no GBNF."""
+    """Convert a grammar. InvalidRequest with the line number if it is not valid GBNF."""
     bodies = _split_rules(text, _tokens(text))
     if root not in bodies:
         raise InvalidRequest(f"the grammar has no rule {root!r}", param="grammar")
@@ -100,7 +99,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _split_rules(text: str, tokens: list[_Token]) -> dict[str, list[_Token]]:
-    """A rule reaches to the next name that is defined: lines mean nothing."""
+    """Tokens of each rule, which ends at the next definition; line breaks are ignored."""
     bodies: dict[str, list[_Token]] = {}
     body: list[_Token] | None = None
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
@@ -109,7 +108,7 @@ def _split_rules(text: str, tokens: list[_Token]) -> dict[str, list[_Token]]:
                 _fail(text, token.at, "a rule is defined twice")
             body = bodies[token.text] = []
         elif body is None:
-            _fail(text, token.at, "a rule must begin with its name and ::=")
+            _fail(text, token.at, "a rule must start with its name and ::=")
         elif token.kind != "define":
             body.append(token)
         elif body:
@@ -118,14 +117,14 @@ def _split_rules(text: str, tokens: list[_Token]) -> dict[str, list[_Token]]:
 
 
 class _Writer:
-    """Rules in an order in which a regular rule comes before those that use it."""
+    """Writes rules in dependency order, so that regular rules can be inlined."""
 
     def __init__(self, text: str, bodies: dict[str, list[_Token]]) -> None:
         self._text = text
         self._bodies = bodies
         self._names = {name: f"r{number}" for number, name in enumerate(bodies)}
         self._patterns: dict[str, str] = {}
-        self._room = _MAX_PATTERN_CHARS
+        self._num_chars_left = _MAX_PATTERN_CHARS
         self._current = ""
         self._tokens: list[_Token] = []
         self._next = 0
@@ -140,12 +139,14 @@ class _Writer:
         lines += [
             f"{self._names[name]}: {part.text}" for name, part in parts.items() if name not in self._patterns
         ]
-        # Rules that ran out of room for inlining are named by others even where they are patterns.
-        lines += [f"{self._names[name]}: {parts[name].text}" for name in self._patterns if self._room < 0]
+        # Beyond the limit for inlined patterns, rules refer to pattern rules by name.
+        lines += [
+            f"{self._names[name]}: {parts[name].text}" for name in self._patterns if self._num_chars_left < 0
+        ]
         return "\n".join(lines) + "\n"
 
     def _in_order(self) -> list[str]:
-        """Rules that reach no cycle, each after what it uses; then the rest."""
+        """Rules that reach no cycle, in dependency order; then the others."""
         users: dict[str, list[str]] = defaultdict(list)
         missing: dict[str, int] = {}
         for name, body in self._bodies.items():
@@ -174,7 +175,7 @@ class _Writer:
         return part
 
     def _peek(self) -> str | None:
-        """The next mark or kind of token of this rule."""
+        """The next mark, or kind of token, of this rule."""
         if self._next == len(self._tokens):
             return None
         token = self._tokens[self._next]
@@ -258,9 +259,9 @@ class _Writer:
         if name == self._current:
             return _Part(None, self._names[name], "")
         pattern = self._patterns.get(name)
-        if pattern is not None and self._room >= 0:
-            self._room -= len(pattern)
-            if self._room >= 0:
+        if pattern is not None and self._num_chars_left >= 0:
+            self._num_chars_left -= len(pattern)
+            if self._num_chars_left >= 0:
                 return _Part(f"(?:{pattern})")
         return _Part(None, self._names[name])
 

@@ -1,8 +1,8 @@
-"""What a client may send as Lark, the grammar library's own language.
+"""Checks grammars that a client sends as Lark, the language of the grammar library, or as GBNF.
 
-The library bounds its work by fuel, but not everywhere: the time of an intersection of patterns grows
-exponentially with their number, and its compiler calls itself once per rule of a chain. So both are bounded
-here. Directives that bring in other languages are refused: a schema comes as a schema.
+The library bounds its work with a fuel limit, with two exceptions: the time of an intersection of patterns grows
+exponentially with their number, and its compiler recurses once per rule of a chain. Both are bounded here. Directives
+that embed other languages are rejected, since schemas are a separate grammar kind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _MAX_OPERATORS = 8
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\#[^\n]*', re.DOTALL)
 _OPERATOR = re.compile(r"&|~(?!\s*\d)")
 _RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*\s*(?:\[[^\]\n]*\]|\.\d+|\{[^}\n]*\})?\s*:", re.MULTILINE)
-_FOREIGN = re.compile(r"%(?:json|regex|lark)\b|@")
+_DIRECTIVE = re.compile(r"%(?:json|regex|lark)\b|@")
 
 
 def lark_of_ebnf(text: str) -> str:
-    """A grammar in either notation as Lark; InvalidRequest for what is neither or too much."""
+    """A grammar in either notation as Lark. InvalidRequest if it is invalid or exceeds a limit."""
     lark = lark_of_gbnf(text) if is_gbnf(text) else text
     bare = _QUOTED.sub(" ", lark)
     num_rules = len(_RULE.findall(bare))
     if num_rules > MAX_RULES:
-        raise InvalidRequest(f"the grammar has {num_rules} rules, over {MAX_RULES}", param="grammar")
+        raise InvalidRequest(f"the grammar has {num_rules} rules; the limit is {MAX_RULES}", param="grammar")
     if len(_OPERATOR.findall(bare)) > _MAX_OPERATORS:
         raise InvalidRequest(f"the grammar has more than {_MAX_OPERATORS} of & and ~", param="grammar")
-    foreign = _FOREIGN.search(bare)
-    if foreign is not None:
-        raise InvalidRequest(f"a grammar may not use {foreign.group()}", param="grammar")
+    directive = _DIRECTIVE.search(bare)
+    if directive is not None:
+        raise InvalidRequest(f"a grammar may not use {directive.group()}", param="grammar")
     return lark

@@ -1,9 +1,9 @@
-"""Regular expressions as the grammar library reads them.
+"""Converts regular expressions from Python's syntax to that of the grammar library.
 
-The edge checks a pattern as Python does, the library reads Rust's dialect, and the two differ in places
-(`[a[b]]`, `a{,3}`, `\\Z`). So a pattern is parsed as Python's and written anew. It describes the whole output:
-an anchor at either end says nothing new and is left out. Classes like `\\d` and `\\w` mean ASCII, as with
-`re.ASCII`. What no finite automaton can do (look-around, back references) is refused by name.
+The frontend validates a pattern as Python's; the library uses Rust's dialect, which differs in places (`[a[b]]`,
+`a{,3}`, `\\Z`). So a pattern is parsed with Python's parser and written in the other dialect. It describes the whole
+output, so anchors at its ends are redundant and omitted. Classes like `\\d` and `\\w` are ASCII, as with `re.ASCII`.
+Constructs that are not regular (look-around, back references) are rejected by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ASCII_CLASSES = {
 }
 _STARTS = (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING)
 _ENDS = (ops.AT_END, ops.AT_END_STRING)
-_REFUSED = {
+_UNSUPPORTED = {
     ops.ASSERT: "look-around",
     ops.ASSERT_NOT: "look-around",
     ops.GROUPREF: "a back reference",
@@ -36,20 +36,20 @@ _REFUSED = {
     ops.ATOMIC_GROUP: "an atomic group",
     ops.POSSESSIVE_REPEAT: "a possessive repeat",
 }
-_parsing = threading.Lock()
-"""Filters of warnings are a setting of the whole process."""
+_warnings_lock = threading.Lock()
+"""Guards the warning filters, which are a setting of the process."""
 ANY_CHARACTER = "(?s:.)"
 
 _Items = Sequence[tuple[Any, Any]]
 
 
 def quote(text: str) -> str:
-    """A pattern that matches just this text. Safe between slashes."""
+    """A pattern for exactly this text, valid between slashes."""
     return "".join(map(_character, map(ord, text)))
 
 
 def alternatives(texts: Iterable[str]) -> str:
-    """A pattern that matches each of these texts."""
+    """A pattern for any of these texts."""
     return "|".join(f"(?:{quote(text)})" for text in texts)
 
 
@@ -59,10 +59,10 @@ def _character(code: int) -> str:
 
 
 def regex_source(pattern: str) -> str:
-    """The same in the library's dialect, safe between slashes; InvalidRequest for what it cannot do."""
+    """The pattern in the library's dialect, valid between slashes. InvalidRequest if it is not supported."""
     try:
-        with _parsing, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a class may mean something else some day
+        with _warnings_lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FutureWarnings about character classes
             parsed = _parser.parse(pattern)
         text = _sequence(list(parsed), parsed.state.flags, True, True)
     except (re.error, RecursionError, OverflowError, ValueError) as error:
@@ -71,7 +71,7 @@ def regex_source(pattern: str) -> str:
 
 
 def _sequence(items: _Items, flags: int, is_first: bool, is_last: bool) -> str:
-    """`is_first`, `is_last`: nothing of the output can come before it, or after it."""
+    """`is_first`, `is_last`: whether no output can precede or follow it."""
     solid = [at for at, (op, _) in enumerate(items) if op is not ops.AT]
     first, last = (solid[0], solid[-1]) if solid else (len(items), -1)
     return "".join(
@@ -100,9 +100,10 @@ def _item(op: Any, value: Any, flags: int, is_first: bool, is_last: bool) -> str
         return f"(?:{_sequence(list(repeated), flags, False, False)}){{{least},{bound}}}"
     if op is ops.AT and ((is_first and value in _STARTS) or (is_last and value in _ENDS)):
         return ""
-    what = _REFUSED.get(op) or "a word boundary or an anchor in the middle"
+    construct = _UNSUPPORTED.get(op) or "a word boundary or an anchor in the middle"
     raise InvalidRequest(
-        f"the regular expression has {what}, which constrained decoding cannot do", param="grammar"
+        f"the regular expression has {construct}, which constrained decoding does not support",
+        param="grammar",
     )
 
 

@@ -1,8 +1,8 @@
-"""JSON schemas as the grammar library takes them.
+"""Prepares JSON schemas for the grammar library.
 
-The library bounds its work by fuel, but not where several patterns hold for one string (each member of an
-`allOf` may bring one): the time for that grows exponentially with their number. It also calls itself at
-each reference. So both are bounded here, whoever made the schema.
+The library bounds its work with a fuel limit, except for several patterns that apply to one string (each member of an
+`allOf` may add one): its time grows exponentially with their number. It also recurses at each reference. Both are
+bounded here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from urllib.parse import unquote
 from kvolt.core.errors import InvalidRequest
 
 OPTIONS_KEY = "x-guidance"
-"""Under this a schema may carry options of the library: a client may know it and set some."""
+"""Key of the library's options in a schema; clients may set some."""
 
 DEFAULT_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,40}"}
-"""Between tokens of JSON at most a space, or a line break and an indent: with any whitespace allowed a weak
-model writes nothing else."""
+"""Whitespace between JSON tokens: at most a space, or a line break and an indent. With unlimited whitespace
+weak models generate nothing else."""
 
 _KNOWN_FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
@@ -30,22 +30,22 @@ _BY_NAME = frozenset(["properties", "patternProperties", "$defs", "definitions",
 
 
 _MAX_PATTERNS = 10
-"""That may hold for one string."""
+"""Most patterns that may apply to one string."""
 _MAX_DEPTH = 250
-"""Of schemas within schemas, references followed."""
+"""Deepest nesting of schemas, including references."""
 
 
 def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """With our options where the schema sets none, and without formats that the library does not know.
+    """The schema with default options and without formats that the library does not know.
 
-    A `format` is a remark unless it is understood, so JSON Schema says; the library refuses what it does not.
+    In JSON Schema an unknown `format` is an annotation; the library would reject it.
     """
-    if _Weigher(schema).weigh(schema, 0) > _MAX_PATTERNS:
+    if _PatternCounter(schema).count(schema, 0) > _MAX_PATTERNS:
         raise InvalidRequest(
-            f"the schema lets more than {_MAX_PATTERNS} patterns hold for one string", param="grammar"
+            f"more than {_MAX_PATTERNS} patterns of the schema apply to one string", param="grammar"
         )
-    own = schema.get(OPTIONS_KEY)
-    options = {**DEFAULT_OPTIONS, **(own if isinstance(own, dict) else {})}
+    client_options = schema.get(OPTIONS_KEY)
+    options = {**DEFAULT_OPTIONS, **(client_options if isinstance(client_options, dict) else {})}
     return {**_without_unknown_formats(schema), OPTIONS_KEY: options}
 
 
@@ -55,13 +55,13 @@ def _without_unknown_formats(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _inside(key, value)
+        key: _clean_value(key, value)
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in _KNOWN_FORMATS)
     }
 
 
-def _inside(key: str, value: Any) -> Any:
+def _clean_value(key: str, value: Any) -> Any:
     if key in _DATA:
         return value
     if key in _BY_NAME and isinstance(value, dict):
@@ -69,42 +69,42 @@ def _inside(key: str, value: Any) -> Any:
     return _without_unknown_formats(value)
 
 
-class _Weigher:
-    """How many patterns can come to hold for one string at most. Errs on the side of too many."""
+class _PatternCounter:
+    """Upper bound of the number of patterns that apply to one string."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[int, int] = {}
 
-    def weigh(self, schema: Any, depth: int) -> int:
+    def count(self, schema: Any, depth: int) -> int:
         if not isinstance(schema, dict):
             return 0
         if depth > _MAX_DEPTH:
-            raise InvalidRequest(f"the schema goes deeper than {_MAX_DEPTH} levels", param="grammar")
+            raise InvalidRequest(f"the schema is nested more than {_MAX_DEPTH} levels deep", param="grammar")
         known = self._known.get(id(schema))
         if known is not None:
             return known
-        self._known[id(schema)] = 0  # a reference back to it adds nothing
-        weight = ("pattern" in schema) + ("format" in schema)
+        self._known[id(schema)] = 0  # a recursive reference adds nothing
+        num_patterns = ("pattern" in schema) + ("format" in schema)
         deepest = 0
         for key, value in schema.items():
             if key in _DATA:
                 continue
             if key == "allOf" and isinstance(value, list):
                 for member in value:
-                    weight += self.weigh(member, depth + 1)
+                    num_patterns += self.count(member, depth + 1)
             elif key == "$ref":
-                weight += self.weigh(self._target(value), depth + 1)
+                num_patterns += self.count(self._target(value), depth + 1)
             elif isinstance(value, dict | list):
                 parts = value if isinstance(value, list) else value.values() if key in _BY_NAME else [value]
                 for part in parts:
-                    deepest = max(deepest, self.weigh(part, depth + 1))
-        self._known[id(schema)] = weight + deepest
-        return weight + deepest
+                    deepest = max(deepest, self.count(part, depth + 1))
+        self._known[id(schema)] = num_patterns + deepest
+        return num_patterns + deepest
 
     def _target(self, reference: object) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise InvalidRequest("a schema may refer to its own parts only: #/...", param="grammar")
+            raise InvalidRequest("a schema may only refer to its own parts: #/...", param="grammar")
         target: Any = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")

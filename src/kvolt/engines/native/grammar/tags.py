@@ -1,7 +1,7 @@
-"""Structural tags as Lark: free text in which certain beginnings bind what follows.
+"""Converts structural tags to Lark: free text in which certain tags start constrained parts.
 
-Both of their forms: `structures` with `triggers`, and xgrammar's newer tree of formats, of which those that
-speak of text are known. A special token that is written out in a tag stands for the token itself.
+Supports `structures` with `triggers`, and the text formats of xgrammar's newer format tree. A special token spelled
+out in a tag stands for the token itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def lark_of_tag(
     text: str,
     special: Mapping[str, int],
 ) -> str:
-    """A structural tag's JSON as the library's grammar: Lark, with the grammars that it refers to."""
+    """Convert a structural tag's JSON to the library's format: a Lark grammar and the grammars that it refers to."""
     tag = json.loads(text)
     writer = _Writer(special)
     if tag.get("format") is not None:
@@ -47,7 +47,7 @@ def lark_of_tag(
 
 
 class _Writer:
-    """Writes a format as an expression, adding rules where one is needed."""
+    """Writes formats as expressions, and adds rules where needed."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Writer:
         return name
 
     def _literal(self, text: str) -> str:
-        """Text, and special tokens where they are spelled."""
+        """Text, with special tokens where they are spelled out."""
         parts: list[str] = []
         at = 0
         for match in self._special_at.finditer(text):
@@ -122,7 +122,7 @@ class _Writer:
         return f"@{name}"
 
     def _any_text(self, item: dict[str, Any], where: str) -> str:
-        """Reaches as far as it can: to the end of the output, or of the tag that it fills."""
+        """Free text up to the end of the output or of its tag."""
         if item.get("max_tokens") is not None or item.get("max_chars") is not None:
             raise Unsupported(
                 f"structural tag: {where} may not have a limit", feature="structural_tag.any_text"
@@ -157,7 +157,7 @@ class _Writer:
         return f"({begin} {self._rest(item, where)})"
 
     def _rest(self, item: dict[str, Any], where: str) -> str:
-        """A tag after its beginning."""
+        """The part of a tag after its begin string."""
         end = item.get("end")
         ends = [end] if isinstance(end, str) else _texts(item, "end", where)
         content = item.get("content")
@@ -187,12 +187,12 @@ class _Writer:
         text = self._rule(free)
         bound: list[str] = []
         for trigger in triggers:
-            theirs = [(at, tag) for at, tag in enumerate(tags) if tag["begin"].startswith(trigger)]
+            triggered = [(at, tag) for at, tag in enumerate(tags) if tag["begin"].startswith(trigger)]
             follow = " | ".join(
                 f"{self._literal(tag['begin'][len(trigger) :])} {self._rest(tag, f'{where}.tags[{at}]')}"
-                for at, tag in theirs
+                for at, tag in triggered
             )
-            if not theirs:
+            if not triggered:
                 continue
             if self._special_at.search(trigger):
                 bound.append(f"{text} {self._literal(trigger)} ({follow})")

@@ -1,7 +1,7 @@
-"""CompilingThreads: where grammars are compiled, beside the engine's steps.
+"""CompilingThreads: compiles grammars in threads, concurrently with the engine's steps.
 
-Owns the threads and the compiler that they share. The first of them makes it: that imports a library and reads a
-tokenizer, which takes seconds, and most engines never need it. So this module imports neither. Knows no requests.
+Owns the threads and their shared compiler, which is created on first use, since that imports a library and reads a
+tokenizer, which takes seconds. So this module imports neither. Knows no requests.
 """
 
 from __future__ import annotations
@@ -12,38 +12,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvolt.core.request import Grammar
+from kvolt.engines.native.sizing import MAX_COMPILING
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler
-
-MAX_COMPILING = 2
-"""At once: more would take the cores from the steps."""
 
 
 class CompilingThreads:
     """See the module."""
 
-    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
-        self._make = make
-        self._making = threading.Lock()
+    def __init__(self, create_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._create_compiler = create_compiler
+        self._create_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
         self.compiler: GrammarCompiler | None = None
-        """None until one was needed and made."""
+        """None until the first grammar."""
 
-    def kept(self, grammar: Grammar) -> CompiledGrammar | None:
-        """The grammar if it was compiled before and is still here; does not wait for those that are compiled now."""
-        return None if self.compiler is None else self.compiler.kept(grammar)
+    def find_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A compiled grammar in the cache, or None. Does not wait for running compilations."""
+        return None if self.compiler is None else self.compiler.find_compiled(grammar)
 
     def start(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Errors as of `GrammarCompiler.compile`, and of making one. Cancelled before its turn, it costs nothing."""
+        """Compile a grammar. Errors as for `GrammarCompiler` and its `compile`. Cancelling before it runs has
+        no cost."""
         return self._threads.submit(self._compile, grammar)
 
     def close(self) -> None:
-        """What is under way goes on to its end."""
+        """Stop accepting grammars; running compilations finish."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        with self._making:
+        with self._create_lock:
             if self.compiler is None:
-                self.compiler = self._make()
+                self.compiler = self._create_compiler()
         return self.compiler.compile(grammar)

@@ -1,1 +1,1 @@
-"""The operations of a step in their fast forms: Triton's on a GPU, C on a CPU."""
+"""Kernels of a step: Triton on a GPU, C on a CPU, with plain definitions in torch."""

@@ -1,11 +1,11 @@
-/* Attention of one token to its context, for cpu_kernels.c, which includes this file.
+/* Attention of one token to its context, included by cpu_kernels.c.
  *
  * Owns the order of the work: a context is read in parts of PART tokens, each first for its scores and then for its
- * sums, while the memory that comes next is fetched: blocks lie far apart, and no hardware guesses where.
+ * sums, with prefetches of the next memory: blocks are scattered, so the hardware cannot predict their addresses.
  *
- * PAIR elements of a head are two vectors: bfloat16s as the even and the odd ones, since both are one instruction away
- * from the 32-bit words that hold them; float32s as the first and the second half. Queries and sums are kept in that
- * order, and only what is written at the end is put right. */
+ * PAIR elements of a head are two vectors: for bfloat16 the even and the odd elements, since each is extracted from
+ * 32-bit words by one instruction; for float32 the first and the second half. Queries and sums are kept in that order;
+ * only the final output is reordered. */
 
 INLINE void load_pair(const char *at, vf *a, vf *b, const int narrow)
 {
@@ -52,7 +52,7 @@ INLINE vf halved4(vf a, vf b)
     return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-/* The sums over each of eight vectors. */
+/* Horizontal sums of eight vectors. */
 INLINE vf sums(const vf *x)
 {
     vf left = halved2(halved1(x[0], x[1]), halved1(x[2], x[3]));
@@ -60,14 +60,14 @@ INLINE vf sums(const vf *x)
     return halved4(left, right);
 }
 
-/* What a part of a context gives to a head: sums [head_dim], the largest score, the sum of weights. */
+/* Result of a part of a context for one head: sums [head_dim], the largest score, the sum of weights. */
 INLINE int64_t state_size(int64_t head_dim) { return head_dim + 2; }
 
-/* A part of one sequence's context: where its tokens lie behind `keys` and `values`. */
+/* A part of one sequence's context: offsets of its tokens from `keys` and `values`. */
 typedef struct {
     const char *keys, *values;
     int64_t count;
-    int64_t offsets[PART + LANES]; /* the last is repeated, so that vectors of tokens are full */
+    int64_t offsets[PART + LANES]; /* the last one is repeated to fill a vector of tokens */
 } part_t;
 
 INLINE void prefetch(const char *at, int64_t num_bytes)
@@ -76,7 +76,7 @@ INLINE void prefetch(const char *at, int64_t num_bytes)
         __builtin_prefetch(at + i, 0, 3);
 }
 
-/* scores[g][t] of `group` heads; the values of these tokens come next. */
+/* Computes scores[g][t] of `group` heads; prefetches the values of these tokens. */
 INLINE void score(const part_t *part, const float *q, int64_t head_dim, float *scores, const int group,
                   const int narrow)
 {
@@ -107,7 +107,7 @@ INLINE void score(const part_t *part, const float *q, int64_t head_dim, float *s
     }
 }
 
-/* Sums of values, weighed, of `group` heads and of PAIR * columns elements from d; the keys of `next` come next. */
+/* Weighted sums of values for `group` heads and PAIR * columns elements from d; prefetches the keys of `next`. */
 INLINE void weigh(const part_t *part, const part_t *next, const float *weights, float *states, int64_t head_dim,
                   int64_t d, const int group, const int columns, const int narrow)
 {
@@ -132,7 +132,7 @@ INLINE void weigh(const part_t *part, const part_t *next, const float *weights, 
         }
 }
 
-/* Weights from scores, in place. */
+/* Converts scores to weights, in place. */
 INLINE void soften(float *scores, int64_t count, float *largest_out, float *total_out)
 {
     float largest = -INFINITY, total = 0;
@@ -148,7 +148,7 @@ INLINE void soften(float *scores, int64_t count, float *largest_out, float *tota
     *total_out = total;
 }
 
-/* Registers hold the sums of four heads, and where there are many, of two columns. */
+/* Registers hold the sums of four heads, and of two columns if there are many registers. */
 #if defined(__AVX512VL__) || defined(__aarch64__)
 #define COLUMNS 2
 #else
@@ -197,7 +197,7 @@ static void attend_part_wide(const part_t *part, const part_t *next, const float
     attend_part(part, next, q, states, head_dim, group, 0);
 }
 
-/* The part of a sequence's context that begins at `start`; none of it, if that is the end. */
+/* The part of a sequence's context from `start` on; empty at the end of the context. */
 static void locate(part_t *part, const call_t *c, int64_t row, int64_t kv_head, int64_t start)
 {
     const shape_t *shape = c->shape;
@@ -216,8 +216,8 @@ static void locate(part_t *part, const call_t *c, int64_t row, int64_t kv_head, 
         part->offsets[t] = at - shape->token_stride;
 }
 
-/* Adds a part's state to that of the parts before it. Parts are always the same and come in order, so a result depends
- * neither on the threads nor on what else is in the batch. */
+/* Adds a part's state to that of the parts before it. Parts are fixed and merged in order, so results depend neither on
+ * the threads nor on the rest of the batch. */
 static void merge(float *state, const float *next, int64_t head_dim)
 {
     float largest = state[head_dim] > next[head_dim] ? state[head_dim] : next[head_dim];
@@ -229,7 +229,7 @@ static void merge(float *state, const float *next, int64_t head_dim)
     state[head_dim + 1] = state[head_dim + 1] * scale + next[head_dim + 1] * next_scale;
 }
 
-/* From the order of load_pair to that of memory. */
+/* Reorders elements from the order of load_pair to memory order. */
 INLINE void finish(const float *state, char *out, int64_t head_dim, const int narrow)
 {
     float scale = 1.0f / state[head_dim + 1];
@@ -240,7 +240,7 @@ INLINE void finish(const float *state, char *out, int64_t head_dim, const int na
         }
 }
 
-/* Queries, scaled, in the order of load_pair. */
+/* Scales queries and stores them in the order of load_pair. */
 INLINE void gather_queries(const call_t *c, int64_t row, int64_t first, int64_t count, float *q, const int narrow)
 {
     int64_t head_dim = c->shape->head_dim;
@@ -253,7 +253,7 @@ INLINE void gather_queries(const call_t *c, int64_t row, int64_t first, int64_t 
     }
 }
 
-/* Which heads an item is about: at most MAX_GROUP of those that share a KV head. */
+/* The heads of a work item: at most MAX_GROUP of those that share a KV head. */
 typedef struct {
     int64_t row, kv_head, first, count;
 } item_t;
@@ -274,7 +274,7 @@ INLINE item_t item_of(const shape_t *shape, int64_t number)
     return item;
 }
 
-/* A sequence's whole context, one KV head after the other. */
+/* The whole context of a sequence, one KV head after the other. */
 INLINE void attend_whole(const call_t *c, int64_t row, const int narrow)
 {
     const shape_t *shape = c->shape;
@@ -305,7 +305,7 @@ INLINE void attend_whole(const call_t *c, int64_t row, const int narrow)
     }
 }
 
-/* One part of it, for steps with too few sequences to keep the threads busy. */
+/* One part of a context, for steps with too few sequences to use all threads. */
 INLINE void attend_split(const call_t *c, int64_t number, const int narrow)
 {
     const shape_t *shape = c->shape;

@@ -1,10 +1,10 @@
-/* What a decode step does between its matrix products, each in one pass over memory.
+/* Operations of a decode step between its matrix products, each in one pass over memory.
  *
- * Owns no memory and keeps no state but the way to run threads. The plain forms in operations.py and attention_cpu.py
- * say what each function computes; cpu_kernels.py builds this file and mirrors its structures.
+ * Owns no memory and no state except the function that starts threads. The plain forms in operations.py and
+ * attention_cpu.py define the results; cpu_kernels.py builds this file and mirrors its structures.
  *
- * Values are float32 or bfloat16 ("narrow"), sums are float32. Vectors are those of GCC and clang, so the compiler
- * finds the instructions; loops over elements are written for it to vectorise (-fopenmp-simd, no OpenMP runtime).
+ * Values are float32 or bfloat16 ("narrow"), sums are float32. Uses vector types of GCC and clang, so the compiler
+ * selects the instructions; loops over elements are vectorised by it (-fopenmp-simd, no OpenMP runtime).
  */
 #include <math.h>
 #include <stdatomic.h>
@@ -16,9 +16,9 @@
 
 enum {
     LANES = 8,
-    PAIR = 2 * LANES, /* elements that are read at a time; head_dim is a multiple */
-    PART = 64,        /* tokens of context whose scores are held at a time */
-    MAX_GROUP = 8,    /* query heads that are attended together */
+    PAIR = 2 * LANES, /* elements read at a time; head_dim is a multiple */
+    PART = 64,        /* context tokens whose scores are kept at a time */
+    MAX_GROUP = 8,    /* query heads processed together */
     MAX_HEAD_DIM = 512,
 };
 
@@ -27,14 +27,14 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 API const int64_t kvolt_part = PART, kvolt_pair = PAIR, kvolt_max_head_dim = MAX_HEAD_DIM;
 
-/* ---- Threads: those of the OpenMP runtime that torch uses; a second set would fight with it for the cores. */
+/* ---- Threads of torch's OpenMP runtime; a second runtime would compete with it for the cores. */
 
 typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
 static parallel_t parallel;
 
 API void kvolt_use_threads(parallel_t gomp_parallel) { parallel = gomp_parallel; }
 
-enum { SHARES_PER_THREAD = 8 }; /* few, since threads contend for the counter; several, since they are not as fast */
+enum { SHARES_PER_THREAD = 8 }; /* few, to limit contention for the counter; several, because threads differ in speed */
 
 typedef struct {
     void (*run)(const void *arguments, int64_t item);
@@ -76,7 +76,7 @@ INLINE float widen(uint16_t x)
     return wide;
 }
 
-/* To the nearest, ties to even. What is not a number stays so: arithmetic gives those with few bits set. */
+/* Round to nearest, ties to even. NaN stays NaN: those from arithmetic have few bits set. */
 INLINE uint16_t narrowed(float x)
 {
     uint32_t bits;
@@ -101,19 +101,19 @@ INLINE float rounded(float x, const int narrow) { return narrow ? widen(narrowed
 
 INLINE int64_t bytes(int64_t count, const int narrow) { return count * (narrow ? 2 : 4); }
 
-/* A function of (arguments, item, narrow) for each type, and the one for a type. */
+/* Defines a function of (arguments, item) for each type, and selects the one for a type. */
 #define BOTH(name)                                                                           \
     static void name##_narrow(const void *arguments, int64_t item) { name(arguments, item, 1); } \
     static void name##_wide(const void *arguments, int64_t item) { name(arguments, item, 0); }
 #define OF_TYPE(name, narrow) ((narrow) ? name##_narrow : name##_wide)
 
-/* e to the x, within 2 units of the last place from -60 to 60, and no less or more outside: beside 1 that is nothing,
- * and products with it do not become denormal, which costs a hundred times as much as the rest. */
+/* exp(x) within 2 ulp for -60 to 60, clamped outside: such values are negligible beside 1, and products with them do
+ * not become denormal, which would be a hundred times slower. */
 INLINE float exponential(float x)
 {
     x = x < -60.0f ? -60.0f : x;
     x = x > 60.0f ? 60.0f : x;
-    float shifted = x * 1.44269504f + 12582912.0f; /* rounds: what is left of the fraction has no bits */
+    float shifted = x * 1.44269504f + 12582912.0f; /* rounds to an integer: no bits are left for the fraction */
     float n = shifted - 12582912.0f;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float y = 1.9875691500e-4f;
@@ -142,7 +142,7 @@ typedef struct {
     float eps;
 } norm_t;
 
-/* Rounded to the values' type before the weight is applied. */
+/* Rounded to the type of the values before the weight is applied. */
 INLINE void normalise(void *out, const void *x, const void *weight, int64_t width, float eps, const int narrow)
 {
     float squares = 0;
@@ -207,20 +207,20 @@ API void kvolt_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t wi
     each(OF_TYPE(gate_row, narrow), &arguments, rows, num_threads);
 }
 
-/* ---- Where keys and values lie. */
+/* ---- Layout of keys and values. */
 
-typedef struct { /* of a slab; strides in bytes */
+typedef struct { /* a slab; strides in bytes */
     int64_t num_blocks, block_size, block_stride, head_stride, token_stride;
     int64_t head_dim, num_heads, num_kv_heads, num_positions, narrow;
     float scale;
 } shape_t;
 
-typedef struct { /* what the layers of a step share */
+typedef struct { /* data shared by all layers of a step */
     int64_t num_tokens, num_sequences, num_decodes;
     const int64_t *positions, *slots;
     const int32_t *tables, *context_lens;
     int64_t table_width;
-    float *partials; /* [decodes, max_parts, heads, head_dim + 2], or null: contexts are not split */
+    float *partials; /* [decodes, max_parts, heads, head_dim + 2], or null if contexts are not split */
     int64_t max_parts;
     int64_t rotate_threads, attend_threads;
 } step_t;
@@ -236,12 +236,12 @@ typedef struct {
     const shape_t *shape;
     const step_t *step;
     const layer_t *layer;
-    char *q, *k, *v; /* rows of heads; `stride` bytes from one to the next */
+    char *q, *k, *v; /* rows of heads, `stride` bytes apart */
     int64_t stride;
     char *out;
 } call_t;
 
-/* Whether a step stays inside of its slab: 0 if so. Nothing below looks again. */
+/* Returns 0 if a step stays inside its slab. The functions below do not check it again. */
 API int64_t kvolt_check(const shape_t *shape, const step_t *step)
 {
     int wrong = 0;
@@ -261,7 +261,7 @@ API int64_t kvolt_check(const shape_t *shape, const step_t *step)
     return wrong;
 }
 
-/* ---- Rotary position, and the writing of keys and values. */
+/* ---- Rotary embedding, and writing of keys and values. */
 
 INLINE void turn(void *head, const void *norm, const call_t *c, int64_t position, const int narrow)
 {
@@ -302,7 +302,7 @@ BOTH(attend_whole)
 BOTH(attend_split)
 BOTH(merge_row)
 
-/* Turns queries and keys in place, writes keys and values, and attends the first num_decodes rows to their contexts. */
+/* Rotates queries and keys in place, writes keys and values, and computes attention for the first num_decodes rows. */
 API void kvolt_attend(const shape_t *shape, const step_t *step, const layer_t *layer, char *q, char *k, char *v,
                       int64_t stride, char *out)
 {
@@ -317,7 +317,7 @@ API void kvolt_attend(const shape_t *shape, const step_t *step, const layer_t *l
     each(OF_TYPE(merge_row, shape->narrow), &call, step->num_decodes, 1);
 }
 
-/* ---- The context of one sequence in one piece: [kv_heads, length, head_dim]. */
+/* ---- Gathers the context of one sequence: [kv_heads, length, head_dim]. */
 
 API void kvolt_gather(const shape_t *shape, const char *view, const int32_t *table, int64_t length, char *out)
 {

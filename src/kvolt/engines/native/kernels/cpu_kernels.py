@@ -1,8 +1,7 @@
-"""The C kernels of the CPU path: built once for this machine, then called with raw pointers.
+"""C kernels for the CPU: compiled once for this machine, then called with raw pointers.
 
-Owns the way from cpu_kernels.c to functions: the compiler, the file in the cache directory, the threads, and the
-structures that both sides know. Where there is no compiler there are no kernels, and the plain forms run. Knows
-no batches and no models.
+Owns building cpu_kernels.c, the file in the cache directory, the threads, and the structures shared with C. Without a
+C compiler there are no kernels, and the plain forms are used. Knows no batches and no models.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _FLAGS = (
     *("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
 )
 _FOR_THIS_CPU = (("-march=native",), ("-mcpu=native",), ())
-"""As compilers spell it on one architecture or another."""
+"""Flags for the local CPU, which depend on the architecture."""
 _BUILD_TIMEOUT_S = 120.0
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 
 NARROW = {torch.float32: 0, torch.bfloat16: 1}
-"""The types that the kernels have, and their names there."""
+"""Supported types and their codes in C."""
 _THREADED_VALUES = 1 << 16
-"""From so many values on, a row operation is worth waking the threads: some tens of microseconds of work."""
+"""Number of values from which a row operation uses threads: tens of microseconds of work."""
 
 
 class KernelsMissing(Exception):
-    """Why there are none."""
+    """The kernels cannot be built or loaded; the message has the reason."""
 
 
 class Shape(ctypes.Structure):
@@ -76,7 +75,7 @@ class Layer(ctypes.Structure):
 
 
 class CpuKernels:
-    """The functions of a built library. What takes addresses trusts them."""
+    """The functions of a built library. Addresses are not checked."""
 
     def __init__(self, library: ctypes.CDLL, run_threads: int | None) -> None:
         """`run_threads`: the address of GOMP_parallel, or None for one thread."""
@@ -86,14 +85,14 @@ class CpuKernels:
         use_threads.argtypes, use_threads.restype = (pointer,), None
         use_threads(run_threads)
         self.part = c_int64.in_dll(library, "kvolt_part").value
-        """Tokens of context that are attended in one go; longer contexts can be split over threads."""
+        """Context tokens per unit of work; longer contexts can be split over threads."""
         self.pair = c_int64.in_dll(library, "kvolt_pair").value
         self.max_head_dim = c_int64.in_dll(library, "kvolt_max_head_dim").value
         self.attend = library.kvolt_attend
         """(shape, step, layer, q, k, v, row stride in bytes, out): all addresses."""
         self.attend.argtypes, self.attend.restype = (*[pointer] * 6, integer, pointer), None
         self.check = library.kvolt_check
-        """(shape, step) -> 0 if every index is inside of the slab."""
+        """(shape, step) -> 0 if every index is inside the slab."""
         self.check.argtypes, self.check.restype = (pointer, pointer), integer
         self.gather = library.kvolt_gather
         """(shape, view, table, length, out): a context as [kv_heads, length, head_dim]."""
@@ -110,7 +109,7 @@ class CpuKernels:
     def add_rmsnorm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """As operations.plain_add_rmsnorm; None if that has to do it."""
+        """Like operations.plain_add_rmsnorm; None if the inputs are not supported."""
         narrow = NARROW.get(x.dtype)
         width = weight.numel()
         if (
@@ -138,7 +137,7 @@ class CpuKernels:
         return out, x if residual is None else residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor | None:
-        """As operations.plain_silu_mul; None if that has to do it."""
+        """Like operations.plain_silu_mul; None if the inputs are not supported."""
         narrow = NARROW.get(gate_up.dtype)
         if narrow is None or gate_up.dim() != 2 or not is_dense(gate_up, gate_up.dtype):
             return None
@@ -161,24 +160,25 @@ def is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def shared() -> CpuKernels | None:
-    """Those of this process; built and loaded the first time. None, said once, where they cannot be had."""
+    """The kernels of this process, built and loaded on first use; None, with one log line, if that fails."""
     try:
         return load(cache_directory() / "kernels")
     except KernelsMissing as reason:
-        log.info("CPU steps run in plain torch, which is slower: %s", reason)
+        log.info("CPU kernels unavailable, using slower plain torch: %s", reason)
         return None
 
 
 def load(folder: Path, compilers: Sequence[str] = COMPILERS) -> CpuKernels:
-    """Raises KernelsMissing. A library that is in the folder already was made from the same source, for this CPU."""
+    """Load the library from the folder, building it if necessary. Raises KernelsMissing. The file name
+    identifies source, compiler and CPU."""
     if sys.platform != "linux" or sys.byteorder != "little":
-        raise KernelsMissing(f"they are for little-endian Linux, this is {sys.platform}")
-    found = [path for path in map(shutil.which, compilers) if path is not None]
-    if not found:
-        raise KernelsMissing(f"there is no C compiler ({', '.join(compilers)}) to build the kernels with")
-    path = folder / f"cpu-{_digest(found[0])}.so"
+        raise KernelsMissing(f"they require little-endian Linux, not {sys.platform}")
+    compilers_found = [path for path in map(shutil.which, compilers) if path is not None]
+    if not compilers_found:
+        raise KernelsMissing(f"no C compiler found ({', '.join(compilers)})")
+    path = folder / f"cpu-{_digest(compilers_found[0])}.so"
     try:
-        library = ctypes.CDLL(str(path)) if path.exists() else _build(path, found)
+        library = ctypes.CDLL(str(path)) if path.exists() else _build(path, compilers_found)
         return CpuKernels(library, _thread_starter())
     except (OSError, AttributeError, ValueError) as error:
         path.unlink(missing_ok=True)  # the next start builds it again
@@ -186,23 +186,23 @@ def load(folder: Path, compilers: Sequence[str] = COMPILERS) -> CpuKernels:
 
 
 def _build(path: Path, compilers: Iterable[str]) -> ctypes.CDLL:
-    """Compiled in a folder of its own and moved, so that a file in the cache is always whole."""
-    log.info("building kernels for this CPU")
+    """Compile in a temporary folder, then move the file to the cache, so that cached files are complete."""
+    log.info("building CPU kernels")
     error = ""
     with tempfile.TemporaryDirectory(prefix="kvolt-kernels-") as scratch:
-        made = Path(scratch) / path.name
+        built = Path(scratch) / path.name
         for compiler in compilers:
             for cpu in _FOR_THIS_CPU:
-                error = _compile(compiler, cpu, made)
+                error = _compile(compiler, cpu, built)
                 if not error:
-                    return _keep(made, path)
+                    return _keep(built, path)
     raise KernelsMissing(f"the C compiler failed: {error}")
 
 
-def _compile(compiler: str, cpu: Sequence[str], made: Path) -> str:
-    """What went wrong, in one line; nothing if it did not."""
+def _compile(compiler: str, cpu: Sequence[str], built: Path) -> str:
+    """Compile; returns an error message of one line, or an empty string."""
     source = Path(__file__).with_name(SOURCES[0])
-    command = [compiler, *_FLAGS, *cpu, str(source), "-o", str(made), "-lm"]
+    command = [compiler, *_FLAGS, *cpu, str(source), "-o", str(built), "-lm"]
     try:
         result = subprocess.run(
             command,
@@ -214,40 +214,40 @@ def _compile(compiler: str, cpu: Sequence[str], made: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if result.returncode == 0 and made.exists():
+    if result.returncode == 0 and built.exists():
         return ""
     lines = result.stderr.strip().splitlines()
-    wrong = [line for line in lines if "error" in line] or lines or [f"exit status {result.returncode}"]
-    return wrong[0]
+    errors = [line for line in lines if "error" in line] or lines or [f"exit status {result.returncode}"]
+    return errors[0]
 
 
-def _keep(made: Path, path: Path) -> ctypes.CDLL:
-    """Into the cache, if it can be written; the library works without its file, too."""
+def _keep(built: Path, path: Path) -> ctypes.CDLL:
+    """Load the library after copying it to the cache, if that is writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        shutil.copyfile(made, beside)
-        beside.replace(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        shutil.copyfile(built, temporary)
+        temporary.replace(path)
     except OSError as error:
-        log.info("the built kernels are not kept: %s", error)
-        return ctypes.CDLL(str(made))
+        log.info("CPU kernels not cached: %s", error)
+        return ctypes.CDLL(str(built))
     return ctypes.CDLL(str(path))
 
 
 def _digest(compiler: str) -> str:
-    """Of all that the library depends on."""
+    """Hash of everything that the library depends on."""
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsMissing(f"{compiler} does not run: {error}") from error
-    whole = hashlib.sha256(repr((_FLAGS, platform.machine(), _cpu(), version)).encode())
+    digest = hashlib.sha256(repr((_FLAGS, platform.machine(), _cpu(), version)).encode())
     for name in SOURCES:
-        whole.update(Path(__file__).with_name(name).read_bytes())
-    return whole.hexdigest()[:24]
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:24]
 
 
 def _cpu() -> list[str]:
-    """What -march=native looks at, of the first processor."""
+    """CPU properties that -march=native depends on, of the first processor."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
@@ -256,9 +256,8 @@ def _cpu() -> list[str]:
 
 
 def _thread_starter() -> int | None:
-    """GOMP_parallel of the OpenMP runtime that torch runs on: GNU's, or another that has its entry points.
-
-    A runtime of our own would keep a second set of threads, and the two would spin for the same cores."""
+    """Address of GOMP_parallel in torch's OpenMP runtime: GNU's or a compatible one. A second runtime would
+    have its own threads, which would compete for the same cores."""
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
     try:
@@ -267,11 +266,11 @@ def _thread_starter() -> int | None:
         return None
     paths = {fields[5] for line in mapped if len(fields := line.split(None, 5)) == 6}
     runtimes = {path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
-    package = str(Path(torch.__file__).parent)  # "torch", and "torch.libs" beside it
-    ours = {path for path in runtimes if path.startswith(package)} or runtimes
-    if len(ours) != 1:
+    package = str(Path(torch.__file__).parent)  # "torch", and "torch.libs" temporary it
+    torch_runtimes = {path for path in runtimes if path.startswith(package)} or runtimes
+    if len(torch_runtimes) != 1:
         return None
     try:
-        return ctypes.cast(ctypes.CDLL(ours.pop()).GOMP_parallel, c_void_p).value
+        return ctypes.cast(ctypes.CDLL(torch_runtimes.pop()).GOMP_parallel, c_void_p).value
     except (OSError, AttributeError):
         return None

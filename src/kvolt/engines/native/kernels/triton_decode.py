@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Paged decode attention in Triton: one query token a sequence against its blocks in the slab.
+"""Paged decode attention in Triton: one query token per sequence, with its KV blocks in the slab.
 
     grid (kv head, sequence, split)            each program: all query heads of one kv head, one part of the
         |                                      context, read once; a running softmax over tiles of tokens
         v
     partial outputs and their log-sum-exp  ->  combine, grid (query head, sequence)
 
-Owns the kernel and the choice of splits. The grid depends on the batch alone, and lengths and block tables are
-read from device memory, so a captured CUDA graph serves any contexts. Must not know models or schedules.
+Owns the kernel and the number of splits. The grid depends only on the batch; lengths and block tables are
+read from device memory, so a captured CUDA graph works for any contexts. Must not know models or schedules.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _INTERPRETED_PROCESSORS = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """How the work is cut; found by `benchmarks/engine/gpu.py` on an H200."""
+    """Tile sizes, tuned by `benchmarks/engine/gpu.py` on an H200."""
 
     tile_bytes: int = 16384
-    """Of keys and of values in one tile; at most 64 tokens, at least 16 (the least a matrix unit takes)."""
+    """Bytes of keys, and of values, in one tile of 16 (the minimum of a matrix unit) to 64 tokens."""
     num_warps: int = 4
     num_stages: int = 5
-    """Two of them hide the block table's own load, so 5 hold two tiles of keys and values in flight."""
+    """Two stages hide the load of the block table, so 5 keep two tiles of keys and values in flight."""
     programs_per_processor: int = 4
-    """Contexts are split until there are about this many programs a multiprocessor."""
+    """Contexts are split until there are about this many programs per multiprocessor."""
 
     def tile_tokens(self, head_dim: int, itemsize: int) -> int:
-        if itemsize == 4:  # no matrix unit: more would not fit the registers
+        if itemsize == 4:  # no matrix unit: larger tiles would not fit the registers
             return 16
         return max(16, min(64, self.tile_bytes // (head_dim * itemsize)))
 
@@ -47,10 +47,10 @@ DEFAULT_SHAPE = DecodeShape()
 
 
 def num_splits(batch: int, num_kv_heads: int, processors: int, shape: DecodeShape = DEFAULT_SHAPE) -> int:
-    """Parts each context is cut into: a power of two, a function of the batch and not of the lengths."""
-    wanted = shape.programs_per_processor * processors / (batch * num_kv_heads)
+    """Number of parts per context: a power of two that depends on the batch but not on the lengths."""
+    needed = shape.programs_per_processor * processors / (batch * num_kv_heads)
     splits = 1
-    while splits < min(wanted, _MAX_SPLITS):
+    while splits < min(needed, _MAX_SPLITS):
         splits *= 2
     return splits
 
@@ -62,7 +62,7 @@ def _first_tile(context, split, TILE: tl.constexpr, SPLITS: tl.constexpr):
     return split * ((tiles + SPLITS - 1) // SPLITS) * TILE
 
 
-# Slices of a batch start anywhere: a variant for each alignment would compile in the middle of serving.
+# Slices of a batch have any alignment: a variant per alignment would be compiled while serving.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"])
 def _decode_kernel(
     q_ptr,
@@ -93,7 +93,7 @@ def _decode_kernel(
     context = tl.load(lens_ptr + row)
     first = _first_tile(context, split, TILE, SPLITS)
     last = tl.minimum(_first_tile(context, split + 1, TILE, SPLITS), context)
-    if SPLITS > 1 and first >= last:  # combine knows which splits are empty and does not read them
+    if SPLITS > 1 and first >= last:  # the combine kernel does not read empty splits
         return
 
     group = tl.arange(0, GROUP_PAD)
@@ -128,7 +128,7 @@ def _decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
 
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # an empty row (padding) gives zeros
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # an empty (padding) row results in zeros
     head_row = (row * tl.num_programs(0) * GROUP + query_head) * SPLITS + split
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + head_row[:, None] * HEAD_DIM + dims[None, :], out, mask=in_group)
@@ -164,30 +164,30 @@ def _combine_kernel(
 
 
 def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a device; few where the kernels are interpreted, program by program."""
+    """Number of multiprocessors of a device; small if the kernels are interpreted."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """float32 is asked for where exactness matters: no tf32."""
+    """Triton's input precision: no tf32 for float32, which is used where exactness matters."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """The KV that queries read: a layer's views [blocks, kv_heads, block_size, head_dim], and who owns what."""
+    """The KV that queries read: views [blocks, kv_heads, block_size, head_dim] of a layer, and block tables."""
 
     keys: Tensor
     values: Tensor
     block_tables: Tensor
     """[S, max_blocks] int32."""
     context_lens: Tensor
-    """[S] int32; 0: a padded row, its output is zeros."""
+    """[S] int32; 0 for a padding row, whose output is zeros."""
 
     def check(self, q: Tensor) -> None:
-        """The strides and sizes the kernels rely on."""
+        """Assert the strides and sizes that the kernels require."""
         num_kv_heads, block_size, head_dim = self.keys.shape[1:]
         assert self.keys.stride() == self.values.stride(), "keys and values must have the same strides"
         assert self.keys.stride(3) == 1, "a token's head must be contiguous"
@@ -207,7 +207,7 @@ def decode_attention(
     splits: int | None = None,
     shape: DecodeShape = DEFAULT_SHAPE,
 ) -> Tensor:
-    """Attention of one query token a sequence, q [S, heads, head_dim] -> out, contiguous and of q's shape."""
+    """Attention of one query token per sequence: q [S, heads, head_dim] -> out, contiguous with q's shape."""
     context.check(q)
     rows, heads, head_dim = q.shape
     num_kv_heads, block_size = context.keys.shape[1:3]

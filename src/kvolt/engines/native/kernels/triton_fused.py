@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Triton forms of `kernels`: one pass over memory where plain torch makes three to ten.
+"""Triton forms of `kernels.operations`: one pass over memory instead of three to ten in plain torch.
 
-Each rounds where its plain form rounds, so the two agree to the last bit or nearly. Must not know models.
+Each rounds at the same points as its plain form, so results are equal or differ in the last bit. Must not know models.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
 
 _HEADS_TILE = 8
 _WIDTH_TILE = 1024
@@ -91,10 +91,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _turned(
+def _rotate_heads(
     x_ptr, offsets, inside, cos, sin, half, norm_ptr, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Normalises (with HAS_NORM) and turns a tile of heads in place; returns both halves of the result."""
+    """Normalise (with HAS_NORM) and rotate a tile of heads in place; returns both halves of the result."""
     first = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     second = tl.load(x_ptr + offsets + HALF, mask=inside, other=0.0)
     wide_first = first.to(tl.float32)
@@ -104,16 +104,16 @@ def _turned(
         scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         weight_first = tl.load(norm_ptr + half)[None, :].to(tl.float32)
         weight_second = tl.load(norm_ptr + HALF + half)[None, :].to(tl.float32)
-        # rounded twice, where the plain form rounds
+        # rounded twice, as in the plain form
         wide_first = (wide_first * scale).to(first.dtype).to(tl.float32) * weight_first
         wide_second = (wide_second * scale).to(first.dtype).to(tl.float32) * weight_second
         wide_first = wide_first.to(first.dtype).to(tl.float32)
         wide_second = wide_second.to(first.dtype).to(tl.float32)
-    turned_first = (wide_first * cos - wide_second * sin).to(first.dtype)
-    turned_second = (wide_second * cos + wide_first * sin).to(first.dtype)
-    tl.store(x_ptr + offsets, turned_first, mask=inside)
-    tl.store(x_ptr + offsets + HALF, turned_second, mask=inside)
-    return turned_first, turned_second
+    rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
+    rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
+    tl.store(x_ptr + offsets, rotated_first, mask=inside)
+    tl.store(x_ptr + offsets + HALF, rotated_second, mask=inside)
+    return rotated_first, rotated_second
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _rotate_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One token, one tile of heads: first the tiles of queries, then those of keys and values."""
+    """One token and one tile of heads: first the tiles of queries, then those of keys and values."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     half = tl.arange(0, HALF)
@@ -158,7 +158,7 @@ def _rotate_kernel(
     heads = tile * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
     if tile < Q_TILES:
         offsets = row * q_row_stride + heads * q_head_stride + half[None, :]
-        _turned(
+        _rotate_heads(
             q_ptr,
             offsets,
             heads < NUM_HEADS,
@@ -174,7 +174,7 @@ def _rotate_kernel(
         heads -= Q_TILES * HEADS_TILE
         inside = heads < NUM_KV_HEADS
         offsets = row * k_row_stride + heads * k_head_stride + half[None, :]
-        first, second = _turned(
+        first, second = _rotate_heads(
             k_ptr, offsets, inside, cos, sin, half, key_norm_ptr, eps, HALF=HALF, HAS_NORM=HAS_NORM
         )
         slot = tl.load(slots_ptr + row)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Paged prefill attention in Triton: chunks of queries of many sequences against their blocks, in one launch.
+"""Paged prefill attention in Triton: prefill chunks of many sequences in one launch.
 
-A chunk's keys and values are already in the slab, so cached, earlier and fresh tokens are read the same way and
-nothing is gathered. Grid (tile of queries, query head, sequence); tiles past a short chunk's end leave at once.
-Must not know models or schedules.
+A chunk's keys and values are already in the slab, so cached, earlier and new tokens are read alike, without gathering.
+Grid (tile of queries, query head, sequence); tiles beyond the end of a short chunk return immediately. Must not know
+models or schedules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvolt.engines.native.kernels.triton_decode import LOG2_E, PagedContext, pre
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """How the work is cut; found by `benchmarks/engine/gpu.py` on an H200."""
+    """Tile sizes, tuned by `benchmarks/engine/gpu.py` on an H200."""
 
     query_tile: int = 128
     key_tile: int = 64
@@ -30,7 +30,7 @@ class PrefillShape:
 
 DEFAULT_SHAPE = PrefillShape()
 _EXACT_SHAPE = PrefillShape(query_tile=16, key_tile=16, num_warps=4, num_stages=1)
-"""float32 has no matrix unit without rounding: small tiles, in registers."""
+"""For float32, which has no exact matrix unit: small tiles, in registers."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _prefill_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The running softmax, one tile of keys further."""
+    """Advance the running softmax by one tile of keys."""
     if MASKED:
         valid = tokens < context
         block = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
@@ -101,7 +101,7 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the longest context first
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     query_start = tl.load(starts_ptr + sequence)
@@ -176,12 +176,12 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Which rows of a flat batch are whose queries."""
+    """The rows of each prefill chunk in a flat batch."""
 
     query_starts: Tensor
-    """[S + 1] int32 on the device: rows of q."""
+    """[S + 1] int32 on the device: first row of each chunk in q, and the end."""
     max_queries: int
-    """The longest chunk."""
+    """Length of the longest chunk."""
 
 
 def prefill_attention(
@@ -193,9 +193,9 @@ def prefill_attention(
     out: Tensor,
     shape: PrefillShape = DEFAULT_SHAPE,
 ) -> None:
-    """Causal attention of each chunk's rows of q [T, heads, head_dim] into the same rows of out.
+    """Causal attention of each chunk's rows of q [T, heads, head_dim], written to the same rows of `out`.
 
-    A chunk is the last part of its context: its last row sees every key, the one before one fewer, and so on.
+    A chunk is the last part of its context: its last row sees all keys, the one before it one fewer, and so on.
     """
     context.check(q)
     assert out.is_contiguous()

@@ -1,15 +1,15 @@
-"""One token per row: the likeliest, or one drawn by inverse CDF with one uniform number per row.
+"""Chooses one token per row: the most likely, or one drawn by inverse CDF with one uniform number per row.
 
-A row's logits become weights, exp((x - max) / temperature) scaled to 2**32 and rounded to whole numbers.
-Sums of whole numbers below 2**53 are exact in float64 whatever their order, and every other operation is
-element by element: a row draws the same token alone, in any batch and with any number of threads.
+Logits become weights: exp((x - max) / temperature), scaled to 2**32 and rounded to integers. Sums of integers below
+2**53 are exact in float64 in any order, and all other operations are elementwise, so a row draws the same token alone,
+in any batch and with any number of threads.
 
-top_k, top_p and min_p all keep what is at or above some weight, so each is one threshold per row (of
-tokens with equal weight all stay or none) and nothing is sorted back: on the host a row's few largest
-weights are found by partition, on a device by topk or, where top_k does not bound them, by a sort. What
-happens on a device does not depend on results, so nothing waits for it.
+top_k, top_p and min_p all keep the tokens from some weight on, so each is one threshold per row (tokens with equal
+weight are all kept or all dropped) and no sorting is undone: on the host the largest weights of a row are found by
+partition; on a device by topk or, if top_k does not bound their number, by a sort. The work on a device does not
+depend on results, so it needs no synchronisation.
 
-Knows numbers only; what the rows mean is the sampler's business. Logits are float32 and stay as they are.
+Knows only numbers; the sampler knows the meaning of rows. Logits are float32 and not modified.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from torch import Tensor
 
 _BLOCK = 256
 _SCALE = 2.0**32
-"""The weight of the likeliest token."""
-FEW = 1024
-"""A device looks for no more of the largest weights than this if top_k allows."""
+"""Weight of the most likely token."""
+MAX_TOPK = 1024
+"""Largest top_k for which a device uses topk instead of a sort."""
 _HOST_CHUNK = 4
-"""Rows at a time on the host: what is worked on stays in the cache."""
-_FIRST_LOOK = 1024
-"""Largest weights in which a nucleus is looked for before the whole row is sorted."""
+"""Rows processed at a time on the host, so that they stay in the CPU cache."""
+_NUCLEUS_SEARCH = 1024
+"""Number of largest weights searched for the nucleus (top_p) before sorting the whole row."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class Draws:
-    """How some rows are drawn; one element per row in each."""
+    """Sampling parameters of some rows: arrays with one element per row."""
 
     uniforms: Floats
     inverse_temperatures: Floats
     top_k: NDArray[np.int64]
-    """At least the vocabulary's size: no limit."""
+    """No limit if it is at least the vocabulary size."""
     top_p: Floats
     min_p: Floats
 
 
 class Picked:
-    """A token per row and the row's largest logit, which says whether the row was sound."""
+    """A token per row, and the row's largest logit, which is finite if the row is valid."""
 
     __slots__ = ("maxima", "tokens")
 
@@ -61,7 +61,7 @@ class Picked:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Without waiting for the device; on the host the array itself."""
+    """Copy to the device without synchronisation; on the host, the array itself."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -69,7 +69,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def join_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
-    """Arrays end to end, copied once on the host."""
+    """Concatenate arrays, with one copy on the host, and copy them to the device."""
     if device.type == "cpu":
         return torch.from_numpy(np.concatenate(arrays))
     pinned = torch.from_numpy(np.empty(0, dtype=arrays[0].dtype)).new_empty(
@@ -79,24 +79,24 @@ def join_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> Tens
     return pinned.to(device, non_blocking=True)
 
 
-def likeliest(logits: Tensor, rows: NDArray[np.int64] | None) -> Picked:
-    """The first largest of each row, or of those named."""
+def most_likely(logits: Tensor, rows: NDArray[np.int64] | None) -> Picked:
+    """The first most likely token of each row, or of the given rows."""
     if logits.device.type != "cpu":
         chosen = logits if rows is None else logits[to_device(rows, logits.device)]
         maxima, tokens = chosen.max(dim=-1)
         return Picked(tokens, maxima)
-    # numpy's is some twenty times faster than torch's on a processor; both stop at the first NaN.
+    # On a CPU numpy's argmax is about twenty times faster than torch's; both return the first NaN.
     array = logits.numpy()
     if rows is None:
-        found = array.argmax(axis=1)
-        rows = np.arange(len(found))
+        best = array.argmax(axis=1)
+        rows = np.arange(len(best))
     else:
-        found = np.array([array[row].argmax() for row in rows], dtype=np.int64)
-    return Picked(torch.from_numpy(found), torch.from_numpy(array[rows, found]))
+        best = np.array([array[row].argmax() for row in rows], dtype=np.int64)
+    return Picked(torch.from_numpy(best), torch.from_numpy(array[rows, best]))
 
 
 def draw(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, filtered: bool) -> Picked:
-    """Draw for each row, or for those named; without `filtered` top_k, top_p and min_p are not looked at."""
+    """Draw a token for each row, or for the given rows. top_k, top_p and min_p apply only with `filtered`."""
     if logits.device.type == "cpu":
         return draw_on_host(logits, rows, draws, filtered)
     chosen = logits if rows is None else logits[to_device(rows, logits.device)]
@@ -104,7 +104,7 @@ def draw(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, filtered:
 
 
 def _weights(differences: Tensor, inverse: Tensor | None) -> Tensor:
-    """Of the differences to the largest logit, in place. No `inverse`: all temperatures are 1."""
+    """Weights from differences to the largest logit, in place. `inverse` is None if all temperatures are 1."""
     if inverse is not None:
         differences.mul_(inverse)
     return differences.exp_().mul_(_SCALE).round_()
@@ -114,7 +114,7 @@ def _weights(differences: Tensor, inverse: Tensor | None) -> Tensor:
 
 
 def draw_on_host(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, filtered: bool) -> Picked:
-    """A few rows at a time, in the cache."""
+    """Draw on the host, a few rows at a time."""
     num_rows = logits.shape[0] if rows is None else len(rows)
     where = np.arange(num_rows) if rows is None else rows
     padded = -(-logits.shape[1] // _BLOCK) * _BLOCK
@@ -127,13 +127,13 @@ def draw_on_host(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, f
         part = None if inverse is None else inverse[start:end]
         largest = chunk.amax(dim=-1, keepdim=True)
         maxima[start:end] = largest.squeeze(1)
-        scratch[:, logits.shape[1] :] = -math.inf  # weighs nothing, and makes up whole blocks
+        scratch[:, logits.shape[1] :] = -math.inf  # padding to whole blocks, with weight 0
         torch.sub(chunk, largest, out=scratch[: end - start, : logits.shape[1]])
         weights = _weights(scratch[: end - start], part)
         sums = _block_sums(weights)
         if filtered:
             for at in range(start, end):
-                _keep_likely(weights[at - start], float(sums[at - start].sum()), draws, at)
+                _apply_filters(weights[at - start], float(sums[at - start].sum()), draws, at)
             sums = _block_sums(weights)
         array = weights.numpy()
         for at in range(start, end):
@@ -155,16 +155,16 @@ def _block_sums(weights: Tensor) -> Floats:
 def _rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
-        return logits[first : last + 1]  # rows are named in order
+        return logits[first : last + 1]  # rows are in order
     return logits.index_select(0, torch.from_numpy(rows))
 
 
 def _find(weights: NDArray[np.float32], sums: Floats, uniform: float) -> int:
-    """The first token at which the running sum passes the number's share of the whole."""
+    """The first token at which the running sum exceeds the number's share of the total."""
     running = sums.cumsum()
     total = running[-1]
     if not total > 0:
-        return 0  # not a number, since its maximum is not finite: by that the row is told to have failed
+        return 0  # NaN: the maximum is not finite, which marks the row as failed
     target = min(math.floor(uniform * total), total - 1)
     block = int(running.searchsorted(target, side="right"))
     before = running[block] - sums[block]
@@ -172,8 +172,8 @@ def _find(weights: NDArray[np.float32], sums: Floats, uniform: float) -> int:
     return block * _BLOCK + int(inside.searchsorted(target - before, side="right"))
 
 
-def _keep_likely(weights: Tensor, total: float, draws: Draws, at: int) -> None:
-    """Sets to 0 what top_k, top_p and min_p leave out of one row."""
+def _apply_filters(weights: Tensor, total: float, draws: Draws, at: int) -> None:
+    """Set weights to 0 that top_k, top_p and min_p exclude from one row."""
     array = weights.numpy()
     top_k, top_p = int(draws.top_k[at]), float(draws.top_p[at])
     threshold = float(draws.min_p[at]) * _SCALE
@@ -192,25 +192,25 @@ def _keep_likely(weights: Tensor, total: float, draws: Draws, at: int) -> None:
         torch.threshold_(weights, float(below), 0.0)
 
 
-def _nucleus_of_row(array: NDArray[np.float32], wanted: float) -> float:
-    first = len(array) - min(_FIRST_LOOK, len(array))
+def _nucleus_of_row(array: NDArray[np.float32], mass: float) -> float:
+    first = len(array) - min(_NUCLEUS_SEARCH, len(array))
     largest = np.sort(np.partition(array, first)[first:])[::-1]
-    if not largest.sum(dtype=np.float64) >= wanted:
+    if not largest.sum(dtype=np.float64) >= mass:
         largest = np.sort(array)[::-1]
-    return _nucleus(largest, wanted)
+    return _nucleus(largest, mass)
 
 
-def _nucleus(largest: NDArray[np.float32], wanted: float) -> float:
-    """The smallest of the fewest `largest` that weigh `wanted` together. They come in falling order."""
+def _nucleus(largest: NDArray[np.float32], mass: float) -> float:
+    """The smallest weight of the nucleus: the fewest of `largest`, in descending order, whose sum reaches `mass`."""
     running = largest.cumsum(dtype=np.float64)
-    return float(largest[min(int(running.searchsorted(wanted)), len(largest) - 1)])
+    return float(largest[min(int(running.searchsorted(mass)), len(largest) - 1)])
 
 
 # --- on a device ---
 
 
 def draw_on_device(logits: Tensor, draws: Draws, filtered: bool) -> Picked:
-    """All rows at once, and nothing read back."""
+    """Draw on a device, for all rows at once, without reading back."""
     numbers = [draws.uniforms, draws.inverse_temperatures, draws.top_k, draws.top_p, draws.min_p]
     moved = to_device(np.stack(numbers), logits.device).unsqueeze(2)
     maxima = logits.amax(dim=-1, keepdim=True)
@@ -226,7 +226,7 @@ def draw_on_device(logits: Tensor, draws: Draws, filtered: bool) -> Picked:
 
 
 def _thresholds(weights: Tensor, draws: Draws, moved: Tensor) -> Tensor:
-    """The smallest weight that stays, per row. [n, 1]."""
+    """The smallest weight kept per row, [n, 1]."""
     _, _, top_k, top_p, min_p = moved
     least: Tensor = min_p * _SCALE
     vocabulary = weights.shape[1]
@@ -234,14 +234,14 @@ def _thresholds(weights: Tensor, draws: Draws, moved: Tensor) -> Tensor:
     has_nucleus = bool((draws.top_p < 1).any())
     if not has_nucleus and bool((draws.top_k >= vocabulary).all()):
         return least
-    if num_largest <= min(FEW, vocabulary):
+    if num_largest <= min(MAX_TOPK, vocabulary):
         largest = weights.topk(num_largest, dim=-1).values
     else:
         largest = weights.sort(dim=-1, descending=True).values
     kth = largest.gather(1, top_k.long().clamp_(max=largest.shape[1]) - 1)
     if not has_nucleus:
         return torch.maximum(least, kth)
-    wanted = top_p * (weights * (weights >= kth)).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    place = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), wanted)
+    mass = top_p * (weights * (weights >= kth)).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    place = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), mass)
     last = largest.gather(1, place.clamp_(max=largest.shape[1] - 1))
     return torch.maximum(least, torch.maximum(kth, last))

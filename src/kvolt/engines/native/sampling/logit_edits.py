@@ -1,8 +1,8 @@
-"""What changes a row's logits before a token is chosen: penalties, bias, bans, masks, custom processors.
+"""Changes logits before sampling: penalties, bias, bans, masks, custom processors.
 
-Only rows that have any of it are copied and changed. All indices are gathered on the host and moved once, so
-that the number of transfers does not grow with the rows. Repetition penalty counts prompt and output, presence
-and frequency penalty the output only, as vLLM has them. Chooses no token.
+Only rows with such changes are copied. All indices are collected on the host and copied once, so that the number of
+transfers does not depend on the number of rows. Repetition penalty counts prompt and output, presence and frequency
+penalty only the output, as in vLLM. Chooses no token.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _INFINITY = float("inf")
 
 
 class History:
-    """Which tokens a sequence holds, counted as it grows."""
+    """Token counts of a sequence, updated as it grows."""
 
-    __slots__ = ("_counts", "_distinct", "_num_counted", "_places", "_seen", "_seen_ids")
+    __slots__ = ("_counts", "_distinct", "_index_of", "_num_counted", "_seen", "_seen_ids")
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._seen: set[int] | None = None
-        self._seen_ids = _Grown()
-        self._places: dict[int, int] = {}
-        self._distinct = _Grown()
-        self._counts = _Grown()
+        self._seen_ids = _GrowingArray()
+        self._index_of: dict[int, int] = {}
+        self._distinct = _GrowingArray()
+        self._counts = _GrowingArray()
         self._num_counted = 0
 
     def count(self, prompt: Sequence[int], output: Sequence[int], vocabulary: int) -> None:
-        """Take in what has come since the last time; an output that has shrunk is counted anew."""
+        """Count the tokens added since the last call; recount if the output is shorter."""
         if len(output) < self._num_counted:
-            self._forget()
+            self._reset()
         if self._seen is None:
             self._seen = {token for token in prompt if token < vocabulary}
             self._seen_ids.extend(self._seen)
@@ -52,28 +52,28 @@ class History:
             if token not in self._seen:
                 self._seen.add(token)
                 self._seen_ids.append(token)
-            place = self._places.get(token)
-            if place is None:
-                self._places[token] = len(self._distinct)
+            index = self._index_of.get(token)
+            if index is None:
+                self._index_of[token] = len(self._distinct)
                 self._distinct.append(token)
                 self._counts.append(1)
             else:
-                self._counts.values[place] += 1
+                self._counts.values[index] += 1
         self._num_counted = len(output)
 
     @property
     def seen(self) -> Ids:
-        """Each token of prompt and output, once."""
+        """Distinct tokens of prompt and output."""
         return self._seen_ids.values
 
     @property
     def generated(self) -> tuple[Ids, Ids]:
-        """Each token of the output, once, and how often it came."""
+        """Distinct tokens of the output, and their counts."""
         return self._distinct.values, self._counts.values
 
 
-class _Grown:
-    """An array that can be appended to."""
+class _GrowingArray:
+    """An array with amortised append."""
 
     __slots__ = ("_array", "_length")
 
@@ -100,7 +100,7 @@ class _Grown:
 
 
 def pack_ids(ids: Iterable[int], vocabulary: int) -> NDArray[np.int32]:
-    """A bitmask, as a grammar fills one, that allows just these."""
+    """A bitmask, in the form of grammar masks, that allows only these tokens."""
     bits = np.zeros(-(-vocabulary // 32) * 32, dtype=np.uint8)
     bits[[token for token in ids if 0 <= token < vocabulary]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -108,7 +108,7 @@ def pack_ids(ids: Iterable[int], vocabulary: int) -> NDArray[np.int32]:
 
 @cache
 def _bias_of_byte(device: torch.device) -> Tensor:
-    """[256, 8]: what 8 logits of a mask's byte have added, 0 or -inf."""
+    """[256, 8]: the bias, 0 or -inf, of the 8 logits of each possible mask byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     with torch.inference_mode(False):
         return torch.from_numpy(np.where(bits == 1, 0, -_INFINITY).astype(np.float32)).to(device)
@@ -116,12 +116,12 @@ def _bias_of_byte(device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class Scatter:
-    """Numbers for tokens of some copies. A token comes once per copy."""
+    """Values for tokens of some copies; each token at most once per copy."""
 
     copies: list[int] = field(default_factory=list)
     ids: list[Ids] = field(default_factory=list)
     values: list[NDArray[np.float32]] = field(default_factory=list)
-    """One per id, or one for all of a copy."""
+    """One value per id, or one for all ids of a copy."""
 
     def add(self, copy: int, ids: Ids, values: NDArray[np.float32]) -> None:
         if len(ids):
@@ -131,7 +131,7 @@ class Scatter:
 
 
 class MovedScatter:
-    """A Scatter on its way to the device."""
+    """A Scatter copied to the device."""
 
     __slots__ = ("_copies", "_ids", "_lengths", "_num_ids", "_values")
 
@@ -143,7 +143,7 @@ class MovedScatter:
         self._values = join_to_device(scatter.values, device)
 
     def places(self, vocabulary: int) -> Tensor:
-        """In the copies laid end to end."""
+        """Indices into the concatenated copies."""
         return self._ids + self._spread(self._copies * vocabulary)
 
     @property
@@ -172,15 +172,15 @@ class Processed:
 
 @dataclass(slots=True)
 class Edits:
-    """All changes of one step. `rows` are those that are copied; the rest counts in copies."""
+    """All changes of one step. `rows` are the copied rows; all other fields refer to copies."""
 
     vocabulary: int
     rows: list[int] = field(default_factory=list)
     scaled: Scatter = field(default_factory=Scatter)
     """Repetition penalty: positive logits divided by it, others multiplied."""
     added: Scatter = field(default_factory=Scatter)
-    """Presence and frequency penalties. Apart from the bias, so that no sum depends on the order in which
-    a device adds."""
+    """Presence and frequency penalties. Separate from the bias, so that no sum depends on the order of
+    additions on a device."""
     biased: Scatter = field(default_factory=Scatter)
     banned: Scatter = field(default_factory=Scatter)
     masks: list[NDArray[np.int32]] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Edits:
     processed: list[Processed] = field(default_factory=list)
 
     def mask(self, copy: int, mask: NDArray[np.int32]) -> None:
-        """Allow in one copy only what the bitmask does; tokens that it is too short for are not allowed."""
+        """Apply a bitmask to one copy. Tokens beyond the end of the mask are not allowed."""
         words = -(-self.vocabulary // 32)
         if len(mask) != words:
             fitted = np.zeros(words, dtype=np.int32)
@@ -202,7 +202,7 @@ class Edits:
 
 
 class MovedEdits:
-    """Edits whose numbers are on their way to the device."""
+    """Edits copied to the device."""
 
     __slots__ = ("_added", "_banned", "_biased", "_masks", "_processed", "_rows", "_scaled", "_vocabulary")
 
@@ -220,7 +220,7 @@ class MovedEdits:
         self._processed = edits.processed
 
     def apply(self, logits: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """Changed copies of the rows, and by copy why its processors failed."""
+        """Apply the changes; returns the changed copies, and failures of processors by copy."""
         copies = logits.index_select(0, self._rows).float()
         flat = copies.view(-1)
         if self._scaled is not None:
@@ -239,7 +239,9 @@ class MovedEdits:
     def _mask(self, copies: Tensor, masked: Tensor, masks: Tensor) -> None:
         table = _bias_of_byte(copies.device)
         if copies.device.type == "cpu":
-            for copy, mask in zip(masked.tolist(), masks, strict=True):  # one at a time stays in the cache
+            for copy, mask in zip(
+                masked.tolist(), masks, strict=True
+            ):  # one row at a time stays in the CPU cache
                 copies[copy] += _bias(table, mask)[: self._vocabulary]
             return
         bias = _bias(table, masks.view(-1)).view(len(masks), -1)
@@ -247,7 +249,7 @@ class MovedEdits:
 
 
 def _bias(table: Tensor, words: Tensor) -> Tensor:
-    """32 numbers for each word of a mask."""
+    """32 bias values for each word of a mask."""
     return table.index_select(0, words.view(torch.uint8).int()).view(-1)
 
 
@@ -258,7 +260,7 @@ def _run_processors(copies: Tensor, processed: list[Processed]) -> dict[int, str
         try:
             for processor in item.processors:
                 processor(row, item.prompt, item.output)
-        except Exception as error:  # foreign code: it may fail its own request, never the step
+        except Exception as error:  # third-party code: may fail its request, but not the step
             name = type(processor).__name__
             failures[item.row] = f"logits processor {name} failed: {type(error).__name__}: {str(error)[:200]}"
         row.clamp_(max=torch.finfo(torch.float32).max)  # a processor may force a token with infinity

@@ -1,10 +1,9 @@
-"""Custom logits processors: the protocol, the registry, and one that is of use by itself.
+"""Custom logits processors: the protocol, the registry, and a built-in one.
 
 A request names them in `extra["logits_processors"]`: a list of names, or of {"name": ..., "args": {...}}.
-Names are ours or those that a package offers under the entry point group `kvolt.logits_processors`, whose
-value is a factory: it is called with the args as keywords, once per choice, and returns a processor. So a
-processor may keep state, but a choice can start in the middle (a resumed request), so it must go by the
-`output` that it is given.
+Names are built in or entry points of the group `kvolt.logits_processors`. An entry point is a factory, called
+once per choice with the args as keyword arguments, that returns a processor. A processor may keep state, but
+a choice can start in the middle (a resumed request), so it must use the `output` argument.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ProcessorFactory = Callable[..., LogitsProcessor]
 
 
 class BanRepeatedNgrams:
-    """No run of `n` tokens comes twice, the prompt counted in."""
+    """Prevents repetition of any run of `n` tokens, including those of the prompt."""
 
     __slots__ = ("_followers", "_n", "_num_indexed")
 
@@ -64,7 +63,7 @@ class BanRepeatedNgrams:
 
 
 def _tail(prompt: Sequence[int], output: Sequence[int], first: int) -> list[int]:
-    """The tokens from `first` on; usually a handful at the end of the output."""
+    """The tokens from `first` on, usually a few at the end of the output."""
     if first >= len(prompt):
         return list(output[first - len(prompt) :])
     return [*prompt[first:], *output]
@@ -85,14 +84,14 @@ def find_processor(name: str) -> ProcessorFactory:
     for point in entry_points(group=GROUP, name=name):
         try:
             factory = point.load()
-        except Exception as error:  # foreign code, which may raise anything
+        except Exception as error:  # third-party code may raise anything
             raise Unsupported(
                 f"logits processor {name!r} cannot be loaded: {error}", feature=f"{KEY}.{name}", param=KEY
             ) from error
         if callable(factory):
             return factory  # type: ignore[no-any-return]
         raise Unsupported(
-            f"logits processor {name!r}: {point.value} cannot be called", feature=f"{KEY}.{name}", param=KEY
+            f"logits processor {name!r}: {point.value} is not callable", feature=f"{KEY}.{name}", param=KEY
         )
     raise InvalidRequest(
         f"unknown logits processor {name[:80]!r}; known: {', '.join(processor_names())}", param=KEY
@@ -100,26 +99,26 @@ def find_processor(name: str) -> ProcessorFactory:
 
 
 def make_processors(extra: Mapping[str, Any]) -> tuple[LogitsProcessor, ...]:
-    """Fresh processors for one choice, as a request's `extra` asks; InvalidRequest says what is wrong."""
-    asked = extra.get(KEY)
-    if asked is None:
+    """Create the processors of one choice from a request's `extra`. InvalidRequest if they are invalid."""
+    items = extra.get(KEY)
+    if items is None:
         return ()
-    if not isinstance(asked, list | tuple) or len(asked) > MAX_PROCESSORS:
+    if not isinstance(items, list | tuple) or len(items) > MAX_PROCESSORS:
         raise InvalidRequest(f"{KEY} must be a list of at most {MAX_PROCESSORS}", param=KEY)
-    return tuple(_make(item) for item in asked)
+    return tuple(_create(item) for item in items)
 
 
-def _make(item: object) -> LogitsProcessor:
-    name, args = (item, {}) if isinstance(item, str) else _parts(item)
+def _create(item: object) -> LogitsProcessor:
+    name, args = (item, {}) if isinstance(item, str) else _parse_item(item)
     factory = find_processor(name)
     try:
         return factory(**args)
-    except Exception as error:  # foreign code: it may fail its own request, never the engine
+    except Exception as error:  # third-party code: may fail its request, but not the engine
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise InvalidRequest(f"logits processor {name!r} cannot be made: {reason}", param=KEY) from error
+        raise InvalidRequest(f"logits processor {name!r} cannot be created: {reason}", param=KEY) from error
 
 
-def _parts(item: object) -> tuple[str, dict[str, Any]]:
+def _parse_item(item: object) -> tuple[str, dict[str, Any]]:
     if isinstance(item, dict) and item.keys() <= {"name", "args"}:
         name, args = item.get("name"), item.get("args", {})
         if isinstance(name, str) and isinstance(args, dict) and all(isinstance(key, str) for key in args):

@@ -1,13 +1,13 @@
-"""Uniform numbers for sampling: a function of (seed, choice, position) and of nothing else.
+"""Uniform random numbers for sampling: a pure function of (seed, choice, position).
 
-So a token does not depend on which rows share its batch, on how often its sequence was preempted, or on
-which worker goes on with it. The function is SplitMix64's finalizer, once per argument:
+So a token does not depend on the other rows of its batch, on preemptions, or on migration to another worker. The
+function is SplitMix64's finalizer, once per argument:
 
     h = mix(seed + GAMMA);  h = mix((h ^ choice) + GAMMA);  h = mix((h ^ position) + GAMMA)
 
-and the number is the upper 53 bits of h over 2**53. Each step is a bijection of 64-bit integers, so the
-positions of one choice never repeat. Part of the wire contract between workers that resume each other's
-requests: the vectors in its test may never change.
+and the number is the upper 53 bits of h divided by 2**53. Each step is a bijection of 64-bit integers, so
+positions of one choice never repeat a number. Part of the wire contract between workers that resume each
+other's requests: the test vectors must never change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _words(numbers: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row. Seeds of any size and sign are taken modulo 2**64."""
+    """One number in [0, 1) per row. Seeds are taken modulo 2**64."""
     state = _mix(_words(seeds))
     state = _mix(state ^ _words(choices))
     state = _mix(state ^ _words(positions))
@@ -44,5 +44,5 @@ def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[i
 
 
 def sampling_seed(seed: int | None, request_id: str) -> int:
-    """The seed of a request: its own or, where it names none, one that every worker derives alike."""
+    """The seed of a request; if it has none, one that every worker derives from its id."""
     return xxhash.xxh3_64_intdigest(request_id.encode()) if seed is None else seed

@@ -1,1 +1,1 @@
-"""The engine as the worker sees it, and the process in which its core runs."""
+"""The native engine in the worker's process, and the process in which its core runs."""

@@ -1,8 +1,8 @@
-"""NativeEngine: the Engine of the contract, in the worker's process. What computes is elsewhere (`host`).
+"""NativeEngine: the Engine of the contract, in the worker's process. The core runs in a `host`.
 
-Owns the engine's life as the worker sees it, the checks that `submit` makes at once, and the steps that wait to
-be read: nothing of an aborted request is in them, however much of it was on its way. Never waits for a step, and
-imports torch only where blocks of a device are to be moved (ADR 12). All else is the core's, behind `link`.
+Owns the engine's life cycle as the worker sees it, the synchronous checks of `submit`, and the queue of
+unread steps, from which outputs of aborted requests are removed. Never waits for a step; imports torch only
+if blocks of a device are to be moved (ADR 12). All other work is done by the core, behind `link`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,19 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, Pooling, SealedKv, features_of
+from kvolt.engines.contract import (
+    AttachedKv,
+    EngineSpec,
+    HeldKv,
+    KvAllocation,
+    Pooling,
+    SealedKv,
+    features_of,
+)
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
-from kvolt.engines.native.shell.ledger import Ledger
+from kvolt.engines.native.shell.in_flight import InFlight
 from kvolt.engines.native.shell.link import Link
 from kvolt.engines.native.shell.messages import (
     Abort,
@@ -55,39 +63,58 @@ from kvolt.engines.native.shell.messages import (
     Submit,
 )
 from kvolt.engines.native.shell.progress_lines import ProgressLines
-from kvolt.engines.unread_steps import tells_of, without
-from kvolt.runtime.tasks import Crew
+from kvolt.engines.step_queue import mentions_request, without_requests
+from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import check_request, check_vocabulary
 from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 
+SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "seed",
+        "num_choices",
+        "logprobs",
+        "prompt_logprobs",
+    ]
+)
 log = logging.getLogger(__name__)
 
 CORE = "kvolt.engines.native.loading:load_core"
 _STOP_S = 5.0
-"""From Stop to SIGKILL: a step that is under way may end."""
+"""Time between Stop and SIGKILL, for the current step to end."""
 _EXIT_S = 5.0
-"""From SIGKILL, or the end of the socket, to the end of the process."""
+"""Time between SIGKILL, or the end of the socket, and the exit of the process."""
 _LAST_ANSWERS_S = 1.0
 _MAX_UNREAD_STEPS = 1024
-"""With so many steps that nobody took, the engine is no longer read, and comes to a stop."""
+"""Number of unread steps at which the socket is no longer read, which stops the engine."""
 _MOVE_BYTES = 8 * 1024 * 1024
-"""Of blocks in one message: between two of them steps go on."""
+"""Bytes of blocks per message; steps continue between messages."""
 
 
 class NativeEngine:
-    """See the module. For one loop. `close` it, also after it died."""
+    """See the module. For one event loop. Must be closed, even after it died."""
+
+    sampling_fields = SAMPLING_FIELDS
 
     def __init__(self, spec: EngineSpec, arguments: NativeArguments, *, core: str = CORE) -> None:
-        """`core`: what loads the core, as `module:function`; tests have others."""
+        """`core`: loader of the core, as `module:function`; tests use others."""
         self._spec = spec
         self._arguments = arguments
         self._core = core
         self._host: Host | None = None
-        self._link = Link(self._on_answer, self._on_lost)
-        self._crew = Crew("native-engine")
+        self._link = Link(self._on_answer, self._on_connection_lost)
+        self._task_group = TaskGroup("native-engine")
         self._progress = ProgressLines(log)
         self._memories: list[int] = []
         self._slabs: tuple[Slab, ...] = ()
@@ -95,18 +122,18 @@ class NativeEngine:
         self._loaded: Loaded | None = None
         self._loras: dict[str, str] = {}
         self._pace: StepPace | None = None
-        """As in the engine's process, from the same steps."""
-        self._ledger = Ledger()
+        """Latency model as corrected in the engine process, from the same steps."""
+        self._in_flight = InFlight()
         self._steps: deque[StepOutput] = deque()
         self._changed = asyncio.Event()
         self._fatal: Fatal | None = None
         self._is_over = False
         self._failure: KvoltError | None = None
-        """Why it is over; None when it was closed."""
+        """Why it ended; None if it was closed."""
         self._closed: asyncio.Event | None = None
-        """There from the first `close` on, and set at its end."""
+        """Created by the first `close` and set at its end."""
 
-    # --- life
+    # --- life cycle
 
     @property
     def card(self) -> ModelCard:
@@ -118,14 +145,13 @@ class NativeEngine:
 
     @property
     def kv_memories(self) -> tuple[int, ...]:
-        """Descriptors of the memories that the KV blocks lie in, one for each rank; none where they are not in shared
-        host memory."""
+        """Descriptors of the KV memories, one per rank; empty if the blocks are not in shared host memory."""
         return tuple(self._memories) if all(os.fstat(each).st_size for each in self._memories) else ()
 
     async def start(self) -> EngineInfo:
-        """Errors of loading as they were raised. Takes as long as loading takes; cancelled, it leaves nothing."""
+        """Raises the errors of loading. Takes as long as loading; a cancelled call leaves nothing."""
         if self._loading is not None or self._is_over:
-            raise EngineFailed("a native engine is started once", engine="native")
+            raise EngineFailed("a native engine can be started only once", engine="native")
         self._loading = asyncio.get_running_loop().create_future()
         try:
             await self._launch()
@@ -143,40 +169,43 @@ class NativeEngine:
         if hasattr(os, "memfd_create"):
             for _ in range(self._arguments.tensor_parallel):
                 self._memories.append(os.memfd_create("kvolt-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        ours, theirs = socket.socketpair()
+        shell_end, host_end = socket.socketpair()
         try:
-            await self._link.connect(ours)
+            await self._link.connect(shell_end)
         except BaseException:
-            theirs.close()
+            host_end.close()
             raise
         if self._arguments.process == "thread":
-            self._host = ThreadHost(theirs, self._memories)
+            self._host = ThreadHost(host_end, self._memories)
         else:
-            self._host = await ProcessHost.start(theirs, self._memories)
-        if self._is_over:  # closed meanwhile, by who could not know of it
-            await _bury(self._host)
+            self._host = await ProcessHost.start(host_end, self._memories)
+        if self._is_over:  # closed concurrently, before the host was known
+            await _kill_host(self._host)
             self._link.close()
             return
-        self._crew.start(self._watch(self._host), "watch")
+        self._task_group.start(self._watch(self._host), "watch")
         level = logging.getLogger().getEffectiveLevel()
         self._link.start(Start(self._spec, self._arguments, self._core, level))
 
     async def _open_device(self, loaded: Loaded) -> None:
-        """The blocks of a device, where its one rank is another process: in a thread, since CUDA takes seconds."""
+        """Map the blocks of a single device of another process; in a thread, because CUDA initialisation
+        takes seconds."""
         facts, arguments = loaded.facts, self._arguments
         handle = facts.device_memory
         if handle is None or arguments.tensor_parallel > 1 or arguments.process == "thread":
             return
         if loaded.info.role not in (Role.PREFILL, Role.DECODE) and not self._spec.has_tiers:
-            return  # nobody reads its blocks, and a context costs memory
+            return  # its blocks are not read, and a CUDA context costs memory
         try:
             slab = await asyncio.to_thread(_open_slab, handle, facts.device, SlabLayout.of_rank(facts.layout))
         except (
             KvoltError,
             ImportError,
             RuntimeError,
-        ) as error:  # it still computes, and prompts are computed again
-            log.warning("KV blocks stay on this device, and are computed again elsewhere: %s", error)
+        ) as error:  # the engine still computes; prompts are recomputed elsewhere
+            log.warning(
+                "KV blocks of this device cannot be moved; other workers will recompute them: %s", error
+            )
             return
         if self._is_over:
             slab.close()
@@ -188,7 +217,7 @@ class NativeEngine:
             while self._steps:
                 step = self._steps.popleft()
                 if len(self._steps) < _MAX_UNREAD_STEPS // 2:
-                    self._link.hold_back(False)
+                    self._link.set_paused(False)
                 yield step
             if self._failure is not None:
                 raise self._failure
@@ -210,12 +239,12 @@ class NativeEngine:
                 self._link.send(Stop())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_STOP_S):
-                        await host.ended()
+                        await host.wait_exit()
         finally:
             if host is not None:
-                await _bury(host)
+                await _kill_host(host)
             self._link.close()
-            await self._crew.close()
+            await self._task_group.close()
             for slab in self._slabs:
                 slab.close()
             while self._memories:
@@ -223,58 +252,58 @@ class NativeEngine:
             self._closed.set()
 
     async def _watch(self, host: Host) -> None:
-        """Until it ends, however that comes."""
-        how = await host.ended()
-        with contextlib.suppress(TimeoutError):  # what it said last may not have been read yet
+        """Wait for the exit of the host and end with its cause."""
+        how = await host.wait_exit()
+        with contextlib.suppress(TimeoutError):  # its last messages may still be unread
             async with asyncio.timeout(_LAST_ANSWERS_S):
                 await self._link.lost.wait()
-        self._end(self._cause(host, how))
+        self._end(self._exit_error(host, how))
 
-    def _on_lost(self) -> None:
-        """It has closed its end, so it is about to end itself."""
+    def _on_connection_lost(self) -> None:
+        """The host has closed its socket and is about to exit."""
         if self._host is not None and not self._is_over:
             asyncio.get_running_loop().call_later(_EXIT_S, self._host.kill)
 
-    def _cause(self, host: Host, how: str) -> KvoltError:
+    def _exit_error(self, host: Host, how: str) -> KvoltError:
         if self._fatal is not None:
             return from_info(self._fatal.error)
-        when = "" if self._loaded is not None else " while it loaded"
-        said = "".join(f"\n  {line}" for line in host.last_lines)
+        when = "" if self._loaded is not None else " while loading"
+        last_output = "".join(f"\n  {line}" for line in host.last_lines)
         return EngineFailed(
-            f"the engine process {how}{when}{'; it wrote last:' if said else ''}{said}",
+            f"the engine process {how}{when}{'; last output:' if last_output else ''}{last_output}",
             engine="native",
             exit_code=host.exit_code,
         )
 
     def _end(self, failure: KvoltError | None) -> None:
-        """Once: nothing is computed any more. Who waits is told."""
+        """End once: fail all waiting calls and the reader."""
         if self._is_over:
             return
         self._is_over, self._failure = True, failure
-        error = failure or _closed()
+        error = failure or _closed_error()
         if self._loading is not None and not self._loading.done():
             self._loading.set_exception(error)
-            self._loading.exception()  # it may be that nobody waits yet
-        self._link.fail(_as_death(error))
-        self._ledger.clear()
+            self._loading.exception()  # marks it as retrieved, in case it is not awaited
+        self._link.fail(_as_request_error(error))
+        self._in_flight.clear()
         self._changed.set()
 
     @property
     def _known(self) -> Loaded:
         if self._loaded is None:
-            raise EngineFailed("the native engine knows its model once it is started", engine="native")
+            raise EngineFailed("the native engine has not been started", engine="native")
         return self._loaded
 
-    # --- answers
+    # --- messages
 
     def _on_answer(self, answer: Answer) -> None:
         match answer:
             case Step():
-                self._take(answer)
+                self._on_step(answer)
             case Log(level, name, text):
                 logging.getLogger(name).log(level, "%s", text)
             case Progress(text):
-                self._progress.tell(text)
+                self._progress.report(text)
             case Loaded():
                 self._loaded = answer
                 self._loras = dict(answer.facts.loras)
@@ -286,57 +315,57 @@ class NativeEngine:
                 if answer.trace:
                     log.error("the engine failed:\n%s", answer.trace)
 
-    def _take(self, step: Step) -> None:
+    def _on_step(self, step: Step) -> None:
         if self._pace is not None and step.load is not None and step.load.step is not None:
             self._pace.observe(step.load.step)
-        output = None if self._is_over else self._ledger.read(step)
+        output = None if self._is_over else self._in_flight.filter_step(step)
         if output is not None:
             self._steps.append(output)
             self._changed.set()
             if len(self._steps) >= _MAX_UNREAD_STEPS:
-                self._link.hold_back(True)
+                self._link.set_paused(True)
 
     # --- requests
 
     def submit(self, request: Request) -> None:
         self._check(request)
         self._link.check_room()
-        self._ledger.add(request, self._link.send(Submit(request)))
+        self._in_flight.add(request, self._link.send(Submit(request)))
 
     def _check(self, request: Request) -> None:
-        if self._is_over:  # a new one each time: an exception that is raised twice grows its traceback
-            raise _as_death(self._failure or _closed())
+        if self._is_over:  # a new exception each time: re-raising one grows its traceback
+            raise _as_request_error(self._failure or _closed_error())
         info, facts = self._known.info, self._known.facts
         check_request(request, facts.limits, info.capacity.kv_total_blocks)
         if request.media:
-            raise Unsupported("the native engine reads no media", feature="media")
+            raise Unsupported("the native engine does not support media", feature="media")
         check_vocabulary(request, facts.vocab_size)
         if request.lora and request.lora not in self._loras:
             known = ", ".join(self._loras) or "none"
-            raise InvalidRequest(f"no adapter {request.lora!r} is loaded (there are: {known})", param="lora")
-        if self._ledger.find(request.request_id) is not None:
-            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
-        if self._ledger.num_sequences - info.capacity.max_num_seqs >= self._arguments.max_waiting:
+            raise InvalidRequest(f"no adapter {request.lora!r} is loaded (loaded: {known})", param="lora")
+        if self._in_flight.find(request.request_id) is not None:
+            raise InvalidRequest(f"request {request.request_id} is already known", param="request_id")
+        if self._in_flight.num_sequences - info.capacity.max_num_seqs >= self._arguments.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self._arguments.max_waiting)
 
     def abort(self, request_id: RequestId) -> None:
-        if self._ledger.find(request_id) is not None:
-            self._ledger.drop(request_id, self._link.send(Abort(request_id)))
-        for index, step in enumerate(self._steps):  # of these nobody has heard yet
-            if tells_of(step, request_id):
-                self._steps[index] = without(step, {request_id})
+        if self._in_flight.find(request_id) is not None:
+            self._in_flight.drop(request_id, self._link.send(Abort(request_id)))
+        for index, step in enumerate(self._steps):  # outputs that were not read yet
+            if mentions_request(step, request_id):
+                self._steps[index] = without_requests(step, {request_id})
 
     async def withdraw(self, request_id: RequestId) -> bool:
-        entry = self._ledger.find(request_id)
+        entry = self._in_flight.find(request_id)
         if entry is None:
             return False
 
-        def settle(is_withdrawn: bool) -> None:
-            if is_withdrawn and self._ledger.find(request_id) is entry:
-                self._ledger.drop(request_id, number)
+        def on_value(is_withdrawn: bool) -> None:
+            if is_withdrawn and self._in_flight.find(request_id) is entry:
+                self._in_flight.drop(request_id, number)
 
         number = self._link.num_sent + 1
-        return await self._link.call(messages.WITHDRAW, request_id, on_value=settle)
+        return await self._link.call(messages.WITHDRAW, request_id, on_value=on_value)
 
     # --- KvEvents, KvVisible, KvMovable
 
@@ -362,71 +391,75 @@ class NativeEngine:
         return tuple(BlockKeyChain(context, request.media).extend(request.token_ids))
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        found: list[KvBlock] = []
+        exported: list[KvBlock] = []
         for start in range(0, len(keys), self._blocks_at_once):
             part = keys[start : start + self._blocks_at_once]
             blocks = await self._link.call(messages.EXPORT_KV, list(part))
-            found += blocks
+            exported += blocks
             if len(blocks) < len(part):
                 break
-        return tuple(found)
+        return tuple(exported)
 
     async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        num_taken = 0
+        num_imported = 0
         for start in range(0, len(blocks), self._blocks_at_once):
             part = blocks[start : start + self._blocks_at_once]
-            taken = await self._link.call(messages.IMPORT_KV, list(part))
-            num_taken += taken
-            if taken < len(part):
+            count = await self._link.call(messages.IMPORT_KV, list(part))
+            num_imported += count
+            if count < len(part):
                 break
-        return num_taken
+        return num_imported
 
     @property
     def _blocks_at_once(self) -> int:
         return max(1, _MOVE_BYTES // self.kv_layout().block_bytes)
 
-    # --- KvPlaced
+    # --- KvAddressable
 
     def kv_slabs(self) -> tuple[Slab, ...]:
         if not self._slabs:
             memories, model = self.kv_memories, self.kv_layout()
             if not memories:
-                raise Unsupported("the KV blocks lie in no memory that others reach", feature="kv_slabs")
+                raise Unsupported(
+                    "the KV blocks are not in memory that other processes can map", feature="kv_slabs"
+                )
             self._slabs = tuple(
                 _map_slab(memory, SlabLayout.of_rank(model, len(memories), rank))
                 for rank, memory in enumerate(memories)
             )
         return self._slabs
 
-    async def hold_kv(self, request_id: RequestId) -> KvHeld:
-        return await self._link.call(messages.HOLD_KV, request_id)
+    async def held_kv(self, request_id: RequestId) -> HeldKv:
+        return await self._link.call(messages.HELD_KV, request_id)
 
-    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+    async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         return await self._link.call(messages.COMPUTED_KV, request_id, after)
 
-    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        is_wanted, came = True, KvRoom(0, ())
+    async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
+        is_cancelled, allocation = False, KvAllocation(0, ())
 
-        def settle(room: KvRoom) -> None:
-            nonlocal came
-            came = room
-            if not is_wanted:
-                give_back()
+        def on_value(value: KvAllocation) -> None:
+            nonlocal allocation
+            allocation = value
+            if is_cancelled:
+                release()
 
-        def give_back() -> None:
-            if came.blocks:  # whoever asked has gone: nobody else would
-                self._link.post(messages.SETTLE_KV, came, 0, None)
+        def release() -> None:
+            if allocation.blocks:  # the caller is gone and cannot release it
+                self._link.post(messages.COMMIT_KV, allocation, 0, None)
 
         try:
-            return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes), on_value=settle)
+            return await self._link.call(messages.ALLOCATE_KV, list(keys), list(hashes), on_value=on_value)
         except BaseException:
-            is_wanted = False
-            give_back()  # where it came in the very turn in which its caller went
+            is_cancelled = True
+            release()  # if the reply arrived in the same loop iteration in which the caller was cancelled
             raise
 
-    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        # Commands act in order: a request that is submitted next finds the blocks, and waiting would cost it a step.
-        self._link.post(messages.SETTLE_KV, room, num_filled, keep_for)
+    async def commit_kv(
+        self, allocation: KvAllocation, num_filled: int, keep_for: RequestId | None = None
+    ) -> None:
+        # Commands keep their order: a request submitted next finds the blocks. Waiting would cost it a step.
+        self._link.post(messages.COMMIT_KV, allocation, num_filled, keep_for)
 
     # --- KvTierable
 
@@ -437,8 +470,8 @@ class NativeEngine:
             self._link.post(messages.RELEASE_PREFILL, name)
             raise
 
-    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
-        return await self._link.call(messages.TAKE_KV, room, num_last, request_id)
+    async def attach_kv(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
+        return await self._link.call(messages.ATTACH_KV, allocation, num_last, request_id)
 
     # --- Prefill
 
@@ -460,7 +493,7 @@ class NativeEngine:
         self._loras = await self._link.call(messages.LORAS)
 
     async def unload_lora(self, name: str) -> None:
-        digest = self._loras.pop(name, None)  # at once: a request that is sent from now on comes after it
+        digest = self._loras.pop(name, None)  # immediately: requests sent from now on arrive after the unload
         try:
             await self._link.call(messages.UNLOAD_LORA, name)
         except NotFound:
@@ -482,7 +515,7 @@ def _map_slab(memory: int, layout: SlabLayout) -> Slab:
 
 
 def _open_slab(handle: DeviceHandle, device: str, layout: SlabLayout) -> Slab:
-    """Of the engine's device, as this process sees it."""
+    """The slab of the engine's device, mapped into this process."""
     import torch
 
     from kvolt.transfer.cuda.memory import open_memory
@@ -492,21 +525,22 @@ def _open_slab(handle: DeviceHandle, device: str, layout: SlabLayout) -> Slab:
     return Slab.on_device(memory, layout.block.block_bytes, layout)
 
 
-async def _bury(host: Host) -> None:
+async def _kill_host(host: Host) -> None:
     host.kill()
     try:
         async with asyncio.timeout(_EXIT_S):
-            await host.ended()
+            await host.wait_exit()
     except TimeoutError:
-        log.error("the engine does not end, and is left to itself")
+        log.error("the engine did not exit after SIGKILL; abandoning it")
 
 
-def _as_death(error: KvoltError) -> KvoltError:
-    """As requests are told that were with the engine, or come too late: another worker may do better."""
+def _as_request_error(error: KvoltError) -> KvoltError:
+    """The error for requests that were in the engine or arrive too late: they can be retried on another
+    worker."""
     if isinstance(error, EngineFailed):
         return EngineDied(error.message.partition("\n")[0], engine="native")
     return from_info(to_info(error))
 
 
-def _closed() -> EngineFailed:
+def _closed_error() -> EngineFailed:
     return EngineFailed("the engine was closed", engine="native")

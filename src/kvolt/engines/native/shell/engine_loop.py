@@ -1,7 +1,7 @@
-"""EngineLoop: commands, one step, what came of it, and again, for whatever core computes.
+"""EngineLoop: handles commands, runs a step, sends its output, and repeats; for any core.
 
-Owns the order of things on the engine's side, and its end of the socket. Synchronous; imports no torch. Where it
-runs and how a core is loaded is in `process`.
+Owns the order of work on the engine's side and its end of the socket. Synchronous; imports no torch. Loading
+a core and choosing its process or thread is in `process`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, 
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, StopConditions
-from kvolt.engines.child_messages import FrameCutter, frame, raw
-from kvolt.engines.contract import KvHeld
+from kvolt.engines.contract import HeldKv
+from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
 from kvolt.engines.native.shell.messages import (
     COMPUTED_KV,
     METHODS,
@@ -34,10 +34,10 @@ from kvolt.engines.native.shell.messages import (
     Answer,
     Call,
     Command,
-    Facts,
+    EngineFacts,
     Reply,
     Start,
-    StepWording,
+    StepEncoder,
     Stop,
     Submit,
     decode_command,
@@ -51,26 +51,28 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 64 * 1024
 _STALLED_S = 0.01
-"""Between looks at a core that has work, but nothing that can run now."""
+"""Poll interval of a core that has work but cannot run any of it."""
 _LATER = (PREFILL, COMPUTED_KV)
-"""Calls that a later step answers."""
+"""Calls that are answered by a later step."""
 _ANY_REQUEST = Request(request_id=RequestId(""), model="", token_ids=(), stop=StopConditions(max_tokens=1))
-"""Without an adapter and without a salt."""
+"""A request without adapter and salt."""
 
 
 class Core(Protocol):
-    """What is served: `core.EngineCore`, or what a test puts in its place."""
+    """The served core: `core.EngineCore`, or a test double."""
 
     card: ModelCard
     info: EngineInfo
     keys_of: Callable[[Request], BlockKeyContext]
     scheduler: Scheduler
     runner: Any
-    """Knows the model's config."""
+    """Gives the model's config."""
     capabilities: Any
-    """Has a method for each of `messages.METHODS` but withdraw; `prefill` and `computed_kv` take a callable besides,
-    which a later step calls with what was asked for or the ErrorInfo. `next_expiry`: when a hold runs out, by the
-    monotonic clock, or None; `step` then releases it."""
+    """Implements each of `messages.METHODS` except withdraw.
+
+    `prefill` and `computed_kv` also take a callback, which a later step calls with the result or an
+    ErrorInfo. `next_expiry` is the monotonic time at which a hold expires, or None; `step` releases it then.
+    """
 
     @property
     def has_work(self) -> bool: ...
@@ -82,7 +84,7 @@ class Core(Protocol):
     def withdraw(self, request_id: RequestId) -> bool: ...
 
     def step(self) -> StepOutput | None:
-        """None when nothing ran and there is nothing to tell."""
+        """None if nothing ran and there is nothing to report."""
         ...
 
     def load(self) -> WorkerLoad: ...
@@ -90,8 +92,8 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-def facts_of(core: Core) -> Facts:
-    return Facts(
+def engine_facts(core: Core) -> EngineFacts:
+    return EngineFacts(
         limits=core.scheduler.limits,
         keys=core.keys_of(_ANY_REQUEST),
         layout=core.capabilities.kv_layout(),
@@ -103,84 +105,84 @@ def facts_of(core: Core) -> Facts:
 
 
 def _device_memory(core: Core) -> DeviceHandle | None:
-    """Of the first rank."""
+    """Handle of the first rank's memory."""
     try:
         handle: DeviceHandle | None = core.runner.slab.device_handle()
     except Unsupported as error:
-        log.warning("KV blocks cannot go to other workers: %s", error)
+        log.warning("KV blocks cannot be sent to other workers: %s", error)
         return None
     return handle
 
 
-class ShellGone(Exception):
-    """The other end of the socket is closed: there is nobody to compute for."""
+class ShellClosed(Exception):
+    """The other end of the socket is closed."""
 
 
 class Pipe:
-    """The engine's end of the socket; ShellGone when it is of no more use. `send` is for any thread."""
+    """The engine's end of the socket. Raises ShellClosed when the other end is gone. `send` is thread-safe."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._socket.setblocking(True)
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        self._cutter = FrameCutter()
+        self._cutter = FrameSplitter()
         self._lock = threading.Lock()
 
     def send(self, message: Answer) -> None:
-        data = frame(message)
+        data = encode_frame(message)
         try:
             with self._lock:
                 self._socket.sendall(data)
         except OSError as error:
-            raise ShellGone from error
+            raise ShellClosed from error
 
     def receive(self, wait_s: float | None) -> list[memoryview]:
-        """Messages that are here; waits for the first up to `wait_s` (None: for ever)."""
+        """The available messages; waits up to `wait_s` for the first (None: forever)."""
         if wait_s != 0.0 and not self._poll.poll(None if wait_s is None else wait_s * 1000):
             return []
-        found: list[memoryview] = []
+        messages: list[memoryview] = []
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return found
+                return messages
             except OSError as error:
-                raise ShellGone from error
+                raise ShellClosed from error
             if not data:
-                raise ShellGone
-            found += self._cutter.feed(data)
+                raise ShellClosed
+            messages += self._cutter.feed(data)
             if len(data) < _READ_BYTES:
-                return found
+                return messages
 
     def receive_start(self) -> Start:
         while True:
             for message in self.receive(None):
-                return decode_start(message)  # nothing follows it until it is answered
+                return decode_start(message)  # no message follows it before it is answered
 
     def close(self) -> None:
         self._socket.close()
 
 
 class EngineLoop:
-    """Commands, a step, what came of it; again and again."""
+    """See the module."""
 
     def __init__(self, pipe: Pipe, core: Core, clock: Clock) -> None:
         self._pipe = pipe
         self._core = core
         self._clock = clock
-        self._wording = StepWording()
+        self._encoder = StepEncoder()
         self._num_seen = 0
         self._stopped = False
         self._failed: list[tuple[RequestId, ErrorInfo]] = []
-        self._told_load = WorkerLoad()
+        self._reported_load = WorkerLoad()
         self._has_dropped = False
-        """Whether a request was taken away since something was told."""
+        """Whether a request was dropped since the last report."""
 
     def run(self) -> None:
-        """Until Stop, or ShellGone. What a step raises is the end as well."""
+        """Run until Stop or ShellClosed. Exceptions of a step propagate."""
         core = self._core
-        wait_s = self._patience_s(has_moved=True)
+        wait_s = self._wait_s(has_moved=True)
         while True:
             for message in self._pipe.receive(wait_s):
                 self._num_seen += 1
@@ -189,12 +191,12 @@ class EngineLoop:
                 return
             output = core.step()
             if output is not None or self._failed:
-                self._tell(output or StepOutput(load=core.load()))
+                self._send_step(output or StepOutput(load=core.load()))
             elif not core.has_work:
-                self._tell_rest()
-            wait_s = self._patience_s(has_moved=output is not None)
+                self._send_idle_load()
+            wait_s = self._wait_s(has_moved=output is not None)
 
-    def _patience_s(self, *, has_moved: bool) -> float | None:
+    def _wait_s(self, *, has_moved: bool) -> float | None:
         if self._core.has_work:
             return 0.0 if has_moved else _STALLED_S
         expiry = self._core.capabilities.next_expiry
@@ -215,18 +217,18 @@ class EngineLoop:
                 self._stopped = True
 
     def _submit(self, request: Request) -> None:
-        """Whatever is wrong with a request is its own failure only."""
+        """Errors of a request fail only that request."""
         request_id = request.request_id
         try:
             self._core.submit(request)
         except KvoltError as error:
-            self._core.scheduler.cancel_arrivals(request_id)
+            self._core.scheduler.release_prefetched(request_id)
             self._failed.append((request_id, to_info(error)))
         except Exception as error:
-            log.exception("the engine failed to take %s", request_id)
+            log.exception("request rejected by an engine error: id=%s", request_id)
             with contextlib.suppress(Exception):
-                self._core.abort(request_id)  # it may have got half of it
-            message = f"the engine failed to take the request ({type(error).__name__})"
+                self._core.abort(request_id)  # it may be partly registered
+            message = f"the engine failed to accept the request ({type(error).__name__})"
             self._failed.append((request_id, to_info(EngineFailed(message, engine="native"))))
 
     def _call(self, call: Call) -> None:
@@ -237,45 +239,46 @@ class EngineLoop:
             owner = self._core if method is WITHDRAW else self._core.capabilities
             call_it = getattr(owner, method.name)
             if method in _LATER:
-                call_it(*arguments, done=lambda found: self._reply(number, found))
+                call_it(*arguments, lambda result: self._reply(number, result))
                 return
-            value = raw(call_it(*arguments))
+            value = encode_raw(call_it(*arguments))
         except KvoltError as error:
             self._reply(number, to_info(error))
         except Exception as error:
-            log.exception("the engine failed at %s", call.method)
+            log.exception("engine call failed: method=%s", call.method)
             message = f"{call.method} failed ({type(error).__name__})"
             self._reply(number, to_info(EngineFailed(message, engine="native")))
         else:
             self._pipe.send(Reply(number, value))
 
-    def _reply(self, number: int, found: Handoff | KvHeld | ErrorInfo) -> None:
-        if isinstance(found, ErrorInfo):
-            self._pipe.send(Reply(number, error=found))
+    def _reply(self, number: int, result: Handoff | HeldKv | ErrorInfo) -> None:
+        if isinstance(result, ErrorInfo):
+            self._pipe.send(Reply(number, error=result))
         else:
-            self._pipe.send(Reply(number, raw(found)))
+            self._pipe.send(Reply(number, encode_raw(result)))
 
-    # --- telling
+    # --- output
 
-    def _tell(self, output: StepOutput) -> None:
+    def _send_step(self, output: StepOutput) -> None:
         if self._failed:
             output = msgspec.structs.replace(output, failed=(*output.failed, *self._failed))
             self._failed.clear()
         if output.load is not None:
-            self._told_load = output.load
+            self._reported_load = output.load
         self._has_dropped = False
-        self._pipe.send(self._wording.step(self._num_seen, output))
+        self._pipe.send(self._encoder.step(self._num_seen, output))
 
-    def _tell_rest(self) -> None:
-        """What was stopped between steps is in no step's load: without this the last one would stand.
+    def _send_idle_load(self) -> None:
+        """Report the load after requests were dropped between steps: otherwise the last step's load would
+        stand.
 
-        Also where no load has changed: a request that went while its grammar was compiled was in none, but who
-        waited for a step of it has to hear that the engine is at rest, and not stuck.
+        Also sent if the load did not change: a request dropped while its grammar compiled was in no load, but
+        its waiter must learn that the engine is idle.
         """
-        load, told = self._core.load(), self._told_load
+        load, reported = self._core.load(), self._reported_load
         if self._has_dropped or (load.running, load.waiting, load.kv_used_blocks) != (
-            told.running,
-            told.waiting,
-            told.kv_used_blocks,
+            reported.running,
+            reported.waiting,
+            reported.kv_used_blocks,
         ):
-            self._tell(StepOutput(load=load))
+            self._send_step(StepOutput(load=load))

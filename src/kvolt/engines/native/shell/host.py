@@ -1,7 +1,4 @@
-"""Where an engine core runs: a process of its own, or a thread of the shell's.
-
-Owns its start and its end. Knows nothing of what is said over the socket.
-"""
+"""Host of an engine core: a separate process, or a thread of the shell. Owns its start and exit."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 from kvolt.engines.child_process import ChildProcess
-from kvolt.engines.native.shell.engine_loop import Pipe, ShellGone
+from kvolt.engines.native.shell.engine_loop import Pipe, ShellClosed
 from kvolt.engines.native.shell.process import serve
 
 log = logging.getLogger(__name__)
@@ -25,55 +22,56 @@ _LAST_OUTPUT_S = 1.0
 
 
 class Host(Protocol):
-    """A core that was started."""
+    """A running core."""
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal's number; None while it runs, and for a thread."""
+        """Negative for a signal number; None while it runs, and for a thread."""
         ...
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """What it wrote last, for people."""
+        """The last lines of its output."""
         ...
 
-    async def ended(self) -> str:
-        """Wait for its end; how it came, in a few words. All it wrote is there then."""
+    async def wait_exit(self) -> str:
+        """Wait for the exit and for all output; returns a short description of the exit."""
         ...
 
     def kill(self) -> None:
-        """End it now, as far as that is possible. Again and after its end: no error."""
+        """Stop it now if possible. Idempotent."""
         ...
 
 
 class ProcessHost(ChildProcess):
-    """It ends with this process, however that ends: see `stop.die_with_parent`, and the process's own watch."""
+    """An engine process. Ends with this process: see `stop.die_with_parent`, and the watch thread of the
+    process."""
 
     @classmethod
     async def start(cls, end: socket.socket, memory_fds: Sequence[int]) -> Self:
-        """Takes over `end`, also when it fails. Cancelling leaves nothing behind."""
+        """Takes ownership of `end`, even on failure. A cancelled call leaves nothing behind."""
         with end:
-            return await cls.of_module(_MODULE, [end.fileno(), *memory_fds], name="engine process")
+            return await cls.start_module(_MODULE, [end.fileno(), *memory_fds], name="engine process")
 
 
 class ThreadHost:
-    """It cannot be killed: it ends after the step that it is at. A daemon, so that no exit waits for it."""
+    """A daemon thread. Cannot be killed: it ends after its current step."""
 
     exit_code = None
     last_lines: tuple[str, ...] = ()
 
     def __init__(self, end: socket.socket, memory_fds: Sequence[int]) -> None:
-        """Takes over `end`."""
+        """Takes ownership of `end`."""
         self._end = end
-        self._memory_fds = [os.dup(each) for each in memory_fds]  # they may outlive the shell's
+        self._memory_fds = [os.dup(each) for each in memory_fds]  # they may outlive the shell's descriptors
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
-    async def ended(self) -> str:
+    async def wait_exit(self) -> str:
         await self._ended.wait()
-        self._thread.join(_LAST_OUTPUT_S)  # it has nothing left to do but to return
+        self._thread.join(_LAST_OUTPUT_S)  # only its return is left
         return "ended"
 
     def kill(self) -> None:
@@ -84,7 +82,7 @@ class ThreadHost:
         pipe = Pipe(self._end)
         try:
             serve(pipe, pipe.receive_start(), self._memory_fds)
-        except ShellGone:
+        except ShellClosed:
             pass
         except BaseException:
             log.exception("the engine's thread failed")

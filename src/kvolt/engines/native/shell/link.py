@@ -1,8 +1,7 @@
-"""The shell's end of the socket: commands out, answers in, calls with their replies.
+"""Link: the shell's end of the socket. Sends commands, receives messages, matches replies to calls.
 
-Never blocks the loop: what the engine does not take at once waits in a buffer, which is bounded. Reads all that
-comes at once, so the engine is not held up either, unless its steps are left lying (`hold_back`). Knows no
-requests: what an answer means is up to who gets it.
+Never blocks the loop: unsent data is buffered, up to a limit. Reads everything at once, so that the engine is
+not blocked either, unless reading is paused (`set_paused`). Knows no requests.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Overloaded, from_info, to_info
-from kvolt.engines.child_messages import FrameCutter, frame, raw
+from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
 from kvolt.engines.native.shell.messages import (
     Answer,
     Call,
@@ -28,37 +27,37 @@ from kvolt.engines.native.shell.messages import (
 R = TypeVar("R")
 
 MAX_BUFFER_BYTES = 64 * 1024 * 1024
-"""Of commands that the engine has not taken yet. Past it no requests and calls are taken; aborts always are."""
+"""Most unsent bytes of commands. Beyond it requests and calls are rejected; aborts are always sent."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A call that was not answered yet."""
+    """A call waiting for its reply."""
 
     method: Method[Any]
     reply: asyncio.Future[Any]
-    """Cancelled when who waited gave up."""
+    """Cancelled if the caller gave up."""
     on_value: Callable[[Any], None] | None
 
 
 class Link(asyncio.Protocol):
-    """See the module. `on_answer` gets everything but replies; `on_lost` is called once, at the end."""
+    """See the module. `on_answer` gets all messages except replies; `on_lost` is called once, at the end."""
 
     def __init__(self, on_answer: Callable[[Answer], None], on_lost: Callable[[], None]) -> None:
         self.num_sent = 0
-        """Commands so far; `Step.num_seen` counts the same."""
+        """Commands sent; `Step.num_seen` counts the same."""
         self.lost = asyncio.Event()
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._cutter = FrameCutter()
+        self._cutter = FrameSplitter()
         self._calls: dict[int, _Waiting] = {}
         self._num_calls = 0
         self._failure: KvoltError | None = None
         self._transport: asyncio.Transport | None = None
-        self._held_back = False
+        self._is_paused = False
 
     async def connect(self, end: socket.socket) -> None:
-        """Takes over `end`."""
+        """Takes ownership of `end`."""
         end.setblocking(False)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
@@ -66,29 +65,31 @@ class Link(asyncio.Protocol):
             end.close()
             raise
 
-    # --- out
+    # --- outgoing
 
     def start(self, message: Start) -> None:
         assert self._transport is not None
-        self._transport.write(frame(message))
+        self._transport.write(encode_frame(message))
 
     def send(self, command: Command) -> int:
-        """The command's number. Nothing is sent where nobody is there."""
+        """Send a command and return its number. Sends nothing if the connection is closed."""
         self.num_sent += 1
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(command))
+            self._transport.write(encode_frame(command))
         return self.num_sent
 
     def check_room(self) -> None:
         if self._transport is not None and self._transport.get_write_buffer_size() > MAX_BUFFER_BYTES:
-            raise Overloaded("the engine takes no commands now", queue="engine pipe", limit=MAX_BUFFER_BYTES)
+            raise Overloaded(
+                "the engine's command buffer is full", queue="engine pipe", limit=MAX_BUFFER_BYTES
+            )
 
     async def call(
         self, method: Method[R], *arguments: object, on_value: Callable[[R], None] | None = None
     ) -> R:
-        """Errors as the engine raised them; DeadlineExceeded when it does not answer in the method's time.
+        """Raises the engine's error, or DeadlineExceeded if the reply takes longer than the method's timeout.
 
-        `on_value` is told of the answer in any case, also when the caller was cancelled meanwhile.
+        `on_value` is called with the result in any case, even if the caller was cancelled.
         """
         if self._failure is not None:
             raise from_info(to_info(self._failure))
@@ -96,7 +97,7 @@ class Link(asyncio.Protocol):
         self._num_calls += 1
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._calls[self._num_calls] = _Waiting(method, reply, on_value)
-        self.send(Call(self._num_calls, method.name, raw(arguments)))
+        self.send(Call(self._num_calls, method.name, encode_raw(arguments)))
         try:
             async with asyncio.timeout(method.timeout_s):
                 return await reply
@@ -106,23 +107,23 @@ class Link(asyncio.Protocol):
             ) from None
 
     def post(self, method: Method[Any], *arguments: object) -> None:
-        """A call whose answer nobody waits for."""
-        self.send(Call(0, method.name, raw(arguments)))
+        """A call whose reply is ignored."""
+        self.send(Call(0, method.name, encode_raw(arguments)))
 
     def fail(self, error: KvoltError) -> None:
-        """Nothing will be answered any more."""
+        """Fail all pending and future calls."""
         self._failure = error
         calls, self._calls = self._calls, {}
         for waiting in calls.values():
             if not waiting.reply.done():
                 waiting.reply.set_exception(error)
 
-    def hold_back(self, is_full: bool) -> None:
-        """Stop reading, or go on: then the engine waits, at the latest when the socket is full as well."""
-        if self._transport is None or self._transport.is_closing() or is_full == self._held_back:
+    def set_paused(self, is_paused: bool) -> None:
+        """Pause or resume reading. While paused the engine blocks once the socket buffer is full."""
+        if self._transport is None or self._transport.is_closing() or is_paused == self._is_paused:
             return
-        self._held_back = is_full
-        if is_full:
+        self._is_paused = is_paused
+        if is_paused:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -131,7 +132,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # --- in
+    # --- incoming
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -140,7 +141,7 @@ class Link(asyncio.Protocol):
         for message in self._cutter.feed(data):
             answer = decode_answer(message)
             if isinstance(answer, Reply):
-                self._take_reply(answer)
+                self._on_reply(answer)
             else:
                 self._on_answer(answer)
 
@@ -148,7 +149,7 @@ class Link(asyncio.Protocol):
         self.lost.set()
         self._on_lost()
 
-    def _take_reply(self, answer: Reply) -> None:
+    def _on_reply(self, answer: Reply) -> None:
         waiting = self._calls.pop(answer.number, None)
         if waiting is None:
             return

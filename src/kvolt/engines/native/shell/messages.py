@@ -1,8 +1,8 @@
-"""What the engine and its shell say to each other: typed messages, in the frames of `child_messages`.
+"""Messages between the engine and its shell, in the frames of `framing`.
 
-The shell sends commands, which are counted; the engine handles them in order, between steps. Every step says how
-many of them it had seen, so that the shell can tell what it said before it knew better (see `Step.num_seen`).
-Knows neither sockets nor torch: both ends read and write it.
+The shell numbers its commands; the engine handles them in order between steps. Every step carries the number
+of commands handled before it, so that the shell can detect outdated output (see `Step.num_seen`). Imports
+neither sockets nor torch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.child_messages import raw
-from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, Pooling, SealedKv
+from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, Pooling, SealedKv
+from kvolt.engines.framing import encode_raw
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.scheduler.step_plan import Limits
 from kvolt.transfer.memory.device_memory import DeviceHandle
 
-_NOTHING = raw(None)
+_NONE = encode_raw(None)
 
 
 # --- Commands -----------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """The first message, and no command: what to load."""
+    """The first message: what to load. Not counted as a command."""
 
     spec: EngineSpec
     arguments: NativeArguments
     core: str
-    """What loads it, as `module:function`."""
+    """Loader of the core, as `module:function`."""
     log_level: int
 
 
@@ -67,29 +67,29 @@ Command = Submit | Abort | Call | Stop
 # --- Answers ------------------------------------------------------------------------------------------
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the shell must know of a loaded engine to check requests and to name blocks."""
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a loaded engine that the shell needs to check requests and to name blocks."""
 
     limits: Limits
     keys: BlockKeyContext
-    """Common to all block keys, but for adapters and salts."""
+    """Constant part of all block keys, without adapters and salts."""
     layout: KvLayout
     loras: dict[str, str]
-    """Digests of the loaded adapters by name, in order of loading."""
+    """Digests of the loaded adapters by name, in loading order."""
     vocab_size: int
     device_memory: DeviceHandle | None = None
-    """By which the KV blocks are reached that lie in a device's memory; None where that cannot be."""
+    """Handle of KV blocks in device memory; None if they cannot be shared."""
     device: str = "cpu"
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """What loading is at, for people."""
+    """Loading progress, as text for the log."""
 
     text: str
 
 
 class Log(msgspec.Struct, frozen=True, array_like=True, tag="log"):
-    """A log record of the engine's process."""
+    """A log record of the engine process."""
 
     level: int
     logger: str
@@ -99,17 +99,17 @@ class Log(msgspec.Struct, frozen=True, array_like=True, tag="log"):
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     card: ModelCard
     info: EngineInfo
-    facts: Facts
+    facts: EngineFacts
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """A StepOutput. One is sent per step, so what stays the same from step to step is left out."""
+    """A StepOutput. Sent for every step, so fields that rarely change are omitted."""
 
     num_seen: int
-    """Commands handled before it. What a step with a smaller number says of a request is about its past."""
+    """Commands handled before it. Output of a step with a smaller number may concern dropped requests."""
     plain_tokens: tuple[int, ...] = ()
     plain_ids: tuple[RequestId, ...] | None = None
-    """None: those of the latest step that told them."""
+    """None: unchanged since the last step that had them."""
     load: WorkerLoad | None = None
     deltas: tuple[tuple[RequestId, Delta], ...] = ()
     kv_changes: tuple[KvChange, ...] = ()
@@ -118,7 +118,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     number: int
-    value: msgspec.Raw = _NOTHING
+    value: msgspec.Raw = _NONE
     error: ErrorInfo | None = None
 
 
@@ -127,7 +127,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
 
     error: ErrorInfo
     trace: str = ""
-    """Where it happened; empty for an error that was foreseen."""
+    """Traceback; empty for an expected error."""
 
 
 Answer = Progress | Log | Loaded | Step | Reply | Fatal
@@ -137,8 +137,8 @@ decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-class StepWording:
-    """StepOutputs as messages. Remembers which batch the other end knows."""
+class StepEncoder:
+    """Encodes StepOutputs as Steps. Remembers the plain ids that the other end knows."""
 
     def __init__(self) -> None:
         self._plain_ids: tuple[RequestId, ...] = ()
@@ -146,7 +146,7 @@ class StepWording:
     def step(self, num_seen: int, output: StepOutput) -> Step:
         plain_ids: tuple[RequestId, ...] | None = None
         if output.plain_ids != self._plain_ids:
-            # Also when there are none now: the same ids after a pause may be other requests.
+            # Also if empty: the same ids after a pause may belong to other requests.
             plain_ids = self._plain_ids = output.plain_ids
         return Step(
             num_seen,
@@ -165,7 +165,7 @@ R = TypeVar("R")
 
 
 class Method(Generic[R]):
-    """A call that the shell passes on: its name, and the types of what goes there and comes back."""
+    """A method that the shell can call: name, argument and result types, timeout."""
 
     __slots__ = ("decode_arguments", "decode_value", "name", "timeout_s")
 
@@ -184,15 +184,17 @@ MATCH: Method[int] = Method("match", tuple[Request], int)
 KV_CONTENTS: Method[tuple[Stored, ...]] = Method("kv_contents", tuple[()], tuple[Stored, ...])
 EXPORT_KV: Method[tuple[KvBlock, ...]] = Method("export_kv", tuple[list[BlockKey]], tuple[KvBlock, ...])
 IMPORT_KV: Method[int] = Method("import_kv", tuple[list[KvBlock]], int)
-HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
-COMPUTED_KV: Method[KvHeld] = Method("computed_kv", tuple[RequestId, int], KvHeld, None)  # as long as PREFILL
-MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
-SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int, RequestId | None], None)
-TAKE_KV: Method[KvTaken] = Method("take_kv", tuple[KvRoom, int, RequestId], KvTaken)
+HELD_KV: Method[HeldKv] = Method("held_kv", tuple[RequestId], HeldKv)
+COMPUTED_KV: Method[HeldKv] = Method("computed_kv", tuple[RequestId, int], HeldKv, None)  # as long as PREFILL
+ALLOCATE_KV: Method[KvAllocation] = Method(
+    "allocate_kv", tuple[list[BlockKey], list[SequenceHash]], KvAllocation
+)
+COMMIT_KV: Method[None] = Method("commit_kv", tuple[KvAllocation, int, RequestId | None], None)
+ATTACH_KV: Method[AttachedKv] = Method("attach_kv", tuple[KvAllocation, int, RequestId], AttachedKv)
 PIN_SEALED: Method[tuple[SealedKv, ...]] = Method("pin_sealed", tuple[RequestId], tuple[SealedKv, ...])
 PREFILL: Method[Handoff] = Method(
     "prefill", tuple[Request], Handoff, None
-)  # its caller's to bound, as a request is
+)  # bounded by its caller, like a request
 RELEASE_PREFILL: Method[None] = Method("release_prefill", tuple[RequestId], None)
 LOAD_LORA: Method[None] = Method("load_lora", tuple[str, str], None, 300.0)
 UNLOAD_LORA: Method[None] = Method("unload_lora", tuple[str], None)
@@ -208,11 +210,11 @@ METHODS: dict[str, Method[Any]] = {
         KV_CONTENTS,
         EXPORT_KV,
         IMPORT_KV,
-        HOLD_KV,
+        HELD_KV,
         COMPUTED_KV,
-        MAKE_ROOM,
-        SETTLE_KV,
-        TAKE_KV,
+        ALLOCATE_KV,
+        COMMIT_KV,
+        ATTACH_KV,
         PIN_SEALED,
         PREFILL,
         RELEASE_PREFILL,

@@ -1,9 +1,9 @@
-"""The engine's own process: loads a core, then runs its loop until told to stop.
+"""Entry point of the engine process: loads a core and runs its loop.
 
     python -m kvolt.engines.native.shell.process SOCKET_FD [MEMORY_FD of each rank]
 
-It lives as long as the shell holds the other end of the socket, whatever it is busy with. torch is imported by
-loading the core and not before: by then the number of threads is set. `serve` is also what a thread runs.
+Ends when the shell closes the socket, in any state. torch is imported by loading the core and not earlier,
+after the number of threads is set. `serve` also runs in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, to_info
-from kvolt.engines.native.shell.engine_loop import Core, EngineLoop, Pipe, ShellGone, facts_of
+from kvolt.engines.native.shell.engine_loop import Core, EngineLoop, Pipe, ShellClosed, engine_facts
 from kvolt.engines.native.shell.messages import Fatal, Loaded, Log, Progress, Start
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.host.cores import thread_env
@@ -33,7 +33,7 @@ from kvolt.runtime.stop import exit_at_once
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What loading needs of who asked for it."""
+    """Callbacks for loading."""
 
     progress: Callable[[str], None]
     memory: Callable[[int, int], int | None]
@@ -41,26 +41,27 @@ class Hooks:
 
 
 def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process: bool = False) -> int:
-    """Load and run; the exit code. Why it ends early is told before. ShellGone when nobody is there to be told."""
+    """Load a core and run it; returns the exit code. Reports the cause of an early end. Raises ShellClosed if
+    the shell is gone."""
     try:
         core = _load(pipe, start, memory_fds)
-    except ShellGone:
+    except ShellClosed:
         raise
     except KvoltError as error:
         return _fail(pipe, error, "")
     except Exception as error:
-        return _fail(pipe, _unforeseen("loading the model", error), traceback.format_exc())
+        return _fail(pipe, _unexpected("loading the model", error), traceback.format_exc())
     if is_own_process:
-        # What is loaded stays: the collector need not look at it again, in the middle of a step.
+        # Exclude loaded objects from garbage collection, which would delay steps.
         gc.collect()
         gc.freeze()
     try:
-        pipe.send(Loaded(core.card, core.info, facts_of(core)))
+        pipe.send(Loaded(core.card, core.info, engine_facts(core)))
         EngineLoop(pipe, core, SystemClock()).run()
-    except ShellGone:
+    except ShellClosed:
         raise
     except Exception as error:
-        return _fail(pipe, _unforeseen("a step", error), traceback.format_exc())
+        return _fail(pipe, _unexpected("a step", error), traceback.format_exc())
     finally:
         with contextlib.suppress(Exception):
             core.close()
@@ -69,7 +70,7 @@ def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process
 
 def _load(pipe: Pipe, start: Start, memory_fds: Sequence[int]) -> Core:
     def memory(rank: int, num_bytes: int) -> int | None:
-        """The shell's memory, made as large as it has to be; a descriptor for the caller to close."""
+        """The shell's memory resized to `num_bytes`; the caller closes the descriptor."""
         if rank >= len(memory_fds):
             return None
         os.ftruncate(memory_fds[rank], num_bytes)
@@ -88,7 +89,7 @@ def _load(pipe: Pipe, start: Start, memory_fds: Sequence[int]) -> Core:
     return core
 
 
-def _unforeseen(what: str, error: Exception) -> EngineFailed:
+def _unexpected(what: str, error: Exception) -> EngineFailed:
     first_line = str(error).partition("\n")[0][:500]
     return EngineFailed(f"{what} failed: {type(error).__name__}: {first_line}", engine="native")
 
@@ -99,22 +100,22 @@ def _fail(pipe: Pipe, error: KvoltError, trace: str) -> int:
 
 
 class _LogToShell(logging.Handler):
-    """The shell writes all logs, in its format."""
+    """Sends all log records to the shell, which writes them."""
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter("%(message)s"))  # the rest is the shell's
+        self.setFormatter(logging.Formatter("%(message)s"))  # the shell adds the rest
         self._pipe = pipe
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(ShellGone):  # and so are we in a moment
+        with contextlib.suppress(ShellClosed):  # this process ends in a moment
             self._pipe.send(Log(record.levelno, record.name, self.format(record)))
 
 
-def _end_with(shell: int) -> None:
-    """End this process when the other end of the socket is closed, in the middle of anything."""
+def _exit_with(shell: int) -> None:
+    """Exit this process when the other end of the socket is closed."""
     poll = select.poll()
-    poll.register(shell, 0)  # no event is asked for: what is left is that the peer hung up
+    poll.register(shell, 0)  # no events requested: only a hang-up is reported
     poll.poll()
     exit_at_once(1)
 
@@ -124,26 +125,26 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(
             number, signal.SIG_IGN
-        )  # both may go to the whole group, and the shell has to drain first
+        )  # signals may reach the whole group, and the shell must drain first
     faulthandler.enable()
     for descriptor in (socket_fd, *memory_fds):
-        os.set_inheritable(descriptor, False)  # a helper of ours must not keep them open
+        os.set_inheritable(descriptor, False)  # child processes must not keep them open
     end = socket.socket(fileno=socket_fd)
-    threading.Thread(target=_end_with, args=(socket_fd,), name="shell-watch", daemon=True).start()
+    threading.Thread(target=_exit_with, args=(socket_fd,), name="shell-watch", daemon=True).start()
     pipe = Pipe(end)
     try:
         start = pipe.receive_start()
         logging.basicConfig(level=start.log_level, handlers=[_LogToShell(pipe)])
         if start.arguments.threads is not None:
-            # Thread pools read it when they are made, at the first import.
+            # Thread pools read it when they are created, at the first import.
             for name, value in thread_env(range(start.arguments.threads)).items():
                 os.putenv(name, value)
         return serve(pipe, start, memory_fds, is_own_process=True)
-    except ShellGone:
+    except ShellClosed:
         return 1
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    exit_at_once(code)  # libraries' threads and destructors have nothing left to do
+    exit_at_once(code)  # threads and destructors of libraries need not run

@@ -1,4 +1,4 @@
-"""What loading is at, as log lines: as soon as it changes, but not too often, and never an old one last."""
+"""Loading progress as log lines: rate limited, and never out of date at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _EVERY_S = 2.0
 
 
 class ProgressLines:
-    """For one loop. The first line is written at once; of those that follow fast, the last when its time comes."""
+    """For one event loop. Writes the first line at once, and the latest of the following ones every
+    `every_s`."""
 
     def __init__(self, log: logging.Logger, every_s: float = _EVERY_S) -> None:
         self._log = log
@@ -18,13 +19,13 @@ class ProgressLines:
         self._written: str | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self._next = text
         if self._timer is None:
             self._write()
 
     def close(self) -> None:
-        """Write what waits, and no more by itself."""
+        """Write the pending line and stop."""
         self._flush()
         if self._timer is not None:
             self._timer.cancel()

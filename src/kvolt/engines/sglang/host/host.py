@@ -1,9 +1,9 @@
-"""The host process: starts SGLang and stands between its schedulers and the engine, until told to stop.
+"""Host process: starts SGLang and relays messages between its schedulers and the engine.
 
     python -m kvolt.engines.sglang.host.host SOCKET_FD
 
-Owns the schedulers' lives: they end with it, and it ends with the first of them, or with the engine's end of the
-socket. Says messages of SGLang in plain types, and decides nothing about requests.
+Ends when a scheduler ends or when the engine closes the socket, and takes all schedulers down with it. Converts
+SGLang's messages to plain types and makes no decisions about requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from kvolt.core.errors import EngineFailed, KvoltError, to_info
-from kvolt.engines.child_messages import FrameCutter, frame
+from kvolt.engines.framing import FrameSplitter, encode_frame
 from kvolt.engines.sglang.host.launch import Launched, launch
 from kvolt.engines.sglang.host.messages import (
     Abort,
@@ -55,24 +55,24 @@ class EngineGone(Exception):
 
 
 class ChildFailed(Exception):
-    """A scheduler says that it failed: SIGQUIT is SGLang's way to."""
+    """A scheduler failed, which SGLang signals with SIGQUIT."""
 
 
 class Pipe:
-    """This end of the socket."""
+    """The host's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
-        self._cutter = FrameCutter()
+        self._cutter = FrameSplitter()
 
     def send(self, message: Answer) -> None:
         try:
-            self.socket.sendall(frame(message))
+            self.socket.sendall(encode_frame(message))
         except OSError as error:
             raise EngineGone from error
 
     def receive(self) -> list[Command]:
-        """What is there; waits for the first bytes."""
+        """Received commands; blocks for the first bytes."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except OSError as error:
@@ -83,7 +83,7 @@ class Pipe:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingCall:
     """A call that not all ranks have answered."""
 
     call: Flush | LoadLora | UnloadLora
@@ -92,15 +92,15 @@ class _Waiting:
 
 
 class Host:
-    """An SGLang that runs, and who it is run for."""
+    """Event loop between the schedulers and the engine."""
 
     def __init__(self, pipe: Pipe, launched: Launched) -> None:
         self._pipe = pipe
         self._launched = launched
         self._sockets = launched.sockets
         self._lora_ids = launched.lora_ids
-        self._calls: list[_Waiting] = []
-        """Schedulers answer them in their order, without saying which."""
+        self._calls: list[_PendingCall] = []
+        """Pending calls. Schedulers answer in order, without an id."""
         self._marks: dict[int, int] = {}
         self._rank = 0
         self._is_stopped = False
@@ -114,7 +114,7 @@ class Host:
             for ready, _ in poller.poll():
                 if ready == self._pipe.socket.fileno():
                     for command in self._pipe.receive():
-                        self._obey(command)
+                        self._handle(command)
                 elif ready is self._sockets.tokens:
                     self._drain(self._sockets.tokens)
                 elif ready is self._sockets.answers:
@@ -132,11 +132,11 @@ class Host:
                 message = sock_recv(source, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._hear(message)
+            self._on_message(message)
 
     # --- from the schedulers
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, int):
             self._rank, number = read_mark(message)
             self._marks[self._rank] = number
@@ -146,26 +146,26 @@ class Host:
                 rank = next(iter(message.dp_ranks or ()), None) or 0
                 number = self._marks.get(rank, 0)
                 self._pipe.send(Batch(rows_of(message), self._loads(), rank, number))
-            case "AbortReq":  # it was not running yet
+            case "AbortReq":  # aborted before it started
                 finish = message.finished_reason or {"type": "abort", "message": message.abort_message}
                 self._pipe.send(Batch([Row(message.rid, [], finish)], self._loads()))
             case "FlushCacheReqOutput" | "LoRAUpdateOutput" as name:
-                self._answer(name, message)
+                self._on_call_result(name, message)
 
-    def _answer(self, name: str, message: Any) -> None:
+    def _on_call_result(self, name: str, message: Any) -> None:
         kinds = (Flush,) if name == "FlushCacheReqOutput" else (LoadLora, UnloadLora)
-        waiting = next((each for each in self._calls if isinstance(each.call, kinds)), None)
-        if waiting is None:
+        pending = next((each for each in self._calls if isinstance(each.call, kinds)), None)
+        if pending is None:
             return
-        waiting.num_left -= 1
+        pending.num_left -= 1
         if not message.success:
-            waiting.error = str(
+            pending.error = str(
                 getattr(message, "message", "") or getattr(message, "error_message", "") or "refused"
             )
-        if waiting.num_left:
+        if pending.num_left:
             return
-        self._calls.remove(waiting)
-        call, error = waiting.call, waiting.error
+        self._calls.remove(pending)
+        call, error = pending.call, pending.error
         if (isinstance(call, LoadLora) and error) or (isinstance(call, UnloadLora) and not error):
             self._lora_ids.pop(call.name, None)
         self._pipe.send(Done(call.call, error))
@@ -178,7 +178,7 @@ class Host:
 
     # --- from the engine
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         from sglang.srt.managers import io_struct
 
         match command:
@@ -187,30 +187,30 @@ class Host:
             case Abort(rid):
                 self._send(io_struct.AbortReq(rid=rid))
             case Flush(_, timeout_s):
-                self._wait_for(command)
+                self._add_call(command)
                 self._send(io_struct.FlushCacheReqInput(timeout_s=timeout_s))
             case LoadLora(_, name, path):
                 from sglang.srt.lora.lora_registry import LoRARef
 
                 lora = LoRARef(lora_name=name, lora_path=path, pinned=False)
                 self._lora_ids[name] = lora.lora_id
-                self._wait_for(command)
+                self._add_call(command)
                 self._send(
                     io_struct.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path, lora_id=lora.lora_id)
                 )
             case UnloadLora(_, name):
-                self._wait_for(command)
+                self._add_call(command)
                 self._send(
                     io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=self._lora_ids.get(name))
                 )
             case Stop():
                 self._is_stopped = True
 
-    def _wait_for(self, call: Flush | LoadLora | UnloadLora) -> None:
-        self._calls.append(_Waiting(call, self._launched.facts.num_ranks))
+    def _add_call(self, call: Flush | LoadLora | UnloadLora) -> None:
+        self._calls.append(_PendingCall(call, self._launched.facts.num_ranks))
 
     def _generate(self, command: Generate) -> None:
-        """As SGLang's TokenizerManager does it."""
+        """Submit a request as SGLang's TokenizerManager does."""
         try:
             self._send(self._tokenized(command))
         except (ValueError, TypeError, msgspec.ValidationError) as error:
@@ -223,7 +223,7 @@ class Host:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = SamplingParams(**command.sampling)
-        sampling.normalize(tokenizer=self)  # whether there is one is all it asks, and the schedulers have it
+        sampling.normalize(tokenizer=self)  # only checked for None; the schedulers have the tokenizer
         sampling.verify(self._launched.facts.vocab_size)
         lora = command.fields.get("lora_name")
         request = TokenizedGenerateReqInput(
@@ -250,34 +250,34 @@ class Host:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """A BatchTokenIDOutput in plain types."""
+    """Convert a BatchTokenIDOutput."""
     return [
         Row(
             rid,
-            list(batch.output_ids[at]),
-            batch.finished_reasons[at],
-            batch.cached_tokens[at],
-            _pairs(batch.output_token_logprobs_val, batch.output_token_logprobs_idx, at),
-            _tops(batch.output_top_logprobs_val, batch.output_top_logprobs_idx, at),
-            _pairs(batch.input_token_logprobs_val, batch.input_token_logprobs_idx, at) or None,
-            _tops(batch.input_top_logprobs_val, batch.input_top_logprobs_idx, at) or None,
+            list(batch.output_ids[index]),
+            batch.finished_reasons[index],
+            batch.cached_tokens[index],
+            _pairs(batch.output_token_logprobs_val, batch.output_token_logprobs_idx, index),
+            _tops(batch.output_top_logprobs_val, batch.output_top_logprobs_idx, index),
+            _pairs(batch.input_token_logprobs_val, batch.input_token_logprobs_idx, index) or None,
+            _tops(batch.input_top_logprobs_val, batch.input_top_logprobs_idx, index) or None,
         )
-        for at, rid in enumerate(batch.rids)
+        for index, rid in enumerate(batch.rids)
     ]
 
 
-def _pairs(values: Any, ids: Any, at: int) -> list[Any] | None:
-    if not values or values[at] is None:
+def _pairs(values: Any, ids: Any, index: int) -> list[Any] | None:
+    if not values or values[index] is None:
         return None
-    return list(zip(values[at], ids[at], strict=True))
+    return list(zip(values[index], ids[index], strict=True))
 
 
-def _tops(values: Any, ids: Any, at: int) -> list[Any] | None:
-    if not values or values[at] is None:
+def _tops(values: Any, ids: Any, index: int) -> list[Any] | None:
+    if not values or values[index] is None:
         return None
     return [
         None if row is None else list(zip(row, names, strict=True))
-        for row, names in zip(values[at], ids[at], strict=True)
+        for row, names in zip(values[index], ids[index], strict=True)
     ]
 
 
@@ -292,13 +292,13 @@ def main(argv: list[str]) -> int:
     except EngineGone:
         pass
     except ChildFailed:
-        error = EngineFailed("a scheduler of SGLang failed: what it wrote says why", engine="sglang")
-        _say(pipe, error)
+        error = EngineFailed("a scheduler of SGLang failed, see its output", engine="sglang")
+        _send_error(pipe, error)
     except KvoltError as known:
-        _say(pipe, known)
-    except Exception as error:  # whatever it was, the engine is to know before this process ends
-        logging.getLogger(__name__).exception("the host of SGLang failed")
-        _say(pipe, EngineFailed(f"SGLang failed: {type(error).__name__}: {error}", engine="sglang"))
+        _send_error(pipe, known)
+    except Exception as error:  # report to the engine before this process ends
+        logging.getLogger(__name__).exception("SGLang host failed")
+        _send_error(pipe, EngineFailed(f"SGLang failed: {type(error).__name__}: {error}", engine="sglang"))
     finally:
         _end_children()
     return 0
@@ -311,8 +311,8 @@ def _serve(pipe: Pipe) -> None:
     start = commands[0]
     assert isinstance(start, Start), start
     logging.basicConfig(level=start.log_level)
-    tempfile.tempdir = start.folder  # the engine takes it away, with all that SGLang leaves there
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it is the worker's, who ends this process
+    tempfile.tempdir = start.folder  # removed by the engine with all files that SGLang leaves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the worker, which ends this process
     launched = launch(start, SystemClock())
     signal.signal(signal.SIGQUIT, _on_child_failed)
     pipe.send(Ready(launched.facts))
@@ -320,16 +320,16 @@ def _serve(pipe: Pipe) -> None:
         Host(pipe, launched).run()
     finally:
         with contextlib.suppress(OSError, AttributeError):
-            os.unlink(launched.loads.path)  # SGLang leaves it to its next start
+            os.unlink(launched.loads.path)  # SGLang removes it only at its next start
 
 
-def _say(pipe: Pipe, error: KvoltError) -> None:
+def _send_error(pipe: Pipe, error: KvoltError) -> None:
     with contextlib.suppress(EngineGone):
         pipe.send(Fatal(to_info(error)))
 
 
 def _end_children() -> None:
-    """All at once, and this process with them: the engine has put it at the head of a group of its own."""
+    """Kill the process group, including this process, which leads it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():

@@ -1,6 +1,6 @@
-"""How SGLang is started: its arguments from ours, and what it says of itself once it runs. In the host process.
+"""Starts SGLang in the host process: builds its arguments, and describes the running engine.
 
-Blocks for as long as a model loads. SGLang's own launcher does the work, without the parts that make text.
+Blocks while the model loads. Uses SGLang's own launcher without the processes that handle text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from kvolt.core.errors import ConfigError, EngineFailed
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.arguments import blind, check_names, check_not_given
+from kvolt.engines.external.arguments import check_names, check_reserved, kv_events_error
 from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.host.messages import Facts, KvSource, Start
@@ -27,30 +27,30 @@ from kvolt.runtime.clock import Clock
 
 _KEY = "args.engine_args"
 _PAGE_SIZE = 16
-"""Unless told otherwise. SGLang's own is 1: routers would keep a name for each token."""
+"""Default. SGLang's own default is 1, which would need an index entry per token."""
 _DISAGGREGATION = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _FIRST_LOAD_S = 30.0
-"""From the end of loading to the first figures that a scheduler writes down."""
+"""Time for the schedulers' first load report after loading."""
 _RESERVED = 2
-"""Tokens of a context that SGLang gives to nobody: one of its `max_req_len`, one of its `max_new_tokens`."""
+"""Tokens of the context that requests cannot use: one of `max_req_len`, one of `max_new_tokens`."""
 
 
 @dataclass(slots=True)
 class Launched:
-    """An SGLang that runs."""
+    """A running SGLang."""
 
     facts: Facts
     sockets: Any
     """The sockets of the schedulers: see `_Sockets`."""
     pids: Sequence[int]
     loads: Any
-    """What its schedulers write down of their load."""
+    """Reader of the schedulers' load reports."""
     lora_ids: dict[str, str]
     disaggregation: Any
 
 
 class _Sockets:
-    """Stands where SGLang's launcher makes a TokenizerManager: binds the sockets that the schedulers connect to."""
+    """Replaces the TokenizerManager in SGLang's launcher: binds the sockets that the schedulers connect to."""
 
     def __init__(self, server_args: Any, port_args: Any) -> None:
         import zmq
@@ -62,7 +62,7 @@ class _Sockets:
         self.tokens = get_zmq_socket(context, zmq.PULL, port_args.detokenizer_ipc_name, True)
         self.answers = get_zmq_socket(context, zmq.PULL, port_args.tokenizer_ipc_name, True)
         self.requests = get_zmq_socket(context, zmq.PUSH, port_args.scheduler_input_ipc_name, True)
-        self.bootstrap_server = start_disagg_service()  # of a prefill worker; None elsewhere
+        self.bootstrap_server = start_disagg_service()  # None except on prefill workers
         self.max_req_input_len = 0
         """Set by the launcher."""
 
@@ -71,21 +71,21 @@ class _Sockets:
 
 
 def launch(start: Start, clock: Clock) -> Launched:
-    """ConfigError for what can be corrected."""
+    """Start SGLang. ConfigError for wrong settings."""
     version = check_requirement(REQUIREMENT)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    given = server_args(start.spec, start.arguments, start.model)
+    fields = server_args(start.spec, start.arguments, start.model)
     known = [name for name in ServerArgs.__struct_fields__ if not name.startswith("_")]
-    check_names("SGLang", given, known, _KEY, "see `launch_server --help`, with underscores")
+    check_names("SGLang", fields, known, _KEY, "see `launch_server --help`, with underscores")
     try:
-        # What it says here before it reads that argument itself would be most of a worker's log.
-        logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+        # SGLang reads this argument only after it has logged a lot.
+        logging.getLogger("sglang").setLevel(str(fields["log_level"]).upper())
         load_plugins()
-        args = ServerArgs(**given)
+        args = ServerArgs(**fields)
         args.resolve_once()
-        if tells_kv(start.spec, start.arguments):
+        if publishes_kv_events(start.spec, start.arguments):
             _check_events(args)
         launched = _launch(args)
     except (ValueError, TypeError, AssertionError) as error:
@@ -96,19 +96,19 @@ def launch(start: Start, clock: Clock) -> Launched:
         raise EngineFailed(f"SGLang did not start: {error}", engine="sglang") from error
     sockets, _, ports, result, watchdog, _ = launched
     if watchdog is not None:
-        watchdog.stop()  # the host looks after them itself, and says who died
-    return _described(start, args, version, sockets, ports, result, clock)
+        watchdog.stop()  # the host monitors the processes itself
+    return _describe(start, args, version, sockets, ports, result, clock)
 
 
-def tells_kv(spec: EngineSpec, arguments: SglangArguments) -> bool:
-    """SGLang's decode side keeps no prefixes: what it holds is of use to nobody else."""
+def publishes_kv_events(spec: EngineSpec, arguments: SglangArguments) -> bool:
+    """Decode workers of SGLang have no prefix cache, so they publish no KV events."""
     return arguments.kv_events and spec.role is not Role.DECODE
 
 
 def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dict[str, Any]:
-    """A user's own, and what kvolt needs where the user has said nothing."""
-    given = dict(arguments.engine_args)
-    check_not_given(given, {"model_path": "name it as `model`", "skip_tokenizer_init": "leave it out"}, _KEY)
+    """The user's arguments, with kvolt's defaults."""
+    fields = dict(arguments.engine_args)
+    check_reserved(fields, {"model_path": "set it as `model`", "skip_tokenizer_init": "leave it out"}, _KEY)
     defaults: dict[str, Any] = {
         "model_path": model,
         "page_size": _PAGE_SIZE,
@@ -116,22 +116,22 @@ def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dic
         "enable_metrics": True,
         "load_snapshot_publish_interval": 1,
     }
-    if tells_kv(spec, arguments):
-        defaults["kv_events_config"] = json.dumps(_events_config(given.get("dp_size", 1)))
+    if publishes_kv_events(spec, arguments):
+        defaults["kv_events_config"] = json.dumps(_events_config(fields.get("dp_size", 1)))
     if arguments.loras:
         defaults["lora_paths"] = dict(arguments.loras)
         defaults["enable_lora"] = True
     if spec.role in _DISAGGREGATION:
         defaults["disaggregation_mode"] = _DISAGGREGATION[spec.role]
-    given = defaults | given
-    if isinstance(given.get("kv_events_config"), dict):
-        given["kv_events_config"] = json.dumps(given["kv_events_config"])
-    return given
+    fields = defaults | fields
+    if isinstance(fields.get("kv_events_config"), dict):
+        fields["kv_events_config"] = json.dumps(fields["kv_events_config"])
+    return fields
 
 
 def _events_config(num_ranks: int) -> dict[str, Any]:
-    """On loopback, each rank at the port of the first one and its own number."""
-    first, first_replay = _free_ports(num_ranks), _free_ports(num_ranks, apart_from=num_ranks)
+    """Ports on loopback: rank n uses the first port plus n."""
+    first, first_replay = _free_ports(num_ranks), _free_ports(num_ranks, offset=num_ranks)
     return {
         "publisher": "zmq",
         "endpoint": f"tcp://127.0.0.1:{first}",
@@ -140,12 +140,12 @@ def _events_config(num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _free_ports(number: int, apart_from: int = 0) -> int:
-    """The first of so many in a row that nobody has now. (SGLang takes no port of the system's choice.)"""
+def _free_ports(number: int, offset: int = 0) -> int:
+    """The first of so many consecutive free ports. (SGLang does not accept port 0.)"""
     for _ in range(100):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1]) + apart_from
+            first = int(probe.getsockname()[1]) + offset
         if first + number < 65536 and all(_is_free(first + each) for each in range(number)):
             return first
     raise ConfigError("no ports are free for KV events", key="args.kv_events", remedy="set kv_events=false")
@@ -161,25 +161,25 @@ def _is_free(port: int) -> bool:
 
 
 def _check_events(args: Any) -> None:
-    """ConfigError where a router would be blind: it would go by events that never come."""
+    """ConfigError if SGLang would publish no KV events although `kv_events` is set."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     view = resolved_view(args)
     if view.disable_radix_cache:
-        raise blind(
-            "SGLang keeps no prefixes with these settings (disable_radix_cache), so it has no KV events to tell",
+        raise kv_events_error(
+            "SGLang has no prefix cache with these settings (disable_radix_cache), so it publishes no KV events",
             f"{_KEY}.disable_radix_cache",
         )
     config = json.loads(view.kv_events_config or "{}")
     if config.get("publisher") != "zmq" or not str(config.get("endpoint", "")).startswith("tcp://"):
-        raise blind("SGLang tells nobody of its KV blocks with these settings", f"{_KEY}.kv_events_config")
+        raise kv_events_error("SGLang publishes no KV events with these settings", f"{_KEY}.kv_events_config")
 
 
 def _launch(args: Any) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     class Launcher(Engine):  # type: ignore[misc]
-        """Without a process that makes text."""
+        """Without the detokenizer process."""
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
@@ -193,7 +193,7 @@ def _launch(args: Any) -> Any:
     )
 
 
-def _described(
+def _describe(
     start: Start, args: Any, version: str, sockets: _Sockets, ports: Any, result: Any, clock: Clock
 ) -> Launched:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
@@ -239,12 +239,12 @@ def _described(
 
 
 def _sources(config: dict[str, Any], num_ranks: int) -> tuple[KvSource, ...]:
-    """SGLang counts ports on from the first, one for each rank. Where it listens everywhere, loopback will do."""
+    """Endpoints per rank: SGLang uses consecutive ports. A wildcard address becomes loopback."""
 
     def of_rank(endpoint: str, rank: int) -> str:
-        where, _, port = endpoint.rpartition(":")
-        where = "tcp://127.0.0.1" if where in ("tcp://*", "tcp://0.0.0.0") else where
-        return f"{where}:{int(port) + rank}"
+        host, _, port = endpoint.rpartition(":")
+        host = "tcp://127.0.0.1" if host in ("tcp://*", "tcp://0.0.0.0") else host
+        return f"{host}:{int(port) + rank}"
 
     endpoint, replay = config["endpoint"], config.get("replay_endpoint")
     return tuple(
@@ -254,20 +254,20 @@ def _sources(config: dict[str, Any], num_ranks: int) -> tuple[KvSource, ...]:
 
 
 def _max_running(loads: Any, clock: Clock) -> int:
-    """Decided in the schedulers, and told with their load."""
+    """Maximum of running requests, which the schedulers decide and report with their load."""
     from time import sleep
 
     end = clock.monotonic() + _FIRST_LOAD_S
     while clock.monotonic() < end:
-        found = max((int(each.max_running_requests) for each in loads.read_all()), default=0)
-        if found:
-            return found
+        max_running = max((int(each.max_running_requests) for each in loads.read_all()), default=0)
+        if max_running:
+            return max_running
         sleep(0.02)
-    raise EngineFailed("SGLang's schedulers tell nothing of their load", engine="sglang")
+    raise EngineFailed("SGLang's schedulers report no load", engine="sglang")
 
 
 def _metrics_folder() -> str | None:
-    """Where its processes keep what they count (prometheus_client's way for several processes)."""
+    """Folder with the metrics of SGLang's processes (multiprocess mode of prometheus_client)."""
     from sglang.srt.utils import common
 
     folder = getattr(common, "prometheus_multiproc_dir", None)

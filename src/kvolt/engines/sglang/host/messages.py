@@ -1,7 +1,4 @@
-"""What the engine and its host say to each other: typed messages, in the frames of `child_messages`.
-
-Owns the shapes, and none of SGLang's: what the host reads of a scheduler's message is here in plain types.
-"""
+"""Messages between the engine and its host, in plain types of kvolt, framed by `engines.framing`."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     spec: EngineSpec
     arguments: SglangArguments
     model: str
-    """The folder."""
+    """Folder of the model."""
     folder: str
-    """For sockets and other files, as long as it runs."""
+    """Folder for sockets and other files; exists as long as the host runs."""
     log_level: int
 
 
@@ -32,9 +29,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     rid: str
     input_ids: list[int]
     sampling: dict[str, Any]
-    """Of SGLang's SamplingParams."""
+    """Fields of SGLang's SamplingParams."""
     fields: dict[str, Any] = {}
-    """Others of its TokenizedGenerateReqInput."""
+    """Other fields of SGLang's TokenizedGenerateReqInput."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -68,21 +65,21 @@ Command = Start | Generate | Abort | Flush | LoadLora | UnloadLora | Stop
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank tells of its blocks, and repeats what was missed."""
+    """Endpoints of a rank's KV events and of their replay."""
 
     endpoint: str
     replay_endpoint: str
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running SGLang says of itself."""
+    """Properties of a running SGLang."""
 
     version: str
     page_size: int
     context_length: int
-    """Tokens that prompt and answer may have together."""
+    """Maximum tokens of prompt and answer."""
     max_prompt: int
-    """Tokens of the longest prompt."""
+    """Maximum tokens of a prompt."""
     max_total_tokens: int
     max_running_requests: int
     max_batch_tokens: int
@@ -90,7 +87,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     num_ranks: int = 1
     is_seeded: bool = False
-    """Whether a request's seed is followed (`enable_deterministic_inference`)."""
+    """Whether seeds are supported (`enable_deterministic_inference`)."""
     has_grammars: bool = False
     has_priorities: bool = False
     has_lora: bool = False
@@ -104,16 +101,16 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 Logprob = tuple[float | None, int]
-"""Of a token. SGLang has none for a prompt's first."""
+"""Logprob and token id. SGLang has no logprob for the first token of a prompt."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought for one choice."""
+    """Output of a step for one choice."""
 
     rid: str
     token_ids: list[int]
     finish: dict[str, Any] | None = None
-    """As SGLang words it: type, matched, message, status_code."""
+    """SGLang's finish reason: type, matched, message, status_code."""
     cached_tokens: int = 0
     logprobs: list[Logprob] | None = None
     top: list[list[Logprob] | None] | None = None
@@ -135,11 +132,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag="batch"):
     loads: list[RankLoad] = []
     kv_rank: int = 0
     kv_number: int = 0
-    """Batches of KV events that this rank had published before: those of this step among them."""
+    """Batches of KV events that this rank has published, including those of this step."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Of a call; with words where it failed."""
+    """Result of a call; `error` if it failed."""
 
     call: int
     error: str | None = None

@@ -1,4 +1,4 @@
-"""What is used of SGLang, by name: checked at the start, so that another version fails with the name and not later."""
+"""SGLang symbols that the adapter uses, checked at start so that an incompatible version fails early."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ REQUIREMENT = Requirement(
             for name in ("sampling_seed", "min_new_tokens", "structural_tag", "logit_bias")
         ),
     ),
-    remedy="install SGLang as its own documentation says for your hardware",
+    remedy="install SGLang for your hardware as in its documentation",
 )

@@ -1,1 +1,1 @@
-"""kvolt's plug-ins to vLLM, loaded by vLLM in its own processes: connectors for KV, and mends of its workers."""
+"""Plugins that vLLM loads in its own processes: KV connectors, and patches of its workers."""

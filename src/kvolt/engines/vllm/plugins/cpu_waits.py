@@ -1,10 +1,10 @@
-"""How vLLM's processes wait on a CPU, where a core that spins is one that another process would compute on.
+"""Patches of busy waiting in vLLM's processes on a CPU, where spinning takes cores from computation.
 
 - vLLM's workers and scheduler spin on shared memory for a second after each message. Here they sleep until notified.
 - vLLM pins the main thread of each worker with a NIXL connector, which is the thread that computes, to the last core of
   the host: all such workers of a host compute on one core. Here they run where the operating system puts them.
-- The progress thread of a NIXL agent keeps a core busy. Here it polls every two milliseconds. Not at all would be too
-  little: where UCX has no memory in common it needs both sides, and a side without steps would block the other.
+- The progress thread of a NIXL agent keeps a core busy. Here it polls every two milliseconds. It is still needed:
+  without shared memory UCX needs progress on both sides, and an idle side would block the other.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kvolt.runtime.clock import SystemClock
 _now = SystemClock().monotonic
 _POLL_US = 2000
 _BUSY_RECHECK_MS, _IDLE_RECHECK_MS = 2, 20
-"""Until a waiting process looks at the shared memory again, within a second of the last message and later."""
+"""Poll interval of shared memory, within a second of the last message and later."""
 
 
 def install() -> None:
-    """Once for a process, before its connector is made. Nothing where vLLM computes on a device."""
+    """Call once per process, before its connector is created. No-op if vLLM uses an accelerator."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     _sleep_between_messages()
-    _leave_cores()
+    _disable_core_pinning()
     _poll_nixl_rarely()
 
 
 def _sleep_between_messages() -> None:
-    """Notifications are lost now and then, for which vLLM looks again after five seconds: that is too late here."""
+    """Notifications may be lost; vLLM polls again after five seconds, which is too late here."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:
@@ -46,8 +46,8 @@ def _sleep_between_messages() -> None:
     SpinCondition.wait = wait
 
 
-def _leave_cores() -> None:
-    """No other code of vLLM's asks for the topology."""
+def _disable_core_pinning() -> None:
+    """Disable pinning: only the pinning code reads the topology."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
@@ -58,12 +58,12 @@ def _poll_nixl_rarely() -> None:
 
     bindings = nixl_agent.__init__.__globals__["nixlBind"]
     original = bindings.nixlAgent
-    if getattr(original, "is_kvolts", False):
+    if getattr(original, "is_kvolt_patch", False):
         return
 
     def polling_rarely(name: str, config: Any) -> Any:
         config.pthrDelay = _POLL_US
         return original(name, config)
 
-    polling_rarely.is_kvolts = True  # type: ignore[attr-defined]
+    polling_rarely.is_kvolt_patch = True  # type: ignore[attr-defined]
     bindings.nixlAgent = polling_rarely

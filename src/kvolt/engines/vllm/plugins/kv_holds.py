@@ -1,4 +1,4 @@
-"""Holds: blocks that an owner keeps for readers, and until when. Pure but for a lock.
+"""Holds: blocks kept for readers, with their expiry times. Pure except for a lock.
 
 A hold ends by its release, by its expiry or at the request's deadline. Readers renew it while they wait, and ask after
 the read whether it is intact: a hold that is intact after the read was intact during the read. The scheduler of the
@@ -52,12 +52,12 @@ class Holds:
             return name in self._holds
 
     def end(self, name: str) -> bool:
-        """End a hold before its blocks are released; whether it existed."""
+        """End a hold before its blocks are released. Returns whether it existed."""
         with self._lock:
             return self._holds.pop(name, None) is not None
 
     def end_expired(self) -> list[str]:
-        """End the holds whose time is over; their names."""
+        """End expired holds and return their names."""
         now = self._now()
         with self._lock:
             expired = [name for name, hold in self._holds.items() if now >= hold.expires_at]

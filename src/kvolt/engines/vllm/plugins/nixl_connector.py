@@ -1,16 +1,15 @@
-"""KvoltNixlConnector: vLLM's NixlConnector for handoffs of ours. Loaded by vLLM (`kv_connector_module_path`).
+"""KvoltNixlConnector: vLLM's NixlConnector for kvolt's handoffs. Loaded by vLLM (`kv_connector_module_path`).
 
-What differs from vLLM's own:
+Differences from vLLM's connector:
 
-- Decode reads the KV of the prompt and no more, so that it can be given the first token as well, which prefill has
-  reported already.
+- Decode reads the KV of the prompt only, so that its input can include the first token, which prefill has sampled.
 - Blocks stay held until the reader has read them and asked whether the hold is intact (`nixl_reader`). vLLM's own
   reader uses what it read even if the blocks were released and overwritten before or during the read.
 - The owner's scheduler decides when a hold ends (`nixl_owner`): at its release, at the request's deadline, or when no
   reader has renewed it for `kvolt_hold_s`. vLLM's readers renew between steps only, so that a long step loses the hold.
 - On a CPU nothing spins (`cpu_waits`).
 
-Runs in vLLM's processes: imports little of kvolt but `vllm_plugins`.
+Runs in vLLM's processes: imports little of kvolt besides this package.
 """
 
 from __future__ import annotations

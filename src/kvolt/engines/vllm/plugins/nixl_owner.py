@@ -1,4 +1,4 @@
-"""OwnerScheduler: the scheduler's half of KvoltNixlConnector where prompts are computed for others.
+"""OwnerScheduler: scheduler half of KvoltNixlConnector on prefill workers.
 
 Its holds (`kv_holds`) decide when blocks are released: the workers release when the scheduler orders it, and never by
 themselves. Readers reach the holds over the side channel at any time, also during a long step.
@@ -26,17 +26,17 @@ from kvolt.runtime.clock import SystemClock
 log = logging.getLogger(__name__)
 
 RELEASE = "kvolt_release"
-"""Transfer parameter: the request whose blocks are to be released. As in `prefills`, another process's."""
+"""Transfer parameter: the request whose blocks are to be released. As in `vllm.prefills`."""
 RELEASED, EXPIRED = -math.inf, -1e18
 """Orders to the workers, as expiry times: clocks of hosts differ by less."""
 _now = SystemClock().monotonic
 _LISTEN_MS = 1000
 _PAUSE_S = 0.02
-"""Between steps of an owner on a CPU that has nothing to compute and only holds blocks."""
+"""Pause between empty steps of an owner on a CPU that only holds blocks."""
 
 
 def require(base: type, *names: str) -> None:
-    """ImportError where a base class of vLLM's lacks what is overridden or called: the checks would not happen."""
+    """ImportError if a vLLM base class lacks an overridden or called method: the checks would be skipped silently."""
     missing = [name for name in names if not callable(getattr(base, name, None))]
     if missing:
         message = f"this vLLM has no {base.__name__}.{missing[0]}, by which kvolt checks KV that was read"
@@ -89,7 +89,7 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return bool(self.holds) and not is_reading and not has_orders
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Before the blocks of finished sends are free."""
+        """End the holds of finished sends before their blocks are released."""
         for name in connector_output.finished_sending or ():
             self.holds.end(name)
         super().update_connector_output(connector_output)
@@ -102,7 +102,7 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         host: str,
         port: int,
     ) -> None:
-        """In place of vLLM's: handshakes, and what readers ask and renew."""
+        """Replaces vLLM's listener: answers handshakes, checks and renewals."""
 
         def handshake(message: bytes) -> tuple[bytes, bytes]:
             kind, pp_rank, tp_rank = msgspec.msgpack.decode(message)

@@ -1,8 +1,8 @@
-"""ReaderWorker: a worker's half of KvoltNixlConnector: reads held blocks, and uses them if the hold is intact after.
+"""ReaderWorker: worker half of KvoltNixlConnector. Reads held blocks, and uses them if the hold is intact afterwards.
 
-vLLM's read ends the owner's hold by a notification as soon as the bytes are here. This one leaves the hold as it is,
-asks the owner's scheduler, and ends the hold when the answer is here. A hold that is gone, or an owner that does not
-answer: the read has failed, and vLLM computes the prompt (`kv_load_failure_policy`).
+vLLM's reader ends the hold by a notification when the bytes have arrived. This one asks the owner's scheduler first
+and ends the hold after the answer. If the hold has ended or the owner does not answer, the read has failed and vLLM
+computes the prompt (`kv_load_failure_policy`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ require(
 
 @dataclass
 class ReaderStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's, and of each request that was read its name, bytes and seconds."""
+    """vLLM's statistics, and name, bytes and seconds of each read."""
 
     def reset(self) -> None:
         super().reset()
@@ -61,7 +61,7 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._zmq = zmq.Context()
         self._checks = HoldChecks(self._connect, _now)
         self._reads: dict[str, _Read] = {}
-        """Of requests whose blocks are read, or whose hold is checked."""
+        """Reads in progress, including the check of the hold."""
 
     def _connect(self, host: str, port: int) -> Any:
         socket = self._zmq.socket(zmq.DEALER)
@@ -70,8 +70,8 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return socket
 
     def _read_blocks(self, read_spec: Any, **kwargs: Any) -> bool:
-        """As vLLM's, but that the notification of the completed read does not end the hold: as a heartbeat of vLLM's
-        it changes nothing here. The one that ends it waits where vLLM keeps deferred ones."""
+        """As vLLM's, but the notification of the completed read does not end the hold: it is sent as a heartbeat, which
+        has no effect here. The one that ends the hold is deferred in vLLM's list of pending notifications."""
         request_id, held = kwargs["request_id"], kwargs["remote_request_id"]
         if any(len(group) for group in read_spec.local_block_ids):
             agent = self._remote_agents[kwargs["dst_engine_id"]][(0, read_spec.remote_rank)]
@@ -85,23 +85,23 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         done: set[str] = set()
         failed: set[str] = set()
         for request_id in list(transfers):
-            of_one = {request_id: transfers[request_id]}
-            its_done, its_failed = self._pop_one(of_one, request_id)
-            done |= its_done
-            failed |= its_failed
-            if request_id in of_one:
-                transfers[request_id] = of_one[request_id]
+            single = {request_id: transfers[request_id]}
+            done_now, failed_now = self._pop_one(single, request_id)
+            done |= done_now
+            failed |= failed_now
+            if request_id in single:
+                transfers[request_id] = single[request_id]
             else:
                 del transfers[request_id]
         return done, failed
 
-    def _pop_one(self, of_one: dict[str, list[int]], request_id: str) -> tuple[set[str], set[str]]:
+    def _pop_one(self, single: dict[str, list[int]], request_id: str) -> tuple[set[str], set[str]]:
         sizes = self.xfer_stats.data["bytes_transferred"]
         num_before = len(sizes)
-        done, failed = super()._pop_done_transfers(of_one)
+        done, failed = super()._pop_done_transfers(single)
         read = self._reads.get(request_id)
         if read is None:
-            return done, failed  # nothing was read: all of it was here
+            return done, failed  # nothing was read: all blocks were cached
         read.num_bytes += sum(sizes[num_before:])
         if not done:
             return done, failed
@@ -110,11 +110,11 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             return done, failed
         is_intact = self._check(request_id)
         if is_intact is None:
-            of_one[request_id] = []  # still under way, as far as vLLM is concerned
+            single[request_id] = []  # for vLLM the transfer is still in progress
             return set(), failed
         del self._reads[request_id]
         if not is_intact:
-            return done, failed | {request_id}  # an owner that was only slow holds it until its time is over
+            return done, failed | {request_id}  # the hold of a slow owner expires by itself
         self.xfer_stats.data[READS].append([request_id, read.num_bytes, _now() - read.began_at])
         return done, failed
 
@@ -124,8 +124,8 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         is_intact = self._checks.check(request_id, owner, remote.engine_id, remote.request_id)
         if is_intact is False:
             log.warning(
-                "KV discarded after the read, the prompt is computed again: request=%s owner=%s:%s: "
-                "hold of %s expired or not confirmed",
+                "KV discarded after the read, recomputing: request=%s owner=%s:%s hold=%s "
+                "reason=hold expired or not confirmed",
                 request_id,
                 *owner,
                 remote.request_id,
@@ -133,7 +133,7 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return is_intact
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
-        """Released ones are no news; vLLM logs and counts those that expired."""
+        """Handle released holds here; vLLM logs and counts expired ones."""
         for name in [each for each, expires in self._reqs_to_send.items() if expires == RELEASED]:
             self.consumer_notification_counts_by_req.pop(name, None)
             self.expected_consumer_notifications_by_req.pop(name, None)

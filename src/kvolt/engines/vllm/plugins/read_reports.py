@@ -1,4 +1,4 @@
-"""What ReaderWorker reports of reads in vLLM's connector statistics, as the process reads it that has the requests."""
+"""Reads reported by ReaderWorker in vLLM's connector statistics, decoded by kvolt's worker."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 import msgspec
 
 READS = "kvolt_reads"
-"""Of the statistics: a list of `Read`."""
+"""Key of the statistics: a list of `Read`."""
 _CONNECTOR = "KvoltNixlConnector"
-"""Where several connectors report, each does so under its name."""
+"""Name of its statistics when several connectors report."""
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True):
     """KV of one request, read by one worker and confirmed by its owner."""
 
     engine_id: str
-    """The name of the request in the engine."""
+    """Id of the request in the engine."""
     num_bytes: int
     took_s: float
 
 
 def reads_of(statistics: Mapping[str, Any] | None) -> Iterator[Read]:
-    """Reads that a step has reported."""
+    """Reads reported with a step."""
     if not statistics:
         return
-    given = statistics.get(_CONNECTOR, statistics)
-    if not isinstance(given, Mapping):
+    own = statistics.get(_CONNECTOR, statistics)
+    if not isinstance(own, Mapping):
         return
-    for each in given.get(READS) or ():
+    for each in own.get(READS) or ():
         try:
             yield msgspec.convert(each, Read)
         except msgspec.ValidationError:

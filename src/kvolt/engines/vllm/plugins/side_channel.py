@@ -67,20 +67,20 @@ def answer_of(parts: Sequence[bytes]) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True)
 class HoldAnswers:
-    """The owner's answers to readers. `engine_id`: a reader of the engine that was here before finds nothing held."""
+    """The owner's answers to readers. Checks for another `engine_id` (before a restart) are answered with no."""
 
     engine_id: str
     holds: Holds
 
     def answer(self, message: bytes) -> tuple[bytes, ...] | None:
-        """The parts of the answer, none where nothing is to be answered; None for a message of another kind."""
-        given = _decode_message(message)
-        if given.kind == _CHECK:
-            check = _decode_check(given.body)
-            is_ours = check.engine_id == self.engine_id
-            return (_encode((check.number, is_ours and self.holds.is_intact(check.name))),)
-        if given.kind == _RENEW:
-            renew = _decode_renew(given.body)
+        """Parts of the answer, empty if none is due; None for a message of another kind."""
+        decoded = _decode_message(message)
+        if decoded.kind == _CHECK:
+            check = _decode_check(decoded.body)
+            is_own = check.engine_id == self.engine_id
+            return (_encode((check.number, is_own and self.holds.is_intact(check.name))),)
+        if decoded.kind == _RENEW:
+            renew = _decode_renew(decoded.body)
             if renew.engine_id == self.engine_id:
                 self.holds.renew(renew.names)
             return ()
@@ -105,7 +105,7 @@ def serve(
             parts = holds.answer(message)
             if parts is None:
                 parts = handshake(message)
-        except Exception as error:  # a stranger's bytes must not end the thread that serves all readers
+        except Exception as error:  # malformed bytes must not end the thread that serves all readers
             log.debug("side channel: message dropped: %r", error)
             continue
         if parts:

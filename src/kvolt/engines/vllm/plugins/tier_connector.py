@@ -1,6 +1,7 @@
-"""KvoltTierConnector: kvolt's tiers behind a vLLM (`kv_connector_module_path`). Both halves are made here.
+"""KvoltTierConnector: kvolt's host and disk tiers for vLLM (`kv_connector_module_path`).
 
-Runs in vLLM's processes. What vLLM asks of a connector is passed on to the half that this process has.
+Runs in vLLM's processes. Forwards vLLM's connector calls to `TierScheduler` or `TierWorker`, whichever this process
+has.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvolt.core.kv_events import Tier
 from kvolt.engines.vllm.plugins.tier_events import TierEvents
-from kvolt.engines.vllm.plugins.tier_figures import figures_payload
-from kvolt.engines.vllm.plugins.tier_messages import Found, Orders
+from kvolt.engines.vllm.plugins.tier_messages import InitialTierUpdate, TierCommands
 from kvolt.engines.vllm.plugins.tier_names import NamesFile
+from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
 from kvolt.engines.vllm.plugins.tier_scheduler import TierScheduler
 from kvolt.engines.vllm.plugins.tier_settings import VllmTiers, names_folder
+from kvolt.engines.vllm.plugins.tier_stats import stats_payload
 from kvolt.engines.vllm.plugins.tier_vllm_events import event_of, extra_keys_of
 from kvolt.engines.vllm.plugins.tier_worker import TierWorker
-from kvolt.engines.vllm.plugins.tier_worth import TierWorth
 
 _HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
 class TierStatistics(KVConnectorStats):  # type: ignore[misc]
-    """The tiers' figures on their way to the worker that has this vLLM (`tier_figures`). They are sums: later ones
-    take the place of earlier ones."""
+    """Counters of the tiers, sent to kvolt's worker (`tier_stats`). They are totals: later ones replace earlier
+    ones."""
 
     data: dict[str, Any]
 
@@ -48,8 +49,8 @@ class TierStatistics(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, Any]:
         return {
             f"{tier} {name}": value
-            for tier, figures in self.data.get("tiers", {}).items()
-            for name, value in figures.items()
+            for tier, counters in self.data.get("tiers", {}).items()
+            for name, value in counters.items()
             if name in ("num_blocks", "num_stored", "num_loaded")
         }
 
@@ -58,7 +59,7 @@ class TierStatistics(KVConnectorStats):  # type: ignore[misc]
 
 
 class _NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """They are the worker's, under kvolt's names."""
+    """kvolt's worker exports them under its own names."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         pass
@@ -70,13 +71,13 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError("kvolt's tiers are for models whose layers all keep whole prefixes")
-        given = self._kv_transfer_config.kv_connector_extra_config
+            raise ValueError("kvolt's tiers support models with one KV cache group only")
+        extra_config = self._kv_transfer_config.kv_connector_extra_config
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-            raise ValueError("kvolt's tiers are not made for pipeline or context parallel workers")
-        self._settings = msgspec.convert(given["tiers"], VllmTiers)
-        self._identity = identity_of(vllm_config, str(given["model"]))
+            raise ValueError("kvolt's tiers do not support pipeline or context parallelism")
+        self._settings = msgspec.convert(extra_config["tiers"], VllmTiers)
+        self._identity = identity_of(vllm_config, str(extra_config["model"]))
         self._num_blocks = kv_cache_config.num_blocks
         self._rank = parallel.rank
         self._degree = parallel.world_size
@@ -85,15 +86,15 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: TierWorker | None = None
         self._events: TierEvents | None = None
         self._is_new = True
-        """Whether the workers may have something to tell that no step has taken yet."""
-        self._told_figures: dict[str, Any] = {}
+        """Whether no step has reported the initial content of the tiers yet."""
+        self._last_stats: dict[str, Any] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._events = self._new_events(vllm_config)
             self._scheduler = TierScheduler(
                 self._block_size,
                 parallel.world_size,
                 self._identity,
-                TierWorth(self._block_size, vllm_config.scheduler_config.max_num_batched_tokens),
+                TierOnboardPolicy(self._block_size, vllm_config.scheduler_config.max_num_batched_tokens),
                 self._events,
                 extra_keys_of,
             )
@@ -111,51 +112,54 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a block that is not kept is computed
+        return False  # a lost block is computed
 
-    # --- beside the scheduler
+    # --- scheduler process
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         assert self._scheduler is not None
-        num_tokens = self._scheduler.find(request, num_computed_tokens)
+        num_tokens = self._scheduler.find_offloaded(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.on_allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         assert self._scheduler is not None
         tiers = self._scheduler.tiers_of_load(request.request_id)
-        found = {_HIT_SOURCES[tier]: count * self._block_size for tier, count in tiers.items()}
-        if sum(found.values()) != num_external_tokens:
+        hits = {_HIT_SOURCES[tier]: count * self._block_size for tier, count in tiers.items()}
+        if sum(hits.values()) != num_external_tokens:
             return super().get_external_cache_hit_sources(request, num_external_tokens)  # type: ignore[no-any-return]
-        return found
+        return hits
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+    def build_connector_meta(self, scheduler_output: Any) -> TierCommands:
         assert self._scheduler is not None
         self._is_new = False
-        return self._scheduler.orders(scheduler_output)
+        return self._scheduler.build_commands(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
         if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.told(connector_output.kv_connector_worker_meta)
+            self._scheduler.apply_update(connector_output.kv_connector_worker_meta)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Once, before any request: what a disk has kept."""
+        """Called once before any request: content of the disk tiers."""
         assert self._scheduler is not None
-        self._scheduler.found(
-            found.told for found in metadata.values() if isinstance(found, Found) and found.told is not None
+        self._scheduler.apply_initial(
+            each.update
+            for each in metadata.values()
+            if isinstance(each, InitialTierUpdate) and each.update is not None
         )
 
     def take_events(self) -> Iterable[Any]:
         if self._events is None:
             return ()
-        return [event_of(change, self._block_size) for change in self._events.take()]
+        return [event_of(change, self._block_size) for change in self._events.take_events()]
 
     def has_pending_push_work(self) -> bool:
-        """A step is made for it, without any request: what a disk has kept is told before one comes."""
+        """True lets vLLM run a step without requests, so that the content of the disk is published before the first
+        request."""
         if self._events is None or not self._settings.disk:
             return False
         return self._is_new or self._events.is_due
@@ -163,15 +167,15 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         if self._scheduler is None:
             return None
-        figures = figures_payload(self._scheduler)
-        if figures == self._told_figures:
+        stats = stats_payload(self._scheduler)
+        if stats == self._last_stats:
             return None
-        self._told_figures = figures
-        return TierStatistics(data=figures)
+        self._last_stats = stats
+        return TierStatistics(data=stats)
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> Any:
-        return _NoMetrics(*given)
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return _NoMetrics(*args)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -179,51 +183,51 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return self._scheduler.finished(request.request_id), None
+        return self._scheduler.on_finished(request.request_id), None
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
         self._scheduler.clear()
         return True
 
-    # --- in a worker
+    # --- worker process
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         layers = [kv_caches[name] for name in sorted(kv_caches)]
         piece = f"{self._short_identity}-{self._rank}-of-{self._degree}"
         self._worker = TierWorker(layers, self._num_blocks, self._settings, piece)
 
-    def get_handshake_metadata(self) -> Found | None:
-        return None if self._worker is None else Found(self._worker.take_told())
+    def get_handshake_metadata(self) -> InitialTierUpdate | None:
+        return None if self._worker is None else InitialTierUpdate(self._worker.take_update())
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         if self._worker is not None:
-            self._worker.begin(kv_connector_metadata)
+            self._worker.begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._worker is not None
-        self._worker.obey(self._get_connector_metadata())
+        self._worker.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request goes on when all of its blocks are there."""
+        """No-op: a request continues when all of its blocks are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are copied whole, after the step."""
+        """No-op: whole blocks are copied after the step."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
-        self._worker.store(self._get_connector_metadata())
+        self._worker.start_stores(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
-        gone, brought = self._worker.finished()
-        return gone or None, brought or None
+        released, loaded = self._worker.take_finished()
+        return released or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
-        return self._worker.take_told() if self._worker is not None else None
+        return self._worker.take_update() if self._worker is not None else None
 
     def shutdown(self) -> None:
         if self._events is not None:
@@ -235,7 +239,7 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def identity_of(vllm_config: Any, model: str) -> bytes:
-    """What makes the bytes of a block what they are, besides its tokens, adapter and salt."""
+    """Digest of everything that determines the bytes of a block besides tokens, adapter and salt."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     facts = {
         "model": model,

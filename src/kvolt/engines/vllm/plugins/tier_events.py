@@ -1,8 +1,8 @@
-"""TierEvents: what routers are told of the blocks in a vLLM's tiers, each tier once.
+"""KV events of the blocks in vLLM's tiers.
 
-Owns what was told and what is to be. A block is told by its tokens, which only a request knows: it is described when
-it is ordered down or found, or by what was kept beside the disk (`tier_names`). One that nobody has described is not
-told. Knows none of vLLM's events: `tier_connector` makes them.
+Events name blocks by their tokens, which only requests have: a block is described when it is offloaded or looked up, or
+from the file beside the disk tier (`tier_names`). Blocks without a description are not published. `tier_connector`
+converts the events to vLLM's format.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import NamedTuple
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.plugins.tier_names import Described, NamesFile
+from kvolt.engines.vllm.plugins.tier_names import BlockDescription, NamesFile
 
-_MOST_EXPECTED = 1 << 16
-"""Blocks that are described and have not come: some never do."""
-_AT_ONCE = 4096
-"""Blocks told with one step. A disk may have a million when a vLLM starts."""
+_MAX_EXPECTED = 1 << 16
+"""Descriptions of blocks that are not stored yet; some never are."""
+_MAX_PER_STEP = 4096
+"""Blocks published per step. A disk may have a million at start."""
 
 
-class Came(NamedTuple):
-    """Blocks one below the other."""
+class StoredRun(NamedTuple):
+    """Blocks that follow each other."""
 
     tier: Tier
-    blocks: list[Described]
+    blocks: list[BlockDescription]
 
 
-class Went(NamedTuple):
+class RemovedRun(NamedTuple):
     tier: Tier
     names: list[bytes]
 
 
 class TierEvents:
-    """See the module. `names`: where there is a disk."""
+    """See the module. `names`: with a disk tier."""
 
     def __init__(self, names: NamesFile | None = None) -> None:
         self._names = names
-        self._there: dict[Tier, set[SequenceHash]] = {}
-        self._told: dict[Tier, set[SequenceHash]] = {}
-        self._described: dict[SequenceHash, Described] = {}
-        """Of those that are there, or are told to be."""
-        self._expected: OrderedDict[SequenceHash, Described] = OrderedDict()
-        self._recalled = {} if names is None else names.read()
-        """As it was kept. Some of those blocks may not be found any more."""
+        self._stored: dict[Tier, set[SequenceHash]] = {}
+        self._published: dict[Tier, set[SequenceHash]] = {}
+        self._described: dict[SequenceHash, BlockDescription] = {}
+        """Descriptions of blocks that are stored or published as such."""
+        self._expected: OrderedDict[SequenceHash, BlockDescription] = OrderedDict()
+        self._restored = {} if names is None else names.read()
+        """Descriptions read from the file. Some of these blocks may not exist any more."""
         self._due: dict[tuple[Tier, SequenceHash], None] = {}
-        self._ready: deque[Came | Went] = deque()
+        self._ready: deque[StoredRun | RemovedRun] = deque()
 
-    def knows(self, number: SequenceHash) -> bool:
-        """Whether it need not be described."""
+    def is_described(self, number: SequenceHash) -> bool:
+        """Whether the block has a description."""
         return number in self._described or number in self._expected
 
-    def describe(self, described: Described) -> None:
+    def describe(self, described: BlockDescription) -> None:
         number = SequenceHash(described.number)
-        tiers = [tier for tier, there in self._there.items() if number in there]
+        tiers = [tier for tier, stored in self._stored.items() if number in stored]
         if not tiers:
             self._expected[number] = described
-            while len(self._expected) > _MOST_EXPECTED:
+            while len(self._expected) > _MAX_EXPECTED:
                 self._expected.popitem(last=False)
             return
         self._described[number] = described
@@ -65,34 +65,34 @@ class TierEvents:
             self._due[tier, number] = None
             self._keep(tier, described)
 
-    def moved(self, tier: Tier, number: SequenceHash, *, is_there: bool) -> None:
-        """It came to a tier, or went."""
-        there = self._there.setdefault(tier, set())
+    def on_moved(self, tier: Tier, number: SequenceHash, *, is_stored: bool) -> None:
+        """The block was stored in or removed from a tier."""
+        stored = self._stored.setdefault(tier, set())
         self._due[tier, number] = None
-        if not is_there:
-            there.discard(number)
+        if not is_stored:
+            stored.discard(number)
             return
-        there.add(number)
+        stored.add(number)
         described = self._described.get(number)
         if described is None:
-            described = self._expected.pop(number, None) or self._recalled.pop(number, None)
+            described = self._expected.pop(number, None) or self._restored.pop(number, None)
         if described is not None:
             self._described[number] = described
             self._keep(tier, described)
 
-    def _keep(self, tier: Tier, described: Described) -> None:
+    def _keep(self, tier: Tier, described: BlockDescription) -> None:
         if tier is Tier.DISK and self._names is not None:
             self._names.keep(described)
 
-    def settle(self) -> None:
-        """After blocks have moved: what is to outlive us is written."""
+    def flush(self) -> None:
+        """Write pending descriptions to the file. Call after `on_moved`."""
         if self._names is None:
             return
-        on_disk = self._there.get(Tier.DISK, set())
-        # A worker tells all that its disk had at once, and what all have told of is there: until one block is, another
-        # worker has yet to tell, and all that is recalled may be found.
+        on_disk = self._stored.get(Tier.DISK, set())
+        # A worker reports the content of its disk at once, and a block counts once all workers have reported it: before
+        # the first block counts, all restored descriptions may still be needed.
         if on_disk and self._names.is_long(len(on_disk)):
-            self._recalled.clear()
+            self._restored.clear()
             self._names.rewrite(self._described[number] for number in on_disk if number in self._described)
         self._names.flush()
 
@@ -104,46 +104,46 @@ class TierEvents:
     def is_due(self) -> bool:
         return bool(self._due or self._ready)
 
-    def take(self) -> list[Came | Went]:
-        """What is to be told now. Not all, where that is very much: there is more then (`is_due`)."""
+    def take_events(self) -> list[StoredRun | RemovedRun]:
+        """Events to publish now, limited in size. If more are left, `is_due` is true."""
         if self._due:
             self._ready.extend(self._changes())
-        taken: list[Came | Went] = []
+        events: list[StoredRun | RemovedRun] = []
         num_blocks = 0
-        while self._ready and num_blocks < _AT_ONCE:
+        while self._ready and num_blocks < _MAX_PER_STEP:
             change = self._ready.popleft()
             num_blocks += len(change[1])
-            taken.append(change)
-        return taken
+            events.append(change)
+        return events
 
-    def _changes(self) -> Iterator[Came | Went]:
-        """What came first: of a block that goes from one tier to another who listens must not lose the name."""
+    def _changes(self) -> Iterator[StoredRun | RemovedRun]:
+        """Stored blocks first, so that a block that moves between tiers stays known to subscribers."""
         due, self._due = self._due, {}
-        came: dict[Tier, list[Described]] = {}
-        went: dict[Tier, list[SequenceHash]] = {}
+        stored: dict[Tier, list[BlockDescription]] = {}
+        removed: dict[Tier, list[SequenceHash]] = {}
         for tier, number in due:
-            told = self._told.setdefault(tier, set())
-            is_there = number in self._there.get(tier, ())
-            if is_there and number not in told and number in self._described:
-                told.add(number)
-                came.setdefault(tier, []).append(self._described[number])
-            elif not is_there and number in told:
-                told.discard(number)
-                went.setdefault(tier, []).append(number)
-        for tier, blocks in came.items():
+            published = self._published.setdefault(tier, set())
+            is_stored = number in self._stored.get(tier, ())
+            if is_stored and number not in published and number in self._described:
+                published.add(number)
+                stored.setdefault(tier, []).append(self._described[number])
+            elif not is_stored and number in published:
+                published.discard(number)
+                removed.setdefault(tier, []).append(number)
+        for tier, blocks in stored.items():
             for run in _runs(blocks):
-                yield Came(tier, run)
-        for tier, numbers in went.items():
-            yield Went(tier, [self._described[number].name for number in numbers])
+                yield StoredRun(tier, run)
+        for tier, numbers in removed.items():
+            yield RemovedRun(tier, [self._described[number].name for number in numbers])
         for _, number in due:
-            if not any(number in there for there in self._there.values()):
+            if not any(number in each for each in self._stored.values()):
                 self._described.pop(number, None)
 
 
-def _runs(blocks: Sequence[Described]) -> Iterator[list[Described]]:
-    """Blocks one below the other, none before the one that it follows."""
+def _runs(blocks: Sequence[BlockDescription]) -> Iterator[list[BlockDescription]]:
+    """Group blocks into runs; parents come before children."""
     names = {block.name for block in blocks}
-    below: dict[bytes | None, list[Described]] = {}
+    below: dict[bytes | None, list[BlockDescription]] = {}
     for block in blocks:
         if block.parent in names:
             below.setdefault(block.parent, []).append(block)
@@ -156,5 +156,5 @@ def _runs(blocks: Sequence[Described]) -> Iterator[list[Described]]:
         yield run
 
 
-def _all_but_first(children: Sequence[Described]) -> Iterable[Described]:
+def _all_but_first(children: Sequence[BlockDescription]) -> Iterable[BlockDescription]:
     return reversed(children[1:])

@@ -1,4 +1,4 @@
-"""What the two halves of the tier connector say to each other, by way of vLLM's steps."""
+"""Messages between the two halves of the tier connector, sent with vLLM's steps."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
 
 
-class Move(NamedTuple):
-    """A block of vLLM's, one of a request's, on its way."""
+class BlockMove(NamedTuple):
+    """Copy of one block of a request."""
 
     key: BlockKey
     parent: BlockKey | None
     position: int
     number: int
-    """In vLLM's memory."""
+    """Block id in vLLM."""
 
 
 @dataclass
-class Orders(KVConnectorMetadata):  # type: ignore[misc]
+class TierCommands(KVConnectorMetadata):  # type: ignore[misc]
     """To the workers, with a step."""
 
-    loads: dict[str, list[Move]] = field(default_factory=dict)
-    """Of requests, what is to be brought before they go on."""
-    stores: dict[str, list[Move]] = field(default_factory=dict)
-    """Of requests, blocks that the step completes."""
+    loads: dict[str, list[BlockMove]] = field(default_factory=dict)
+    """Blocks to load per request, before it continues."""
+    stores: dict[str, list[BlockMove]] = field(default_factory=dict)
+    """Blocks completed by the step, per request."""
     awaited: set[str] = field(default_factory=set)
-    """Requests that are over, and whose blocks are nobody else's until they are copied."""
+    """Finished requests whose blocks are kept until they are copied."""
     preempted: set[str] = field(default_factory=set)
-    """Requests whose blocks may be others' from this step on."""
+    """Requests whose blocks may be reused from this step on."""
     timed: int | None = None
-    """A number for the step, if somebody wants to know how long it takes."""
+    """Number of the step if its time is to be measured."""
     clear: bool = False
-    """Forget all that is kept, before anything else."""
+    """Clear the tiers first."""
 
 
 @dataclass
-class Found(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Of a worker, once: what its tiers had when it began."""
+class InitialTierUpdate(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker at start: content of its tiers."""
 
-    told: Told | None
+    update: TierUpdate | None
 
 
 @dataclass(frozen=True)
-class TierFigures:
-    """Of one tier, since the workers began."""
+class TierCounters:
+    """Counters of one tier since the workers started."""
 
     num_stored: int = 0
     stored_s: float = 0.0
     num_loaded: int = 0
     loaded_s: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
-    """Blocks by reason."""
+    """Failed blocks, by reason."""
     block_s: float = 0.0
-    """To bring one, lately."""
+    """Recent time to load a block."""
     num_slots: int | None = None
     block_bytes: int = 0
     num_dropped: int = 0
-    """Of the host's, those that left it before they were written below."""
+    """Blocks evicted from the host tier before they were written to disk."""
 
-    def most(self, other: TierFigures) -> TierFigures:
-        """Of two workers: each has a piece of every block, and the slower one is waited for."""
+    def combine(self, other: TierCounters) -> TierCounters:
+        """Combine two workers: each has a piece of every block, and the slower one decides."""
         numbers = {
             name: max(getattr(self, name), getattr(other, name))
             for name in ("num_stored", "stored_s", "num_loaded", "loaded_s", "block_s", "num_dropped")
@@ -80,30 +80,30 @@ class TierFigures:
 
 
 @dataclass
-class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Of the workers: what has come to which of their tiers, and gone; how many of them say so."""
+class TierUpdate(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers: blocks stored in and removed from each tier, with the number of workers that report it."""
 
     stored: Counter[tuple[Tier, SequenceHash]] = field(default_factory=Counter)
     removed: Counter[tuple[Tier, SequenceHash]] = field(default_factory=Counter)
     step_s: dict[int, float] = field(default_factory=dict)
-    """How long steps took, by their numbers."""
-    figures: dict[Tier, TierFigures] = field(default_factory=dict)
+    """Step times, by step number."""
+    counters: dict[Tier, TierCounters] = field(default_factory=dict)
 
-    def aggregate(self, other: Any) -> Told:
-        step_s, figures = dict(self.step_s), dict(self.figures)
+    def aggregate(self, other: Any) -> TierUpdate:
+        step_s, counters = dict(self.step_s), dict(self.counters)
         for number, took_s in other.step_s.items():
             step_s[number] = max(step_s.get(number, 0.0), took_s)
-        for tier, theirs in other.figures.items():
-            figures[tier] = theirs.most(figures[tier]) if tier in figures else theirs
-        return Told(self.stored + other.stored, self.removed + other.removed, step_s, figures)
+        for tier, other_counters in other.counters.items():
+            counters[tier] = other_counters.combine(counters[tier]) if tier in counters else other_counters
+        return TierUpdate(self.stored + other.stored, self.removed + other.removed, step_s, counters)
 
 
 def key_of(name: bytes, identity: bytes) -> BlockKey:
-    """`name`: as vLLM hashes a block: all before it, the adapter and the salt are in it. `identity`: what else makes
-    its bytes what they are."""
+    """`name`: vLLM's block hash, which covers all tokens before, the adapter and the salt. `identity`: everything else
+    that determines the bytes."""
     return BlockKey(blake2b(name, digest_size=16, key=identity[:64]).digest())
 
 
 def hash_of(key: BlockKey) -> SequenceHash:
-    """What tiers tell of a block by."""
+    """Hash under which tiers report a block."""
     return SequenceHash(int.from_bytes(key[:8], "little"))

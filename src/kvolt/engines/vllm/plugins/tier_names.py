@@ -1,8 +1,8 @@
-"""What vLLM calls the blocks of its tiers and what they are made of, kept beside the disk that keeps their KV.
+"""Descriptions of the blocks in a disk tier, in a file beside it.
 
-A tier knows a block by its key, from which nothing can be read off; who routes is told of tokens. So that a vLLM that
-starts can tell what its disk has, descriptions are appended to a file. It holds no KV and nothing is decided by it: a
-record that is lost is a block that routers hear of when it is next asked for. Never an error.
+A tier knows a block by its key only, while KV events need its tokens. With this file vLLM can publish the content of
+the disk after a restart. It contains no KV and affects no result: a block whose record is lost is published when it
+is looked up next. I/O errors are logged, never raised.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-_MOST_OWNERS = 64
+_MAX_OWNERS = 64
 _HEAD = struct.Struct("<II")
-"""Before each record: how long it is, and its checksum."""
+"""Header of a record: length and checksum."""
 _SPARE_RECORDS = 4096
-"""Of blocks that have gone, so many and as many as of those that are there may be in the file."""
+"""Records of removed blocks allowed in the file, in addition to one per stored block."""
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True):
-    """A block, in vLLM's words."""
+class BlockDescription(msgspec.Struct, frozen=True, array_like=True):
+    """A block as vLLM's KV events describe it."""
 
     number: int
-    """What tiers tell of it by (`hash_of` its key)."""
+    """`hash_of` its key."""
     name: bytes
     parent: bytes | None
     tokens: bytes
-    """Four bytes each."""
+    """Token ids, four bytes each."""
     extra_keys: Any = None
-    """What else its name is made of, as vLLM's events say it."""
+    """Extra keys of its hash, as in vLLM's events."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -50,29 +50,29 @@ def packed_tokens(tokens: Iterable[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
-_decode = msgspec.msgpack.Decoder(Described).decode
+_decode = msgspec.msgpack.Decoder(BlockDescription).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class NamesFile:
-    """See the module. Of several vLLMs with one folder each writes a file of its own, and reads all."""
+    """See the module. Several vLLM processes with one folder each write their own file and read all files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
         self._lock: int | None = None
         self._path = folder / "none"
-        self._kept: set[int] = set()
-        """Of those in our file."""
+        self._recorded: set[int] = set()
+        """Numbers of the blocks in the own file."""
         self._num_records = 0
         try:
             self._claim()
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
 
     def _claim(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for number in range(_MOST_OWNERS):
+        for number in range(_MAX_OWNERS):
             lock = os.open(self._folder / f"{number:02}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,42 +82,40 @@ class NamesFile:
             self._lock, self._path = lock, self._folder / f"{number:02}.names"
             return
 
-    def read(self) -> dict[int, Described]:
-        """All that anybody has kept here."""
-        found: dict[int, Described] = {}
+    def read(self) -> dict[int, BlockDescription]:
+        """Descriptions from all files in the folder, by number."""
+        descriptions: dict[int, BlockDescription] = {}
         for path in sorted(self._folder.glob("*.names")):
-            is_ours = path == self._path
-            num_whole = 0
+            is_own = path == self._path
+            end_of_records = 0
             try:
                 content = path.read_bytes()
             except OSError as error:
-                log.warning("what %s says of KV blocks is not read: %s", path, error)
+                log.warning("block names unreadable: path=%s reason=%s", path, error)
                 continue
             for described, end in _records(content):
-                found[described.number] = described
-                num_whole = end
-                if is_ours:
-                    self._kept.add(described.number)
+                descriptions[described.number] = described
+                end_of_records = end
+                if is_own:
+                    self._recorded.add(described.number)
                     self._num_records += 1
-            if is_ours and num_whole < len(content):
-                with contextlib.suppress(
-                    OSError
-                ):  # a record that was never finished would hide those after it
-                    os.truncate(path, num_whole)
-        return found
+            if is_own and end_of_records < len(content):
+                with contextlib.suppress(OSError):  # an incomplete record would hide those after it
+                    os.truncate(path, end_of_records)
+        return descriptions
 
-    def keep(self, described: Described) -> None:
-        """With the next `flush`."""
-        if self._lock is None or described.number in self._kept:
+    def keep(self, described: BlockDescription) -> None:
+        """Append a description; written at the next `flush`."""
+        if self._lock is None or described.number in self._recorded:
             return
         try:
             if self._file is None:
                 self._file = self._path.open("ab")
             self._file.write(_record(described))
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
             return
-        self._kept.add(described.number)
+        self._recorded.add(described.number)
         self._num_records += 1
 
     def flush(self) -> None:
@@ -126,53 +124,55 @@ class NamesFile:
         try:
             self._file.flush()
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def is_long(self, num_there: int) -> bool:
-        """Whether most of it is of blocks that have gone."""
-        return self._lock is not None and self._num_records > 2 * num_there + _SPARE_RECORDS
+    def is_long(self, num_stored: int) -> bool:
+        """Whether most records are of removed blocks."""
+        return self._lock is not None and self._num_records > 2 * num_stored + _SPARE_RECORDS
 
-    def rewrite(self, there: Iterable[Described]) -> None:
-        """Only these from now on."""
+    def rewrite(self, stored: Iterable[BlockDescription]) -> None:
+        """Replace the file by one with these descriptions only."""
         if self._lock is None:
             return
-        new, kept = self._path.with_suffix(".new"), set()
+        new, recorded = self._path.with_suffix(".new"), set()
         try:
             with new.open("wb") as file:
-                for described in there:
+                for described in stored:
                     file.write(_record(described))
-                    kept.add(described.number)
-            self._end_file()
+                    recorded.add(described.number)
+            self._close_file()
             new.replace(self._path)
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
             return
-        self._kept, self._num_records = kept, len(kept)
+        self._recorded, self._num_records = recorded, len(recorded)
 
     def close(self) -> None:
-        self._end_file()
+        self._close_file()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _end_file(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _give_up(self, error: OSError) -> None:
-        log.warning("routers will not hear of the disk's KV blocks after a restart: %s", error)
+    def _disable(self, error: OSError) -> None:
+        log.warning(
+            "block names not saved, routers will not know the disk's blocks after a restart: reason=%s", error
+        )
         self.close()
 
 
-def _record(described: Described) -> bytes:
+def _record(described: BlockDescription) -> bytes:
     body = _encode(described)
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def _records(content: bytes) -> Iterator[tuple[Described, int]]:
-    """Those that are whole, up to the first that is not; where each ends."""
+def _records(content: bytes) -> Iterator[tuple[BlockDescription, int]]:
+    """Complete records up to the first incomplete one, each with its end offset."""
     start = 0
     while start + _HEAD.size <= len(content):
         size, checksum = _HEAD.unpack_from(content, start)

@@ -1,4 +1,4 @@
-"""The tiers of a vLLM worker, as its arguments say: how large, and where."""
+"""Settings of the tiers of a vLLM worker."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kvolt.runtime.host.cache_directory import cache_directory
 
 
 class VllmTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes as `8GiB`, `2000blocks` or `4x` the device; of each of a worker's ranks."""
+    """Sizes per rank, as `8GiB`, `2000blocks` or `4x` (of the device)."""
 
     host: str = ""
-    """In the host's memory. Nothing is kept where it is empty."""
+    """Size of the host tier. Empty: no tiers."""
     disk: str = ""
-    """And below that on a disk, which survives restarts."""
+    """Size of the disk tier below it, which survives restarts. Empty: none."""
     disk_dir: str = ""
-    """Where (default: the user's cache folder)."""
+    """Folder of the disk tier. Default: kvolt's cache folder."""
 
 
 def num_host_blocks(tiers: VllmTiers, shape: BlockShape, num_device: int) -> int:
     num_blocks = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
     if num_blocks < 1:
         raise ConfigError(
-            f"{tiers.host} hold no block of {shape.block_bytes} bytes",
+            f"{tiers.host} is less than one block of {shape.block_bytes} bytes",
             key="args.tiers.host",
-            remedy="give it more",
+            remedy="increase it",
         )
     return num_blocks
 
@@ -42,7 +42,7 @@ def _disk_folder(tiers: VllmTiers) -> Path:
 
 
 def names_folder(tiers: VllmTiers, identity: str) -> Path | None:
-    """Where descriptions of the disk's blocks are kept."""
+    """Folder with descriptions of the disk's blocks."""
     return _disk_folder(tiers) / f"vllm-{identity}-names" if tiers.disk else None
 
 

@@ -1,4 +1,4 @@
-"""When a step's work on the device is done, and how long it took. For vLLM's workers."""
+"""Time of a step on the device, in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _clock = SystemClock()
 
 
 class Mark:
-    """A place in what the device does: all that was given to it until now. On a CPU that is done already."""
+    """Point in the device's work queue. On a CPU all work before it is done already."""
 
     def __init__(self, tensor: Any) -> None:
-        """`tensor`: some memory of the device."""
+        """`tensor`: memory on the device."""
         self._at = _clock.monotonic()
         self._event: Any = None
         if tensor.device.type != "cpu":
@@ -27,17 +27,17 @@ class Mark:
         return self._event is None or bool(self._event.query())
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether who needs it must `wait`."""
+    def needs_wait(self) -> bool:
+        """Whether `wait` must be called before the work is used."""
         return self._event is not None
 
     def wait(self) -> None:
-        """Until the device is there. For any thread but vLLM's, which has the next step to prepare."""
+        """Block until the device has reached it. Not for vLLM's main thread, which prepares the next step."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_from(self, start: Mark) -> float:
-        """Between two that the device has passed."""
+        """Seconds between two points that the device has passed."""
         if self._event is not None:
             return float(start._event.elapsed_time(self._event)) / 1e3
         return self._at - start._at

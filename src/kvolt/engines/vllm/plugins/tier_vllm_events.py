@@ -1,4 +1,4 @@
-"""vLLM's KV events of blocks in tiers: what `tier_events` has to tell, in vLLM's words. In vLLM's processes."""
+"""Converts the changes of `tier_events` to vLLM's KV events. Runs in vLLM's processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.plugins.tier_events import Came, Went
+from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun
 
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 _GROUP = 0
-"""There is one: see `tier_connector`."""
+"""The only KV cache group, see `tier_connector`."""
 
 
-def event_of(change: Came | Went, block_size: int) -> Any:
-    if isinstance(change, Went):
+def event_of(change: StoredRun | RemovedRun, block_size: int) -> Any:
+    if isinstance(change, RemovedRun):
         names = [maybe_convert_block_hash(name) for name in change.names]
         return BlockRemoved(block_hashes=names, medium=_MEDIA[change.tier], group_idx=_GROUP)
     parent = change.blocks[0].parent
@@ -38,7 +38,7 @@ def event_of(change: Came | Went, block_size: int) -> Any:
 
 
 def extra_keys_of(request: Any, start: int, end: int) -> Any:
-    """As vLLM tells them of the same block on its device."""
-    found, _ = generate_block_hash_extra_keys(request, start, end, 0)
-    told = to_event_extra_keys([found])
-    return None if told is None else told[0]
+    """Extra keys as in vLLM's event for the same block on its device."""
+    keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    event_keys = to_event_extra_keys([keys])
+    return None if event_keys is None else event_keys[0]

@@ -1,7 +1,7 @@
-"""KvoltTieredNixlConnector: a vLLM that moves KV to others and has tiers. Loaded by vLLM (`kv_connector_module_path`).
+"""KvoltTieredNixlConnector: handoffs and tiers in one vLLM. Loaded by vLLM (`kv_connector_module_path`).
 
-vLLM's MultiConnector over our two. KV that is handed over comes from who computed it; what else a prompt begins with,
-here or at a prefill worker, is brought from tiers. Blocks go free when both are done with them.
+vLLM's MultiConnector over both of kvolt's connectors: KV of a handoff comes from the prefill worker, other prefixes
+from the tiers. Blocks are released when both connectors are done with them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class KvoltTieredNixlConnector(MultiConnector):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """vLLM's own looks for its parts among the connectors that come with vLLM."""
+        """vLLM's implementation only finds its own connectors."""
         parts: dict[str, Any] = {}
-        for name, said in (data or {}).items():
-            is_made = isinstance(said, KVConnectorStats)
-            parts[name] = said if is_made else _PARTS[name].build_kv_connector_stats(said)
+        for name, stats in (data or {}).items():
+            is_built = isinstance(stats, KVConnectorStats)
+            parts[name] = stats if is_built else _PARTS[name].build_kv_connector_stats(stats)
         return MultiKVConnectorStats(data=parts)

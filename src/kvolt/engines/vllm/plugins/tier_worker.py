@@ -1,8 +1,8 @@
-"""The half of the tier connector that runs in vLLM's workers: kvolt's tiers over vLLM's memory.
+"""Worker half of the tier connector: kvolt's tiers over vLLM's KV memory.
 
-The tiers have a thread with a loop of their own; vLLM's thread gives orders and asks what is done. Each layer's memory
-is to them what a rank's is elsewhere: a block has one piece in each. Blocks are held against their checksums as they
-come up: one that is not what it was is a miss, with all that follow it, and vLLM computes them.
+The tiers run in a thread with its own event loop; vLLM's thread sends commands and polls for results. Each layer is a
+slab, so that a block has one piece per layer. Loaded blocks are verified by checksum: a corrupt block and all blocks
+after it are cache misses, which vLLM computes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import Any
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.engines.vllm.plugins.tier_messages import Move, Orders, TierFigures, Told, hash_of
+from kvolt.engines.vllm.plugins.tier_messages import (
+    BlockMove,
+    TierCommands,
+    TierCounters,
+    TierUpdate,
+    hash_of,
+)
 from kvolt.engines.vllm.plugins.tier_settings import VllmTiers, lower_tiers, num_host_blocks
 from kvolt.engines.vllm.plugins.tier_steps import Mark
-from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.transfer.memory.slabs import Slab
@@ -29,20 +35,20 @@ _START_S = 600.0
 _STOP_S = 30.0
 _FETCH_S = 10.0
 _FENCE_S = 60.0
-_TELL_S = 1.0
+_QUERY_S = 1.0
 
 
 def slab_of(tensor: Any, num_blocks: int) -> Slab:
-    """A layer's blocks, one after the other in its memory."""
+    """The slab of a layer: its blocks, contiguous in memory."""
     import torch
 
-    # A kernel's block may be a part of vLLM's. Other layouts have blocks in pieces, which these copies do not know.
+    # A kernel's block may be a part of vLLM's. Layouts with non-contiguous blocks are not supported.
     block_bytes = tensor.shape[0] // num_blocks * tensor.stride(0) * tensor.element_size()
     num_bytes = num_blocks * block_bytes
     is_whole = tensor.shape[0] % num_blocks == 0 and tensor.stride(0) == max(tensor.stride())
     if not is_whole or num_bytes != tensor.numel() * tensor.element_size():
         raise ValueError(
-            f"vLLM's KV of shape {tuple(tensor.shape)} with strides {tensor.stride()} has no blocks side by side: "
+            f"vLLM's KV of shape {tuple(tensor.shape)} with strides {tensor.stride()} has non-contiguous blocks: "
             "kvolt's tiers cannot be used with this attention backend and layout"
         )
     if tensor.device.type == "cpu":
@@ -57,41 +63,41 @@ def slab_of(tensor: Any, num_blocks: int) -> Slab:
 
 
 class TierWorker:
-    """See the module. `piece`: which of a block's pieces this worker has, for what outlives it."""
+    """See the module. `piece`: name of this worker's piece of each block, for files on disk."""
 
     def __init__(self, layers: Sequence[Any], num_blocks: int, settings: VllmTiers, piece: str) -> None:
-        self._layers = layers  # their memory is ours to read and write for as long as this lives
-        self._loads: dict[str, tuple[Future[Fetched], list[Move]]] = {}
+        self._layers = layers  # keeps their memory alive
+        self._loads: dict[str, tuple[Future[OnboardResult], list[BlockMove]]] = {}
         self._stores: dict[str, list[Future[int]]] = {}
         self._awaited: set[str] = set()
         self._era = 0
-        """What was begun in another one is not kept."""
+        """Stores started in an earlier era are dropped."""
         self._failed_blocks: set[int] = set()
         self._held: dict[Tier, set[SequenceHash]] = {}
-        """As told."""
-        self._asking: Future[tuple[Sequence[Any], dict[Tier, TierFigures]]] | None = None
-        self._has_news = True
-        """Whether the tiers may have something to tell. What a disk has kept, at first."""
-        self._began: Mark | None = None
-        """Of the step that is computed."""
+        """Blocks reported so far, by tier."""
+        self._change_query: Future[tuple[Sequence[Any], dict[Tier, TierCounters]]] | None = None
+        self._has_changes = True
+        """Whether the tiers may have unreported changes; initially the content of the disk."""
+        self._step_start: Mark | None = None
+        """Start of the current step."""
         self._timing: deque[tuple[int, Mark, Mark]] = deque()
-        """Steps whose work the device has, and may not have done."""
+        """Steps submitted to the device that may not be done."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvolt-tiers", daemon=True)
         self._thread.start()
         slabs = [slab_of(each, num_blocks) for each in layers]
         shape = BlockShape.of(slabs)
-        self._cache = TieredCache.over(
+        self._cache = TieredCache.for_slabs(
             slabs,
             num_host_blocks(settings, shape, num_blocks),
             lower_tiers(settings, shape, num_blocks, piece),
         )
-        self._cache.host.on_change(self._on_news)
+        self._cache.host.set_on_change(self._on_change)
         self._run(self._cache.start()).result(_START_S)
 
-    def _on_news(self) -> None:
-        """A disk was written to, or the like. In the tiers' thread."""
-        self._has_news = True
+    def _on_change(self) -> None:
+        """Called in the tiers' thread, for example after a write to disk."""
+        self._has_changes = True
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -104,47 +110,48 @@ class TierWorker:
         if not self._thread.is_alive():
             self._loop.close()
 
-    # --- orders
+    # --- commands
 
-    def begin(self, orders: Orders) -> None:
-        """Before the step is prepared. vLLM has taken blocks from requests: what is under way from them must have been
-        copied. What takes too long is not kept: others' bytes may have been copied, and the checksum would be right.
-        All others' blocks stay theirs until `finished` tells of them, however many steps that takes."""
-        under_way = [each for request_id in orders.preempted for each in self._stores.get(request_id, ())]
-        if under_way and wait(under_way, _FENCE_S).not_done:
+    def begin_step(self, commands: TierCommands) -> None:
+        """Before the step is prepared: wait for copies from blocks of preempted requests, which vLLM reuses.
+
+        Copies that take too long are dropped: they may contain bytes of other requests, under a valid checksum. Blocks
+        of other requests stay allocated until `take_finished` returns them."""
+        in_flight = [each for request_id in commands.preempted for each in self._stores.get(request_id, ())]
+        if in_flight and wait(in_flight, _FENCE_S).not_done:
             self._era += 1
-        self._began = Mark(self._layers[0]) if orders.timed is not None else None
+        self._step_start = Mark(self._layers[0]) if commands.timed is not None else None
 
-    def obey(self, orders: Orders) -> None:
-        """Around the step: what is to come, for others than compute in it."""
-        if orders.clear:
-            self._run(self._clear())  # before what follows: they have one loop
-            self._has_news = True
-        self._awaited |= orders.awaited
-        for request_id, moves in orders.loads.items():
+    def start_loads(self, commands: TierCommands) -> None:
+        """At the step's start: load blocks for requests that are not part of it."""
+        if commands.clear:
+            self._run(self._clear())  # runs before the following commands: they share one loop
+            self._has_changes = True
+        self._awaited |= commands.awaited
+        for request_id, moves in commands.loads.items():
             numbers = [move.number for move in moves]
-            fetching = self._cache.fetch(self._blocks(moves), numbers, _FETCH_S)
+            fetching = self._cache.onboard(self._blocks(moves), numbers, _FETCH_S)
             self._loads[request_id] = (self._run(fetching), moves)
 
-    def store(self, orders: Orders) -> None:
-        """After the step: what it completed."""
-        if not orders.stores and orders.timed is None:
+    def start_stores(self, commands: TierCommands) -> None:
+        """After the step: offload the blocks that it completed."""
+        if not commands.stores and commands.timed is None:
             return
         mark = Mark(self._layers[0])
-        if orders.timed is not None and self._began is not None:
-            self._timing.append((orders.timed, self._began, mark))
-        for request_id, moves in orders.stores.items():
+        if commands.timed is not None and self._step_start is not None:
+            self._timing.append((commands.timed, self._step_start, mark))
+        for request_id, moves in commands.stores.items():
             storing = self._store(moves, mark, self._era)
             self._stores.setdefault(request_id, []).append(self._run(storing))
 
-    async def _store(self, moves: Sequence[Move], mark: Mark, era: int) -> int:
-        if mark.is_waited_for:
+    async def _store(self, moves: Sequence[BlockMove], mark: Mark, era: int) -> int:
+        if mark.needs_wait:
             await asyncio.to_thread(mark.wait)
         numbers = [move.number for move in moves]
         return await self._cache.offload(self._blocks(moves), numbers, lambda: self._era == era)
 
     @staticmethod
-    def _blocks(moves: Sequence[Move]) -> list[TierBlock]:
+    def _blocks(moves: Sequence[BlockMove]) -> list[TierBlock]:
         return [
             TierBlock(
                 move.key,
@@ -156,82 +163,82 @@ class TierWorker:
             for move in moves
         ]
 
-    # --- what is done
+    # --- results
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks may go, and those that have what was brought."""
-        brought = {request_id for request_id, (fetching, _) in self._loads.items() if fetching.done()}
-        self._has_news = self._has_news or bool(brought)
-        for request_id in brought:
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks may be released, and requests whose loads are done."""
+        loaded = {request_id for request_id, (fetching, _) in self._loads.items() if fetching.done()}
+        self._has_changes = self._has_changes or bool(loaded)
+        for request_id in loaded:
             fetching, moves = self._loads.pop(request_id)
-            num_came = fetching.result().num_blocks if fetching.exception() is None else 0
-            self._failed_blocks.update(move.number for move in moves[num_came:])
+            num_loaded = fetching.result().num_blocks if fetching.exception() is None else 0
+            self._failed_blocks.update(move.number for move in moves[num_loaded:])
         for request_id in list(self._stores):
             left = [each for each in self._stores[request_id] if not each.done()]
-            self._has_news = self._has_news or len(left) < len(self._stores[request_id])
+            self._has_changes = self._has_changes or len(left) < len(self._stores[request_id])
             if left:
                 self._stores[request_id] = left
             else:
                 del self._stores[request_id]
-        gone = {request_id for request_id in self._awaited if request_id not in self._stores}
-        self._awaited -= gone
-        return gone, brought
+        released = {request_id for request_id in self._awaited if request_id not in self._stores}
+        self._awaited -= released
+        return released, loaded
 
     def take_failed(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def take_told(self) -> Told | None:
-        """What came to the tiers and went, since the last time, and how long steps took. If the tiers are slow to say,
-        the next time."""
-        told = Told(step_s=self._step_times())
-        if self._has_news or self._asking is not None:
-            self._take_news(told)
-        return told if told != Told() else None
+    def take_update(self) -> TierUpdate | None:
+        """Changes of the tiers and step times since the last call. If the tiers answer late, the next call returns
+        them."""
+        update = TierUpdate(step_s=self._step_times())
+        if self._has_changes or self._change_query is not None:
+            self._take_changes(update)
+        return update if update != TierUpdate() else None
 
-    def _take_news(self, told: Told) -> None:
-        if self._asking is None:
-            self._has_news = False  # before they are asked: what comes after is told the next time
-            self._asking = self._run(self._news())
+    def _take_changes(self, update: TierUpdate) -> None:
+        if self._change_query is None:
+            self._has_changes = False  # before the query: later changes are reported by the next one
+            self._change_query = self._run(self._read_changes())
         try:
-            changes, told.figures = self._asking.result(_TELL_S)
+            changes, update.counters = self._change_query.result(_QUERY_S)
         except TimeoutError:
             return
-        self._asking = None
+        self._change_query = None
         for change in changes:
-            self._apply(change, told)
+            self._apply(change, update)
 
     def _step_times(self) -> dict[int, float]:
         times: dict[int, float] = {}
         while self._timing and self._timing[0][2].is_passed:
-            number, began, ended = self._timing.popleft()
-            times[number] = ended.seconds_from(began)
+            number, start, end = self._timing.popleft()
+            times[number] = end.seconds_from(start)
         return times
 
-    def _apply(self, change: Any, told: Told) -> None:
-        """Each block is told once, whatever is told twice to us: who adds them up counts workers by it."""
+    def _apply(self, change: Any, update: TierUpdate) -> None:
+        """Report each block once, even if the tiers report it twice: the scheduler counts workers by it."""
         match change:
             case Stored():
                 held = self._held.setdefault(change.tier, set())
                 new = [each for each in dict.fromkeys(change.sequence_hashes) if each not in held]
                 held.update(new)
-                told.stored.update((change.tier, each) for each in new)
+                update.stored.update((change.tier, each) for each in new)
             case Removed():
                 held = self._held.setdefault(change.tier, set())
-                gone = [each for each in change.sequence_hashes if each in held]
-                held.difference_update(gone)
-                told.removed.update((change.tier, each) for each in gone)
+                removed = [each for each in change.sequence_hashes if each in held]
+                held.difference_update(removed)
+                update.removed.update((change.tier, each) for each in removed)
             case Cleared():
                 for tier in [change.tier] if change.tier is not None else list(self._held):
-                    told.removed.update((tier, each) for each in self._held.pop(tier, ()))
+                    update.removed.update((tier, each) for each in self._held.pop(tier, ()))
 
     async def _clear(self) -> None:
         self._cache.host.clear()
 
-    async def _news(self) -> tuple[Sequence[Any], dict[Tier, TierFigures]]:
+    async def _read_changes(self) -> tuple[Sequence[Any], dict[Tier, TierCounters]]:
         host = self._cache.host
-        figures = {
-            tier: TierFigures(
+        counters = {
+            tier: TierCounters(
                 num_stored=stats.num_stored,
                 stored_s=stats.stored_s,
                 num_loaded=stats.num_loaded,
@@ -244,4 +251,4 @@ class TierWorker:
             )
             for tier, stats in host.stats.items()
         }
-        return host.take_changes(), figures
+        return host.take_changes(), counters

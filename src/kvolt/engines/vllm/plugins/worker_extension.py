@@ -1,10 +1,9 @@
-"""Loaded by vLLM's own workers (`worker_extension_cls`): a seeded request that resumes draws on where it had stopped.
+"""Loaded in vLLM's workers (`worker_extension_cls`): seeded sampling continues correctly for resumed requests.
 
-vLLM draws noise for each token from the request's generator, which begins anew with each request. One that has tokens
-behind it (migrated, or its prompt computed elsewhere) skips as many draws, so that its answer is the one that it would
-have had in one piece. On a CPU vLLM cannot take back the draw of a step whose token it discards (a part of a prompt):
-it dies, with all its requests. There the generator can. Runs in vLLM's process: imports nothing of kvolt but
-`cpu_mends`, which does too.
+vLLM draws noise for each token from the request's generator, which is new for each request. A resumed request
+(migrated, or with remote prefill) skips one draw per earlier token, so that its tokens equal those of an
+uninterrupted request. On a CPU vLLM crashes when it reverts the draw of a discarded token (chunked prefill); the
+generator here supports it. Runs in vLLM's process: imports only `cpu_patches` of kvolt.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from kvolt.engines.vllm.plugins.cpu_mends import mend
+from kvolt.engines.vllm.plugins.cpu_patches import apply_patches
 
 RESUMED = "kvolt_resumed"
-"""As in `requests`, which is not imported: it is another process's."""
+"""As in `vllm.extras`, which is not imported into vLLM's workers."""
 _SEEDS = 2**31
-"""What vLLM draws one of for each token on a CPU."""
+"""Range of the number that vLLM draws per token on a CPU."""
 
 _add_request = InputBatch.add_request
 
 
 class CpuDraws(torch.Generator):
-    """A request's generator that knows how many draws it should have behind it: those of its tokens."""
+    """Generator of a request that can reset itself to the number of tokens generated."""
 
     def follow(self, request: Any, num_before: int) -> None:
         self._request, self._num_before = request, num_before
@@ -36,7 +35,7 @@ class CpuDraws(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """One draw too many was made, by a step that gave no token."""
+        """Revert a draw whose token was discarded."""
         self.manual_seed(self._request.sampling_params.seed)
         for _ in range(self._num_before + len(self._request.output_token_ids)):
             torch.randint(0, _SEEDS, (1,), dtype=torch.long, generator=self)
@@ -46,7 +45,7 @@ class CpuDraws(torch.Generator):
 def _add_resumed(self: Any, request: Any) -> int:
     params, generator = request.sampling_params, request.generator
     if generator is not None:
-        # Taken away: a request that is preempted comes here again, with its generator as it was.
+        # Removed: a preempted request is added again with its current generator.
         num_before = params.extra_args.pop(RESUMED, 0) if params.extra_args else 0
         if generator.device.type != "cpu":
             noise = torch.empty(self.vocab_size, dtype=torch.float32, device=generator.device)
@@ -62,8 +61,8 @@ def _add_resumed(self: Any, request: Any) -> int:
 InputBatch.add_request = _add_resumed
 
 if current_platform.is_cpu():
-    mend()
+    apply_patches()
 
 
 class KvoltWorkerExtension:
-    """Mixed into vLLM's worker class; what it is for happens when this module is imported."""
+    """Mixed into vLLM's worker class. The patches are applied when this module is imported."""

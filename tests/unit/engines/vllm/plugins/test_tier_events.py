@@ -22,29 +22,31 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.kv_formats import SALT_TAG, Engine, Translator
 from kvolt.engines.vllm.plugins import tier_events, tier_names
-from kvolt.engines.vllm.plugins.tier_events import Came, TierEvents, Went
-from kvolt.engines.vllm.plugins.tier_names import Described, NamesFile, packed_tokens
-from kvolt.engines.vllm.plugins.tier_worth import TierWorth
+from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun, TierEvents
+from kvolt.engines.vllm.plugins.tier_names import BlockDescription, NamesFile, packed_tokens
+from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
 from kvolt.testing.engines.replica import Replica, block_hashes
 
 HOST, DISK = Tier.HOST, Tier.DISK
 
 
-def described(number: int, parent: int | None = None) -> Described:
+def described(number: int, parent: int | None = None) -> BlockDescription:
     above = None if parent is None else b"%d" % parent
-    return Described(number, b"%d" % number, above, packed_tokens([number] * BLOCK))
+    return BlockDescription(number, b"%d" % number, above, packed_tokens([number] * BLOCK))
 
 
-def moved(events: TierEvents, tier: Tier, *numbers: int, is_there: bool = True) -> None:
+def moved(events: TierEvents, tier: Tier, *numbers: int, is_stored: bool = True) -> None:
     for number in numbers:
-        events.moved(tier, SequenceHash(number), is_there=is_there)
+        events.on_moved(tier, SequenceHash(number), is_stored=is_stored)
 
 
 def chains(events: TierEvents) -> list[tuple[Tier, list[bytes]]]:
     found = []
-    for change in events.take():
-        names = change.names if isinstance(change, Went) else [block.name for block in change.blocks]
-        found.append((change.tier, [b"-" + name if isinstance(change, Went) else name for name in names]))
+    for change in events.take_events():
+        names = change.names if isinstance(change, RemovedRun) else [block.name for block in change.blocks]
+        found.append(
+            (change.tier, [b"-" + name if isinstance(change, RemovedRun) else name for name in names])
+        )
     return found
 
 
@@ -58,19 +60,19 @@ def test_each_tier_once() -> None:
     moved(events, HOST, 0, 1, 2)
     assert not chains(events)
     moved(events, DISK, 0, 1, 2)
-    moved(events, HOST, 2, is_there=False)
+    moved(events, HOST, 2, is_stored=False)
     assert chains(events) == [(DISK, [b"0", b"1", b"2"]), (HOST, [b"-2"])]
-    moved(events, DISK, 2, is_there=False)
+    moved(events, DISK, 2, is_stored=False)
     assert chains(events) == [(DISK, [b"-2"])]
-    assert not events.knows(SequenceHash(2))
-    assert events.knows(SequenceHash(1))
+    assert not events.is_described(SequenceHash(2))
+    assert events.is_described(SequenceHash(1))
 
 
-def test_what_comes_and_goes_between_two_steps_is_not_told() -> None:
+def test_blocks_stored_and_removed_between_steps_are_not_published() -> None:
     events = TierEvents()
     events.describe(described(1))
     moved(events, HOST, 1)
-    moved(events, HOST, 1, is_there=False)
+    moved(events, HOST, 1, is_stored=False)
     assert events.is_due
     assert not chains(events)
     assert not events.is_due
@@ -84,8 +86,8 @@ def test_none_before_the_one_that_it_follows() -> None:
         events.describe(described(number, parent))
     moved(events, DISK, 8, 4, 9, 2, 7, 3, 1)
     told: set[bytes] = set()
-    for change in events.take():
-        assert isinstance(change, Came)
+    for change in events.take_events():
+        assert isinstance(change, StoredRun)
         above = change.blocks[0].parent
         assert above is None or above in told
         for block in change.blocks:
@@ -95,7 +97,7 @@ def test_none_before_the_one_that_it_follows() -> None:
     assert told == {b"%d" % number for number in parents}
 
 
-def test_one_that_nobody_has_described_is_told_when_somebody_does() -> None:
+def test_block_is_published_once_it_is_described() -> None:
     events = TierEvents()
     moved(events, HOST, 1)
     moved(events, DISK, 1)
@@ -104,25 +106,25 @@ def test_one_that_nobody_has_described_is_told_when_somebody_does() -> None:
     assert chains(events) == [(HOST, [b"1"]), (DISK, [b"1"])]
     moved(events, HOST, 2)
     assert not chains(events)
-    moved(events, HOST, 2, is_there=False)
+    moved(events, HOST, 2, is_stored=False)
     assert not chains(events), "it was never told"
 
 
 def test_what_never_comes_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_events, "_MOST_EXPECTED", 2)
+    monkeypatch.setattr(tier_events, "_MAX_EXPECTED", 2)
     events = TierEvents()
     for number in range(3):
         events.describe(described(number))
-    assert [events.knows(SequenceHash(number)) for number in range(3)] == [False, True, True]
+    assert [events.is_described(SequenceHash(number)) for number in range(3)] == [False, True, True]
 
 
-def test_a_disk_is_told_again_after_a_restart(tmp_path: Path) -> None:
+def test_disk_is_published_after_a_restart(tmp_path: Path) -> None:
     events = TierEvents(NamesFile(tmp_path))
     for number in range(4):
         events.describe(described(number, number - 1 if number else None))
     moved(events, HOST, 0, 1, 2, 3)
     moved(events, DISK, 0, 1, 2)
-    events.settle()
+    events.flush()
     events.close()
     again = TierEvents(NamesFile(tmp_path))
     moved(again, DISK, 2, 1, 0, 3)
@@ -130,15 +132,15 @@ def test_a_disk_is_told_again_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_very_much_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_events, "_AT_ONCE", 2)
+def test_many_blocks_are_published_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_events, "_MAX_PER_STEP", 2)
     events = TierEvents()
     for number in range(5):
         events.describe(described(number))
     moved(events, DISK, *range(5))
     sizes = []
     while events.is_due:
-        sizes.append(len(events.take()))
+        sizes.append(len(events.take_events()))
     assert sizes == [2, 2, 1]
 
 
@@ -154,7 +156,7 @@ class Seen:
             BLOCK,
             num_workers,
             b"model",
-            TierWorth(BLOCK, 64),
+            TierOnboardPolicy(BLOCK, 64),
             self.events,
             tier_vllm_events.extra_keys_of,
         )
@@ -163,11 +165,11 @@ class Seen:
         self.changes: list[KvChange] = []
 
     def told(self, **given: object) -> None:
-        self.scheduler.told(tier_messages.Told(**given))
+        self.scheduler.apply_update(tier_messages.TierUpdate(**given))
         self.read()
 
     def read(self) -> None:
-        made = [tier_vllm_events.event_of(change, BLOCK) for change in self.events.take()]
+        made = [tier_vllm_events.event_of(change, BLOCK) for change in self.events.take_events()]
         changes = self.translator.translate(msgspec.msgpack.encode([0.0, made, 0])).changes
         for change in changes:
             self.replica.apply(change)
@@ -193,9 +195,11 @@ def ours(request: FakeRequest) -> list[SequenceHash]:
 def order_down(seen: Seen, request: FakeRequest, num_blocks: int) -> None:
     from tests.unit.engines.vllm.plugins.tier_lab import plan
 
-    seen.scheduler.find(request, 0)
-    seen.scheduler.allocated(request, list(range(num_blocks)), 0)
-    seen.scheduler.orders(plan({request.request_id: (list(range(num_blocks)), 0, num_blocks * BLOCK)}))
+    seen.scheduler.find_offloaded(request, 0)
+    seen.scheduler.on_allocated(request, list(range(num_blocks)), 0)
+    seen.scheduler.build_commands(
+        plan({request.request_id: (list(range(num_blocks)), 0, num_blocks * BLOCK)})
+    )
 
 
 @pytest.mark.parametrize("salt", [None, SALT_TAG + "tenant"])
@@ -205,44 +209,44 @@ def test_a_router_knows_blocks_in_tiers_by_the_names_it_uses(salt: str | None) -
     order_down(seen, request, 3)
     numbers = seen.numbers(request)
     seen.told(stored={(HOST, number): 1 for number in numbers})
-    assert seen.changes == [Stored.of(ours(request), None, tier=HOST)]
+    assert seen.changes == [Stored.from_hashes(ours(request), None, tier=HOST)]
     seen.told(stored={(DISK, number): 1 for number in numbers}, removed={(HOST, numbers[2]): 1})
     assert seen.changes[1:] == [
-        Stored.of(ours(request), None, tier=DISK),
-        Removed.of(ours(request)[2:], HOST),
+        Stored.from_hashes(ours(request), None, tier=DISK),
+        Removed.from_hashes(ours(request)[2:], HOST),
     ]
     assert not seen.translator.skipped, json.dumps(seen.translator.skipped)
 
 
-def test_a_block_is_told_once_every_worker_has_its_piece_and_gone_with_the_first() -> None:
+def test_block_is_published_when_all_workers_have_it_and_removed_with_the_first() -> None:
     seen = Seen(num_workers=2)
     request = FakeRequest("r", list(range(9)))
     order_down(seen, request, 2)
     first, second = seen.numbers(request)
     seen.told(stored={(HOST, first): 2, (HOST, second): 1})
-    assert seen.changes == [Stored.of(ours(request)[:1], None, tier=HOST)]
-    assert seen.scheduler.num_there == {HOST: 1}
+    assert seen.changes == [Stored.from_hashes(ours(request)[:1], None, tier=HOST)]
+    assert seen.scheduler.num_blocks_by_tier == {HOST: 1}
     seen.told(stored={(HOST, second): 1})
     assert len(seen.changes) == 2
-    assert seen.scheduler.num_there == {HOST: 2}
+    assert seen.scheduler.num_blocks_by_tier == {HOST: 2}
     seen.told(removed={(HOST, second): 1})
-    assert seen.changes[2:] == [Removed.of(ours(request)[1:], HOST)]
+    assert seen.changes[2:] == [Removed.from_hashes(ours(request)[1:], HOST)]
     seen.told(removed={(HOST, second): 1})
     assert len(seen.changes) == 3
 
 
-def test_what_a_disk_had_is_told_with_its_tokens_when_a_request_finds_it() -> None:
+def test_disk_blocks_are_published_when_a_request_finds_them() -> None:
     """No description was kept: another's disk, or a file that was lost."""
     seen = Seen()
     request = FakeRequest("r", list(range(9)))
     seen.told(stored={(DISK, number): 1 for number in seen.numbers(request)})
     assert not seen.changes
-    assert seen.scheduler.find(request, 0) == 2 * BLOCK
+    assert seen.scheduler.find_offloaded(request, 0) == 2 * BLOCK
     seen.read()
-    assert seen.changes == [Stored.of(ours(request), None, tier=DISK)]
+    assert seen.changes == [Stored.from_hashes(ours(request), None, tier=DISK)]
 
 
-def test_a_cache_that_is_cleared_is_not_told_of_again() -> None:
+def test_cleared_blocks_are_not_published_again() -> None:
     seen = Seen()
     request = FakeRequest("r", list(range(9)))
     order_down(seen, request, 2)
@@ -273,41 +277,45 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listed(num_blocks: int = NUM_KEPT) -> Any:
-    return tier_messages.Told(stored=Counter((DISK, SequenceHash(number)) for number in range(num_blocks)))
+    return tier_messages.TierUpdate(
+        stored=Counter((DISK, SequenceHash(number)) for number in range(num_blocks))
+    )
 
 
 def num_told(seen: Seen) -> int:
-    return sum(len(change.blocks) for change in seen.events.take() if isinstance(change, Came))
+    return sum(len(change.blocks) for change in seen.events.take_events() if isinstance(change, StoredRun))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_disk_is_told_once_every_worker_has_told(kept: Path, num_workers: int) -> None:
+def test_disk_is_published_when_all_workers_have_reported(kept: Path, num_workers: int) -> None:
     """Perhaps some of them steps later; and before it what else they have."""
     seen = Seen(num_workers, NamesFile(kept))
-    seen.scheduler.told(tier_messages.Told(stored=Counter({(HOST, SequenceHash(77)): num_workers})))
+    seen.scheduler.apply_update(
+        tier_messages.TierUpdate(stored=Counter({(HOST, SequenceHash(77)): num_workers}))
+    )
     for _ in range(num_workers):
         assert not num_told(seen)
-        seen.scheduler.told(listed())
+        seen.scheduler.apply_update(listed())
     assert num_told(seen) == NUM_KEPT
     seen.events.close()
     assert len(NamesFile(kept).read()) == NUM_KEPT
 
 
-def test_what_workers_find_at_first_is_told_at_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_updates_are_applied_at_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(2, NamesFile(kept))
-    settled: list[int] = []
-    monkeypatch.setattr(seen.events, "settle", lambda: settled.append(seen.scheduler.num_there[DISK]))
-    seen.scheduler.found([listed(), listed()])
-    assert settled == [NUM_KEPT]
+    flushed: list[int] = []
+    monkeypatch.setattr(seen.events, "flush", lambda: flushed.append(seen.scheduler.num_blocks_by_tier[DISK]))
+    seen.scheduler.apply_initial([listed(), listed()])
+    assert flushed == [NUM_KEPT]
     assert num_told(seen) == NUM_KEPT
-    seen.scheduler.found([])
+    seen.scheduler.apply_initial([])
     seen.events.close()
 
 
 def test_what_is_not_found_by_then_is_forgotten(kept: Path) -> None:
     """Or the file would grow with every restart."""
     seen = Seen(2, NamesFile(kept))
-    seen.scheduler.found([listed(), listed(3)])
+    seen.scheduler.apply_initial([listed(), listed(3)])
     assert num_told(seen) == 3
     seen.events.close()
     assert set(NamesFile(kept).read()) == {0, 1, 2}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvolt.engines.vllm.plugins import tier_names
-from kvolt.engines.vllm.plugins.tier_names import Described, NamesFile, packed_tokens
+from kvolt.engines.vllm.plugins.tier_names import BlockDescription, NamesFile, packed_tokens
 
 
-def described(number: int) -> Described:
-    return Described(
+def described(number: int) -> BlockDescription:
+    return BlockDescription(
         number, b"name%d" % number, b"parent" if number else None, packed_tokens([number, 70_000]), ["salt"]
     )
 

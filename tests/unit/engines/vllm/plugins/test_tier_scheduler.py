@@ -8,62 +8,62 @@ from tests.unit.engines.vllm.plugins.tier_lab import BLOCK, FakeRequest, plan, t
 
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import StepStats
-from kvolt.engines.vllm.plugins.tier_figures import VllmTierMetrics, figures_payload
-from kvolt.engines.vllm.plugins.tier_worth import TierWorth
+from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
+from kvolt.engines.vllm.plugins.tier_stats import VllmTierMetrics, stats_payload
 
 HOST, DISK = Tier.HOST, Tier.DISK
-Told, TierFigures = tier_messages.Told, tier_messages.TierFigures
+TierUpdate, TierCounters = tier_messages.TierUpdate, tier_messages.TierCounters
 
 
 class Lab:
     def __init__(self) -> None:
-        self.worth = TierWorth(BLOCK, 64)
+        self.worth = TierOnboardPolicy(BLOCK, 64)
         self.scheduler = tier_scheduler.TierScheduler(BLOCK, 1, b"model", self.worth)
 
     def stored(self, request: FakeRequest, tier: Tier, *indexes: int) -> None:
         names = [request.block_hashes[index] for index in indexes]
         numbers = [tier_messages.hash_of(tier_messages.key_of(name, b"model")) for name in names]
-        self.scheduler.told(Told(stored={(tier, number): 1 for number in numbers}))
+        self.scheduler.apply_update(TierUpdate(stored={(tier, number): 1 for number in numbers}))
 
     def is_slow(self, block_s: float) -> None:
         for tokens in range(10, 30):
             self.worth.times.add(
                 StepStats(prefill_tokens=tokens, prefill_context=tokens**2, time_s=tokens / 1e3)
             )
-        self.scheduler.told(Told(figures={HOST: TierFigures(block_s=block_s)}))
+        self.scheduler.apply_update(TierUpdate(counters={HOST: TierCounters(block_s=block_s)}))
 
 
 def request(name: str = "r", count: int = 13) -> FakeRequest:
     return FakeRequest(name, list(range(count)))
 
 
-def test_what_lies_in_any_tier_is_brought_from_the_first_on() -> None:
+def test_blocks_in_any_tier_are_loaded_in_order() -> None:
     lab, asked = Lab(), request()
     lab.stored(asked, HOST, 0, 2)
-    assert lab.scheduler.find(asked, 0) == BLOCK
+    assert lab.scheduler.find_offloaded(asked, 0) == BLOCK
     lab.stored(asked, DISK, 1)
-    assert lab.scheduler.find(asked, 0) == 3 * BLOCK
-    assert lab.scheduler.find(asked, BLOCK) == 2 * BLOCK
-    lab.scheduler.allocated(asked, [10, 11, 12], 2 * BLOCK)
+    assert lab.scheduler.find_offloaded(asked, 0) == 3 * BLOCK
+    assert lab.scheduler.find_offloaded(asked, BLOCK) == 2 * BLOCK
+    lab.scheduler.on_allocated(asked, [10, 11, 12], 2 * BLOCK)
     assert lab.scheduler.tiers_of_load("r") == {DISK: 1, HOST: 1}
-    loads = lab.scheduler.orders(plan()).loads["r"]
+    loads = lab.scheduler.build_commands(plan()).loads["r"]
     assert [(move.position, move.number) for move in loads] == [(1, 11), (2, 12)]
-    assert lab.scheduler.num_brought == 2
+    assert lab.scheduler.num_onboarded == 2
 
 
 def test_the_last_token_of_a_prompt_is_computed() -> None:
     lab, asked = Lab(), request(count=8)
     lab.stored(asked, HOST, 0, 1)
-    assert lab.scheduler.find(asked, 0) == BLOCK
+    assert lab.scheduler.find_offloaded(asked, 0) == BLOCK
 
 
 def test_prompts_with_an_adapter_are_left_out() -> None:
     lab, asked = Lab(), request()
     lab.stored(asked, HOST, 0)
     asked.lora_request = SimpleNamespace()
-    assert lab.scheduler.find(asked, 0) == 0
-    lab.scheduler.allocated(asked, [0, 1, 2], 0)
-    assert not lab.scheduler.orders(plan({"r": ([0, 1, 2], 0, 13)})).stores
+    assert lab.scheduler.find_offloaded(asked, 0) == 0
+    lab.scheduler.on_allocated(asked, [0, 1, 2], 0)
+    assert not lab.scheduler.build_commands(plan({"r": ([0, 1, 2], 0, 13)})).stores
 
 
 def test_what_is_slow_to_come_is_computed_and_judged_once_for_each_request() -> None:
@@ -71,9 +71,11 @@ def test_what_is_slow_to_come_is_computed_and_judged_once_for_each_request() -> 
     lab.stored(request(), HOST, 0, 1, 2)
     lab.is_slow(1.0)
     asked = request("again")
-    assert [lab.scheduler.find(asked, 0) for _ in range(40)] == [0] * 40, "one request, one judgement"
+    assert [lab.scheduler.find_offloaded(asked, 0) for _ in range(40)] == [0] * 40, (
+        "one request, one judgement"
+    )
     assert lab.scheduler.num_declined == 3
-    brought = [lab.scheduler.find(request(f"r{number}"), 0) for number in range(15)]
+    brought = [lab.scheduler.find_offloaded(request(f"r{number}"), 0) for number in range(15)]
     assert brought == [0] * 14 + [3 * BLOCK], "every sixteenth is brought all the same"
 
 
@@ -81,71 +83,71 @@ def test_a_tier_that_was_slow_may_be_quick_again() -> None:
     lab = Lab()
     lab.stored(request(), HOST, 0, 1, 2)
     lab.is_slow(1.0)
-    assert lab.scheduler.find(request("one"), 0) == 0
-    lab.scheduler.told(Told(figures={HOST: TierFigures(block_s=1e-5)}))
-    assert lab.scheduler.find(request("two"), 0) == 3 * BLOCK
+    assert lab.scheduler.find_offloaded(request("one"), 0) == 0
+    lab.scheduler.apply_update(TierUpdate(counters={HOST: TierCounters(block_s=1e-5)}))
+    assert lab.scheduler.find_offloaded(request("two"), 0) == 3 * BLOCK
 
 
 def test_what_did_not_come_is_computed_and_kept_again() -> None:
     lab, asked = Lab(), request()
     lab.stored(asked, HOST, 0, 1, 2)
-    assert lab.scheduler.find(asked, 0) == 3 * BLOCK
-    lab.scheduler.allocated(asked, [5, 6, 7], 3 * BLOCK)
-    lab.scheduler.orders(plan())
+    assert lab.scheduler.find_offloaded(asked, 0) == 3 * BLOCK
+    lab.scheduler.on_allocated(asked, [5, 6, 7], 3 * BLOCK)
+    lab.scheduler.build_commands(plan())
     names = [tier_messages.hash_of(tier_messages.key_of(each, b"model")) for each in asked.block_hashes]
-    lab.scheduler.told(Told(removed={(HOST, each): 1 for each in names[1:]}))
-    assert lab.scheduler.find(asked, BLOCK) == 0
-    orders = lab.scheduler.orders(plan({"r": ([5, 6, 7, 8], BLOCK, 9)}))
+    lab.scheduler.apply_update(TierUpdate(removed={(HOST, each): 1 for each in names[1:]}))
+    assert lab.scheduler.find_offloaded(asked, BLOCK) == 0
+    orders = lab.scheduler.build_commands(plan({"r": ([5, 6, 7, 8], BLOCK, 9)}))
     assert [(move.position, move.number) for move in orders.stores["r"]] == [(1, 6), (2, 7)]
     assert lab.scheduler.hits.num_hits(HOST) == 1, "what did not come is no hit"
-    assert lab.scheduler.hits.num_asked == 3
+    assert lab.scheduler.hits.num_requested == 3
 
 
 def test_steps_with_prompts_are_timed() -> None:
     lab, asked = Lab(), request()
-    lab.scheduler.find(asked, 0)
-    lab.scheduler.allocated(asked, [0, 1, 2, 3], 0)
-    first = lab.scheduler.orders(plan({"r": ([0, 1, 2, 3], 0, 13)}))
+    lab.scheduler.find_offloaded(asked, 0)
+    lab.scheduler.on_allocated(asked, [0, 1, 2, 3], 0)
+    first = lab.scheduler.build_commands(plan({"r": ([0, 1, 2, 3], 0, 13)}))
     assert first.timed is not None
     asked.all_token_ids.append(99)
-    assert lab.scheduler.orders(plan(cached={"r": (13, 1)})).timed is None, "it only decodes"
-    lab.scheduler.told(Told(step_s={first.timed: 0.5, 1234: 9.0}))
+    assert lab.scheduler.build_commands(plan(cached={"r": (13, 1)})).timed is None, "it only decodes"
+    lab.scheduler.apply_update(TierUpdate(step_s={first.timed: 0.5, 1234: 9.0}))
     [step] = lab.worth.times._steps
     assert step == StepStats(prefill_tokens=13, prefill_context=13 * 13, time_s=0.5)
 
 
 def test_blocks_stay_until_they_are_copied_and_preempted_ones_are_waited_for() -> None:
     lab, asked = Lab(), request()
-    lab.scheduler.find(asked, 0)
-    lab.scheduler.allocated(asked, [0, 1, 2, 3], 0)
-    assert lab.scheduler.orders(plan({"r": ([0, 1, 2, 3], 0, 13)})).stores
-    assert lab.scheduler.orders(plan(preempted={"r"})).preempted == {"r"}
-    assert lab.scheduler.finished("r")
-    orders = lab.scheduler.orders(plan())
+    lab.scheduler.find_offloaded(asked, 0)
+    lab.scheduler.on_allocated(asked, [0, 1, 2, 3], 0)
+    assert lab.scheduler.build_commands(plan({"r": ([0, 1, 2, 3], 0, 13)})).stores
+    assert lab.scheduler.build_commands(plan(preempted={"r"})).preempted == {"r"}
+    assert lab.scheduler.on_finished("r")
+    orders = lab.scheduler.build_commands(plan())
     assert (orders.awaited, orders.preempted) == ({"r"}, set())
-    assert not lab.scheduler.finished("another")
+    assert not lab.scheduler.on_finished("another")
 
 
 def test_workers_figures_are_the_metrics_of_kvolts_own_tiers() -> None:
     lab, asked = Lab(), request()
     lab.stored(asked, HOST, 0, 1, 2)
     metrics = VllmTierMetrics()
-    metrics.take(0, figures_payload(lab.scheduler), BLOCK)
+    metrics.update(0, stats_payload(lab.scheduler), BLOCK)
     assert not list(metrics.collect()), "nothing is known yet"
-    lab.scheduler.find(asked, 0)
-    lab.scheduler.allocated(asked, [0, 1, 2], 3 * BLOCK)
-    lab.scheduler.orders(plan())
-    lab.scheduler.orders(plan({"r": ([0, 1, 2, 3], 3 * BLOCK, 1)}))
-    one = TierFigures(
+    lab.scheduler.find_offloaded(asked, 0)
+    lab.scheduler.on_allocated(asked, [0, 1, 2], 3 * BLOCK)
+    lab.scheduler.build_commands(plan())
+    lab.scheduler.build_commands(plan({"r": ([0, 1, 2, 3], 3 * BLOCK, 1)}))
+    one = TierCounters(
         num_stored=3, stored_s=0.5, num_loaded=2, failures={"late": 1}, num_slots=9, block_bytes=8
     )
-    other = TierFigures(
+    other = TierCounters(
         num_stored=2, stored_s=0.7, num_loaded=3, failures={"corrupt": 2}, num_slots=9, block_bytes=8
     )
-    lab.scheduler.told(Told(figures={HOST: one}).aggregate(Told(figures={HOST: other})))
+    lab.scheduler.apply_update(TierUpdate(counters={HOST: one}).aggregate(TierUpdate(counters={HOST: other})))
     for rank in (0, 1):
-        metrics.take(rank, {"KvoltTierConnector": figures_payload(lab.scheduler)}, BLOCK)
-    metrics.take(0, {"num_successful_transfers": 3}, BLOCK)  # another connector's
+        metrics.update(rank, {"KvoltTierConnector": stats_payload(lab.scheduler)}, BLOCK)
+    metrics.update(0, {"num_successful_transfers": 3}, BLOCK)  # another connector's
     samples = {
         (sample.name, *sample.labels.values()): sample.value
         for family in metrics.collect()
@@ -161,4 +163,4 @@ def test_workers_figures_are_the_metrics_of_kvolts_own_tiers() -> None:
     assert samples["kvolt_tier_failures_total", "host", "corrupt"] == 4
     assert samples["kvolt_tier_hit_rate", "host"] == 1.0
     assert samples["kvolt_tier_declined_blocks_total",] == 0
-    assert samples["kvbm_matched_tokens",] == 24
+    assert samples["kvolt_tier_matched_tokens_total",] == 24

@@ -18,7 +18,7 @@ from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
 from kvolt.kv.tiers.slot_memory import SlotMemory
 
 NUM_BLOCKS = 8
-Orders, Move = tier_messages.Orders, tier_messages.Move
+TierCommands, BlockMove = tier_messages.TierCommands, tier_messages.BlockMove
 
 
 def memory() -> list[torch.Tensor]:
@@ -42,25 +42,25 @@ def worker(layers: list[torch.Tensor]) -> Iterator[Any]:
 def moves(*numbers: int, first: int = 0) -> list[Any]:
     keys = [BlockKey((b"%d" % (first + index)).ljust(16, b"x")) for index in range(len(numbers) + 1)]
     return [
-        Move(keys[index], keys[index - 1] if index else None, index, number)
+        BlockMove(keys[index], keys[index - 1] if index else None, index, number)
         for index, number in enumerate(numbers)
     ]
 
 
 def step(worker: Any, orders: Any) -> tuple[set[str], set[str], Any]:
     """As vLLM makes one."""
-    worker.begin(orders)
-    worker.obey(orders)
-    worker.store(orders)
-    gone, brought = worker.finished()
-    return gone, brought, worker.take_told()
+    worker.begin_step(orders)
+    worker.start_loads(orders)
+    worker.start_stores(orders)
+    gone, brought = worker.take_finished()
+    return gone, brought, worker.take_update()
 
 
 def until_gone(worker: Any, name: str, orders: Any = None) -> list[Any]:
     """From the step with these orders on; what the steps told."""
     told = []
     for _ in range(200):
-        gone, _, news = step(worker, orders or Orders())
+        gone, _, news = step(worker, orders or TierCommands())
         orders = None
         told += [news] if news is not None else []
         if name in gone:
@@ -71,22 +71,22 @@ def until_gone(worker: Any, name: str, orders: Any = None) -> list[Any]:
 
 def bring(worker: Any, *numbers: int) -> set[int]:
     """The first blocks into these; those that did not come."""
-    orders = Orders(loads={"b": moves(*numbers)})
+    orders = TierCommands(loads={"b": moves(*numbers)})
     for _ in range(200):
         if "b" in step(worker, orders)[1]:
             failed: set[int] = worker.take_failed()
             return failed
-        orders = Orders()
+        orders = TierCommands()
         sleep(0.01)
     raise AssertionError("they never come")
 
 
-def test_blocks_go_down_and_come_up_and_are_told_once(worker: Any, layers: list[torch.Tensor]) -> None:
-    told = until_gone(worker, "a", Orders(stores={"a": moves(3, 1)}, awaited={"a"}, timed=7))
+def test_blocks_are_offloaded_and_loaded_and_reported_once(worker: Any, layers: list[torch.Tensor]) -> None:
+    told = until_gone(worker, "a", TierCommands(stores={"a": moves(3, 1)}, awaited={"a"}, timed=7))
     stored = [copy for each in told for copy in each.stored.elements()]
     assert stored == [(Tier.HOST, tier_messages.hash_of(each.key)) for each in moves(3, 1)]
-    assert told[-1].figures[Tier.HOST].num_stored == 2
-    assert told[-1].figures[Tier.HOST].block_s > 0
+    assert told[-1].counters[Tier.HOST].num_stored == 2
+    assert told[-1].counters[Tier.HOST].block_s > 0
     for layer in layers:
         layer[[3, 1]] = -1.0
     assert not bring(worker, 5, 6)
@@ -94,21 +94,21 @@ def test_blocks_go_down_and_come_up_and_are_told_once(worker: Any, layers: list[
         assert torch.equal(layer[[5, 6]], before[[3, 1]])
 
 
-def test_what_is_not_there_is_told_as_failed(worker: Any) -> None:
-    until_gone(worker, "a", Orders(stores={"a": moves(3)}, awaited={"a"}))
+def test_missing_blocks_are_reported_as_failed(worker: Any) -> None:
+    until_gone(worker, "a", TierCommands(stores={"a": moves(3)}, awaited={"a"}))
     assert bring(worker, 5, 6) == {6}
 
 
 def test_a_step_is_timed_where_that_is_asked(worker: Any) -> None:
-    worker.take_told()
-    orders = Orders(timed=7)
-    worker.begin(orders)
+    worker.take_update()
+    orders = TierCommands(timed=7)
+    worker.begin_step(orders)
     sleep(0.05)
-    worker.store(orders)
-    told = worker.take_told()
+    worker.start_stores(orders)
+    told = worker.take_update()
     assert 0.05 <= told.step_s[7] < 5
-    assert worker.take_told() is None
-    assert step(worker, Orders())[2] is None
+    assert worker.take_update() is None
+    assert step(worker, TierCommands())[2] is None
 
 
 @pytest.fixture
@@ -125,23 +125,23 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may_end
 
 
-def test_steps_go_on_while_blocks_are_copied(slow_copies: threading.Event, worker: Any) -> None:
-    step(worker, Orders(stores={"a": moves(3)}))
+def test_steps_continue_while_blocks_are_copied(slow_copies: threading.Event, worker: Any) -> None:
+    step(worker, TierCommands(stores={"a": moves(3)}))
     began_at = monotonic()
     for _ in range(5):
-        gone, _, _ = step(worker, Orders(awaited={"a"}))
+        gone, _, _ = step(worker, TierCommands(awaited={"a"}))
         assert not gone, "its blocks would be another's"
-    step(worker, Orders(preempted={"another"}))
+    step(worker, TierCommands(preempted={"another"}))
     assert monotonic() - began_at < 1.0, "a step waits for a copy"
     slow_copies.set()
     until_gone(worker, "a")
 
 
 def test_a_preempted_request_is_waited_for(slow_copies: threading.Event, worker: Any) -> None:
-    step(worker, Orders(stores={"a": moves(3)}))
+    step(worker, TierCommands(stores={"a": moves(3)}))
     threading.Timer(0.3, slow_copies.set).start()
     began_at = monotonic()
-    worker.begin(Orders(preempted={"a"}))
+    worker.begin_step(TierCommands(preempted={"a"}))
     assert monotonic() - began_at > 0.2, "others' bytes would be copied"
 
 
@@ -149,33 +149,33 @@ def test_what_takes_too_long_is_not_kept(
     slow_copies: threading.Event, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_worker, "_FENCE_S", 0.05)
-    step(worker, Orders(stores={"a": moves(3)}))
-    worker.begin(Orders(preempted={"a"}))
+    step(worker, TierCommands(stores={"a": moves(3)}))
+    worker.begin_step(TierCommands(preempted={"a"}))
     slow_copies.set()
-    told = until_gone(worker, "a", Orders(awaited={"a"}))
+    told = until_gone(worker, "a", TierCommands(awaited={"a"}))
     assert not any(each.stored for each in told)
-    assert told[-1].figures[Tier.HOST].failures == {"late": 1}
+    assert told[-1].counters[Tier.HOST].failures == {"late": 1}
 
 
-def test_a_cleared_cache_is_told_with_the_step_that_clears_it(worker: Any) -> None:
-    until_gone(worker, "a", Orders(stores={"a": moves(3, 1)}, awaited={"a"}))
-    _, _, told = step(worker, Orders(clear=True))
+def test_clear_is_reported_with_its_step(worker: Any) -> None:
+    until_gone(worker, "a", TierCommands(stores={"a": moves(3, 1)}, awaited={"a"}))
+    _, _, told = step(worker, TierCommands(clear=True))
     assert len(told.removed) == 2
     assert bring(worker, 5) == {5}
 
 
-def test_what_a_disk_has_kept_is_told_at_first(tmp_path: Path) -> None:
+def test_initial_disk_blocks_are_reported(tmp_path: Path) -> None:
     tiers = VllmTiers(host="6blocks", disk="20blocks", disk_dir=str(tmp_path))
     for number in range(2):
         worker = tier_worker.TierWorker(memory(), NUM_BLOCKS, tiers, "piece")
         try:
-            told = worker.take_told()
+            told = worker.take_update()
             if number:
                 assert len(told.stored) == 2
                 assert {tier for tier, _ in told.stored} == {Tier.DISK}
-                assert set(told.figures) == {Tier.HOST, Tier.DISK}
+                assert set(told.counters) == {Tier.HOST, Tier.DISK}
             else:
                 assert not told.stored
-                until_gone(worker, "a", Orders(stores={"a": moves(3, 1)}, awaited={"a"}))
+                until_gone(worker, "a", TierCommands(stores={"a": moves(3, 1)}, awaited={"a"}))
         finally:
             worker.close()

@@ -1,0 +1,214 @@
+"""HTTP edges under test: kvolt's and Dynamo's frontend, each with mock workers of the same speed.
+
+An edge is every process between a client's socket and the workers, with its threads and children; mock workers are not
+part of it. A sim step takes the same time whatever is in it; without a time, workers make steps as fast as their event
+loop turns.
+
+Dynamo 1.6.1 is installed into a folder of its own, without its declared dependencies, because they name a placeholder
+that PyPI alone cannot supply; those that its frontend and mock workers import are named here. It needs no GPU. The
+mock's decode step takes 5.74 ms divided by its speed-ups as long as few of its KV blocks are in use, hence a million of
+them; prefill is a thousand times faster than real. Dynamo logs a line per request whatever DYN_LOG says, to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from benchmarks.frontend import tiny_model
+from benchmarks.frontend.tiny_model import EOS_TOKEN, TinyModel
+from benchmarks.processes import (
+    KVOLT,
+    Meter,
+    Processes,
+    arg_flags,
+    clean_environ,
+    free_port,
+    installed_python,
+)
+
+KVOLT_NAME = "kvolt"
+DYNAMO_VERSION = "1.6.1"
+DYNAMO_NAME = f"Dynamo {DYNAMO_VERSION}"
+NUM_WORKERS = 2
+BLOCK_SIZE = 16
+"""Tokens, on both sides."""
+DYNAMO_PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+
+_DYNAMO_PACKAGES = (f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}")
+_DYNAMO_NEEDS = (
+    *(
+        "aiohttp>=3.14.3",
+        "certifi",
+        "kubernetes<33",
+        "msgspec",
+        "numpy",
+        "prometheus-client",
+        "pydantic<=2.13.5",
+    ),
+    *("pyzmq", "redis<9", "tokenizers", "tqdm", "transformers", "typing-extensions", "uvloop", "zstandard"),
+)
+_SPEEDUP = 1000.0
+_DECODE_STEP_S = 0.00574
+
+
+@dataclass(slots=True)
+class Edge:
+    """An edge that serves."""
+
+    name: str
+    port: int
+    meter: Meter
+    mock_meter: Meter
+    step_s: float | None
+    """Step time of the mock workers, which give every stream a token per step; None: as fast as they can."""
+    window_hooks: tuple[Callable[[], None], Callable[[], None]] | None = None
+    """Called at the start and the end of a measured window, by the profiler."""
+
+
+class Dynamo(msgspec.Struct, frozen=True):
+    """An installed Dynamo, and the model folder beside it."""
+
+    python: Path
+    model: TinyModel
+
+
+def dynamo_python(folder: Path, *, may_install: bool = True) -> Path:
+    """Interpreter of Dynamo in this folder; Missing if it cannot be installed."""
+    about = f"{DYNAMO_NAME} (0.7 GB, Linux on x86-64 or arm64)"
+    packages = (["--no-deps", *_DYNAMO_PACKAGES], _DYNAMO_NEEDS)
+    return installed_python(folder / "dyn", "import dynamo.llm", about, packages, may_install=may_install)
+
+
+def installed_dynamo(folder: Path, *, may_install: bool = True) -> Dynamo:
+    return Dynamo(dynamo_python(folder, may_install=may_install), model_in(folder))
+
+
+def model_in(folder: Path) -> TinyModel:
+    """The model that all edges serve, made at the first use."""
+    return tiny_model.tiny_model(folder / "tiny")
+
+
+@contextmanager
+def serve_kvolt(
+    model: TinyModel,
+    step_s: float | None = None,
+    name: str = KVOLT_NAME,
+    *,
+    frontend_arguments: Sequence[str] = (),
+    profile_path: Path | None = None,
+    num_workers: int = NUM_WORKERS,
+    **environ: str,
+) -> Iterator[Edge]:
+    """A frontend and worker processes. With `profile_path`, the frontend is sampled in each measured window."""
+    with Processes("kvolt") as processes:
+        env, port = processes.environ(**environ), free_port()
+        command = KVOLT if profile_path is None else (sys.executable, "-m", "benchmarks.frontend.profiled")
+        frontend = processes.start(
+            "frontend",
+            [*command, "frontend", "--port", str(port), *frontend_arguments],
+            env,
+            stdin=subprocess.DEVNULL if profile_path is None else subprocess.PIPE,
+        )
+        arguments = {
+            **model_arguments(model),
+            "latency": json.dumps({"base_s": step_s or 0.0}),
+            "block_size": BLOCK_SIZE,
+            "kv_blocks": 1 << 20,
+            "max_num_seqs": 1024,
+            "max_batch_tokens": 65536,
+        }
+        workers = start_workers(processes, num_workers, arguments, env)
+        processes.wait_answer(port, tiny_model.NAME)
+        edge = Edge(name, port, Meter([frontend.pid]), Meter([each.pid for each in workers]), step_s)
+        if profile_path is not None:
+            edge.window_hooks = (
+                lambda: _send(frontend, "start"),
+                lambda: _send(frontend, f"stop {profile_path}"),
+            )
+        yield edge
+
+
+def model_arguments(model: TinyModel) -> dict[str, object]:
+    """Engine arguments with which a sim worker serves the model."""
+    return {
+        "model_tokenizer": model.tokenizer_path,
+        "eos_token": EOS_TOKEN,
+        "chat_template": model.chat_template,
+    }
+
+
+def start_workers(
+    processes: Processes, count: int, arguments: dict[str, object], env: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    command = [*KVOLT, "worker", tiny_model.NAME, "--engine", "sim", *arg_flags(arguments)]
+    return [processes.start(f"worker-{number}", command, env) for number in range(count)]
+
+
+@contextmanager
+def serve_dynamo(
+    dynamo: Dynamo,
+    step_s: float | None = None,
+    name: str = DYNAMO_NAME,
+    *,
+    router_mode: str = "round-robin",
+    **environ: str,
+) -> Iterator[Edge]:
+    """Its frontend and a process of mock workers."""
+    decode_speedup = 1.0 if step_s is None else _DECODE_STEP_S / _SPEEDUP / step_s
+    with Processes("dynamo") as processes:
+        env, port = dynamo_environ(processes, **environ), free_port()
+        frontend = start_dynamo_frontend(processes, dynamo, port, env, "--router-mode", router_mode)
+        speed = ("--speedup-ratio", f"{_SPEEDUP:g}", "--decode-speedup-ratio", f"{decode_speedup:.9f}")
+        [mock] = start_mockers(
+            processes, dynamo, env, 1, NUM_WORKERS, BLOCK_SIZE, 1 << 20, 1024, 65536, *speed
+        )
+        processes.wait_answer(port, tiny_model.NAME)
+        yield Edge(name, port, Meter([frontend.pid]), Meter([mock.pid]), step_s)
+
+
+def dynamo_environ(processes: Processes, **more: str) -> dict[str, str]:
+    discovery = str(processes.folder / "discovery")
+    return clean_environ(DYN_FILE_KV=discovery, DYN_LOG="warn", HF_HUB_OFFLINE="1", **more)
+
+
+def start_dynamo_frontend(
+    processes: Processes, dynamo: Dynamo, port: int, env: dict[str, str], *flags: str
+) -> subprocess.Popen[bytes]:
+    command = [str(dynamo.python), "-m", "dynamo.frontend", *flags, *DYNAMO_PLANES]
+    return processes.start("frontend", [*command, "--http-host", "127.0.0.1", "--http-port", str(port)], env)
+
+
+def start_mockers(
+    processes: Processes,
+    dynamo: Dynamo,
+    env: dict[str, str],
+    count: int,
+    num_workers: int,
+    block_size: int,
+    num_blocks: int,
+    max_seqs: int,
+    max_batch_tokens: int,
+    *flags: str,
+) -> list[subprocess.Popen[bytes]]:
+    """Processes of `num_workers` mock workers each."""
+    command = [
+        *(str(dynamo.python), "-m", "dynamo.mocker", *DYNAMO_PLANES),
+        *("--model-path", str(dynamo.model.path), "--model-name", tiny_model.NAME),
+        *("--num-workers", str(num_workers), "--block-size", str(block_size)),
+        *("--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", str(max_seqs)),
+        *("--max-num-batched-tokens", str(max_batch_tokens), *flags),
+    ]
+    return [processes.start(f"worker-{number}", command, env) for number in range(count)]
+
+
+def _send(frontend: subprocess.Popen[bytes], command: str) -> None:
+    assert frontend.stdin is not None
+    frontend.stdin.write(command.encode() + b"\n")
+    frontend.stdin.flush()

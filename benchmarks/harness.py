@@ -1,0 +1,264 @@
+"""Shared by all benchmarks: command line, interleaved rounds, statistics, tables and result files.
+
+Every benchmark builds its parser with `parser_for`, which adds `--smoke` and `--out`, and starts with `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import shlex
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_VERSIONS = ("kvolt", "uvloop", "msgspec", "httptools", "tokenizers", "torch", "grpcio")
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+"""Student's t, two-sided, by degrees of freedom from 1 on."""
+_NORMAL = 1.96
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+
+class BrokenRun(Exception):
+    """A run without a result: a process failed, or its output is wrong."""
+
+
+class Missing(BrokenRun):
+    """Something that the machine lacks, as a noun phrase: a device, a package, a program."""
+
+
+# --- command line
+
+
+def parser_for(
+    file: str,
+    doc: str | None,
+    *,
+    results: str | None = "",
+    smoke: str = "the same code on the smallest size, once; writes no result file",
+    peer: str = "",
+) -> argparse.ArgumentParser:
+    """Parser of a benchmark module, given its `__file__` and `__doc__`.
+
+    `results` names the default result files below the module's `results` folder (default: the module's
+    name); None: nothing is written without `--out`. `peer` adds `--peer-dir`.
+    """
+    path = Path(file).resolve()
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = None if results is None else path.parent / "results" / (results or path.stem)
+    where = f"default: {default.relative_to(ROOT)}" if default else "default: not written"
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    parser.add_argument("--out", type=Path, help=f"write PATH.json and PATH.txt ({where})")
+    if peer:
+        parser.add_argument(
+            "--peer-dir",
+            type=Path,
+            default=peer_folder(),
+            help=f"folder of {peer}, installed at the first run",
+        )
+    parser.set_defaults(module=module, results=default, load_1min=os.getloadavg()[0])
+    return parser
+
+
+def peer_folder() -> Path:
+    named = os.environ.get("KVOLT_PEER")
+    return Path(named) if named else Path.home() / ".cache" / "kvolt-peer"
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Argument type: names separated by commas."""
+    return tuple(text.split(","))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Argument type: integers separated by commas."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run the main function of a benchmark and exit with its status.
+
+    A missing device, package or program ends a smoke run with status 0 and one line, any other run with 1.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends child processes as well
+    os.environ["PYTHONPATH"] = python_path()
+    try:
+        sys.exit(main())
+    except Missing as error:
+        if "--smoke" in sys.argv:
+            print(f"skipped: needs {error}")
+            sys.exit(0)
+        sys.exit(f"no result: needs {error}")
+    except BrokenRun as error:
+        sys.exit(f"no result: {error}")
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def python_path() -> str:
+    """PYTHONPATH for child processes, which run in other folders: absolute, with this repository first."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *(os.path.abspath(part) for part in given if part)]))
+
+
+def say(line: str) -> None:
+    """Report progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- rounds
+
+
+def in_turn(systems: Sequence[Item], number: int) -> Sequence[Item]:
+    """Systems in the order of round `number`: reversed in every second one."""
+    return systems if number % 2 else systems[::-1]
+
+
+def in_processes(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[Result]:
+    """Results as they complete; by one process: in this one. Ctrl-C cancels the jobs that are left."""
+    if num_processes == 1:
+        yield from map(work, jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(num_processes, len(jobs))), context) as pool:
+        try:
+            for done in as_completed([pool.submit(work, job) for job in jobs]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+# --- statistics
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Median and range over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, form: str = ".2f") -> str:
+        return f"{self.median:{form}} ({self.low:{form}}..{self.high:{form}})"
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """Mean over seeds with its 95 % confidence bound."""
+
+    mean: float
+    half: float
+
+    def text(self, form: str = ".2f") -> str:
+        return f"{self.mean:{form}} ± {self.half:{form}}"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def spread_text(values: Sequence[float], form: str = ".2f", empty: str = "-") -> str:
+    return spread(values).text(form) if values else empty
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Student's t interval of the mean."""
+    mean, freedom = statistics.fmean(values), len(values) - 1
+    if not freedom:
+        return Interval(mean, 0.0)
+    quantile = _T95[freedom - 1] if freedom <= len(_T95) else _NORMAL
+    return Interval(mean, quantile * statistics.stdev(values) / len(values) ** 0.5)
+
+
+def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Ratios by round, of the rounds that both have: within a round both ran on the same machine."""
+    return [value / theirs[number] for number, value in ours.items() if number in theirs]
+
+
+# --- text
+
+
+def table(head: str | Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; `head` may be one text with ` | ` between the columns."""
+    head = head.split(" | ") if isinstance(head, str) else head
+    widths = [max(len(row[at]) for row in (head, *body)) for at in range(len(head))]
+    rows = [head, ["-" * width for width in widths], *body]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def goal(text: str, met: bool, value: str) -> str:
+    return f"goal {'met   ' if met else 'missed'}  {text}: {value}"
+
+
+# --- results
+
+
+def report(options: argparse.Namespace, text: str, results: Mapping[str, object]) -> None:
+    """Print a report and write it, with command, machine facts and all rows, unless this is a smoke run."""
+    print(text, flush=True)
+    out = options.out or (None if options.smoke else options.results)
+    if out is None:
+        return
+    whole = {
+        "command": shlex.join(["python", "-m", options.module, *sys.argv[1:]]),
+        "machine": {**machine(), "load_1min": round(options.load_1min, 2)},
+        "load_1min_after": round(os.getloadavg()[0], 2),
+        **results,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+    out.with_suffix(".txt").write_text(text + "\n")
+
+
+def machine() -> dict[str, object]:
+    """Facts that are needed to compare results; none identifies the machine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cores": os.cpu_count(),
+        "cpu": _cpu_name(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: found for name in _VERSIONS if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())

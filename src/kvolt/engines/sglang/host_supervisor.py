@@ -1,0 +1,174 @@
+"""Life cycle of the host process: start, calls, shutdown, and the reason of an unexpected end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, from_info
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sglang.arguments import SglangArguments
+from kvolt.engines.sglang.host.messages import (
+    Answer,
+    Batch,
+    Command,
+    Done,
+    Facts,
+    Fatal,
+    Flush,
+    LoadLora,
+    Ready,
+    Start,
+    Stop,
+    UnloadLora,
+)
+from kvolt.engines.sglang.process import Host, NewHost
+from kvolt.runtime.tasks import TaskGroup
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 10.0
+"""Time between Stop and SIGKILL."""
+_DRAIN_S = 1.0
+
+CallCommand = Flush | LoadLora | UnloadLora
+
+
+class HostSupervisor:
+    """See the module. Can be started once. Call `close` also after a failure."""
+
+    def __init__(
+        self, new_host: NewHost, on_batch: Callable[[Batch], None], on_failure: Callable[[KvoltError], None]
+    ) -> None:
+        self._new_host = new_host
+        self._on_batch = on_batch
+        self._on_failure = on_failure
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = _Calls("sglang")
+        self._ready: asyncio.Future[Facts] | None = None
+        self._is_ready = False
+        self._task_group = TaskGroup("sglang-host", self._on_error)
+        self._fatal: KvoltError | None = None
+        """Error that the host sent before it ended."""
+        self.host: Host | None = None
+
+    async def start(self, spec: EngineSpec, arguments: SglangArguments, model: Path) -> Facts:
+        """Start the host and load the model. Call `close` if this raises."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self.host = await self._new_host(self._on_answer)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvolt-sglang-")
+        self._task_group.start(self._watch(self.host), "watch")
+        level = logging.getLogger().getEffectiveLevel()
+        self.host.link.send(Start(spec, arguments, str(model), self._folder.name, level))
+        facts = await self._ready
+        self._is_ready = True
+        return facts
+
+    async def _watch(self, host: Host) -> None:
+        """Wait for the host's end; reads its last messages first."""
+        exit_text = await host.wait_exit()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await host.link.lost.wait()
+        output = "".join(f"\n  {line}" for line in host.last_lines)
+        error = self._fatal or EngineFailed(f"SGLang's host {exit_text}", engine="sglang")
+        if isinstance(error, EngineFailed) and output:
+            error = EngineFailed(f"{error.message}; its last output:{output}", engine="sglang")
+        self._on_failure(error)
+
+    def _on_error(self, error: BaseException) -> None:
+        log.error("SGLang host supervision failed", exc_info=error)
+        self._on_failure(
+            EngineFailed(f"supervision of SGLang's host failed: {type(error).__name__}", engine="sglang")
+        )
+
+    def fail_calls(self, death: KvoltError) -> None:
+        """Fail all pending calls."""
+        self._calls.fail(death)
+
+    async def close(self) -> None:
+        host = self.host
+        try:
+            if host is not None:
+                host.link.send(Stop())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_STOP_S if self._is_ready else 0):
+                        await host.wait_exit()
+        finally:
+            if host is not None:
+                await _end_now(host)
+            await self._task_group.close()
+            if self._folder is not None:
+                with contextlib.suppress(OSError):
+                    self._folder.cleanup()
+
+    # --- messages
+
+    def _on_answer(self, answer: Answer) -> None:
+        match answer:
+            case Batch():
+                self._on_batch(answer)
+            case Done(call, error):
+                self._calls.done(call, error)
+            case Ready(facts):
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(facts)
+            case Fatal(info):
+                self._fatal = from_info(info)
+
+    def send(self, command: Command) -> None:
+        """Send a command; ignored if there is no host."""
+        if self.host is not None:
+            self.host.link.send(command)
+
+    async def call(self, command: Callable[[int], CallCommand], timeout_s: float) -> str | None:
+        """Call the host. Returns None, or the reason of a refusal. DeadlineExceeded, EngineDied."""
+        return await self._calls.call(lambda call: self.send(command(call)), timeout_s)
+
+
+async def _end_now(host: Host) -> None:
+    host.kill()
+    await host.wait_exit()
+    host.link.close()
+
+
+class _Calls:
+    """Numbered calls to the host, each with one answer."""
+
+    def __init__(self, callee: str) -> None:
+        self._callee = callee
+        self._number = 0
+        self._pending: dict[int, asyncio.Future[str | None]] = {}
+
+    async def call(self, send: Callable[[int], None], timeout_s: float) -> str | None:
+        """Send a call and wait. Returns None, or the reason of a refusal. DeadlineExceeded, or the error given to
+        `fail`."""
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        send(number)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._callee} did not answer", stage="total", after_s=timeout_s
+            ) from None
+        finally:
+            self._pending.pop(number, None)
+
+    def done(self, number: int, error: str | None) -> None:
+        answer = self._pending.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(error)
+
+    def fail(self, error: KvoltError) -> None:
+        """Fail all pending calls."""
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)

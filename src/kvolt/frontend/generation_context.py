@@ -1,0 +1,126 @@
+"""State of one HTTP request for chat or completions, and the AnswerSpec built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvolt.frontend.answers.answer import AnswerSpec
+from kvolt.frontend.metrics.request_record import RequestRecord
+from kvolt.frontend.models import Model
+from kvolt.frontend.openai_api.generation import GenerationOptions
+from kvolt.frontend.openai_api.headers import RequestHints
+from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
+from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from kvolt.frontend.openai_api.serializer import ResponseSerializer
+from kvolt.frontend.openai_api.templating import TemplateInput
+from kvolt.frontend.parsers.chain import ParserChain
+from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
+from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
+from kvolt.frontend.worker_request import PROMPT_EMBEDS
+from kvolt.runtime.http.server import HttpRequest
+
+
+@dataclass(slots=True)
+class GenerationContext:
+    """State of one HTTP request while it is prepared and answered."""
+
+    http: HttpRequest
+    body: GenerationRequest
+    model: Model
+    hints: RequestHints
+    options: GenerationOptions
+    serializer: ResponseSerializer
+    record: RequestRecord
+    request_id: str
+    headers: dict[str, str]
+    prompts: list[tuple[int, ...]]
+    is_large: bool = False
+    """Work proportional to the body size runs off the event loop."""
+    template_input: TemplateInput | None = None
+    """Input of the chat template."""
+    prompt_text: str = ""
+    """Rendered prompt of a chat."""
+    texts: list[str] | None = None
+    """Prompts of a completion, if sent as text."""
+    embeds: list[PromptEmbeds] | None = None
+    """Prompts of a completion, if sent as embeddings."""
+
+    @property
+    def param(self) -> str:
+        """Name of the request field that holds the prompt."""
+        if isinstance(self.body, ChatRequest):
+            return "messages"
+        return "prompt" if self.embeds is None else PROMPT_EMBEDS
+
+    def warn(self, text: str) -> None:
+        known = self.headers.get("x-kvolt-warning")
+        self.headers["x-kvolt-warning"] = f"{known}; {text}" if known else text
+
+
+def build_answer_spec(context: GenerationContext, created: int, now: Callable[[], float]) -> AnswerSpec:
+    """Build the parameters of the answer from the prepared request."""
+    options, body = context.options, context.body
+    streamed = body.stream_options
+    echo: list[str] = []
+    if isinstance(body, CompletionRequest) and body.echo:
+        decode = context.model.processor.vocabulary.decode
+        echo = context.texts or [decode(prompt, options.skip_special_tokens) for prompt in context.prompts]
+    spec = AnswerSpec(
+        request_id=context.request_id,
+        created=created,
+        model=body.model,
+        serializer=context.serializer,
+        vocabulary=context.model.processor.vocabulary,
+        prompts=context.prompts,
+        num_choices=options.sampling.num_choices,
+        stop=options.stop,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        skip_special_tokens=options.skip_special_tokens,
+        with_logprobs=options.sampling.logprobs is not None,
+        with_prompt_logprobs=body.prompt_logprobs is not None,
+        echo=echo,
+        include_usage=bool(streamed and streamed.include_usage),
+        continuous_usage=bool(streamed and streamed.continuous_usage_stats),
+        extra_fields=frozenset(context.hints.extra_fields),
+        annotations=_annotations(context),
+        timing=context.record.timing,
+        timing_headers=context.record.timing_headers if context.hints.timing else dict,
+        observer=context.record,
+        now=now,
+    )
+    if isinstance(body, ChatRequest):
+        parser_spec = _parser_spec(context)
+        spec.new_parser = parser_spec.new_parser
+        spec.skip_special_tokens = options.skip_special_tokens and not parser_spec.keep_special_tokens
+        spec.named_call = _names_function(options)
+    return spec
+
+
+def _parser_spec(context: GenerationContext) -> ParserSpec:
+    options = context.options
+    max_calls = None if options.parallel_tool_calls else 1
+    if options.tool_choice == "required":  # a grammar forces calls from the first token
+        return ParserSpec(lambda: ParserChain(None, RequiredToolParser(), max_calls=max_calls))
+    if _names_function(options):
+        return ParserSpec(lambda: NamedToolParser(options.tool_choice))
+    assert context.template_input is not None, "a chat"
+    return context.model.processor.parser_spec(
+        RenderedChat(
+            context.template_input, context.prompt_text, context.prompts[0], bool(options.tools), max_calls
+        )
+    )
+
+
+def _names_function(options: GenerationOptions) -> bool:
+    return options.tool_choice not in ("none", "auto", "required")
+
+
+def _annotations(context: GenerationContext) -> list[tuple[str, object]]:
+    values: Mapping[str, Callable[[], object]] = {
+        "request_id": lambda: context.request_id,
+        "formatted_prompt": lambda: context.prompt_text,
+        "token_ids": lambda: context.prompts[0] if len(context.prompts) == 1 else context.prompts,
+    }
+    return [(name, values[name]()) for name in context.hints.annotations if name in values]
