@@ -37,7 +37,7 @@ SECTIONS = (
     (
         "kvolt_router_",
         "Router",
-        "Exported by the process that routes: the frontend, or the router with `--processes`.",
+        "Exported by the process that routes: frontend or router process (`--processes`, `router.process=true`).",
     ),
     ("kvolt_worker_", "Worker", "Exported by every worker, whatever its engine."),
     ("kvolt_tier_", "KV tiers", "Host memory, disk, object store and peers (`--kv-host`, `--kv-disk`, ...)."),

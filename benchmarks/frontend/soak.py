@@ -102,7 +102,7 @@ def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
         rss_mb=frontend.memory_info().rss / 1e6,
         fds=frontend.num_fds(),
         active=total("kvolt_frontend_active_requests"),
-        calls=total("kvolt_streams_active"),
+        calls=total("kvolt_plane_streams_active"),
         tasks=total("kvolt_tasks"),
     )
 

@@ -367,7 +367,7 @@ async def test_a_client_that_never_reads_its_stream(edge: Edge) -> None:
     assert edge.process.memory_info().rss - rss < 32 * MB
     await edge.until_idle()
     async with httpx.AsyncClient() as client_library:
-        assert summed((await client_library.get(admin)).text)["kvolt_items_merged_total"] > 0
+        assert summed((await client_library.get(admin)).text)["kvolt_plane_items_merged_total"] > 0
 
 
 async def test_a_client_that_pipelines_and_never_reads(edge: Edge) -> None:

@@ -73,7 +73,7 @@ async def test_every_process_tells_of_itself(bench: Bench) -> None:
             metrics = (await running.client.get(f"{admin}/metrics")).text
             for metric in (
                 "kvolt_discovery_connected",
-                "kvolt_streams_total",
+                "kvolt_plane_streams_total",
                 "process_resident_memory_bytes",
             ):
                 assert f"\n{metric}" in metrics, (name, metric)

@@ -110,10 +110,10 @@ def test_an_adapter_says_what_the_engine_says_with_it(served: Served) -> None:
     ("verb", "process", "body", "status", "words"),
     [
         ("load", "frontend", {"lora_name": "x", "lora_path": "/no/such/folder"}, 400, "/no/such/folder"),
-        ("load", "frontend", {"lora_name": MODEL, "lora_path": "/any"}, 400, "a model has the name"),
+        ("load", "frontend", {"lora_name": MODEL, "lora_path": "/any"}, 400, "belongs to a model"),
         ("load", "frontend", {"lora_name": "x"}, 400, "lora_path"),
-        ("unload", "frontend", {"lora_name": "nobody"}, 404, "no adapter 'nobody'"),
-        ("load", "worker", {"lora_name": "x", "lora_path": "/any"}, 501, "a frontend's admin port does"),
+        ("unload", "frontend", {"lora_name": "nobody"}, 404, "adapter 'nobody' is not loaded"),
+        ("load", "worker", {"lora_name": "x", "lora_path": "/any"}, 501, "use a frontend's admin port"),
     ],
 )
 def test_what_is_refused(

@@ -83,7 +83,7 @@ async def test_prompts_are_computed_elsewhere_and_the_text_is_the_same(
     assert await texts(url, n=1, stream=False) == expected[: len(PROMPTS)]  # and again, from what decode has
     views = await bench.look()
     admin = {name: f"http://{view.admin}" for name, view in views.items()}
-    given = await metric(admin["p0"], "kvolt_handoffs_given_total")
+    given = await metric(admin["p0"], "kvolt_handoffs_sent_total")
     taken = sum([await metric(admin[name], "kvolt_handoff_blocks_total") for name in ("d0", "d1")])
     assert given == len(PROMPTS)
     assert taken > 0
@@ -102,7 +102,7 @@ async def test_without_prefill_workers_decode_computes_prompts(bench: Bench, flo
     await bench.until_seen("frontend", "d0", "p1")
     assert await texts(url, OTHERS) == expected[len(PROMPTS) :]
     views = await bench.look()
-    assert await metric(f"http://{views['p1'].admin}", "kvolt_handoffs_given_total") == len(PROMPTS)
+    assert await metric(f"http://{views['p1'].admin}", "kvolt_handoffs_sent_total") == len(PROMPTS)
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])

@@ -143,7 +143,7 @@ async def test_some_prompts_are_computed_apart_and_some_are_not(bench: Bench, ex
     views = await bench.look(KVOLT_NAMESPACE="chosen")
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"http://{views['chosen-prefill-0'].admin}/metrics")).text
-    (given,) = [line for line in told.splitlines() if line.startswith("kvolt_handoffs_given_total")]
+    (given,) = [line for line in told.splitlines() if line.startswith("kvolt_handoffs_sent_total")]
     assert NUM_PROMPTS // 8 < float(given.rsplit(" ", 1)[1]) < NUM_PROMPTS * 7 // 8
 
 

@@ -146,7 +146,7 @@ async def test_one_rotation_and_one_set_of_metrics(served: tuple[Bench, Kvolt, s
         assert own[0] == own[1]
         assert len(own[0]) > 100
         for one in seen:
-            assert one['kvolt_frontend_processes{answer="given"}'] == 2
+            assert one['kvolt_frontend_processes{response="received"}'] == 2
             assert all(one[f'process_resident_memory_bytes{{process="{name}"}}'] > 0 for name in HTTP)
             assert one["kvolt_router_present"] == 1
         views = await bench.look()
@@ -237,7 +237,7 @@ async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_alon
         assert {one.process, other.process} == set(HTTP)
         for connection in (one, other):
             assert (await connection.complete()).status_code == 200
-            assert (await connection.metrics())['kvolt_frontend_processes{answer="missing"}'] == 0
+            assert (await connection.metrics())['kvolt_frontend_processes{response="missing"}'] == 0
 
 
 async def test_it_stops_in_order_and_finishes_what_runs(bench: Bench) -> None:

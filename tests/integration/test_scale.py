@@ -156,7 +156,7 @@ async def test_ten_thousand_streams_on_one_connection(bench: Bench) -> None:
         kv_blocks=4 * NUM_STREAMS,
     )
     reader = bench.start_command(program(READ_MANY, "reader", NUM_STREAMS, NUM_TOKENS, GENERATE), "reader")
-    await bench.until_computing(NUM_STREAMS)
+    await bench.until_computing(NUM_STREAMS, 3 * PATIENCE_S)
     found = await reader.says(r'{"tokens".*}', 2 * PATIENCE_S)
     result = json.loads(found[0])
     peaks = {"worker": peak_rss_bytes(worker.pid), "reader": peak_rss_bytes(reader.pid)}

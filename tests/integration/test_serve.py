@@ -297,7 +297,9 @@ async def test_it_says_what_it_waits_for(bench: Bench) -> None:
         '[runtime]\nstart_timeout_s = 15\n[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\nrole = "prefill"\n'
     )
     serve = bench.start("serve", "--port", "0")
-    await serve.says(r"not ready after 15 s: no worker has the role aggregated or decode \(only prefill\)")
+    await serve.says(
+        r"not ready after 15 s: no worker has the role aggregated or decode, which requests need \(only prefill\)"
+    )
     await asyncio.sleep(0.5)
     assert serve.exit_code is None
     assert serve.out.count("not ready") == 1

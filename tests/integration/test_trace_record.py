@@ -32,7 +32,7 @@ async def recording(bench: Bench, url: str, out: str) -> Kvolt:
     """A recorder that has begun."""
     recorder = bench.start("trace", "record", url, "--out", out, name="recorder")
     await until(
-        lambda: "recorded: times" in (bench.folder / "frontend.err").read_text(), what="the recording"
+        lambda: "trace recording started" in (bench.folder / "frontend.err").read_text(), what="the recording"
     )
     return recorder
 
@@ -75,7 +75,8 @@ async def test_the_processes_of_one_edge_are_one_trace(tmp_path: Path) -> None:
         recorder = bench.start("trace", "record", "--out", "t.jsonl", name="recorder")
         logs = [tmp_path / "logs" / f"frontend-{slot}.log" for slot in range(2)]
         await until(
-            lambda: all(log.exists() and "recorded: times" in log.read_text() for log in logs), what="both"
+            lambda: all(log.exists() and "trace recording started" in log.read_text() for log in logs),
+            what="both",
         )
         # New connections: the system spreads them over the processes.
         await asyncio.gather(*(ask(url, SECRET) for _ in range(16)))

@@ -33,7 +33,7 @@ async def hand_over(bench: Bench, *decode_flags: str) -> None:
     await until_ready(url)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client, asyncio.timeout(PATIENCE_S):
         number = 0
-        while not (await metrics(bench, "d0"))["kvolt_handoffs_taken_total"]:
+        while not (await metrics(bench, "d0"))["kvolt_handoffs_received_total"]:
             # Until the frontend has heard of the prefill worker the other one computes prompts.
             number += 1
             response = await client.post(
@@ -79,7 +79,7 @@ async def test_what_was_measured_is_registered_and_told(bench: Bench) -> None:
 async def test_a_slow_path_is_logged_and_counted_with_its_cause(bench: Bench) -> None:
     await hand_over(bench, "--set", "transfer.shared_memory=false", "--set", "transfer.self_test=false")
     told = await metrics(bench, "d0")
-    assert told['kvolt_transfer_slow_path_total{lack="shm",path="tcp"}'] == 1
+    assert told['kvolt_transfer_slow_path_total{missing="shm",path="tcp"}'] == 1
     said = (bench.folder / "d0.err").read_text() + (bench.folder / "d0.out").read_text()
     assert said.count("slow transfer path: host=127.0.0.1 path=tcp") == 1
     assert "shared memory is turned off; turn it on (transfer.shared_memory)" in said

@@ -161,10 +161,10 @@ class Siblings:
         metrics = merge([*answers, *(self._last_expositions[name] for name in sorted(missing))])
         processes = GaugeMetricFamily(
             "kvolt_frontend_processes",
-            "HTTP processes of this frontend, by whether they responded to this scrape (given) or not (missing)",
-            labels=("answer",),
+            "HTTP processes of this frontend, by whether they responded to this scrape (received) or not (missing)",
+            labels=("response",),
         )
-        processes.add_metric(("given",), len(answers))
+        processes.add_metric(("received",), len(answers))
         processes.add_metric(("missing",), max(self._group.num_processes - len(answers), 0))
         return render([*metrics, processes], self._aliases), CONTENT_TYPE_LATEST
 

@@ -22,7 +22,7 @@ class State(StrEnum):
     REROUTING = "rerouting"
     """The worker was lost mid-answer; another one is being chosen."""
     REOPENING = "reopening"
-    MIGRATING = "resuming"
+    MIGRATING = "migrating"
     """Another worker has the request and has sent no further token."""
     DONE = "done"
 

@@ -7,9 +7,9 @@
                           +--|--duplicate--> DUPLICATE
                              +---forget--------+         release of WRITING or DUPLICATE --> FREE
 
-(The line up from DUPLICATE to REGISTERED is `inherit`.)
-A WRITING block is held and unnamed: not full, not computed, or its name was removed. A DUPLICATE is full and computed,
-but another held block has its name. An INACTIVE block is not held and kept only because of its name.
+(The line up from DUPLICATE to REGISTERED is `inherit`.) A WRITING block is held and unnamed: not full, not
+computed, or its name was removed. A DUPLICATE is full and computed, but another held block has its name. An
+INACTIVE block is not held and kept only because of its name.
 
 Tiers that store bytes and names separately, such as a disk, use two further states:
 

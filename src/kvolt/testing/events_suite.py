@@ -2,8 +2,7 @@
 
 A case is an async function of a `Harness`; it raises AssertionError when the plane violates the port. With pytest:
 
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-    async def test_conformance(case):
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__) async def test_conformance(case):
         await case(MyHarness())
 
 Cases close every plane they open. They do not depend on absolute sequence numbers, so a harness may publish while it

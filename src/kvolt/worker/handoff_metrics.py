@@ -22,9 +22,9 @@ class HandoffMetrics(Collector):
         if not every:
             return
         for name, text, value in (
-            ("handoffs_given", "Prompts computed for other workers", sum(each.num_sent for each in every)),
+            ("handoffs_sent", "Prompts computed for other workers", sum(each.num_sent for each in every)),
             (
-                "handoffs_taken",
+                "handoffs_received",
                 "Handoffs accepted from other workers",
                 sum(each.num_received for each in every),
             ),

@@ -29,10 +29,10 @@ class PathMetrics(Collector):
         slow = CounterMetricFamily(
             "kvolt_transfer_slow_path",
             "Peers whose KV took a slower path, by path and reason",
-            labels=("path", "lack"),
+            labels=("path", "missing"),
         )
-        for (path, lack), count in sorted(paths.slow_paths().items()):
-            slow.add_metric((path, lack), count)
+        for (path, missing), count in sorted(paths.slow_paths().items()):
+            slow.add_metric((path, missing), count)
         yield slow
         speed = GaugeMetricFamily(
             "kvolt_transfer_link_bytes_per_second",

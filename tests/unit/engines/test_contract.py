@@ -63,6 +63,10 @@ def test_engines_name_their_sampling_fields(engine: Any) -> None:
     assert engine.sampling_fields <= set(Sampling.__struct_fields__)
 
 
+def test_our_engines_implement_all_sampling_fields() -> None:
+    assert NativeEngine.sampling_fields == SimEngine.sampling_fields == set(Sampling.__struct_fields__)
+
+
 def test_what_an_engine_does_not_declare_is_refused_when_it_is_set() -> None:
     supported = SglangEngine.sampling_fields
     check_sampling_fields(Sampling(temperature=0.5, logit_bias={1: 2.0}), supported, "sglang")

@@ -56,7 +56,7 @@ def test_they_are_not_paired_and_that_is_logged_once(
         for _ in range(2):
             assert (await edge.complete(prompt=PROMPT, max_tokens=3)).status == 200
         assert (air.num_offers, edge.sample("kvolt_journey_prefills_total")) == (0, 0)
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 1
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 1
         assert edge.sample("kvolt_model_workers", model=MODEL, role="prefill") == 1, "it can be reached"
         (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert prefill.worker._instance in told
@@ -82,7 +82,7 @@ def test_one_that_fits_is_asked_in_its_place(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             answer = await edge.complete(prompt=PROMPT, max_tokens=3, nvext={"extra_fields": ["worker_id"]})
             assert answer.json["nvext"]["worker_id"]["prefill_worker_id"] == fitting.worker._instance
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 1
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 1
 
     unpaired(body, monkeypatch)
 
@@ -90,12 +90,12 @@ def test_one_that_fits_is_asked_in_its_place(monkeypatch: pytest.MonkeyPatch) ->
 def test_once_the_decode_worker_is_replaced_they_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(scene: Scene) -> None:
         lab, air, edge, _, decode = scene
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 1
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 1
         await lab.worker("right", engine_of(Role.DECODE), new_mover=air.mover)
         await decode.runtime.close()
         model = edge.models.get(MODEL)
         await until(lambda: [each.process for each in model.candidates()] == ["right"])
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 0
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 0
         assert (await edge.complete(prompt=PROMPT, max_tokens=3)).status == 200
         assert edge.sample("kvolt_journey_prefills_total", model=MODEL) == 1
 
@@ -105,10 +105,10 @@ def test_once_the_decode_worker_is_replaced_they_are_paired(monkeypatch: pytest.
 def test_one_odd_decode_worker_of_several_turns_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(scene: Scene) -> None:
         lab, air, edge, _, _ = scene
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 1
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 1
         for name in ("right", "right too"):
             await lab.worker(name, engine_of(Role.DECODE), new_mover=air.mover)
         await until(lambda: len(edge.models.get(MODEL).candidates()) == 3)
-        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 0
+        assert edge.sample("kvolt_model_incompatible_prefill_workers", model=MODEL) == 0
 
     unpaired(body, monkeypatch)

@@ -77,8 +77,8 @@ def test_any_of_them_answers_for_all() -> None:
                 'kvolt_memory{process="p0"} 0.0',
                 'kvolt_memory{process="p1"} 1.0',
                 'kvolt_memory{process="p2"} 2.0',
-                'kvolt_frontend_processes{answer="given"} 3.0',
-                'kvolt_frontend_processes{answer="missing"} 0.0',
+                'kvolt_frontend_processes{response="received"} 3.0',
+                'kvolt_frontend_processes{response="missing"} 0.0',
             ]
 
     run_virtual(scenario)
@@ -99,7 +99,7 @@ def test_one_that_does_not_answer_is_left_out_in_time(fault: str) -> None:
             answer = await processes[0].metrics()
             assert asyncio.get_running_loop().time() - begun < 1.1
             assert "kvolt_served_total 2.0" in answer
-            assert 'kvolt_frontend_processes{answer="missing"} 1.0' in answer
+            assert 'kvolt_frontend_processes{response="missing"} 1.0' in answer
             assert not any("p1" in line for line in answer)
 
     run_virtual(scenario)
@@ -173,7 +173,7 @@ def test_another_group_is_none_of_ours() -> None:
             await other.start()
             lab._closing.append(other.close)
             await asyncio.sleep(1)
-            assert 'kvolt_frontend_processes{answer="given"} 1.0' in await process.metrics()
+            assert 'kvolt_frontend_processes{response="received"} 1.0' in await process.metrics()
 
     run_virtual(scenario)
 

@@ -477,7 +477,7 @@ def test_who_was_lost_may_be_asked_again_once_it_got_further() -> None:
 # --- cancelled, or too late
 
 
-@pytest.mark.parametrize("moment", ["rerouting", "reopening", "resuming"])
+@pytest.mark.parametrize("moment", ["rerouting", "reopening", "migrating"])
 def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
     async def body(stage: Stage) -> None:
         inbox, router = Inbox(), in_turn(stage)
@@ -495,7 +495,7 @@ def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
         crash(stage, 0)()
         while journey._machine.state is not State(moment):
             await asyncio.sleep(0.0001)
-        if moment == "resuming":
+        if moment == "migrating":
             await until(lambda: bool(stage.workers[1].engine.submitted))
         journey.cancel()
         gate.set()
@@ -504,7 +504,7 @@ def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
         assert inbox.num_tokens == 1
         assert [kind.outcome for kind in journey_context.stats.reroute_s] == [RerouteOutcome.CANCELLED]
         second = stage.workers[1].engine
-        assert len(second.aborted) == len(second.submitted) == (moment == "resuming")
+        assert len(second.aborted) == len(second.submitted) == (moment == "migrating")
         stage.nothing_left()
 
     staged(body, scripted(2))

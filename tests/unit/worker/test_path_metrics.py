@@ -31,8 +31,8 @@ def test_speeds_and_slow_paths_are_exported() -> None:
     watch.observe(peer, way, LARGE_BYTES, 0.5)  # half of it is the latency
     watch.check_fallback(peer, way)
     assert told(watch) == {
-        'kvolt_transfer_slow_path_total{lack="nixl",path="tcp"} 1.0',
-        'kvolt_transfer_slow_path_total{lack="rdma",path="tcp"} 1.0',
+        'kvolt_transfer_slow_path_total{missing="nixl",path="tcp"} 1.0',
+        'kvolt_transfer_slow_path_total{missing="rdma",path="tcp"} 1.0',
         'kvolt_transfer_link_bytes_per_second{path="tcp",peer="10.0.0.2"} 1.6777216e+07',
         'kvolt_transfer_link_latency_seconds{path="tcp",peer="10.0.0.2"} 0.25',
     }

@@ -31,7 +31,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     good_requests_per_s: float | None
     """Goodput: requests within the SLA; None without an SLA."""
     good_share: float | None
-    """Fraction of all ended requests, including failed ones, within the SLA."""
+    """Fraction of complete and failed requests within the SLA."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,9 +142,9 @@ def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
         )
     if tally.num_failed:
         share = 100.0 * tally.num_failed / max(1, tally.num_ended)
-        warnings.append(f"{share:.1f} % of the requests failed: latencies exclude them")
+        warnings.append(f"{share:.1f} % of the requests failed: latencies except ITL exclude them")
     if 0 < tally.num_whole < _FEW_FOR_P99:
-        warnings.append(f"only {tally.num_whole} responses: p99 and above are about the slowest one")
+        warnings.append(f"only {tally.num_whole} responses: p99 and above are the slowest response")
     if tally.output_tokens > 1.05 * tally.num_events:
         per_event = tally.output_tokens / max(1, tally.num_events)
         warnings.append(

@@ -116,7 +116,7 @@ def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentPa
             "--trace-block-size",
             type=_positive,
             metavar="TOKENS",
-            help="Tokens per hash id, if the file does not tell. Default: 512; 16 for chats.",
+            help="Tokens per hash id, if the file does not state it. Default: 512; 16 for chats.",
         )
     for flag, kind, metavar, text in (
         ("--speed", float, "FACTOR", "Divide arrival times by this factor."),

@@ -16,8 +16,8 @@ class SglangArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     served_name: str | None = None
     """Model name in the API. Default: the name given as `model`."""
     engine_args: dict[str, Any] = {}
-    """Fields of SGLang's ServerArgs: `tp_size`, `mem_fraction_static` ... (listed by
-    `python -m sglang.launch_server --help`, with dashes)."""
+    """Fields of SGLang's ServerArgs: `tp_size`, `mem_fraction_static` ... (listed by `python -m
+    sglang.launch_server --help`, with dashes)."""
     max_waiting: _AtLeastOne = 2048
     """Maximum number of waiting sequences; more are refused and retried on another worker."""
     kv_events: bool = True

@@ -113,7 +113,7 @@ class ModelsCollector:
             labels=("model", "reason"),
         )
         unfit = GaugeMetricFamily(
-            "kvolt_model_unfit_prefill_workers",
+            "kvolt_model_incompatible_prefill_workers",
             "Prefill workers that cannot exchange KV with the decode workers and get no prompts",
             labels=("model",),
         )

@@ -195,9 +195,7 @@ _LLAMA3_JSON = CallSyntax(opening="<|python_tag|>", separators=" \t\r\n;", bare=
 class HermesParser(CallParser):
     """Tool calls in the format of Hermes and Qwen 2.5 / 3.
 
-        <tool_call>
-        {"name": "get_weather", "arguments": {"city": "Paris"}}
-        </tool_call>
+        <tool_call> {"name": "get_weather", "arguments": {"city": "Paris"}} </tool_call>
 
     Any number of calls, with text before, between and after. A missing closing marker or brace is tolerated.
     """

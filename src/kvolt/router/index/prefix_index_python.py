@@ -33,8 +33,7 @@ Hashes = Sequence[int] | bytes | bytearray | npt.NDArray[np.uint64]
 """Unsigned 64-bit numbers, or their bytes in native order (little-endian on all supported platforms)."""
 
 # CPython object sizes, rounded up: a key of two digits with its place in a dictionary that is at most two
-# thirds full,
-# a value that grows with the slots, a place in a set. A test compares them with tracemalloc.
+# thirds full, a value that grows with the slots, a place in a set. A test compares them with tracemalloc.
 _BLOCK_BYTES = 48 + 104 + 28
 _SLOT_BYTES = 4 * NUM_TIERS / 30
 _PAIR_BYTES = 48

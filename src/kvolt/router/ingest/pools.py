@@ -88,8 +88,7 @@ class PoolSharing:
         num_slots = max((max(pair) for pair in pairs), default=-1) + 1
         self._pool_of_slot = np.arange(num_slots, dtype=np.intp)
         """Pool slot for each worker slot, itself without a pool: one gather over all slots is much cheaper
-        than writes
-        to some of them."""
+        than writes to some of them."""
         for worker, pool in pairs:
             self._pool_of_slot[worker] = pool
 

@@ -26,7 +26,7 @@ from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.wire import MALFORMED
 
 MAX_BLOCKS = 8_000_000
-"""Snapshot limit per worker: 64 MB. Larger workers are indexed from their events alone."""
+"""Snapshot limit per worker: 64 MB. Workers with more blocks are indexed from their events alone."""
 MAX_REPLAY_BYTES = 64 * 1024 * 1024
 
 _decode_answer = msgspec.msgpack.Decoder(KvRecoveryResponse).decode
@@ -95,7 +95,9 @@ async def _read_snapshot(first: KvSnapshot, parts: AsyncIterator[KvRecoveryRespo
             break
         blocks.setdefault((part.dp_rank, part.tier), []).append(part.hashes)
     if num_bytes != num_blocks * HASH_BYTES:
-        raise KvoltError(f"snapshot is incomplete: {num_blocks} blocks announced, {num_bytes} bytes received")
+        raise KvoltError(
+            f"snapshot has the wrong size: {num_blocks * HASH_BYTES} bytes announced, {num_bytes} received"
+        )
     contents = {key: b"".join(pieces) for key, pieces in blocks.items()}
     if any(len(packed) % HASH_BYTES for packed in contents.values()):
         raise ProtocolError("a snapshot part ends within a hash", rule="kv_recovery")

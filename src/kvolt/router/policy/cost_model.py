@@ -115,8 +115,7 @@ class CostModel:
 
     def prefill_s(self, prompt_tokens: int, new_tokens: Floats, decoding: Floats, context: Floats) -> Floats:
         """Time to compute `new_tokens` of a prompt in chunks of the worker's batch size, beside decoding
-        requests. At
-        least the last token is computed."""
+        requests. At least the last token is computed."""
         new_tokens = np.maximum(new_tokens, 1.0)
         if len(self._groups) == 1:
             return self._groups[0][1].prefill_s(prompt_tokens, new_tokens, decoding, context)

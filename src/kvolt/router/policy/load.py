@@ -96,8 +96,7 @@ class WorkerLoads:
         self._arrived_at = 0.0
         self.used_blocks = np.zeros(_FIRST_ROWS)
         """Blocks in use now or soon; from the worker's report if there is one, since requests that share
-        blocks hold fewer
-        than their sum."""
+        blocks hold fewer than their sum."""
         self._reported_used = np.zeros(_FIRST_ROWS)
         self._has_reported = np.zeros(_FIRST_ROWS)
         self._incoming_blocks = np.zeros(_FIRST_ROWS)

@@ -58,8 +58,7 @@ class WorkerTable:
         on_model_changed: Callable[[int], None],
     ) -> None:
         """`on_row_added` and `on_row_dropped` are called with the row of a new or removed worker rank,
-        `on_model_changed`
-        with the row of one whose worker registered another step model."""
+        `on_model_changed` with the row of one whose worker registered another step model."""
         self._loads = loads
         self._on_row_added = on_row_added
         self._on_row_dropped = on_row_dropped

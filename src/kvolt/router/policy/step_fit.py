@@ -36,8 +36,7 @@ class PaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bound of one observation, as a multiple of the expected time."""
     ignored_factor: float = 1.5
     """Factors up to this, or above its inverse, count as 1: observations vary with other work, and a right
-    model must
-    not be made worse."""
+    model must not be made worse."""
     full_factor: float = 2.0
     """Factors from this on count in full; in between they are interpolated."""
     quiet_s: float = 30.0

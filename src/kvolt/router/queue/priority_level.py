@@ -51,8 +51,7 @@ class QueueEntry:
 
 class LazyHeap:
     """Heap of entries with lazy deletion: a removed entry is popped when it reaches the top, or swept when
-    more entries
-    are dead than alive."""
+    more entries are dead than alive."""
 
     __slots__ = ("_heap", "_num_queued")
 

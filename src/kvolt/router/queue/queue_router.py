@@ -57,8 +57,7 @@ class SaturationAwareRouter(Router, Protocol):
 
     def queue_s(self, decision: Decision) -> float:
         """Predicted time until all prompts sent to the decision's worker rank are computed, later ones
-        included. Once
-        that time has passed: the predicted duration of the prompts still pending."""
+        included. Once that time has passed: the predicted duration of the prompts still pending."""
         ...
 
 

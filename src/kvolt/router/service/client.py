@@ -344,8 +344,7 @@ class RemoteRouter:
 
     forecast: Callable[[Request], Forecast]
     """Present if `local` has one. Based on reported load; the local index knows local decisions only, so
-    cached
-    prompts may count as uncached."""
+    cached prompts may count as uncached."""
 
     def __init__(
         self,

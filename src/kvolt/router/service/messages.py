@@ -28,8 +28,7 @@ from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 SESSION_ENDPOINT = f"{OWN_ENDPOINTS}router.session"
 """Endpoint of OpenSession and ReservationUpdates, at the address of the router's endpoint. Open sessions do
-not delay
-draining, and a cordoned router still receives releases."""
+not delay draining, and a cordoned router still receives releases."""
 
 
 def router_endpoint(namespace: str) -> EndpointAddress:
@@ -76,8 +75,7 @@ class RouteRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: str
     request: Request
     """Without tokens (`trace_prompt_length` is their number) and hashes. A handoff is reduced to its
-    existence and
-    progress."""
+    existence and progress."""
     excluded: tuple[InstanceId, ...] = ()
     block_size: int = 0
     """Block size of the endpoint's workers; 0 if irrelevant."""

@@ -308,7 +308,8 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prefill_choice: Annotated[
         Literal["predicted", "threshold"],
         Meta(
-            description="When to use the prefill workers. `predicted`: when it has the lowest predicted cost. "
+            description="When to use the prefill workers. `predicted`: unless another mode is predicted to be much "
+            "cheaper. "
             "`threshold`: above prefill_min_tokens uncached tokens, up to prefill_max_queue_s."
         ),
     ] = "predicted"

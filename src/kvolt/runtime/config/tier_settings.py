@@ -14,7 +14,7 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: Annotated[
         str,
         Meta(
-            description="Host memory for KV blocks: 4GiB, 1000blocks, or 2x the device capacity. Empty: no tiers."
+            description="Host memory for KV blocks: 4GiB, 1000blocks, or 2x the device capacity. Empty: no host tier."
         ),
     ] = ""
     host_high_water: Annotated[

@@ -97,14 +97,14 @@ class PlaneCollector(Collector):
             None,
             {"": stats.heartbeat_timeouts},
         )
-        yield _counter("process_stalls", "Stalls of this process", None, {"": stats.stalls})
+        yield _counter("stalls", "Stalls of this process", None, {"": stats.stalls})
         yield _counter(
-            "process_stalled_seconds",
+            "stalled_seconds",
             "Seconds in which this process was stalled",
             None,
             {"": stats.stalled_s},
         )
-        ended = CounterMetricFamily("kvolt_streams", "Streams ended", labels=("side", "outcome"))
+        ended = CounterMetricFamily("kvolt_plane_streams", "Streams ended", labels=("side", "outcome"))
         for side, outcomes in (("client", stats.calls_ended), ("server", stats.served_ended)):
             for outcome, count in sorted(outcomes.items()):
                 ended.add_metric((side, outcome), count)
@@ -112,14 +112,14 @@ class PlaneCollector(Collector):
 
 
 def _gauge(name: str, text: str, label: str | None, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kvolt_{name}", text, labels=(label,) if label else ())
+    family = GaugeMetricFamily(f"kvolt_plane_{name}", text, labels=(label,) if label else ())
     for value, number in sorted(values.items()):
         family.add_metric((value,) if label else (), number)
     return family
 
 
 def _counter(name: str, text: str, label: str | None, values: Mapping[str, float]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"kvolt_{name}", text, labels=(label,) if label else ())
+    family = CounterMetricFamily(f"kvolt_plane_{name}", text, labels=(label,) if label else ())
     for value, number in sorted(values.items()):
         family.add_metric((value,) if label else (), number)
     return family

@@ -3,8 +3,8 @@
 A case is an async function of a `Harness`, which creates clients of the implementation and breaks its store. With
 pytest, on a real loop:
 
-    @pytest.mark.parametrize("case", discovery_suite.CASES, ids=discovery_suite.name)
-    async def test_discovery(case):
+    @pytest.mark.parametrize("case", discovery_suite.CASES, ids=discovery_suite.name) async def
+    test_discovery(case):
         await discovery_suite.run_case(case, MyHarness)
 
 and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`.

@@ -3,8 +3,7 @@
 Optional capabilities have their own tiers, see `tiers`; `kvolt engine check NAME` runs all. A case is an async function
 of a `Harness`; it raises AssertionError when the engine violates the contract. With pytest:
 
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-    async def test_conformance(case):
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__) async def test_conformance(case):
         await case(MyHarness())
 
 Cases close every engine they start. In all cases every step is checked against the contract: order, one finish per
@@ -56,6 +55,7 @@ async def declares_sampling_fields(harness: Harness) -> None:
         assert declared <= set(Sampling.__struct_fields__)
         assert {"temperature", "seed", "num_choices"} <= declared, "the conformance suite depends on these"
         for name in set(Sampling.__struct_fields__) - declared:
+            assert name in _SAMPLING_VALUES, f"add a value for Sampling.{name} to _SAMPLING_VALUES"
             other = replace(defaults, **{name: _SAMPLING_VALUES[name]})
             try:
                 check_sampling_fields(other, declared, "tested")

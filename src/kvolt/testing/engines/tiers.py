@@ -1,7 +1,7 @@
 """Tiers of the engine suite: an engine must pass those of the capabilities that it offers.
 
-@pytest.mark.parametrize("case", suites_for(MyEngine(...)), ids=lambda case: case.__name__)
-async def test_conformance(case):
+@pytest.mark.parametrize("case", suites_for(MyEngine(...)), ids=lambda case: case.__name__) async def
+test_conformance(case):
     await case(MyHarness())
 """
 

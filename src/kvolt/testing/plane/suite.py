@@ -3,8 +3,7 @@
 A case is an async function of a `Harness`, which the author of a plane implements: it creates a `RequestPlane` and
 breaks the network between processes. With pytest, on a real loop:
 
-    @pytest.mark.parametrize("case", plane_suite.CASES, ids=plane_suite.name)
-    async def test_plane(case):
+    @pytest.mark.parametrize("case", plane_suite.CASES, ids=plane_suite.name) async def test_plane(case):
         await plane_suite.run_case(case, MyHarness)
 
 and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`. The cases for

@@ -39,29 +39,35 @@ def test_a_plain_request_is_all_defaults() -> None:
     assert chat() == completion() == GenerationOptions(sampling=Sampling())
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "name", "expected"),
-    [
-        ("temperature", 0, "temperature", 0.0),
-        ("top_p", 0.5, "top_p", 0.5),
-        ("top_k", 7, "top_k", 7),
-        ("top_k", 0, "top_k", None),
-        ("top_k", -1, "top_k", None),
-        ("min_p", 0.1, "min_p", 0.1),
-        ("presence_penalty", -1, "presence_penalty", -1.0),
-        ("frequency_penalty", 1, "frequency_penalty", 1.0),
-        ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
-        ("logit_bias", {"5": -100}, "logit_bias", {5: -100.0}),
-        ("allowed_token_ids", [3, 4], "allowed_token_ids", (3, 4)),
-        ("seed", -5, "seed", -5),
-        ("n", 3, "num_choices", 3),
-        ("prompt_logprobs", 2, "prompt_logprobs", 2),
-        ("nvext", {"greed_sampling": True}, "temperature", 0.0),
-    ],
-)
+SAMPLING_CASES = [
+    ("temperature", 0, "temperature", 0.0),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_k", 7, "top_k", 7),
+    ("top_k", 0, "top_k", None),
+    ("top_k", -1, "top_k", None),
+    ("min_p", 0.1, "min_p", 0.1),
+    ("presence_penalty", -1, "presence_penalty", -1.0),
+    ("frequency_penalty", 1, "frequency_penalty", 1.0),
+    ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
+    ("logit_bias", {"5": -100}, "logit_bias", {5: -100.0}),
+    ("allowed_token_ids", [3, 4], "allowed_token_ids", (3, 4)),
+    ("seed", -5, "seed", -5),
+    ("n", 3, "num_choices", 3),
+    ("prompt_logprobs", 2, "prompt_logprobs", 2),
+    ("nvext", {"greed_sampling": True}, "temperature", 0.0),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "name", "expected"), SAMPLING_CASES)
 def test_sampling(field: str, value: Any, name: str, expected: Any) -> None:
     for options in (chat(**{field: value}), completion(**{field: value})):
         assert getattr(options.sampling, name) == expected
+
+
+def test_every_sampling_field_has_a_case() -> None:
+    """A field that the request schema accepts and no case maps would be ignored in silence."""
+    tested = {name for _, _, name, _ in SAMPLING_CASES} | {"logprobs"}
+    assert tested == set(Sampling.__struct_fields__)
 
 
 @pytest.mark.parametrize(

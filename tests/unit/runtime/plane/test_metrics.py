@@ -40,9 +40,9 @@ def test_a_fresh_process_exports_zeros() -> None:
         host = VirtualNetwork(random.Random(1)).host("a")
         plane = TcpPlane(host, ConnectionOptions(), "a", lambda stream: None)
         samples = scrape(plane)
-        assert samples["kvolt_connections", "in"] == samples["kvolt_connections", "out"] == 0
-        assert samples["kvolt_bytes_total", "in"] == samples["kvolt_refused_versions_total",] == 0
-        assert samples.pop(("kvolt_unfinished_message_limit_bytes",)) > 0
+        assert samples["kvolt_plane_connections", "in"] == samples["kvolt_plane_connections", "out"] == 0
+        assert samples["kvolt_plane_bytes_total", "in"] == samples["kvolt_plane_refused_versions_total",] == 0
+        assert samples.pop(("kvolt_plane_unfinished_message_limit_bytes",)) > 0
         assert all(value == 0 for value in samples.values())
         await plane.close()
 
@@ -70,22 +70,26 @@ def test_what_happens_is_counted() -> None:
         calls[2].cancel()
         await asyncio.sleep(0.1)
         ours, theirs = scrape(client), scrape(server)
-        assert ours["kvolt_connections", "out"] == theirs["kvolt_connections", "in"] == 1
-        assert ours["kvolt_connections", "in"] == theirs["kvolt_connections", "out"] == 0
-        assert ours["kvolt_streams_active", "client"] == theirs["kvolt_streams_active", "server"] == 1
-        assert ours["kvolt_connects_total", "ok"] == 1
-        assert ours["kvolt_items_total", "in"] == theirs["kvolt_items_total", "out"] == 4
-        assert ours["kvolt_bytes_total", "in"] == theirs["kvolt_bytes_total", "out"] > 0
-        assert ours["kvolt_frames_total", "out"] == theirs["kvolt_frames_total", "in"] > 0
+        assert ours["kvolt_plane_connections", "out"] == theirs["kvolt_plane_connections", "in"] == 1
+        assert ours["kvolt_plane_connections", "in"] == theirs["kvolt_plane_connections", "out"] == 0
+        assert (
+            ours["kvolt_plane_streams_active", "client"]
+            == theirs["kvolt_plane_streams_active", "server"]
+            == 1
+        )
+        assert ours["kvolt_plane_connects_total", "ok"] == 1
+        assert ours["kvolt_plane_items_total", "in"] == theirs["kvolt_plane_items_total", "out"] == 4
+        assert ours["kvolt_plane_bytes_total", "in"] == theirs["kvolt_plane_bytes_total", "out"] > 0
+        assert ours["kvolt_plane_frames_total", "out"] == theirs["kvolt_plane_frames_total", "in"] > 0
         for outcome_name in ("ok", "not_found", "cancelled"):
-            assert ours["kvolt_streams_total", outcome_name, "client"] == 1
-            assert theirs["kvolt_streams_total", outcome_name, "server"] == 1
+            assert ours["kvolt_plane_streams_total", outcome_name, "client"] == 1
+            assert theirs["kvolt_plane_streams_total", outcome_name, "server"] == 1
         network.cut("client", "server", silent=False)
         await asyncio.sleep(0.1)
         ours = scrape(client)
-        assert ours["kvolt_connections", "out"] == ours["kvolt_streams_active", "client"] == 0
-        assert ours["kvolt_connection_losses_total", "closed"] == 1
-        assert ours["kvolt_streams_total", "worker_lost", "client"] == 1
+        assert ours["kvolt_plane_connections", "out"] == ours["kvolt_plane_streams_active", "client"] == 0
+        assert ours["kvolt_plane_connection_losses_total", "closed"] == 1
+        assert ours["kvolt_plane_streams_total", "worker_lost", "client"] == 1
         for plane in (client, server):
             await plane.close()
         network.close()
