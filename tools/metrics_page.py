@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvolt.runtime.metric_aliases import aliases_of
 
-_SERVE = ("kvolt", "serve", "sim-tiny", "--prefill", "1", "--decode", "2", "--processes", "2")
+_KVOLT = (sys.executable, "-m", "kvolt")
+_SERVE = (*_KVOLT, "serve", "sim-tiny", "--prefill", "1", "--decode", "2", "--processes", "2")
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SECTIONS = (
     ("kvolt_frontend_", "Frontend", "HTTP API, per model."),
@@ -167,7 +168,7 @@ def scrape_cluster() -> dict[str, Entry]:
             threading.Thread(target=process.stdout.read, daemon=True).start()
             for number in range(4):
                 _chat(port, f"Tell me about the number {number}. " * 40)
-            shown = subprocess.run(["kvolt", "status", "--json", *where], capture_output=True, check=True)
+            shown = subprocess.run([*_KVOLT, "status", "--json", *where], capture_output=True, check=True)
             found: dict[str, Entry] = {}
             for each in json.loads(shown.stdout):
                 _merge(found, _scrape(each["admin"]))

@@ -1,4 +1,4 @@
-"""Write data/golden_frames.json: the bytes of every frame kind of protocol version 1, and what they mean.
+"""Write data/golden_frames.json: the bytes of every frame kind of protocol version 2, and what they mean.
 
 usage: python make_golden_frames.py
 
@@ -6,7 +6,7 @@ Peers of other releases speak these bytes, so a frame that is in the file never 
 refuses to. Run it to add frames; a change of the format is a new version with frames of its own.
 
 frames        one frame each: kind, stream, payload as a value (bytes as hex), and the whole frame in hex.
-future        frames of version 1 as a later release may send them, with more in them than we know: "means"
+future        frames of version 2 as a later release may send them, with more in them than we know: "means"
               names the frame above that they must be understood as.
 conversation  what each side of a scripted session sends, flush by flush (this may change): that the session really
               produces these frames, in this order. Long ones by their SHA-256.
@@ -34,7 +34,7 @@ from kvolt.runtime.plane.wire import FrameKind, Hello, Open
 OUT = Path(__file__).parent / "data" / "golden_frames.json"
 
 HELLO = Hello(
-    versions=(1,),
+    versions=wire.VERSIONS,
     process="0123456789abcdef",
     address="10.0.0.1:7400",
     max_frame_bytes=1 << 20,
@@ -138,7 +138,7 @@ class _Side:
     def __init__(self, dialer: bool) -> None:
         process = "dialer" if dialer else "acceptor"
         hello = Hello(
-            versions=(1,),
+            versions=wire.VERSIONS,
             process=process,
             max_frame_bytes=1 << 20,
             max_message_bytes=1 << 20,
@@ -262,7 +262,7 @@ def main() -> int:
         known = json.loads(OUT.read_text())
         changed = [name for name, frame in known["frames"].items() if made["frames"].get(name) != frame]
         if changed:
-            print(f"version 1 would change: {', '.join(changed)}", file=sys.stderr)
+            print(f"version 2 would change: {', '.join(changed)}", file=sys.stderr)
             return 1
     OUT.write_text(json.dumps(made, indent=1) + "\n")
     return 0

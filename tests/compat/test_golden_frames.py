@@ -1,4 +1,4 @@
-"""Version 1 of the request plane's bytes: what we encode today is what was written down, what was written
+"""Version 2 of the request plane's bytes: what we encode today is what was written down, what was written
 down is understood today, and so is what a later release may add. A peer of no common version is refused."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_a_stranger_who_dials_us_is_refused() -> None:
         async with asyncio.timeout(5):
             reason = await stranger.closed
         assert isinstance(reason, VersionMismatch)
-        assert {reason.fields["ours"], reason.fields["theirs"]} == {"[1]", "[99]"}
+        assert {reason.fields["ours"], reason.fields["theirs"]} == {"[2]", "[99]"}
         await asyncio.sleep(1)
         assert (connections.stats.refused_versions, stranger.stats.refused_versions) == (1, 1)
         assert connections.num_open == 0

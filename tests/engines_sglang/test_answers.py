@@ -119,13 +119,14 @@ async def test_what_it_cannot_do_is_refused(harness: SglangHarness) -> None:
         request = run.request("r")
         sampling = request.sampling
         for refused in (
-            replace(request, sampling=replace(sampling, allowed_token_ids=(3, 4))),
             replace(request, sampling=replace(sampling, min_p=0.1)),
             replace(request, sampling=replace(sampling, presence_penalty=1.0), prior_tokens=(5,)),
             replace(request, grammar=Grammar(GrammarKind.REGEX, "a"), prior_tokens=(5,)),
         ):
             with pytest.raises(Unsupported):
                 run.engine.submit(refused)
+        with pytest.raises(Unsupported):
+            run.submit(replace(request, sampling=replace(sampling, allowed_token_ids=(3, 4))))
         with pytest.raises(InvalidRequest):
             run.engine.submit(replace(request, lora="nobody"))
         await run.assert_empty()

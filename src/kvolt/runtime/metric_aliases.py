@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -40,7 +40,7 @@ _PREFIXES = {
 }
 
 _LABELS = {"namespace": "dynamo_namespace", "component": "dynamo_component", "endpoint": "dynamo_endpoint"}
-"""Labels of routers' and workers' families; the frontend's `endpoint` is an API and keeps its name."""
+"""Labels of routers' and workers' families."""
 
 _ROUTER = (
     "time_to_first_token_seconds",
@@ -77,8 +77,9 @@ _DYNAMO = (
     *(Alias(f"kvolt_router_{name}", f"dynamo_component_router_{name}") for name in _ROUTER),
     *(Alias(f"kvolt_worker_{name}", f"dynamo_component_{theirs}") for name, theirs in _WORKER.items()),
     Alias("kvolt_worker_requests", "dynamo_component_cancellation", {"outcome": "cancelled"}),
-    Alias(
-        "kvolt_worker_requests", "dynamo_component_errors", {"outcome": "failed"}, {"error_type": "generate"}
+    *(
+        Alias("kvolt_worker_requests", "dynamo_component_errors", {"outcome": outcome}, {"error_type": kind})
+        for outcome, kind in (("failed", "generate"), ("refused", "invalid_message"))
     ),
     Alias("kvolt_frontend_active_requests", "dynamo_frontend_inflight_requests"),
     Alias("kvolt_router_kv_hit_rate", "dynamo_router_kv_cache_hit_ratio", kind="mean"),
@@ -117,9 +118,12 @@ def aliases_of(family: Metric) -> Iterator[Metric]:
     """Yield a family under each of Dynamo's names for it."""
     for ours, theirs in _PREFIXES.items():
         if family.name.startswith(ours):
-            yield _renamed(family, Alias(family.name, theirs + family.name.removeprefix(ours)), {})
+            yield _renamed(family, [Alias(family.name, theirs + family.name.removeprefix(ours))])
+    by_name: dict[str, list[Alias]] = {}
     for alias in _BY_SOURCE.get(family.name, ()):
-        yield _renamed(family, alias, _LABELS)
+        by_name.setdefault(alias.name, []).append(alias)
+    for aliases in by_name.values():
+        yield _renamed(family, aliases)
 
 
 _BY_SOURCE: dict[str, list[Alias]] = {}
@@ -127,25 +131,32 @@ for _alias in _DYNAMO:
     _BY_SOURCE.setdefault(_alias.source, []).append(_alias)
 
 
-def _renamed(family: Metric, alias: Alias, label_names: Mapping[str, str]) -> Metric:
-    kind = {"same": family.type, "mean": "gauge", "unknown": "unknown"}[alias.kind]
-    renamed = Metric(alias.name, family.documentation, kind)
-    samples = [each for each in family.samples if alias.where.items() <= each.labels.items()]
-    if alias.kind == "mean":
-        samples = list(_means(family.name, samples))
-    for sample in samples:
-        suffix = sample.name.removeprefix(family.name)
-        if alias.kind == "unknown":
-            if suffix != "_total":
-                continue
-            suffix = ""
-        labels = {label_names.get(k, k): v for k, v in sample.labels.items() if k not in alias.where}
-        labels.update(alias.labels)
-        is_count = suffix in ("_bucket", "_count", "_created")
-        if alias.scale != 1.0 and labels.get("le", "+Inf") != "+Inf":
-            labels["le"] = str(float(labels["le"]) * alias.scale)
-        value = sample.value if is_count else sample.value * alias.scale
-        renamed.add_sample(alias.name + suffix, labels, value)
+def _renamed(family: Metric, aliases: Sequence[Alias]) -> Metric:
+    """Family with the samples of all aliases, which have one name and kind."""
+    name, kind = aliases[0].name, aliases[0].kind
+    renamed = Metric(
+        name, family.documentation, {"same": family.type, "mean": "gauge", "unknown": "unknown"}[kind]
+    )
+    for alias in aliases:
+        samples = [each for each in family.samples if alias.where.items() <= each.labels.items()]
+        for sample in _means(family.name, samples) if kind == "mean" else samples:
+            suffix = sample.name.removeprefix(family.name)
+            if kind == "unknown":
+                if suffix != "_total":
+                    continue
+                suffix = ""
+            # The `endpoint` of a frontend's or a queue's series is not that of a component, and keeps its name.
+            names = _LABELS if "component" in sample.labels else {}
+            labels = {
+                names.get(key, key): value for key, value in sample.labels.items() if key not in alias.where
+            }
+            labels.update(alias.labels)
+            is_count = suffix in ("_bucket", "_count", "_created")
+            if alias.scale != 1.0 and labels.get("le", "+Inf") != "+Inf":
+                labels["le"] = str(float(labels["le"]) * alias.scale)
+            renamed.add_sample(
+                name + suffix, labels, sample.value if is_count else sample.value * alias.scale
+            )
     return renamed
 
 

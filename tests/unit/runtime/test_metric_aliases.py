@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvolt.runtime.metric_aliases import AliasScheme, WithAliases
+from kvolt.runtime.metric_aliases import AliasScheme, WithAliases, aliases_of
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 
@@ -97,3 +97,24 @@ def test_moves_between_tiers_are_chosen_by_tier_and_have_no_suffix() -> None:
     samples = served([counter("kvolt_tier_stored_blocks", {"tier": "disk"}, 5)])
     assert samples["kvbm_offload_blocks_h2d", at()] == 5
     assert ("kvbm_offload_blocks_h2d_total", at()) not in samples
+
+
+def test_router_overhead_has_dynamos_endpoint_labels() -> None:
+    samples = served([histogram("kvolt_router_overhead_total_ms", OURS)])
+    assert ("dynamo_router_overhead_total_ms_count", at(**THEIRS)) in samples
+
+
+def test_the_endpoint_of_a_queue_keeps_its_name() -> None:
+    samples = served([gauge("kvolt_router_queue_requests", {"endpoint": "a.b.generate"}, 2)])
+    assert samples["dynamo_frontend_router_queue_pending_requests", at(endpoint="a.b.generate")] == 2
+
+
+def test_errors_of_a_worker_are_one_family_by_type() -> None:
+    family = counter("kvolt_worker_requests", {**OURS, "outcome": "failed"}, 3)
+    family.add_metric((*OURS.values(), "refused"), 2)
+    samples = served([family])
+    name = "dynamo_component_errors_total"
+    assert samples[name, at(**THEIRS, error_type="generate")] == 3
+    assert samples[name, at(**THEIRS, error_type="invalid_message")] == 2
+    names = [alias.name for alias in aliases_of(family)]
+    assert len(names) == len(set(names))

@@ -22,7 +22,7 @@ import msgspec
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, ProtocolError
 
-VERSIONS = (1,)
+VERSIONS = (2,)
 """Protocol versions that this build speaks, best first."""
 
 CHUNK_BYTES = 64 * 1024

@@ -23,7 +23,7 @@ from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.slabs import SlabInfo
 from kvolt.transfer.paths.capabilities import Capabilities
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 32 << 20
 """After the handshake."""
 MAX_GREETING_BYTES = 4096
