@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -40,6 +41,10 @@ class Tally:
     reads: int = 0
     num_bytes: int = 0
     responses: int = 0
+
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+"""Resolution of the CPU times of other processes."""
 
 
 class Connection(asyncio.Protocol):
@@ -178,6 +183,7 @@ class _Window:
         tally = self._tally
         after = (tally.responses, tally.events, tally.reads, tally.num_bytes)
         counts = [new - old for new, old in zip(after, self._before, strict=True)]
+        used[1] = max(used[1], _TICK_S)  # a short run may take none, and is divided by
         return Measured(*used, *counts)  # type: ignore[arg-type]
 
     def _read(self) -> tuple[float, float, float, float]:

@@ -1,8 +1,7 @@
-"""The metrics of several processes as one: what Prometheus would see if they were one process.
+"""Metrics of several processes merged into one set, as if they were one process. Pure.
 
-Counters and histograms are summed. A gauge is summed only where the sum means something; what each process
-says of the same thing is told once; what is a process's own (memory, files) gets a `process` label. Pure:
-who is asked, and how, is not known here.
+Counters and histograms are summed. A gauge is summed only if the sum is meaningful; a value that all processes share
+is exported once; a value of one process (memory, files) gets a `process` label.
 """
 
 from __future__ import annotations
