@@ -37,12 +37,12 @@ Examples:
 
 Columns (docs/router.md defines them):
   overlap    prefix blocks of the prompt that the worker holds; (+n) in lower tiers, in its pool or in transfer
-  queue      time until its queued prefills are done
-  prefill    time to prefill the uncached part of this prompt
-  slowdown   slowdown of the worker's running decodes
+  decoding   requests that decode there
+  blocks     blocks of its requests in flight
   pace       measured step times relative to its published latency model
-  fails      fraction of its recent requests that failed; the cost includes the retry
-  cost       cost of the policy: seconds for latency, blocks for classic; the lowest wins
+  fails      fraction of its recent requests that failed
+  queue ...  terms of the cost; a column is omitted if it is 0 for all workers
+  cost       sum of the terms: seconds for latency, blocks for classic; the lowest wins
 """
 
 SETTINGS = CLIENT_GROUPS
@@ -169,14 +169,22 @@ def _by_source(candidates: Sequence[Candidate]) -> dict[str, str]:
 def _table(explanation: Explanation) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("  worker", no_wrap=True)
-    for name in ("overlap", "queue", "prefill", "slowdown", "decoding", "blocks", "pace", "fails", "cost"):
+    terms = _shown_terms(explanation.candidates)
+    names = (name.replace("_", " ") for name in terms)
+    for name in ("overlap", "decoding", "blocks", "pace", "fails", *names, "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in explanation.candidates:
-        table.add_row(*_row(each), style="bold" if each.terms.is_chosen else None)
+        table.add_row(*_row(each, terms), style="bold" if each.terms.is_chosen else None)
     return table
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _shown_terms(candidates: Sequence[Candidate]) -> list[str]:
+    """Names of the cost terms that are not 0 for all workers."""
+    names = dict.fromkeys(name for each in candidates for name in each.terms.cost_terms)
+    return [name for name in names if any(each.terms.cost_terms.get(name) for each in candidates)]
+
+
+def _row(candidate: Candidate, cost_terms: Sequence[str]) -> tuple[str, ...]:
     terms = candidate.terms
     incoming = terms.overlap_blocks - terms.held_blocks
     total = f"/{terms.total_blocks:.0f}" if terms.total_blocks else ""
@@ -184,19 +192,13 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{'→' if terms.is_chosen else ' '} {candidate.process}{rank}{' (full)' if terms.is_saturated else ''}",
         f"{terms.overlap_blocks:.0f}" + (f" (+{incoming:.0f})" if incoming else ""),
-        _ms(terms.queue_s),
-        _ms(terms.prefill_s),
-        _ms(terms.slowdown_s),
         f"{terms.decoding:.0f}",
         f"{terms.blocks:.0f}{total}",
         f"{terms.pace:.2f}",
         f"{terms.failure_rate:.0%}" if terms.failure_rate else "",
+        *(f"{terms.cost_terms.get(name, 0.0):.4g}" for name in cost_terms),
         f"{terms.cost:.4g}",
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
 
 
 def reasons(explanation: Explanation) -> list[str]:

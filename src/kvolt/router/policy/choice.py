@@ -53,11 +53,13 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class CandidateCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate with every term of its cost, for display."""
+    """One candidate with every term of its cost and what they were computed from, for display."""
 
     instance: InstanceId
     dp_rank: int
     cost: float
+    cost_terms: dict[str, float] = {}
+    """Terms of the cost by name, in the unit of the policy; their sum is the cost."""
     is_saturated: bool
     is_chosen: bool
     overlap_blocks: float

@@ -2,6 +2,7 @@
 
 A policy is a function over arrays with one element per candidate: RequestView and WorkersView in, costs out. `classic`
 counts blocks like Dynamo, `latency` counts seconds (`_cost_model_native.c` computes it in one pass if it was built).
+The cost of both is a sum of named terms, which `kvolt router explain` shows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -85,6 +86,26 @@ _ZERO_EXPONENT = 700.0
 
 Policy = Callable[[RequestView, WorkersView], Floats]
 
+CostTerms = dict[str, Floats]
+"""Terms of a cost by name, one element per candidate; their sum is the cost."""
+
+
+@runtime_checkable
+class SupportsTerms(Protocol):
+    """A policy whose cost is a sum of terms."""
+
+    def terms(self, request: RequestView, workers: WorkersView) -> CostTerms: ...
+
+
+def cost_terms(policy: Policy, request: RequestView, workers: WorkersView, costs: Floats) -> CostTerms:
+    """Terms of the costs that the policy has computed; a policy that names none has one."""
+    return policy.terms(request, workers) if isinstance(policy, SupportsTerms) else {"policy": costs}
+
+
+def _sum_terms(terms: CostTerms) -> Floats:
+    costs: Floats = np.sum(list(terms.values()), axis=0)
+    return costs
+
 
 @dataclass(frozen=True, slots=True)
 class ClassicWeights:
@@ -93,19 +114,29 @@ class ClassicWeights:
     """Bonus in blocks for the worker that served the session last."""
 
 
-def classic(weights: ClassicWeights | None = None) -> Policy:
+class ClassicPolicy:
     """`overlap_weight * prefill_blocks + active_blocks`, as Dynamo computes it."""
-    defaults = weights or ClassicWeights()
 
-    def cost(request: RequestView, workers: WorkersView) -> Floats:
-        overlap = request.weights.get("overlap", defaults.overlap)
-        affinity = request.weights.get("affinity", defaults.affinity)
+    def __init__(self, weights: ClassicWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, request: RequestView, workers: WorkersView) -> Floats:
+        return _sum_terms(self.terms(request, workers))
+
+    def terms(self, request: RequestView, workers: WorkersView) -> CostTerms:
+        overlap = request.weights.get("overlap", self._weights.overlap)
+        affinity = request.weights.get("affinity", self._weights.affinity)
         cached = workers.overlap_blocks
         tokens = workers.prefill_tokens + request.prompt_tokens - cached * request.block_size
-        active = workers.blocks + request.num_blocks
-        return overlap * np.maximum(tokens, 0.0) / request.block_size + active - affinity * workers.affinity
+        return {
+            "prefill": overlap * np.maximum(tokens, 0.0) / request.block_size,
+            "in_use": workers.blocks + request.num_blocks,
+            "affinity": -affinity * workers.affinity,
+        }
 
-    return cost
+
+def classic(weights: ClassicWeights | None = None) -> ClassicPolicy:
+    return ClassicPolicy(weights or ClassicWeights())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,50 +147,63 @@ class LatencyWeights:
     """Bonus in seconds for the worker that served the session last."""
 
 
-def latency(weights: LatencyWeights | None = None) -> Policy:
-    """Predicted seconds that the request takes and adds to others.
+class LatencyPolicy:
+    """Predicted seconds that the request takes and adds to others."""
 
-    - Its own: queue, prefill and KV transfer until the first token; then expected tokens times step time, less the
-      minimum over all workers.
-    - Of others: requests in flight wait for the prompt's steps; requests that arrive while the worker has pending
-      prompts wait for it too; requests that share steps with the answer take longer.
-    - Less the predicted savings by a copy of a hot prefix.
-    """
-    defaults = weights or LatencyWeights()
+    def __init__(self, weights: LatencyWeights) -> None:
+        self._weights = weights
 
-    def cost(request: RequestView, workers: WorkersView) -> Floats:
-        room = request.weights.get("room", defaults.room)
-        affinity = request.weights.get("affinity", defaults.affinity)
-        prefill_s, queue_s = workers.prefill_s, workers.queue_s
-        if native_latency is not None:
-            costs: Floats = np.empty(len(prefill_s))
-            native_latency(
-                request.output_tokens,
-                request.arrivals_per_s,
-                room,
-                affinity,
-                workers.beside,
-                prefill_s,
-                workers.step_s,
-                workers.slowdown_s,
-                queue_s,
-                workers.room_s,
-                workers.affinity,
-                workers.copy_s,
-                costs,
-            )
-            costs += workers.transfer_s
-            return costs
-        decode_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
-        delayed = 1.0 + workers.beside + request.arrivals_per_s * (queue_s + prefill_s)
-        # Blocks may become free while it waits in the queue.
-        costs = prefill_s * delayed + np.maximum(queue_s, room * workers.room_s) + (decode_s - decode_s.min())
+    def __call__(self, request: RequestView, workers: WorkersView) -> Floats:
+        if native_latency is None:
+            return _sum_terms(self.terms(request, workers))
+        costs: Floats = np.empty(len(workers.prefill_s))
+        native_latency(
+            request.output_tokens,
+            request.arrivals_per_s,
+            request.weights.get("room", self._weights.room),
+            request.weights.get("affinity", self._weights.affinity),
+            workers.beside,
+            workers.prefill_s,
+            workers.step_s,
+            workers.slowdown_s,
+            workers.queue_s,
+            workers.room_s,
+            workers.affinity,
+            workers.copy_s,
+            costs,
+        )
         costs += workers.transfer_s
-        costs -= workers.copy_s
-        costs -= affinity * workers.affinity
         return costs
 
-    return cost
+    def terms(self, request: RequestView, workers: WorkersView) -> CostTerms:
+        """Terms of the cost.
+
+        - `queue`, `prefill`, `transfer`: its own time until the first token.
+        - `answer`: its own time from then on, and what it adds to the answers that share steps with it; less the
+          minimum over all workers.
+        - `in_flight`: requests in flight wait for the prompt's steps.
+        - `later`: requests that arrive while the worker has pending prompts wait for the prompt, too.
+        - `copy`: less the predicted savings by a copy of a hot prefix.
+        """
+        room = request.weights.get("room", self._weights.room)
+        affinity = request.weights.get("affinity", self._weights.affinity)
+        prefill_s, queue_s = workers.prefill_s, workers.queue_s
+        answer_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
+        return {
+            # Blocks may become free while it waits in the queue.
+            "queue": np.maximum(queue_s, room * workers.room_s),
+            "prefill": prefill_s,
+            "transfer": workers.transfer_s,
+            "answer": answer_s - answer_s.min(),
+            "in_flight": workers.beside * prefill_s,
+            "later": request.arrivals_per_s * (queue_s + prefill_s) * prefill_s,
+            "copy": -workers.copy_s,
+            "affinity": -affinity * workers.affinity,
+        }
+
+
+def latency(weights: LatencyWeights | None = None) -> LatencyPolicy:
+    return LatencyPolicy(weights or LatencyWeights())
 
 
 def add_retry_cost(costs: Floats, failure_rates: Floats) -> Floats:

@@ -33,11 +33,13 @@ from kvolt.router.policy.forecast import Forecast
 from kvolt.router.policy.learning import OutcomeTracker, RequestObserver
 from kvolt.router.policy.load import LoadReservation, WorkerLoads, projected_load
 from kvolt.router.policy.policy import (
+    CostTerms,
     Policy,
     RequestView,
     WorkersView,
     add_retry_cost,
     apply_preference,
+    cost_terms,
     pick_index,
 )
 from kvolt.router.policy.roster import CandidateSet, WorkerTable
@@ -56,7 +58,11 @@ class _ScoredCandidates:
     candidates: CandidateSet
     request_view: RequestView
     workers: WorkersView
+    policy_costs: Floats
+    retry_costs: Floats
+    """With the expected cost of a retry."""
     costs: Floats
+    """With that and the preferences of the request."""
     preference: Floats
     is_full: _Mask
     """At the limit of concurrent requests; policies do not know the limit."""
@@ -282,12 +288,13 @@ class Selector:
         """All candidates with their cost terms, cheapest first."""
         scored = self._score(request, allowed)
         chosen, _ = self._pick(request.routing, scored)
-        workers = scored.workers
+        workers, terms = scored.workers, self._cost_terms(scored)
         costs = [
             CandidateCost(
                 instance=worker_rank.instance_id,
                 dp_rank=worker_rank.dp_rank,
                 cost=float(scored.costs[index]),
+                cost_terms={name: float(values[index]) for name, values in terms.items()},
                 is_saturated=bool(scored.is_saturated[index]),
                 is_chosen=index == chosen,
                 preference=float(scored.preference[index]),
@@ -299,6 +306,14 @@ class Selector:
             for index, worker_rank in enumerate(scored.candidates.worker_ranks)
         ]
         return sorted(costs, key=lambda each: (each.cost, each.instance, each.dp_rank))
+
+    def _cost_terms(self, scored: _ScoredCandidates) -> CostTerms:
+        terms = cost_terms(self._policy, scored.request_view, scored.workers, scored.policy_costs)
+        return {
+            **terms,
+            "retry": scored.retry_costs - scored.policy_costs,
+            "preference": scored.costs - scored.retry_costs,
+        }
 
     def expected_output_tokens(self, request: Request) -> float:
         return self._outcomes.output_tokens(request)
@@ -342,10 +357,11 @@ class Selector:
         affinity = self._affinities(hints, candidates, now)
         transfer_s = _transfer_s(request, overlap, candidates)
         workers = self._workers_view(view, overlap, sharing, pace, candidates, affinity, transfer_s, now)
-        costs = self._policy(view, workers)
+        costs = policy_costs = self._policy(view, workers)
         failure_rates = self._failure_rates(candidates)
         if failure_rates is not candidates.zeros:
             costs = add_retry_cost(costs, failure_rates)
+        retry_costs = costs
         preference = candidates.zeros
         if hints.preferred_taints:
             preference = _taint_preference(candidates, hints.preferred_taints)
@@ -355,6 +371,8 @@ class Selector:
             candidates,
             view,
             workers,
+            policy_costs,
+            retry_costs,
             costs,
             preference,
             is_full,

@@ -71,7 +71,14 @@ def candidate(name: str, cost: float, **terms: Any) -> Candidate:
     given: dict[str, Any] = dict.fromkeys(
         (field.name for field in msgspec.structs.fields(CandidateCost) if field.name != "instance"), 0.0
     )
-    given |= {"dp_rank": 0, "is_saturated": False, "is_chosen": False, "pace": 1.0, "cost": cost}
+    given |= {
+        "cost_terms": {},
+        "dp_rank": 0,
+        "is_saturated": False,
+        "is_chosen": False,
+        "pace": 1.0,
+        "cost": cost,
+    }
     known = given | terms
     return Candidate(
         process=name,
@@ -109,8 +116,7 @@ def test_the_table_has_every_term_and_marks_the_choice() -> None:
         is_chosen=True,
         overlap_blocks=5.0,
         held_blocks=3.0,
-        queue_s=0.001,
-        prefill_s=0.011,
+        cost_terms={"queue": 0.001, "prefill": 0.01, "in_flight": 0.001, "copy": 0.0},
         pace=1.5,
         blocks=9.0,
         total_blocks=100.0,
@@ -128,17 +134,16 @@ def test_the_table_has_every_term_and_marks_the_choice() -> None:
         "w0",
         "5",
         "(+2)",
-        "1.0",
-        "ms",
-        "11.0",
-        "ms",
-        "0.0",
-        "ms",
         "0",
         "9/100",
         "1.50",
+        "0.001",
+        "0.01",
+        "0.001",
         "0.012",
     ]
+    head = next(line for line in text.splitlines() if "worker" in line)
+    assert " ".join(head.split()) == "worker overlap decoding blocks pace fails queue prefill in flight cost"
     assert "w1 rank 2 (full)" in text
     assert "w1: cached blocks are known from own decisions: its engine publishes no events." in text
     assert "w2 (id-w2): it is not reachable" in text
@@ -178,7 +183,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["router", "explain", "--help"]) == 0
     text = capsys.readouterr().out
     assert "kvolt router explain --chat request.json" in text
-    assert "slowdown" in text
+    assert "sum of the terms" in text
     assert "--router-temperature" not in text, "settings of a router process are not for who asks"
 
 

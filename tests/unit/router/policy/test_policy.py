@@ -19,6 +19,7 @@ from kvolt.router.policy.policy import (
     RequestView,
     WorkersView,
     classic,
+    cost_terms,
     latency,
     pick_index,
 )
@@ -119,6 +120,34 @@ def test_one_candidate_is_enough(policy: object) -> None:
 # --- in one pass
 
 SECONDS = st.floats(0, 1e4)
+
+
+@given(st.lists(st.tuples(*[SECONDS] * 9), min_size=1, max_size=8))
+def test_the_terms_add_up_to_the_cost(amounts: list[tuple[float, ...]]) -> None:
+    names = (
+        "beside",
+        "prefill_s",
+        "step_s",
+        "slowdown_s",
+        "queue_s",
+        "room_s",
+        "copy_s",
+        "transfer_s",
+        "affinity",
+    )
+    columns = {name: list(values) for name, values in zip(names, zip(*amounts, strict=True), strict=True)}
+    seen = workers(**columns, overlap_blocks=[3.0] * len(amounts), blocks=[7.0] * len(amounts))
+    request_view = msgspec.structs.replace(ASKED, arrivals_per_s=2.0)
+    for policy in (latency(LatencyWeights(0.5, 0.25)), classic(ClassicWeights(2.0, 3.0))):
+        costs = policy(request_view, seen)
+        terms = cost_terms(policy, request_view, seen, costs)
+        assert sum(terms.values()).tolist() == pytest.approx(costs.tolist(), rel=1e-9, abs=1e-6)
+
+
+def test_a_policy_without_terms_has_one() -> None:
+    seen = workers(queue_s=[1.0, 2.0])
+    terms = cost_terms(lambda request, workers: workers.queue_s, ASKED, seen, seen.queue_s)
+    assert {name: each.tolist() for name, each in terms.items()} == {"policy": [1.0, 2.0]}
 
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")

@@ -436,6 +436,9 @@ def test_explain_has_every_term_of_each_candidate() -> None:
     assert (second.instance, second.is_chosen, second.is_saturated, second.decoding) == (B, False, True, 1)
     assert second.preference == 0.1
     assert first.cost < second.cost
+    assert second.cost_terms["preference"] < 0.0 == first.cost_terms["preference"]
+    for each in (first, second):
+        assert sum(each.cost_terms.values()) == pytest.approx(each.cost)
     assert first.prefill_s == pytest.approx(0.01 + 17 * 0.0001)
     assert scene.selector.num_in_flight == 1
 
