@@ -234,14 +234,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- routing
     Mutation(
         name="a reservation outlives its request",
-        path="journey/reservations.py",
+        path="journey/attempt_state.py",
         old="            self._router.release(decision, usage, outcome)\n",
         new="            if usage is None:\n                self._router.release(decision, usage, outcome)\n",
         why="a router believes in load that is gone",
     ),
     Mutation(
         name="a reservation is released twice",
-        path="journey/reservations.py",
+        path="journey/attempt_state.py",
         old="        decision, self._decision = self._decision, None\n        if outcome",
         new="        decision = self._decision\n        if outcome",
         why="a router counts less load than there is",

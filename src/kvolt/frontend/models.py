@@ -33,7 +33,6 @@ from kvolt.frontend.tokenization.preprocess import (
 from kvolt.journey.journey import JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import (
-    LocalPrefillOnly,
     PrefillModePolicy,
     PrefillModeRules,
     PrefillModeSelector,
@@ -417,7 +416,7 @@ class Models:
         self, router: Router, prefill_target: Callable[[], RoleTarget | None], info: EngineInfo
     ) -> PrefillModePolicy:
         if info.role is not Role.DECODE:
-            return LocalPrefillOnly()
+            return PrefillModePolicy()
         now = self._runtime.ports.clock.monotonic
         return PrefillModeSelector(router, prefill_target, info.block_size, self._options.prefill, now=now)
 

@@ -1,4 +1,5 @@
-"""State of one request across attempts: the request to send next, its handoff, and the time since a failure."""
+"""State of one request across attempts: the request to send next, its handoff, its reservations, the time since a
+failure."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, Usage
 from kvolt.core.errors import KvoltError
 from kvolt.core.request import Handoff, Rendezvous, Request
-from kvolt.journey.context import Receiver
+from kvolt.journey.context import JourneyStats, Receiver, RerouteKey, RerouteOutcome
 from kvolt.journey.events import State
 from kvolt.journey.migration import migrated_request, splice_delta
-from kvolt.journey.stats import JourneyStats, RerouteKey, RerouteOutcome
-from kvolt.router.port import Decision
+from kvolt.router.breaker import Outcome
+from kvolt.router.port import Decision, Router
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +25,6 @@ _UNRESOLVED_RENDEZVOUS = Rendezvous(mailbox=0, address="")
 
 class AttemptState:
     """Attempt state of one request. Routing and retry decisions are made elsewhere."""
-
-    __slots__ = (
-        "_cached_tokens",
-        "_failed_at",
-        "_handoff",
-        "_is_handoff_used",
-        "_is_migrated",
-        "_now",
-        "_original",
-        "_stats",
-        "request",
-    )
 
     def __init__(self, request: Request, stats: JourneyStats, now: Callable[[], float]) -> None:
         self._original = request
@@ -135,3 +124,58 @@ class AttemptState:
             took_s = self._now() - self._failed_at
             self._failed_at = None
             self._stats.reroute_s[RerouteKey(self._is_migrated, outcome)].observe(took_s)
+
+
+class Reservations:
+    """Router reservations of one request: the current one, and an alternative while a withdrawal is pending. Each is
+    released once."""
+
+    def __init__(self) -> None:
+        self._router: Router | None = None
+        self._decision: Decision | None = None
+        self._awaits_first_token = False
+        """The first token has not been reported to the router."""
+        self._has_failed = False
+        """One failure was attributed to a worker already."""
+        self.alternative: Decision | None = None
+        """Reserved by the router in case the current worker returns the request."""
+
+    def set_current(self, router: Router, decision: Decision) -> None:
+        """Track the reservation of the next attempt."""
+        self._router, self._decision, self._awaits_first_token = router, decision, True
+
+    def on_first_delta(self, cached_tokens: int | None) -> bool:
+        """Report the first token to the router. True for the first delta of an attempt."""
+        if not self._awaits_first_token:
+            return False
+        self._awaits_first_token = False
+        self.release_alternative()
+        if self._router is not None and self._decision is not None:
+            self._router.mark_first_token(self._decision, cached_tokens)
+        return True
+
+    def release_alternative(self) -> None:
+        """The request stays where it is, or is over."""
+        decision, self.alternative = self.alternative, None
+        if self._router is not None and decision is not None:
+            self._router.release(decision, None)
+
+    def switch_to_alternative(self) -> None:
+        """The worker returned the request."""
+        decision, self.alternative = self.alternative, None
+        self.release()
+        self._decision = decision
+
+    def release(self, usage: Usage | None = None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """Release the current reservation, if any, with the worker's token counts.
+
+        At most one worker is blamed for a request: if the next one fails as well, the request may be the cause.
+        """
+        decision, self._decision = self._decision, None
+        if outcome is Outcome.FAILED:
+            outcome = Outcome.UNKNOWN if self._has_failed else outcome
+            self._has_failed = True
+        if self._router is not None and decision is not None:
+            if decision.withdraw_hook is not None:
+                decision.withdraw_hook.try_move = None
+            self._router.release(decision, usage, outcome)

@@ -1,16 +1,18 @@
-"""Dependencies that all journeys of one model share, and the port that receives an answer."""
+"""Dependencies and counters that all journeys of one model share, and the port that receives an answer."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
 
 from kvolt.core.errors import KvoltError
 from kvolt.journey.migration import ChoiceTokens
-from kvolt.journey.prefill_mode import LocalPrefillOnly, PrefillModePolicy
-from kvolt.journey.stats import JourneyStats
+from kvolt.journey.prefill_mode import PrefillModePolicy
 from kvolt.router.port import Router
 from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.histogram import SECONDS, Histogram
 from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import TaskGroup
 
@@ -37,6 +39,40 @@ class Receiver(Protocol):
         ...
 
 
+class RerouteOutcome(StrEnum):
+    """Result of a search for another worker."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    CANCELLED = "cancelled"
+
+
+class RerouteKey(NamedTuple):
+    """Labels of a search for another worker."""
+
+    is_migration: bool
+    """Whether part of the answer was delivered."""
+    outcome: RerouteOutcome
+
+
+@dataclass(slots=True)
+class JourneyStats:
+    retries: Counter[str] = field(default_factory=Counter)
+    """Retries from the start, by error code."""
+    migrations: Counter[str] = field(default_factory=Counter)
+    """Migrated answers, by error code."""
+    num_prefills: int = 0
+    """Prompts computed by prefill workers."""
+    prefill_failures: Counter[str] = field(default_factory=Counter)
+    """Failed remote prefills, by error code."""
+    num_moves: int = 0
+    """Waiting requests withdrawn from a worker and sent to another."""
+    reroute_s: defaultdict[RerouteKey, Histogram] = field(
+        default_factory=lambda: defaultdict(lambda: Histogram(SECONDS))
+    )
+    """From a failure to the next token, the final error, or cancellation."""
+
+
 @dataclass(frozen=True, slots=True)
 class JourneyContext:
     """Shared by all journeys for one model."""
@@ -53,7 +89,7 @@ class JourneyContext:
     eos_token_ids: tuple[int, ...] = ()
     """EOS tokens of the model: they complete an answer whose worker was lost before it sent the finish reason."""
     stats: JourneyStats = field(default_factory=JourneyStats)
-    prefill_modes: PrefillModePolicy = field(default_factory=LocalPrefillOnly)
+    prefill_modes: PrefillModePolicy = field(default_factory=PrefillModePolicy)
     """Decides where the prompt is computed."""
     is_decode_first: bool = False
     """Decode-first disaggregation: prefill and decode workers get the request at the same time."""

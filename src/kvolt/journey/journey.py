@@ -17,39 +17,17 @@ from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.journey.attempt_state import AttemptState
-from kvolt.journey.context import JourneyContext, Receiver
-from kvolt.journey.decode_first import open_rendezvous
-from kvolt.journey.dispatch import deadlines_for, with_decision
-from kvolt.journey.events import (
-    Action,
-    Delivered,
-    End,
-    Event,
-    Failed,
-    Finished,
-    Open,
-    Opened,
-    Prefill,
-    Prefilled,
-    PrefillFailed,
-    Route,
-    Routed,
-    Start,
-    State,
-    Stopped,
-    WithdrawalConfirmed,
-)
+from kvolt.journey import events
+from kvolt.journey.attempt_state import AttemptState, Reservations
+from kvolt.journey.context import JourneyContext, Receiver, RerouteOutcome
+from kvolt.journey.events import Action, Event, State
 from kvolt.journey.links import with_link_costs
 from kvolt.journey.machine import JourneyMachine
 from kvolt.journey.migration import are_choices_finished, missing_finishes
-from kvolt.journey.prefill import RoleTarget
+from kvolt.journey.prefill import RoleTarget, deadlines_for, with_decision, withdraw_request
 from kvolt.journey.prefill_mode import PrefillMode
 from kvolt.journey.reachable import route_when_reachable
-from kvolt.journey.remote_prompt import RemotePrompt
-from kvolt.journey.reservations import Reservations
-from kvolt.journey.stats import RerouteOutcome
-from kvolt.journey.withdrawal import withdraw_request
+from kvolt.journey.remote_prompt import RemotePrompt, open_rendezvous
 from kvolt.router import breaker
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Call, Deadlines
@@ -66,27 +44,6 @@ _MID_ANSWER = (State.STREAMING, State.MIGRATING)
 
 class Journey:
     """One request. Call `start`; the receiver then gets everything. `cancel` at any time."""
-
-    __slots__ = (
-        "_attempt",
-        "_call",
-        "_context",
-        "_deadlines",
-        "_is_held",
-        "_loop",
-        "_machine",
-        "_remote_prompt",
-        "_reservations",
-        "_retry",
-        "_stages",
-        "_started",
-        "_target",
-        "_usage",
-        "decision",
-        "request",
-        "sink",
-        "steps",
-    )
 
     def __init__(
         self, context: JourneyContext, request: Request, receiver: Receiver, deadlines: Deadlines
@@ -143,7 +100,7 @@ class Journey:
                 self._attempt.expect_remote_prefill()
         elif mode is PrefillMode.PREFILL_WORKER and target is not None:
             self._target = target
-        error = await self._perform(self._machine.handle(Start(is_remote_prefill=is_prefill_first)))
+        error = await self._perform(self._machine.handle(events.Start(is_remote_prefill=is_prefill_first)))
         if error is not None:
             raise error
 
@@ -151,7 +108,7 @@ class Journey:
         """Stop here and at the worker; the receiver gets no further call."""
         if self._machine.state is State.DONE:
             return
-        self._machine.handle(Stopped())
+        self._machine.handle(events.Stopped())
         self._attempt.end_reroute(RerouteOutcome.CANCELLED)
         self._reservations.release_alternative()
         self._reservations.release(outcome=breaker.Outcome.LEFT)
@@ -199,14 +156,14 @@ class Journey:
             return
         self._reservations.release_alternative()
         if self._attempt.has_progress(machine.state, self.sink):
-            machine.handle(Delivered())
+            machine.handle(events.Delivered())
         if error is not None and self._finish_if_complete():
             error = None
         if self._machine.state is State.DONE:
             return  # a delivered finish has cancelled the journey
         self._reservations.release(self._usage if error is None else None, breaker.outcome_of(error))
-        action = machine.handle(Finished() if error is None else Failed(error))
-        if isinstance(action, End):
+        action = machine.handle(events.Finished() if error is None else events.Failed(error))
+        if isinstance(action, events.End):
             self._call = None
             self.sink.on_end(self._end_error(action.error))
         else:
@@ -252,7 +209,7 @@ class Journey:
                 self._reservations.release_alternative()
 
     def _on_withdrawn(self, decision: Decision) -> None:
-        action = self._machine.handle(WithdrawalConfirmed(decision))
+        action = self._machine.handle(events.WithdrawalConfirmed(decision))
         self._call = None
         self._reservations.switch_to_alternative()
         self._context.stats.num_moves += 1
@@ -276,19 +233,19 @@ class Journey:
     async def _perform(self, action: Action) -> KvoltError | None:
         """Perform actions until one waits or ends the journey. Returns the error of a failed end."""
         while True:
-            if isinstance(action, Route):
+            if isinstance(action, events.Route):
                 event = await self._route(action)
-            elif isinstance(action, Prefill):
+            elif isinstance(action, events.Prefill):
                 event = await self._prefill(action)
-            elif isinstance(action, Open):
+            elif isinstance(action, events.Open):
                 event = await self._open(action)
             else:
-                return self._end_error(action.error) if isinstance(action, End) else None
+                return self._end_error(action.error) if isinstance(action, events.End) else None
             if self._machine.state is State.DONE:
                 return None  # cancelled during the await
             action = self._machine.handle(event)
 
-    async def _prefill(self, action: Prefill) -> Event:
+    async def _prefill(self, action: events.Prefill) -> Event:
         prompt, total_s = self._remote_prompt, self._deadlines.total_s
         assert prompt is not None
         try:
@@ -297,15 +254,15 @@ class Journey:
         except TimeoutError:
             late = DeadlineExceeded(f"no prompt within {total_s:g} s", stage="route", after_s=total_s)
             prompt.count_failure(late)
-            return PrefillFailed(late, None)
+            return events.PrefillFailed(late, None)
         except KvoltError as error:
-            return PrefillFailed(error, prompt.last_instance_id)
+            return events.PrefillFailed(error, prompt.last_instance_id)
         if self._machine.state is State.DONE:  # cancelled during the await
             prompt.release()
         else:
             prompt.accept()
             self._apply_handoff(handoff)
-        return Prefilled()
+        return events.Prefilled()
 
     def _apply_handoff(self, handoff: Handoff) -> None:
         """Deliver the first tokens that prefill sampled; the decode worker does not send them again."""
@@ -314,7 +271,7 @@ class Journey:
             cached_tokens = None if index else handoff.cached_tokens
             self.sink.on_item(Delta(token_ids=(token,), index=index, cached_tokens=cached_tokens))
 
-    async def _route(self, action: Route) -> Event:
+    async def _route(self, action: events.Route) -> Event:
         total_s = self._deadlines.total_s
         failure = self._machine.failure
         if failure is not None:
@@ -324,12 +281,12 @@ class Journey:
             async with asyncio.timeout_at(self._started + total_s):
                 decision = await self._choose_worker(action)
         except TimeoutError:
-            return Failed(
+            return events.Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
             )
         except KvoltError as error:
             if self._target is self._context:
-                return Failed(error)
+                return events.Failed(error)
             self._target = self._context  # no prefill worker has room: route to the decode workers
             return await self._route(action)
         self._reservations.set_current(self._target.router, decision)
@@ -337,9 +294,9 @@ class Journey:
             self._reservations.release()
         elif failure is not None:
             self._attempt.count_retry(failure, decision)
-        return Routed(decision)
+        return events.Routed(decision)
 
-    async def _choose_worker(self, action: Route) -> Decision:
+    async def _choose_worker(self, action: events.Route) -> Decision:
         """Route; waits for unreachable workers if no other worker can take the request."""
         target, request = self._target, self._attempt.request
         if target is not self._context:
@@ -351,7 +308,7 @@ class Journey:
             target.router, target.client, request, action.excluded, action.unreachable
         )
 
-    async def _open(self, action: Open) -> Event:
+    async def _open(self, action: events.Open) -> Event:
         decision = self.decision = action.decision
         request = with_decision(self._attempt.request, decision)
         try:
@@ -362,7 +319,7 @@ class Journey:
                     self._remote_prompt, request, attempt, links, self._time_left, self._is_done
                 )
                 if self._is_done():  # cancelled during the await
-                    return Opened()
+                    return events.Opened()
             prefill = (
                 self._remote_prompt.pending_decision if request.rendezvous and self._remote_prompt else None
             )
@@ -373,7 +330,7 @@ class Journey:
         except BaseException as error:
             self._reservations.release()
             if isinstance(error, KvoltError):
-                return Failed(error)
+                return events.Failed(error)
             raise
         if self._machine.state is State.DONE:
             self._call.cancel()  # `cancel` had no call to cancel yet
@@ -382,7 +339,7 @@ class Journey:
                 self._call.stream.pause_reading()
             if decision.withdraw_hook is not None:
                 decision.withdraw_hook.try_move = self.move
-        return Opened()
+        return events.Opened()
 
     def _is_done(self) -> bool:
         return self._machine.state is State.DONE

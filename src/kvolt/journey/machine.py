@@ -10,6 +10,7 @@ failure.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvolt.core.errors import (
@@ -26,27 +27,9 @@ from kvolt.core.errors import (
     with_message,
 )
 from kvolt.core.ids import InstanceId
-from kvolt.journey.events import (
-    Action,
-    Delivered,
-    End,
-    Event,
-    Failed,
-    Finished,
-    GpuWork,
-    Open,
-    Opened,
-    Prefill,
-    Prefilled,
-    PrefillFailed,
-    Route,
-    Routed,
-    Start,
-    State,
-    Stopped,
-    Wait,
-    WithdrawalConfirmed,
-)
+from kvolt.journey import events
+from kvolt.journey.events import Action, Event, GpuWork, State
+from kvolt.router.port import Decision
 
 _NOT_WORKER_FAULTS = (Fault.CALLER, Fault.NONE)
 """Faults that another worker would have as well."""
@@ -65,58 +48,39 @@ class IllegalTransition(Exception):
     """A driver bug; the state has not changed."""
 
 
+@dataclass(slots=True, eq=False)
 class JourneyMachine:
     """See the module."""
 
-    __slots__ = (
-        "_excluded",
-        "_instance",
-        "_loss",
-        "_max_attempts",
-        "_max_moves",
-        "_migration_limit",
-        "_num_deaths",
-        "_num_prefills",
-        "_num_silent",
-        "_unreachable",
-        "failure",
-        "gpu_work",
-        "num_attempts",
-        "num_migrations",
-        "num_moves",
-        "state",
-    )
-
-    def __init__(self, max_attempts: int, max_moves: int = 0, migration_limit: int = 0) -> None:
-        self.state = State.NEW
-        self.num_attempts = 0
-        """Workers that got the request from the start."""
-        self.num_moves = 0
-        """Confirmed withdrawals."""
-        self.num_migrations = 0
-        """Workers that got the request after its first token."""
-        self._max_attempts = max_attempts
-        self._max_moves = max_moves
-        self._migration_limit = migration_limit
-        self._num_prefills = 0
-        """Prefill workers that failed."""
-        self._num_deaths = 0
-        """Engines that died with this request in flight."""
-        self._num_silent = 0
-        """Workers that missed the deadline of the first or the next token."""
-        self._instance: InstanceId | None = None
-        self._excluded: frozenset[InstanceId] = frozenset()
-        self._unreachable: frozenset[InstanceId] = frozenset()
-        self._loss: KvoltError | None = None
-        """Error that interrupted the answer last."""
-        self.failure: KvoltError | None = None
-        """Error of the last attempt."""
-        self.gpu_work = GpuWork.NONE
+    max_attempts: int
+    max_moves: int = 0
+    migration_limit: int = 0
+    state: State = State.NEW
+    num_attempts: int = 0
+    """Workers that got the request from the start."""
+    num_moves: int = 0
+    """Confirmed withdrawals."""
+    num_migrations: int = 0
+    """Workers that got the request after its first token."""
+    _num_prefills: int = 0
+    """Prefill workers that failed."""
+    _num_deaths: int = 0
+    """Engines that died with this request in flight."""
+    _num_silent: int = 0
+    """Workers that missed the deadline of the first or the next token."""
+    _instance: InstanceId | None = None
+    _excluded: frozenset[InstanceId] = frozenset()
+    _unreachable: frozenset[InstanceId] = frozenset()
+    _loss: KvoltError | None = None
+    """Error that interrupted the answer last."""
+    failure: KvoltError | None = None
+    """Error of the last attempt."""
+    gpu_work: GpuWork = GpuWork.NONE
 
     @property
     def can_move(self) -> bool:
         """Whether the request can be withdrawn now."""
-        return self.state is State.WAITING and self.num_moves < self._max_moves
+        return self.state is State.WAITING and self.num_moves < self.max_moves
 
     def handle(self, event: Event) -> Action:
         step = _TRANSITIONS.get((self.state, type(event)))
@@ -124,17 +88,17 @@ class JourneyMachine:
             raise IllegalTransition(f"{type(event).__name__} in state {self.state}")
         return step(self, event)
 
-    def _start(self, event: Start) -> Action:
+    def _start(self, event: events.Start) -> Action:
         if event.is_remote_prefill:
             self.state = State.PREFILLING
-            return Prefill(self._excluded)
+            return events.Prefill(self._excluded)
         return self._route()
 
-    def _route_after_prefill(self, event: Prefilled) -> Action:
+    def _route_after_prefill(self, event: events.Prefilled) -> Action:
         self.gpu_work = GpuWork.SOME
         return self._route()
 
-    def _on_prefill_failed(self, event: PrefillFailed) -> Action:
+    def _on_prefill_failed(self, event: events.PrefillFailed) -> Action:
         """Try another prefill worker, then let the decode worker compute the prompt."""
         error = event.error
         if isinstance(error, DeadlineExceeded) and error.fields.get("stage") in ("total", "route"):
@@ -150,39 +114,42 @@ class JourneyMachine:
         if self._num_deaths > 1:
             return self._end(error)
         if not is_final and self._num_prefills < _MAX_PREFILLS:
-            return Prefill(self._excluded)
+            return events.Prefill(self._excluded)
         return self._route()  # the decode worker reports a fault of the request as well
 
     def _route(self) -> Action:
         self._excluded = frozenset()  # failed prefill workers are no decode workers
         self.state = State.ROUTING
-        return Route(self._excluded)
+        return events.Route(self._excluded)
 
-    def _open(self, event: Routed) -> Action:
-        self.state = State.OPENING
+    def _open(self, event: events.Routed) -> Action:
         self.num_attempts += 1
-        self._instance = event.decision.instance.id
-        return Open(event.decision)
+        return self._open_at(event.decision, State.OPENING)
 
-    def _wait(self, event: Opened) -> Action:
-        self.state = State.WAITING
-        return Wait()
+    def _open_at(self, decision: Decision, state: State) -> Action:
+        self.state = state
+        self._instance = decision.instance.id
+        return events.Open(decision)
 
-    def _stream(self, event: Delivered) -> Action:
+    def _wait(self, event: events.Opened) -> Action:
+        self.state = State.WAITING if self.state is State.OPENING else State.MIGRATING
+        return events.Wait()
+
+    def _stream(self, event: events.Delivered) -> Action:
         self.state = State.STREAMING
         self.gpu_work = GpuWork.SOME
-        return Wait()
+        return events.Wait()
 
-    def _on_route_failed(self, event: Failed) -> Action:
+    def _on_route_failed(self, event: events.Failed) -> Action:
         # The last attempt's error says more than "no worker left".
         none_left = self.failure is not None and isinstance(event.error, Unavailable)
         return self._end(self.failure if none_left else event.error)
 
-    def _retry(self, event: Failed) -> Action:
+    def _retry(self, event: events.Failed) -> Action:
         is_refusal = isinstance(event.error, Overloaded | Unavailable)
         if self.state is State.WAITING and not is_refusal:
             self.gpu_work = GpuWork.UNKNOWN
-        if self._is_final(event.error) or self.num_attempts >= self._max_attempts:
+        if self._is_final(event.error) or self.num_attempts >= self.max_attempts:
             return self._end(event.error)
         return self._reroute(event.error, State.ROUTING)
 
@@ -207,22 +174,20 @@ class JourneyMachine:
         else:
             self._unreachable -= failed
         self.state = state
-        return Route(self._excluded, self._unreachable & self._excluded)
+        return events.Route(self._excluded, self._unreachable & self._excluded)
 
-    def _move(self, event: WithdrawalConfirmed) -> Action:
+    def _move(self, event: events.WithdrawalConfirmed) -> Action:
         if not self.can_move:
             raise IllegalTransition(f"{type(event).__name__} after {self.num_moves} moves")
-        self.state = State.OPENING
         self.num_moves += 1
-        self._instance = event.decision.instance.id
-        return Open(event.decision)
+        return self._open_at(event.decision, State.OPENING)
 
     # --- mid-answer
 
-    def _migrate(self, event: Failed) -> Action:
-        if self._is_final(event.error) or not self._migration_limit:
+    def _migrate(self, event: events.Failed) -> Action:
+        if self._is_final(event.error) or not self.migration_limit:
             return self._end(event.error)
-        if self.num_migrations >= self._migration_limit:
+        if self.num_migrations >= self.migration_limit:
             message = (
                 f"{event.error.message}; the request was migrated {self.num_migrations} times, the maximum set by "
                 "migration_limit: send it again"
@@ -232,25 +197,15 @@ class JourneyMachine:
         self._excluded = frozenset()  # the answer progressed since they failed; they may have recovered
         return self._reroute(event.error, State.REROUTING)
 
-    def _on_reroute_failed(self, event: Failed) -> Action:
+    def _on_reroute_failed(self, event: events.Failed) -> Action:
         return self._end(self._migration_error(event.error))
 
-    def _reopen(self, event: Routed) -> Action:
-        self.state = State.REOPENING
+    def _reopen(self, event: events.Routed) -> Action:
         self.num_migrations += 1
-        self._instance = event.decision.instance.id
-        return Open(event.decision)
+        return self._open_at(event.decision, State.REOPENING)
 
-    def _await_migration(self, event: Opened) -> Action:
-        self.state = State.MIGRATING
-        return Wait()
-
-    def _continue_stream(self, event: Delivered) -> Action:
-        self.state = State.STREAMING
-        return Wait()
-
-    def _retry_migration(self, event: Failed) -> Action:
-        if self._is_final(event.error) or self.num_migrations >= self._migration_limit:
+    def _retry_migration(self, event: events.Failed) -> Action:
+        if self._is_final(event.error) or self.num_migrations >= self.migration_limit:
             return self._end(self._migration_error(event.error))
         return self._reroute(event.error, State.REROUTING)
 
@@ -266,10 +221,10 @@ class JourneyMachine:
 
     # ---
 
-    def _finish(self, event: Finished) -> Action:
+    def _finish(self, event: events.Finished) -> Action:
         return self._end(None)
 
-    def _stop(self, event: Stopped) -> Action:
+    def _stop(self, event: events.Stopped) -> Action:
         return self._end(Cancelled("the caller cancelled"))
 
     def _end(self, error: KvoltError | None) -> Action:
@@ -277,37 +232,29 @@ class JourneyMachine:
         if isinstance(error, EngineDied) and self._num_deaths > 1:  # not retryable by clients either
             died = f"{self._num_deaths} engines died with this request, last error: {error.message}"
             error = EngineFailed(died, **error.fields)
-        return End(error)
+        return events.End(error)
 
 
 _TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Action]] = {
-    (State.NEW, Start): JourneyMachine._start,
-    (State.NEW, Stopped): JourneyMachine._stop,
-    (State.PREFILLING, Prefilled): JourneyMachine._route_after_prefill,
-    (State.PREFILLING, PrefillFailed): JourneyMachine._on_prefill_failed,
-    (State.PREFILLING, Stopped): JourneyMachine._stop,
-    (State.ROUTING, Routed): JourneyMachine._open,
-    (State.ROUTING, Failed): JourneyMachine._on_route_failed,
-    (State.ROUTING, Stopped): JourneyMachine._stop,
-    (State.OPENING, Opened): JourneyMachine._wait,
-    (State.OPENING, Failed): JourneyMachine._retry,
-    (State.OPENING, Stopped): JourneyMachine._stop,
-    (State.WAITING, Delivered): JourneyMachine._stream,
-    (State.WAITING, Failed): JourneyMachine._retry,
-    (State.WAITING, WithdrawalConfirmed): JourneyMachine._move,
-    (State.WAITING, Finished): JourneyMachine._finish,
-    (State.WAITING, Stopped): JourneyMachine._stop,
-    (State.STREAMING, Failed): JourneyMachine._migrate,
-    (State.STREAMING, Finished): JourneyMachine._finish,
-    (State.STREAMING, Stopped): JourneyMachine._stop,
-    (State.REROUTING, Routed): JourneyMachine._reopen,
-    (State.REROUTING, Failed): JourneyMachine._on_reroute_failed,
-    (State.REROUTING, Stopped): JourneyMachine._stop,
-    (State.REOPENING, Opened): JourneyMachine._await_migration,
-    (State.REOPENING, Failed): JourneyMachine._retry_migration,
-    (State.REOPENING, Stopped): JourneyMachine._stop,
-    (State.MIGRATING, Delivered): JourneyMachine._continue_stream,
-    (State.MIGRATING, Failed): JourneyMachine._retry_migration,
-    (State.MIGRATING, Finished): JourneyMachine._finish,
-    (State.MIGRATING, Stopped): JourneyMachine._stop,
+    (State.NEW, events.Start): JourneyMachine._start,
+    (State.PREFILLING, events.Prefilled): JourneyMachine._route_after_prefill,
+    (State.PREFILLING, events.PrefillFailed): JourneyMachine._on_prefill_failed,
+    (State.ROUTING, events.Routed): JourneyMachine._open,
+    (State.ROUTING, events.Failed): JourneyMachine._on_route_failed,
+    (State.OPENING, events.Opened): JourneyMachine._wait,
+    (State.OPENING, events.Failed): JourneyMachine._retry,
+    (State.WAITING, events.Delivered): JourneyMachine._stream,
+    (State.WAITING, events.Failed): JourneyMachine._retry,
+    (State.WAITING, events.WithdrawalConfirmed): JourneyMachine._move,
+    (State.WAITING, events.Finished): JourneyMachine._finish,
+    (State.STREAMING, events.Failed): JourneyMachine._migrate,
+    (State.STREAMING, events.Finished): JourneyMachine._finish,
+    (State.REROUTING, events.Routed): JourneyMachine._reopen,
+    (State.REROUTING, events.Failed): JourneyMachine._on_reroute_failed,
+    (State.REOPENING, events.Opened): JourneyMachine._wait,
+    (State.REOPENING, events.Failed): JourneyMachine._retry_migration,
+    (State.MIGRATING, events.Delivered): JourneyMachine._stream,
+    (State.MIGRATING, events.Failed): JourneyMachine._retry_migration,
+    (State.MIGRATING, events.Finished): JourneyMachine._finish,
+    **{(state, events.Stopped): JourneyMachine._stop for state in State if state is not State.DONE},
 }

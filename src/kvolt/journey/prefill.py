@@ -1,11 +1,13 @@
-"""Remote prefill: one call to a prefill worker, which returns a handoff, including its reservation.
+"""Calls to workers: the request and its deadlines after a routing decision, remote prefill, and withdrawal.
 
-Retries and fallbacks are decided by the state machine.
+A remote prefill is one call to a prefill worker, which returns a handoff, including its reservation. Retries and
+fallbacks are decided by the state machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +15,49 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta
+from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
-from kvolt.core.ids import InstanceId
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
-from kvolt.journey.dispatch import deadlines_for, with_decision
+from kvolt.core.withdrawal import Withdraw, WithdrawResult
 from kvolt.journey.links import with_link_costs
-from kvolt.journey.withdrawal import release_prompt
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
-from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines
-from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import TaskGroup
 
+log = logging.getLogger(__name__)
+
+_MARGIN = 3.0
+"""Multiple of the predicted TTFT that a first token may take: predictions err, and other requests may go first."""
+_WITHDRAW_S = 2.0
+_LIMITS = Deadlines(connect_s=_WITHDRAW_S, first_s=_WITHDRAW_S, between_s=_WITHDRAW_S, total_s=_WITHDRAW_S)
+"""Of a withdrawal. Short: an alternative worker stays reserved during the call."""
+
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
+_decode_result = msgspec.msgpack.Decoder(WithdrawResult).decode
+
+
+def with_decision(request: Request, decision: Decision) -> Request:
+    """Add the decision's KV sources and DP rank."""
+    if decision.kv_sources:
+        request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
+    if decision.dp_rank is not None:
+        routing = msgspec.structs.replace(request.routing, pinned_dp_rank=decision.dp_rank)
+        request = msgspec.structs.replace(request, routing=routing)
+    return request
+
+
+def deadlines_for(limits: Deadlines, *decisions: Decision | None) -> Deadlines:
+    """Deadlines of a call whose first token waits for all of these decisions: `first_s` grows with the predicted TTFT,
+    `total_s` stays."""
+    predicted_ms = sum(each.predicted_ms or 0.0 for each in decisions if each is not None)
+    first_s = _MARGIN * predicted_ms / 1e3
+    return limits if first_s <= limits.first_s else msgspec.structs.replace(limits, first_s=first_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +196,24 @@ def as_prefill_request(request: Request) -> Request:
         return request
     routing = msgspec.structs.replace(routing, pinned_dp_rank=None, allowed=routing.allowed_prefill)
     return msgspec.structs.replace(request, routing=routing)
+
+
+async def withdraw_request(plane: RequestPlane, instance: Instance, request_id: RequestId) -> bool:
+    """Return whether the worker gave up the request; its stream then ends as well. Without an answer it keeps it."""
+    endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
+    to = Destination(instance.address, str(endpoint))
+    try:
+        async with await open_stream(plane, to, Withdraw(request_id), _LIMITS, _decode_result) as results:
+            result: WithdrawResult | None = await anext(results, None)
+    except KvoltError as error:
+        log.debug("withdrawal failed: request=%s reason=%s", request_id, error.message)
+        return False
+    return result is not None and result.was_withdrawn
+
+
+def release_prompt(
+    task_group: TaskGroup, plane: RequestPlane, instance: Instance, request_id: RequestId
+) -> None:
+    """Release a prompt's KV on a prefill worker, in the background. If the message is lost the hold expires."""
+    if not task_group.closed:
+        task_group.start(withdraw_request(plane, instance, request_id), f"release {request_id}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,28 +37,12 @@ class PrefillPlan(NamedTuple):
     """Prefill workers; None in mode LOCAL."""
 
 
-class PrefillModePolicy(Protocol):
-    """Chooses the prefill mode and tracks transfer costs between workers."""
+class PrefillModePolicy:
+    """Chooses the prefill mode and tracks transfer costs between workers. As it is: for models without prefill
+    workers."""
 
     def plan(self, request: Request) -> PrefillPlan:
         """Choose the mode. Unavailable if a pinned prefill worker is not available."""
-        ...
-
-    def observe_transfer(
-        self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
-    ) -> None:
-        """Record how long a prompt's KV took between two workers."""
-        ...
-
-    def link_costs_from(self, source: InstanceId) -> LinkCosts | None: ...
-
-    def link_costs_to(self, target: InstanceId) -> LinkCosts | None: ...
-
-
-class LocalPrefillOnly:
-    """Policy of models without prefill workers."""
-
-    def plan(self, request: Request) -> PrefillPlan:
         if (pinned_id := request.routing.pins.get(Role.PREFILL)) is not None:
             raise _pin_unavailable(pinned_id, "this model has no prefill workers")
         return _LOCAL
@@ -66,12 +50,12 @@ class LocalPrefillOnly:
     def observe_transfer(
         self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
     ) -> None:
-        """No transfers."""
+        """Record how long a prompt's KV took between two workers."""
 
-    def link_costs_from(self, source: InstanceId) -> None:
+    def link_costs_from(self, source: InstanceId) -> LinkCosts | None:
         return None
 
-    def link_costs_to(self, target: InstanceId) -> None:
+    def link_costs_to(self, target: InstanceId) -> LinkCosts | None:
         return None
 
 
@@ -120,7 +104,7 @@ _PLACEHOLDER_HANDOFF = Handoff(ticket=b"", prefill_instance=InstanceId(""))
 """Marks a forecast as decode-only."""
 
 
-class PrefillModeSelector:
+class PrefillModeSelector(PrefillModePolicy):
     """Prefill mode policy over a decode router and the prefill workers, while there are any.
 
     With routers that cannot forecast, only `min_tokens` decides.

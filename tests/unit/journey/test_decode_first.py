@@ -16,7 +16,7 @@ from tests.unit.worker.test_roles import EXPECTED, asked, at_rest
 from kvolt.core.errors import EngineFailed, KvoltError, Unavailable
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role
-from kvolt.journey import decode_first
+from kvolt.journey import remote_prompt
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.breaker_report import describe_breakers
@@ -91,7 +91,7 @@ def test_prefill_workers_without_room_are_not_waited_for() -> None:
         )
         began_at = asyncio.get_running_loop().time()
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
-        assert asyncio.get_running_loop().time() - began_at < 2 * decode_first._RESERVE_S
+        assert asyncio.get_running_loop().time() - began_at < 2 * remote_prompt._RESERVE_S
         assert way.stats.prefill_failures == {"deadline_exceeded": 1}
 
     paired(body)
@@ -133,7 +133,7 @@ def test_decode_worker_prefills_without_prefill_workers() -> None:
 
 def test_a_worker_that_cannot_be_met_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pair: Pair) -> None:
-        monkeypatch.setattr(decode_first, "_new_rendezvous", lambda instance: None)
+        monkeypatch.setattr(remote_prompt, "_new_rendezvous", lambda instance: None)
         router, inbox = Counting(pair.target.client, Role.PREFILL), Inbox()
         way = journey_context(pair, RoleTarget(router, pair.target.client))
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)

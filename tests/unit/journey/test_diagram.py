@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tools import journey_diagram as diagram
+from tools.journey_diagram import BEGIN, END, mermaid, transitions, update_page
 
-from kvolt.journey import diagram
-from kvolt.journey.diagram import BEGIN, END, mermaid, transitions, update_page
 from kvolt.journey.events import Event, State
 from kvolt.journey.machine import _TRANSITIONS
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "journey.md"
 
 def test_the_page_shows_the_machine_as_it_is() -> None:
     page = PAGE.read_text()
-    assert update_page(page) == page, "run `python -m kvolt.journey.diagram docs/journey.md`"
+    assert update_page(page) == page, "run `python tools/journey_diagram.py docs/journey.md`"
 
 
 def test_every_row_of_the_table_is_drawn() -> None:

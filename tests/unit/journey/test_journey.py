@@ -37,7 +37,7 @@ from kvolt.core.request import KvSource, Request
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.events import State
 from kvolt.journey.journey import Journey, JourneyContext
-from kvolt.journey.withdrawal import withdraw_request
+from kvolt.journey.prefill import withdraw_request
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, WithdrawHook
 from kvolt.runtime.endpoint.call import Deadlines

@@ -27,10 +27,10 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.journey.context import RerouteKey, RerouteOutcome
 from kvolt.journey.events import State
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.migration import are_choices_finished
-from kvolt.journey.stats import RerouteKey, RerouteOutcome
 from kvolt.router.port import Decision
 
 TOKENS = 12

@@ -12,8 +12,8 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import LinkCosts, Request, Role, RoutingHints, Sampling
 from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import (
-    LocalPrefillOnly,
     PrefillMode,
+    PrefillModePolicy,
     PrefillModeRules,
     PrefillModeSelector,
     mode_costs,
@@ -158,7 +158,7 @@ class Scene:
 
 
 def test_where_every_worker_computes_its_own_there_is_one_way() -> None:
-    ways = LocalPrefillOnly()
+    ways = PrefillModePolicy()
     ways.observe_transfer(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0), P0, D0)
     assert ways.link_costs_from(P0) is None
     assert ways.link_costs_to(D0) is None
@@ -249,7 +249,7 @@ def test_a_pinned_prefill_worker_must_be_there(request_: Request) -> None:
             scene.chooser.plan(pinned(who, request_))
         assert caught.value.fields["reason"] == "pin"
     with pytest.raises(Unavailable, match="this model has no prefill workers"):
-        LocalPrefillOnly().plan(pinned("p0", request_))
+        PrefillModePolicy().plan(pinned("p0", request_))
 
 
 def test_those_that_do_not_fit_are_as_if_they_were_not_there() -> None:

@@ -17,10 +17,10 @@ from tests.unit.worker.test_roles import BLOCK, EXPECTED, Air, asked, at_rest, s
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, MediaSpan, Request, Role
-from kvolt.journey import withdrawal as withdrawal_module
+from kvolt.journey import prefill as prefill_module
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import PrefillCall, RoleTarget
-from kvolt.journey.prefill_mode import LocalPrefillOnly, PrefillMode, PrefillPlan
+from kvolt.journey.prefill_mode import PrefillMode, PrefillModePolicy, PrefillPlan
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -28,7 +28,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
 
 
-class Split(LocalPrefillOnly):
+class Split(PrefillModePolicy):
     """Every prompt is computed by somebody else than answers it."""
 
     def __init__(self, target: RoleTarget) -> None:
@@ -84,13 +84,13 @@ def paired(body: Callable[[Pair], Coroutine[Any, Any, None]], pull_s: float = 0.
 def released(monkeypatch: pytest.MonkeyPatch) -> list[RequestId]:
     """Requests that a worker was asked to let go of."""
     told: list[RequestId] = []
-    ask = withdrawal_module.withdraw_request
+    ask = prefill_module.withdraw_request
 
     async def note(plane: Any, instance: Any, request_id: RequestId) -> bool:
         told.append(request_id)
         return await ask(plane, instance, request_id)
 
-    monkeypatch.setattr(withdrawal_module, "withdraw_request", note)
+    monkeypatch.setattr(prefill_module, "withdraw_request", note)
     return told
 
 

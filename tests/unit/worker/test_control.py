@@ -41,7 +41,7 @@ from kvolt.core.kv_recovery import (
 from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
-from kvolt.journey.withdrawal import withdraw_request
+from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.endpoint.client import EndpointClient, open_stream
 from kvolt.runtime.plane.port import Destination

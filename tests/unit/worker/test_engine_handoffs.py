@@ -29,7 +29,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.withdrawal import withdraw_request
+from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 from kvolt.worker.engine_handoffs import EngineHandoffs

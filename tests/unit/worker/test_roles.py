@@ -44,7 +44,7 @@ from kvolt.engines.contract import EngineSpec, KvAllocation
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.withdrawal import withdraw_request
+from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual

@@ -34,7 +34,7 @@ from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.kv import BLOCK_BYTES
 from kvolt.journey.journey import JourneyContext
 from kvolt.journey.prefill import RoleTarget
-from kvolt.journey.prefill_mode import LocalPrefillOnly, PrefillModeSelector
+from kvolt.journey.prefill_mode import PrefillModePolicy, PrefillModeSelector
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.cache import TieredCache
@@ -432,7 +432,7 @@ class Cluster:
             new_router = link.new_router(new_router)
         answering = await self._role_target(runtime, new_router, shape.main_role)
         targets = [answering]
-        prefill_modes: PrefillModeSelector | LocalPrefillOnly = LocalPrefillOnly()
+        prefill_modes = PrefillModePolicy()
         if shape.flow is not Flow.AGGREGATED:
             prefill = await self._role_target(runtime, new_router, Role.PREFILL)
             prefill.client.has_fallback = True

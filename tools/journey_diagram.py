@@ -1,8 +1,6 @@
 """Diagram of the journey machine for docs/journey.md, from every transition that the machine makes.
 
-    python -m kvolt.journey.diagram docs/journey.md      updates the page
-
-Development tool; not used when serving.
+python tools/journey_diagram.py docs/journey.md      updates the page
 """
 
 from __future__ import annotations
@@ -16,20 +14,8 @@ from typing import get_args
 
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
-from kvolt.journey.events import (
-    Delivered,
-    Event,
-    Failed,
-    Finished,
-    Opened,
-    Prefilled,
-    PrefillFailed,
-    Routed,
-    Start,
-    State,
-    Stopped,
-    WithdrawalConfirmed,
-)
+from kvolt.journey import events
+from kvolt.journey.events import Event, State
 from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
@@ -43,20 +29,20 @@ _LOST, _INVALID = WorkerLost("gone"), InvalidRequest("bad")
 _TIMEOUT = DeadlineExceeded("late", stage="total")
 
 _EVENTS: tuple[Event, ...] = (
-    Start(),
-    Start(is_remote_prefill=True),
-    Prefilled(),
-    PrefillFailed(_LOST, _DECISION.instance.id),
-    PrefillFailed(_TIMEOUT, _DECISION.instance.id),
-    PrefillFailed(Unavailable("no worker"), None),
-    Routed(_DECISION),
-    Opened(),
-    Delivered(),
-    Failed(_LOST),
-    Failed(_INVALID),
-    WithdrawalConfirmed(_DECISION),
-    Finished(),
-    Stopped(),
+    events.Start(),
+    events.Start(is_remote_prefill=True),
+    events.Prefilled(),
+    events.PrefillFailed(_LOST, _DECISION.instance.id),
+    events.PrefillFailed(_TIMEOUT, _DECISION.instance.id),
+    events.PrefillFailed(Unavailable("no worker"), None),
+    events.Routed(_DECISION),
+    events.Opened(),
+    events.Delivered(),
+    events.Failed(_LOST),
+    events.Failed(_INVALID),
+    events.WithdrawalConfirmed(_DECISION),
+    events.Finished(),
+    events.Stopped(),
 )
 """Every event type, with one example per outcome."""
 
