@@ -27,7 +27,7 @@ from kvolt.engines.sglang.host.messages import (
     Start,
     Stop,
 )
-from kvolt.engines.sglang.process import HostProcess
+from kvolt.engines.sglang.host_supervisor import HostProcess
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -60,7 +60,7 @@ class KeptHost:
 
     async def start(self, start: Start) -> None:
         self._ready = asyncio.get_running_loop().create_future()
-        self._process = await HostProcess.start(self._on_answer)
+        self._process = await HostProcess.start_host(self._on_answer)
         self._process.link.send(start)
         self._watch = asyncio.ensure_future(self._process.wait_exit())
         self._watch.add_done_callback(self._on_end)
@@ -111,6 +111,7 @@ class KeptHost:
 class Lease:
     """The kept host, as one engine has it."""
 
+    exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
 
     def __init__(self, process: HostProcess, ready: Ready, on_answer: Callable[[Answer], None]) -> None:

@@ -19,7 +19,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.process import HostProcess
+from kvolt.engines.sglang.host_supervisor import HostProcess
 
 
 def _request() -> Request:

@@ -45,7 +45,7 @@ from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.stop import die_with_parent
+from kvolt.runtime.supervisor.process import die_with_parent
 from kvolt.runtime.supervisor.supervisor import read_status
 
 PATIENCE_S = 60.0

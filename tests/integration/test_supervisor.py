@@ -20,7 +20,7 @@ import pytest
 
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.stop import StopSignal, die_with_parent
+from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor.output import (
     LINE_LIMIT_BYTES,
     ChildOutput,
@@ -30,6 +30,7 @@ from kvolt.runtime.supervisor.output import (
     render_line,
 )
 from kvolt.runtime.supervisor.plan import ChildState, Level, RestartRule
+from kvolt.runtime.supervisor.process import die_with_parent
 from kvolt.runtime.supervisor.supervisor import (
     ChildSpec,
     ChildStatus,
@@ -392,7 +393,7 @@ def test_a_second_signal_ends_even_deaf_children_at_once(tmp_path: Path) -> None
 def test_the_kernel_alone_ends_a_child_with_its_parent() -> None:
     program = f"""
 import subprocess, sys, time
-from kvolt.runtime.stop import die_with_parent
+from kvolt.runtime.supervisor.process import die_with_parent
 argv = die_with_parent([sys.executable, "-I", "-S", "-c", "print('up', flush=True); {SLEEP}"])
 print(subprocess.Popen(argv, start_new_session=True).pid, flush=True)
 time.sleep(60)

@@ -191,6 +191,17 @@ def test_tasks_are_made_in_one_module() -> None:
     assert sorted(set(makers)) == ["runtime/tasks.py", "testing/virtual/loop.py"]
 
 
+def test_processes_are_started_in_one_module() -> None:
+    starters = {
+        str(path.relative_to(SOURCE))
+        for path, tree in sources_with("Popen", "create_subprocess_exec")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") in ("Popen", "create_subprocess_exec")
+    }
+    assert starters == {"runtime/supervisor/process.py"}
+
+
 def test_the_environment_and_the_wall_clock_have_one_reader_each() -> None:
     readers: dict[str, set[str]] = {"environ": set(), "time.time": set()}
     for path, tree in sources_with("environ", "getenv", "time.time", "time.monotonic"):

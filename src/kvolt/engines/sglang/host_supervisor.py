@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, from_info
 from kvolt.engines.contract import EngineSpec
+from kvolt.engines.engine_process import EngineHost, EngineProcess, MessageLink, exit_report
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.host.messages import (
     Answer,
@@ -25,17 +28,61 @@ from kvolt.engines.sglang.host.messages import (
     Start,
     Stop,
     UnloadLora,
+    decode_answer,
 )
-from kvolt.engines.sglang.process import Host, NewHost
+from kvolt.runtime.supervisor.process import end_child
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 10.0
 """Time between Stop and SIGKILL."""
-_DRAIN_S = 1.0
+_MODULE = "kvolt.engines.sglang.host.host"
 
 CallCommand = Flush | LoadLora | UnloadLora
+
+
+class Link(Protocol):
+    """Connection to a host. Its messages go to the callback given at start."""
+
+    lost: asyncio.Event
+    """Set when the connection is lost."""
+
+    def send(self, command: Command) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Host(EngineHost, Protocol):
+    """Interface of a host; replaced in tests."""
+
+    @property
+    def link(self) -> Link: ...
+
+
+NewHost = Callable[[Callable[[Answer], None]], Awaitable[Host]]
+"""Starts a host that sends its messages to the callback."""
+
+
+class HostProcess(EngineProcess):
+    """The host process. It leads a process group, so all of its processes end with it."""
+
+    link: MessageLink
+
+    @classmethod
+    async def start_host(cls, on_answer: Callable[[Answer], None]) -> HostProcess:
+        """Start the process. Cancelling this stops it."""
+        link = MessageLink(lambda message: on_answer(decode_answer(message)))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await link.connect(ours)
+            try:
+                host = await cls.start_module(_MODULE, [theirs.fileno()], name="sglang", leads_group=True)
+            except BaseException:
+                link.close()
+                raise
+        host.link = link
+        return host
 
 
 class HostSupervisor:
@@ -70,14 +117,10 @@ class HostSupervisor:
 
     async def _watch(self, host: Host) -> None:
         """Wait for the host's end; reads its last messages first."""
-        exit_text = await host.wait_exit()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                await host.link.lost.wait()
-        output = "".join(f"\n  {line}" for line in host.last_lines)
-        error = self._fatal or EngineFailed(f"SGLang's host {exit_text}", engine="sglang")
-        if isinstance(error, EngineFailed) and output:
-            error = EngineFailed(f"{error.message}; its last output:{output}", engine="sglang")
+        how, output = await exit_report(host, host.link.lost)
+        error = self._fatal or EngineFailed(f"SGLang's host {how}", engine="sglang")
+        if isinstance(error, EngineFailed):
+            error = EngineFailed(f"{error.message}{output}", engine="sglang")
         self._on_failure(error)
 
     def _on_error(self, error: BaseException) -> None:
@@ -91,16 +134,13 @@ class HostSupervisor:
         self._calls.fail(death)
 
     async def close(self) -> None:
-        host = self.host
         try:
-            if host is not None:
-                host.link.send(Stop())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_STOP_S if self._is_ready else 0):
-                        await host.wait_exit()
+            if self.host is not None:
+                self.host.link.send(Stop())
+                await end_child(self.host, _STOP_S if self._is_ready else 0.0)
         finally:
-            if host is not None:
-                await _end_now(host)
+            if self.host is not None:
+                self.host.link.close()
             await self._task_group.close()
             if self._folder is not None:
                 with contextlib.suppress(OSError):
@@ -128,12 +168,6 @@ class HostSupervisor:
     async def call(self, command: Callable[[int], CallCommand], timeout_s: float) -> str | None:
         """Call the host. Returns None, or the reason of a refusal. DeadlineExceeded, EngineDied."""
         return await self._calls.call(lambda call: self.send(command(call)), timeout_s)
-
-
-async def _end_now(host: Host) -> None:
-    host.kill()
-    await host.wait_exit()
-    host.link.close()
 
 
 class _Calls:

@@ -25,6 +25,7 @@ from kvolt.core.errors import InvalidRequest, Unavailable
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.runtime.clock import Blocking
+from kvolt.runtime.supervisor.process import reap, start_blocking
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ CPU_S = 5
 WALL_S = 50.0
 """Time limit of one rendering, for a machine too busy to reach the CPU limit."""
 
+_EXIT_S = 0.5
+"""Time for the exit of a process that has closed its socket; its status says why."""
 _CLOSE_S = 1.0
 """Time limit of `close`, on the event loop, for a rendering whose process it has killed."""
 
@@ -142,9 +145,7 @@ class RenderProcess:
         command = [sys.executable, "-m", "kvolt.frontend.templates.process", str(child_socket.fileno())]
         command += [str(self._memory_bytes), str(self._cpu_s)]
         with child_socket:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(child_socket.fileno(),)
-            )
+            self._process = start_blocking(command, pass_fds=(child_socket.fileno(),))
         if self._is_closed:  # `close` ran before this process existed
             self._process.kill()
         return self._socket
@@ -153,13 +154,7 @@ class RenderProcess:
         if self._socket is not None:
             self._socket.close()
         process, self._process, self._socket = self._process, None, None
-        if process is None:
-            return None
-        try:
-            return process.wait(0.5)  # its own exit, if that was the cause
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+        return None if process is None else reap(process, _EXIT_S)
 
 
 class Renderer:

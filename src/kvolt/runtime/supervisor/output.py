@@ -66,6 +66,25 @@ class LineCutter:
         self._cut = self._cut or len(piece) > space
 
 
+class LineReader(asyncio.Protocol):
+    """Reads the output of one process to its end, line by line."""
+
+    def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
+        self._cutter = LineCutter(limit_bytes)
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.handle_lines(self._cutter.feed(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if rest := self._cutter.end_line():
+            self.handle_lines([rest])
+        self.ended.set()
+
+    def handle_lines(self, lines: list[bytes]) -> None:
+        """Called with complete lines, perhaps with none."""
+
+
 class RotatingFile:
     """An append-only file. At the limit it is renamed to `<name>.1`, replacing the previous one."""
 
@@ -213,19 +232,18 @@ class TerminalView:
             return len(data)  # the terminal was closed: keep serving
 
 
-class ChildOutput(asyncio.Protocol):
-    """Reads one process's pipe to its end."""
+class ChildOutput(LineReader):
+    """Output of a supervisor's child: to its log file and to the terminal."""
 
     def __init__(self, name: str, log_file: RotatingFile, view: TerminalView) -> None:
+        super().__init__()
         self._name = name
         self._log_file = log_file
         self._view = view
-        self._cutter = LineCutter()
         self._log_is_broken = False
         self._last_line = b""
         self._in_traceback = False
         self._ends_traceback = False
-        self.ended = asyncio.Event()
 
     @property
     def last_words(self) -> str:
@@ -234,16 +252,7 @@ class ChildOutput(asyncio.Protocol):
         is_error = level is Level.ERROR or (level is None and _ERROR_WORDS.search(text) is not None)
         return text.strip()[:_LAST_WORDS_CHARS] if is_error or self._ends_traceback else ""
 
-    def data_received(self, data: bytes) -> None:
-        self._handle_lines(self._cutter.feed(data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        rest = self._cutter.end_line()
-        if rest:
-            self._handle_lines([rest])
-        self.ended.set()
-
-    def _handle_lines(self, lines: list[bytes]) -> None:
+    def handle_lines(self, lines: list[bytes]) -> None:
         if not lines:
             return
         try:

@@ -248,7 +248,8 @@ class SupervisorPlan:
             case Exited(_, code, uptime_s, last_words):
                 # A signal comes from outside, so the last line of output is not its cause.
                 cause = f": {last_words}" if last_words and code >= 0 else ""
-                text = f"{describe_exit(code)} after {uptime_s:.1f} s{cause}"
+                kind = " (a configuration error)" if code == CONFIG_EXIT_CODE else ""
+                text = f"{describe_exit(code)}{kind} after {uptime_s:.1f} s{cause}"
                 # Settings that worked once are valid: retry a later start that fails (such as without discovery).
                 return self._on_exit(child, event, now, text, code != CONFIG_EXIT_CODE or child.restarts > 0)
             case BackoffElapsed():
@@ -328,7 +329,7 @@ class SupervisorPlan:
 def describe_exit(code: int) -> str:
     """Description of an exit code."""
     if code >= 0:
-        return f"exited with code {code}" + (" (a configuration error)" if code == CONFIG_EXIT_CODE else "")
+        return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:

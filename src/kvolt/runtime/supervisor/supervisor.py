@@ -4,7 +4,7 @@ Manages the children's processes, pipes and the status file; `output` handles th
 
 Each child leads its own session, so Ctrl-C reaches only the supervisor. SIGTERM is sent to the child, which stops its
 helper processes in its own order; SIGKILL is sent to its whole process group, and once more after the child has
-ended. `stop` ends the children of a killed supervisor.
+ended. `process` ends the children of a killed supervisor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import signal
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +23,14 @@ import msgspec
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.host.private_directory import make_private
-from kvolt.runtime.stop import OrphanGuard, StopSignal, die_with_parent
+from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor import plan
 from kvolt.runtime.supervisor.output import ChildOutput, RotatingFile, TerminalView
 from kvolt.runtime.supervisor.plan import ChildState, Level, RestartRule, SupervisorPlan
+from kvolt.runtime.supervisor.process import ChildProcess, OrphanGuard, end_child
 from kvolt.runtime.tasks import Scope
 
 STATUS_FILE = "supervisor.json"
-
-_LAST_OUTPUT_TIMEOUT_S = 1.0
-_REAP_TIMEOUT_S = 5.0
 
 
 # --- Values -------------------------------------------------------------------------------------------
@@ -98,12 +93,11 @@ def read_status(log_dir: Path) -> SupervisorStatus | None:
 
 
 @dataclass(slots=True)
-class _ChildProcess:
+class _Run:
     """One process of a child."""
 
-    process: Process
+    process: ChildProcess
     output: ChildOutput
-    pipe: asyncio.ReadTransport
     started: float
     started_at: float
 
@@ -138,7 +132,7 @@ class Supervisor:
         self._on_event = on_event
         stages = {spec.name: spec.stage for spec in specs}
         self._plan = SupervisorPlan(stages, self._config.restart, self._config.stop_timeout_s)
-        self._processes: dict[str, _ChildProcess] = {}
+        self._processes: dict[str, _Run] = {}
         self._published: dict[str, tuple[ChildState, int | None]] = {}
         self._exit_code: int | None = None
         self._finished = asyncio.Event()
@@ -190,14 +184,12 @@ class Supervisor:
         )
 
     def _child_status(self, name: str) -> ChildStatus:
-        child_process = self._processes.get(name)
+        run = self._processes.get(name)
         state, restarts = self._plan.state(name), self._plan.restarts(name)
-        if child_process is None:
+        if run is None:
             return ChildStatus(name, None, state, restarts, None, None)
-        uptime_s = self._clock.monotonic() - child_process.started
-        return ChildStatus(
-            name, child_process.process.pid, state, restarts, child_process.started_at, uptime_s
-        )
+        uptime_s = self._clock.monotonic() - run.started
+        return ChildStatus(name, run.process.pid, state, restarts, run.started_at, uptime_s)
 
     def _feed(self, event: plan.Event) -> None:
         self._perform(self._plan.handle(event, self._clock.monotonic()))
@@ -211,10 +203,9 @@ class Supervisor:
                 case plan.StartTimer(delay_s, fires):
                     self._scope.start(self._run_timer(delay_s, fires), "timer")
                 case plan.SendTerm(child):
-                    with contextlib.suppress(ProcessLookupError):
-                        self._processes[child].process.terminate()
+                    self._processes[child].process.terminate()
                 case plan.SendKill(child):
-                    _kill_group(self._processes[child].process.pid)
+                    self._processes[child].process.kill()
                 case plan.Report(level, text):
                     self._view.show_own(level, text)
                 case plan.Finish(code):
@@ -247,80 +238,39 @@ class Supervisor:
 
     async def _run_child(self, spec: ChildSpec) -> None:
         """Run one process of a child, from its start to its last line of output."""
+        output = ChildOutput(spec.name, self._log_files[spec.name], self._view)
         try:
-            child_process = await self._spawn(spec)
+            process = await ChildProcess.start(
+                spec.argv,
+                output,
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **spec.env},
+                affinity=spec.affinity,
+                leads_group=True,
+            )
         except OSError as error:
             missing = isinstance(error, FileNotFoundError | PermissionError)
             self._feed(plan.SpawnFailed(spec.name, error.strerror or str(error), retryable=not missing))
             return
-        pid = child_process.process.pid
         assert self._guard is not None
-        self._guard.watch(pid)
-        self._processes[spec.name] = child_process
+        self._guard.watch(process.pid)
+        run = _Run(process, output, self._clock.monotonic(), self._clock.wall())
+        self._processes[spec.name] = run
         readiness: asyncio.Task[Any] | None = None
         try:
             self._feed(plan.Spawned(spec.name))
             readiness = self._scope.start(self._await_ready(spec.name), f"{spec.name}/ready")
-            await child_process.process.wait()
-            _kill_group(pid)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_OUTPUT_TIMEOUT_S):
-                    await child_process.output.ended.wait()
+            await process.wait_exit()
         finally:
-            await self._clean_up(child_process)
-            self._guard.unwatch(pid)
+            await end_child(process)  # if it still runs, the wait was cancelled
+            self._guard.unwatch(process.pid)
             del self._processes[spec.name]
             if readiness is not None:
                 readiness.cancel()
-        code = child_process.process.returncode
-        assert code is not None
-        uptime_s = self._clock.monotonic() - child_process.started
-        self._feed(plan.Exited(spec.name, code, uptime_s, child_process.output.last_words))
-
-    async def _spawn(self, spec: ChildSpec) -> _ChildProcess:
-        env = {"PYTHONUNBUFFERED": "1", **os.environ, **spec.env}
-        program = shutil.which(spec.argv[0], path=env.get("PATH"))
-        if program is None:
-            raise FileNotFoundError(2, f"program not found: {spec.argv[0]}")
-        # An own pipe: with asyncio's, `wait` would not return while a helper of the child holds it open.
-        read_end, write_end = os.pipe()
-        try:
-            pipe, output = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: ChildOutput(spec.name, self._log_files[spec.name], self._view),
-                os.fdopen(read_end, "rb", 0),
-            )
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *die_with_parent([program, *spec.argv[1:]], spec.affinity),
-                    stdin=DEVNULL,
-                    stdout=write_end,
-                    stderr=write_end,
-                    env=env,
-                    start_new_session=True,
-                )
-            except BaseException:
-                pipe.close()
-                raise
-        finally:
-            os.close(write_end)
-        return _ChildProcess(process, output, pipe, self._clock.monotonic(), self._clock.wall())
+        assert process.exit_code is not None
+        uptime_s = self._clock.monotonic() - run.started
+        self._feed(plan.Exited(spec.name, process.exit_code, uptime_s, output.last_words))
 
     async def _await_ready(self, name: str) -> None:
         if self._ready is not None:
             await self._ready(name)
         self._feed(plan.BecameReady(name))
-
-    async def _clean_up(self, child_process: _ChildProcess) -> None:
-        """Kill the process if it still runs (the wait may have been cancelled), and close its pipe."""
-        if child_process.process.returncode is None:
-            _kill_group(child_process.process.pid)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REAP_TIMEOUT_S):
-                    await child_process.process.wait()
-        child_process.pipe.close()
-
-
-def _kill_group(group: int) -> None:
-    # Already ended, or (macOS) only zombies are left.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)

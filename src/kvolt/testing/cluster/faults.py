@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
+from kvolt.runtime.supervisor.process import reap, start_blocking
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.cluster.cluster import Cluster, RunReport
 from kvolt.testing.cluster.process import TTL_S, ClusterProcess
@@ -351,18 +352,11 @@ def _start_run(stack: ExitStack, seeds: range, duration_s: float, hash_seed: str
     command += ["--first", str(seeds.start), "--seeds", str(len(seeds)), "--duration", str(duration_s)]
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
     # In its own process group: Ctrl-C reaches only this process, which ends the child without a traceback.
-    process = stack.enter_context(
-        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, process_group=0)
-    )
-    # Called before Popen's exit, which waits only a quarter of a second after Ctrl-C.
-    stack.callback(_end_run, process)
+    process = start_blocking(command, env=environ, stdout=subprocess.PIPE, text=True, process_group=0)
+    stack.callback(reap, process)
     assert process.stdout is not None
-    return process.stdout
-
-
-def _end_run(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
+    output: IO[str] = stack.enter_context(process.stdout)
+    return output
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ LENGTH = {"type": "length", "length": 3}
 class FakeHost:
     """Over no socket, but in the bytes that would go over it."""
 
+    exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
 
     def __init__(self, facts: Facts = FACTS) -> None:

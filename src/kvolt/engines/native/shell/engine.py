@@ -8,7 +8,6 @@ if blocks of a device are to be moved (ADR 12). All other work is done by the co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -45,9 +44,10 @@ from kvolt.engines.contract import (
     SealedKv,
     features_of,
 )
+from kvolt.engines.engine_process import EngineHost, exit_report
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
-from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
+from kvolt.engines.native.shell.host import ThreadHost, start_process
 from kvolt.engines.native.shell.in_flight import InFlight
 from kvolt.engines.native.shell.link import Link
 from kvolt.engines.native.shell.messages import (
@@ -64,6 +64,7 @@ from kvolt.engines.native.shell.messages import (
 )
 from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.step_queue import mentions_request, without_requests
+from kvolt.runtime.supervisor.process import end_child
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import check_request, check_vocabulary
@@ -94,8 +95,7 @@ CORE = "kvolt.engines.native.loading:load_core"
 _STOP_S = 5.0
 """Time between Stop and SIGKILL, for the current step to end."""
 _EXIT_S = 5.0
-"""Time between SIGKILL, or the end of the socket, and the exit of the process."""
-_LAST_ANSWERS_S = 1.0
+"""Time between the end of the socket and the exit of the process."""
 _MAX_UNREAD_STEPS = 1024
 """Number of unread steps at which the socket is no longer read, which stops the engine."""
 _MOVE_BYTES = 8 * 1024 * 1024
@@ -112,7 +112,7 @@ class NativeEngine:
         self._spec = spec
         self._arguments = arguments
         self._core = core
-        self._host: Host | None = None
+        self._host: EngineHost | None = None
         self._link = Link(self._on_answer, self._on_connection_lost)
         self._task_group = TaskGroup("native-engine")
         self._progress = ProgressLines(log)
@@ -178,14 +178,14 @@ class NativeEngine:
         if self._arguments.process == "thread":
             self._host = ThreadHost(host_end, self._memories)
         else:
-            self._host = await ProcessHost.start(host_end, self._memories)
+            self._host = await start_process(host_end, self._memories)
         if self._is_over:  # closed concurrently, before the host was known
-            await _kill_host(self._host)
+            await end_child(self._host)
             self._link.close()
             return
         self._task_group.start(self._watch(self._host), "watch")
         level = logging.getLogger().getEffectiveLevel()
-        self._link.start(Start(self._spec, self._arguments, self._core, level))
+        self._link.send(Start(self._spec, self._arguments, self._core, level))
 
     async def _open_device(self, loaded: Loaded) -> None:
         """Map the blocks of a single device of another process; in a thread, because CUDA initialisation
@@ -233,16 +233,14 @@ class NativeEngine:
         self._closed = asyncio.Event()
         self._end(None)
         self._steps.clear()
-        host = self._host
         try:
-            if host is not None and self._loaded is not None:
-                self._link.send(Stop())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_STOP_S):
-                        await host.wait_exit()
+            grace_s = 0.0
+            if self._loaded is not None:
+                self._link.command(Stop())
+                grace_s = _STOP_S
+            if self._host is not None:
+                await end_child(self._host, grace_s)
         finally:
-            if host is not None:
-                await _kill_host(host)
             self._link.close()
             await self._task_group.close()
             for slab in self._slabs:
@@ -251,29 +249,20 @@ class NativeEngine:
                 os.close(self._memories.pop())
             self._closed.set()
 
-    async def _watch(self, host: Host) -> None:
+    async def _watch(self, host: EngineHost) -> None:
         """Wait for the exit of the host and end with its cause."""
-        how = await host.wait_exit()
-        with contextlib.suppress(TimeoutError):  # its last messages may still be unread
-            async with asyncio.timeout(_LAST_ANSWERS_S):
-                await self._link.lost.wait()
-        self._end(self._exit_error(host, how))
+        how, output = await exit_report(host, self._link.lost)
+        if self._fatal is not None:
+            self._end(from_info(self._fatal.error))
+            return
+        when = "" if self._loaded is not None else " while loading"
+        error = f"the engine process {how}{when}{output}"
+        self._end(EngineFailed(error, engine="native", exit_code=host.exit_code))
 
     def _on_connection_lost(self) -> None:
         """The host has closed its socket and is about to exit."""
         if self._host is not None and not self._is_over:
             asyncio.get_running_loop().call_later(_EXIT_S, self._host.kill)
-
-    def _exit_error(self, host: Host, how: str) -> KvoltError:
-        if self._fatal is not None:
-            return from_info(self._fatal.error)
-        when = "" if self._loaded is not None else " while loading"
-        last_output = "".join(f"\n  {line}" for line in host.last_lines)
-        return EngineFailed(
-            f"the engine process {how}{when}{'; last output:' if last_output else ''}{last_output}",
-            engine="native",
-            exit_code=host.exit_code,
-        )
 
     def _end(self, failure: KvoltError | None) -> None:
         """End once: fail all waiting calls and the reader."""
@@ -330,7 +319,7 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         self._check(request)
         self._link.check_room()
-        self._in_flight.add(request, self._link.send(Submit(request)))
+        self._in_flight.add(request, self._link.command(Submit(request)))
 
     def _check(self, request: Request) -> None:
         if self._is_over:  # a new exception each time: re-raising one grows its traceback
@@ -350,7 +339,7 @@ class NativeEngine:
 
     def abort(self, request_id: RequestId) -> None:
         if self._in_flight.find(request_id) is not None:
-            self._in_flight.drop(request_id, self._link.send(Abort(request_id)))
+            self._in_flight.drop(request_id, self._link.command(Abort(request_id)))
         for index, step in enumerate(self._steps):  # outputs that were not read yet
             if mentions_request(step, request_id):
                 self._steps[index] = without_requests(step, {request_id})
@@ -523,15 +512,6 @@ def _open_slab(handle: DeviceHandle, device: str, layout: SlabLayout) -> Slab:
     memory = open_memory(handle, torch.device(device))
     memory.warm_up()
     return Slab.on_device(memory, layout.block.block_bytes, layout)
-
-
-async def _kill_host(host: Host) -> None:
-    host.kill()
-    try:
-        async with asyncio.timeout(_EXIT_S):
-            await host.wait_exit()
-    except TimeoutError:
-        log.error("the engine did not exit after SIGKILL; abandoning it")
 
 
 def _as_request_error(error: KvoltError) -> KvoltError:

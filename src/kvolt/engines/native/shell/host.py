@@ -9,9 +9,8 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Protocol, Self
 
-from kvolt.engines.child_process import ChildProcess
+from kvolt.engines.engine_process import EngineProcess
 from kvolt.engines.native.shell.engine_loop import Pipe, ShellClosed
 from kvolt.engines.native.shell.process import serve
 
@@ -21,37 +20,13 @@ _MODULE = "kvolt.engines.native.shell.process"
 _LAST_OUTPUT_S = 1.0
 
 
-class Host(Protocol):
-    """A running core."""
+async def start_process(end: socket.socket, memory_fds: Sequence[int]) -> EngineProcess:
+    """Start an engine process. It ends with this process: see `runtime.supervisor.process`, and its own watch thread.
 
-    @property
-    def exit_code(self) -> int | None:
-        """Negative for a signal number; None while it runs, and for a thread."""
-        ...
-
-    @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The last lines of its output."""
-        ...
-
-    async def wait_exit(self) -> str:
-        """Wait for the exit and for all output; returns a short description of the exit."""
-        ...
-
-    def kill(self) -> None:
-        """Stop it now if possible. Idempotent."""
-        ...
-
-
-class ProcessHost(ChildProcess):
-    """An engine process. Ends with this process: see `stop.die_with_parent`, and the watch thread of the
-    process."""
-
-    @classmethod
-    async def start(cls, end: socket.socket, memory_fds: Sequence[int]) -> Self:
-        """Takes ownership of `end`, even on failure. A cancelled call leaves nothing behind."""
-        with end:
-            return await cls.start_module(_MODULE, [end.fileno(), *memory_fds], name="engine process")
+    Takes ownership of `end`, even on failure. A cancelled call leaves nothing behind."""
+    with end:
+        descriptors = [end.fileno(), *memory_fds]
+        return await EngineProcess.start_module(_MODULE, descriptors, name="engine process")
 
 
 class ThreadHost:

@@ -7,20 +7,19 @@ not blocked either, unless reading is paused (`set_paused`). Knows no requests.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Overloaded, from_info, to_info
-from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
+from kvolt.engines.engine_process import MessageLink
+from kvolt.engines.framing import encode_raw
 from kvolt.engines.native.shell.messages import (
     Answer,
     Call,
     Command,
     Method,
     Reply,
-    Start,
     decode_answer,
 )
 
@@ -40,42 +39,26 @@ class _Waiting:
     on_value: Callable[[Any], None] | None
 
 
-class Link(asyncio.Protocol):
+class Link(MessageLink):
     """See the module. `on_answer` gets all messages except replies; `on_lost` is called once, at the end."""
 
     def __init__(self, on_answer: Callable[[Answer], None], on_lost: Callable[[], None]) -> None:
+        super().__init__(self._on_message)
         self.num_sent = 0
         """Commands sent; `Step.num_seen` counts the same."""
-        self.lost = asyncio.Event()
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._cutter = FrameSplitter()
         self._calls: dict[int, _Waiting] = {}
         self._num_calls = 0
         self._failure: KvoltError | None = None
-        self._transport: asyncio.Transport | None = None
         self._is_paused = False
-
-    async def connect(self, end: socket.socket) -> None:
-        """Takes ownership of `end`."""
-        end.setblocking(False)
-        try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
-        except BaseException:
-            end.close()
-            raise
 
     # --- outgoing
 
-    def start(self, message: Start) -> None:
-        assert self._transport is not None
-        self._transport.write(encode_frame(message))
-
-    def send(self, command: Command) -> int:
+    def command(self, command: Command) -> int:
         """Send a command and return its number. Sends nothing if the connection is closed."""
         self.num_sent += 1
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(command))
+        self.send(command)
         return self.num_sent
 
     def check_room(self) -> None:
@@ -97,7 +80,7 @@ class Link(asyncio.Protocol):
         self._num_calls += 1
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._calls[self._num_calls] = _Waiting(method, reply, on_value)
-        self.send(Call(self._num_calls, method.name, encode_raw(arguments)))
+        self.command(Call(self._num_calls, method.name, encode_raw(arguments)))
         try:
             async with asyncio.timeout(method.timeout_s):
                 return await reply
@@ -108,7 +91,7 @@ class Link(asyncio.Protocol):
 
     def post(self, method: Method[Any], *arguments: object) -> None:
         """A call whose reply is ignored."""
-        self.send(Call(0, method.name, encode_raw(arguments)))
+        self.command(Call(0, method.name, encode_raw(arguments)))
 
     def fail(self, error: KvoltError) -> None:
         """Fail all pending and future calls."""
@@ -128,25 +111,17 @@ class Link(asyncio.Protocol):
         else:
             self._transport.resume_reading()
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
     # --- incoming
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._cutter.feed(data):
-            answer = decode_answer(message)
-            if isinstance(answer, Reply):
-                self._on_reply(answer)
-            else:
-                self._on_answer(answer)
+    def _on_message(self, message: memoryview) -> None:
+        answer = decode_answer(message)
+        if isinstance(answer, Reply):
+            self._on_reply(answer)
+        else:
+            self._on_answer(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set()
+        super().connection_lost(exc)
         self._on_lost()
 
     def _on_reply(self, answer: Reply) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import uvloop
 
-from kvolt.engines.child_process import ChildProcess
+from kvolt.engines.engine_process import EngineProcess
 
 TALKS = """
 import os, sys
@@ -37,11 +37,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "child_for_test.py"
 
 
-async def _started(**options: bool) -> ChildProcess:
-    return await ChildProcess.start_module("child_for_test", (), name="child", **options)
+async def _started(**options: bool) -> EngineProcess:
+    return await EngineProcess.start_module("child_for_test", (), name="child", **options)
 
 
-async def _first_line(child: ChildProcess) -> str:
+async def _first_line(child: EngineProcess) -> str:
     async with asyncio.timeout(20):
         while not child.last_lines:
             await asyncio.sleep(0.01)
@@ -51,9 +51,9 @@ async def _first_line(child: ChildProcess) -> str:
 async def test_what_it_wrote_is_there_at_its_end(module: Path, caplog: pytest.LogCaptureFixture) -> None:
     module.write_text(TALKS)
     reads, writes = os.pipe()
-    with caplog.at_level(logging.INFO, "kvolt.engines.child_process"), os.fdopen(reads, "rb") as end:
+    with caplog.at_level(logging.INFO, "kvolt.engines.engine_process"), os.fdopen(reads, "rb") as end:
         with os.fdopen(writes, "wb"):
-            child = await ChildProcess.start_module("child_for_test", [writes], name="engine")
+            child = await EngineProcess.start_module("child_for_test", [writes], name="engine")
         assert await child.wait_exit() == "exited with code 3"
         assert end.read() == b"inherited"
     assert child.exit_code == 3
