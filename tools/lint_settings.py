@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from kvolt.runtime.config.settings import Leaf, leaves, worker_leaves
+from kvolt.runtime.config.leaves import Leaf, leaves, worker_leaves
 
 _UNIT = re.compile(
     r"(_s|_ms|_us|_bytes|_tokens|_blocks|_seqs|_share|_rate|_limit|port)$"

@@ -59,7 +59,7 @@ PURE_MODULES = {
     "router/queue": "priority_level stats waiting_queue",
     "router/service": "builders gossip standalone_state",
     "runtime": "histogram metric_aliases",
-    "runtime/config": "router_settings settings",
+    "runtime/config": "leaves router_settings settings",
     "runtime/discovery": "view",
     "runtime/endpoint": "address",
     "runtime/plane": "backlog bulk outbox port session stalls stats steps streams wire",

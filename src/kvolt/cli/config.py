@@ -15,16 +15,9 @@ import msgspec
 from kvolt.cli.flags import GROUPS, add_settings, flag_name
 from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.leaves import Leaf, leaves, leaves_of, sections, worker_leaves
 from kvolt.runtime.config.loader import LoadedConfig, check_file, nearest
-from kvolt.runtime.config.settings import (
-    Leaf,
-    WorkerSettings,
-    leaves,
-    leaves_of,
-    sections,
-    worker_leaves,
-)
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import TierSettings, WorkerSettings
 from kvolt.runtime.config.toml_writer import to_toml
 
 HELP = """

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import subprocess
 import sys
-import textwrap
 from importlib.metadata import entry_points
-from itertools import pairwise
-from typing import Any
 
 import msgspec
 from msgspec.inspect import StructType, type_info
 
 from kvolt.core.errors import ConfigError
+from kvolt.core.field_docs import field_texts
 from kvolt.engines.registry import GROUP, engine_names, find_engine
 from kvolt.runtime.config.loader import LoadedConfig
 
@@ -124,7 +121,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
     """First sentence about each field: its Meta description, or the string below it in the source."""
-    docs = dict(_source_docs(kind))
+    docs = field_texts(kind)
     info = type_info(kind)
     assert isinstance(info, StructType)
     for field in info.fields:
@@ -132,19 +129,3 @@ def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
         if described:
             docs[field.name] = described
     return {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in docs.items()}
-
-
-def _source_docs(kind: type[msgspec.Struct]) -> list[tuple[str, str]]:
-    try:
-        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    body = tree.body[0].body
-    return [
-        (field.target.id, str(below.value.value))
-        for field, below in pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    ]

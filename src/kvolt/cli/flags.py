@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.leaves import Leaf, leaves
 from kvolt.runtime.config.loader import Override, nearest
-from kvolt.runtime.config.settings import Leaf, leaves
 
 GROUPS: dict[str, dict[str, str]] = {
     "HTTP API": {

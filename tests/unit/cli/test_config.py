@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvolt.cli.main import main
-from kvolt.runtime.config.settings import leaves
+from kvolt.runtime.config.leaves import leaves
 
 
 @pytest.fixture(autouse=True)

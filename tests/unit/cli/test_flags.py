@@ -6,8 +6,8 @@ import pytest
 
 from kvolt.cli.flags import GROUPS, Parser, add_settings, flag_name, recorded_overrides
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.leaves import leaves
 from kvolt.runtime.config.loader import Override
-from kvolt.runtime.config.settings import leaves
 
 KEYS = [key for keys in GROUPS.values() for key in keys]
 

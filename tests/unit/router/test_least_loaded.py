@@ -14,7 +14,8 @@ from kvolt.core.request import Role, RoutingHints
 from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS, NewRouter
-from kvolt.runtime.config.settings import FrontendSettings, leaves
+from kvolt.runtime.config.leaves import leaves
+from kvolt.runtime.config.settings import FrontendSettings
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 

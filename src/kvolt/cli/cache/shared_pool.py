@@ -25,7 +25,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.cache_directory import cache_directory
 from kvolt.worker.pool_event_publisher import PoolEventPublisher
 

@@ -11,8 +11,7 @@ import msgspec
 
 from kvolt.cli.cache.shared_pool import serve_command, short_socket
 from kvolt.cli.worker.tiers import check_sizes
-from kvolt.runtime.config.settings import Settings, WorkerSettings
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
 from kvolt.runtime.supervisor.supervisor import ChildSpec
 
 _LAST = -1

@@ -6,16 +6,13 @@ generated clients do not use it.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from kvolt.core.field_docs import field_texts
 from kvolt.frontend.openai_api.nvext import NOT_YET
 
 Json = dict[str, Any]
@@ -50,7 +47,6 @@ def schemas_of(types: Iterable[Any]) -> tuple[dict[Any, Json], dict[str, Json]]:
     for struct in _structs(types):
         if struct.__name__ in components:
             _describe(components[struct.__name__], struct)
-    _class_bodies.cache_clear()
     _leave_out_fields(components)
     _leave_out_nvext(components)
     _leave_out_parts(components)
@@ -129,34 +125,9 @@ def _describe(schema: Json, struct: type[msgspec.Struct]) -> None:
     if "description" in schema:
         schema["description"] = inspect.cleandoc(schema["description"])
     names = dict(zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True))
-    for field, text in _field_texts(struct):
+    for field, text in field_texts(struct).items():
         if field in names:
-            schema["properties"][names[field]].setdefault("description", text)
-
-
-def _field_texts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, str]]:
-    """Fields with their docstrings; empty if the source is not available."""
-    for kind in struct.__mro__:
-        body = _class_bodies(kind.__module__).get(kind.__name__, [])
-        for field, below in pairwise(body):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str() as text)),
-                ):
-                    yield name, inspect.cleandoc(text)
-
-
-@cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Class bodies of a module; only for kvolt's own modules, which contain the structs."""
-    if not module.startswith("kvolt."):
-        return {}
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, SyntaxError):
-        return {}
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+            schema["properties"][names[field]].setdefault("description", inspect.cleandoc(text))
 
 
 def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:

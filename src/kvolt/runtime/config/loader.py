@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config.settings import Leaf, Settings, WorkerSettings, leaves, sections, worker_leaves
+from kvolt.runtime.config.leaves import Leaf, leaves, sections, worker_leaves
+from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.config.toml_writer import literal
 
 ENV_PREFIX = "KVOLT_"

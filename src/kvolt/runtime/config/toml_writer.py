@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvolt.runtime.config.settings import Settings, sections
+from kvolt.runtime.config.leaves import sections
+from kvolt.runtime.config.settings import Settings
 
 
 def to_toml(settings: Settings) -> str:

@@ -20,8 +20,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.kv.disk import fp8
 from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.runtime.config.settings import Settings, WorkerSettings
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
 
 SHARED = TierSettings(host="8MiB", disk="16MiB", shared=True)
 

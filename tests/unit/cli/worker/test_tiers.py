@@ -18,8 +18,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec, features_of
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.runtime.config.settings import WorkerSettings
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import TierSettings, WorkerSettings
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.nixl import library as nixl_library
 

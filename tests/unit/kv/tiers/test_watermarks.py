@@ -24,7 +24,7 @@ from kvolt.kv.tiers.host_tier import DEFAULT_PENDING_SHARE, HostTier
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
-from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.config.settings import TierSettings
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers

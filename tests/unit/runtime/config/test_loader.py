@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.leaves import leaves, sections, worker_leaves
 from kvolt.runtime.config.loader import LoadedConfig, Override, check_file, load, without_settings
-from kvolt.runtime.config.settings import Settings, WorkerSettings, leaves, sections, worker_leaves
+from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.config.toml_writer import to_toml
 
 
