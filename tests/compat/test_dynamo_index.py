@@ -19,7 +19,7 @@ from benchmarks.router.index import run_side
 from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Change, Prompt, Shape, history, prompts
 
-from kvolt.core.kv_digest import mix_hash
+from kvolt.core.kv_events import mix_hash
 from kvolt.router.index import prefix_index as index
 from kvolt.router.index import prefix_index_python as index_python
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvolt.core.kv_digest import digest_of
+from kvolt.core.kv_events import digest_of
 from kvolt.router.index import prefix_index as index
 from kvolt.router.index import prefix_index_python as index_python
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.ids import CardHash, InstanceId
-from kvolt.core.kv_block import KvLayout
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.core.request import Role
 
@@ -69,8 +69,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: CardHash
     block_size: int
     capacity: Capacity
-    required_roles: tuple[Role, ...] = ()
-    """Roles of other workers that must exist before this instance can serve a request."""
     dp_ranks: tuple[int, ...] = (0,)
     hash_scheme: str = HASH_SCHEME
     kv_layout: str | None = None

@@ -1,4 +1,4 @@
-"""Engine output: deltas per choice, and one StepOutput per engine step.
+"""Engine output: deltas per choice, one StepOutput per engine step, and the stop rule of a choice.
 
 Wire names of a Delta are one letter and defaults are omitted: a delta of one token takes 6 bytes, and older
 peers ignore newer fields.
@@ -6,9 +6,10 @@ peers ignore newer fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import StrEnum
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Handoff
+from kvolt.core.request import Handoff, StopConditions
 
 
 class FinishReason(StrEnum):
@@ -58,7 +59,6 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     onboard_ms: float | None = None
     """Onboarding of KV from a lower tier."""
     onboard_blocks: int | None = None
-    decode_ms: float | None = None
 
 
 class Delta(
@@ -149,3 +149,23 @@ class StepOutput(msgspec.Struct, frozen=True):
     """Tokens of `plain_ids`, in the same order."""
     kv_changes: tuple[KvChange, ...] = ()
     """Blocks stored and removed, in order; from engines with the `KvEvents` capability."""
+
+
+class ChoiceEnd(NamedTuple):
+    """Finish reason of a choice, and the stop token id if one matched."""
+
+    finish: FinishReason
+    stop_reason: int | None = None
+
+
+def check_stop(stop: StopConditions, eos: Container[int], num_output: int, token: int) -> ChoiceEnd | None:
+    """The stop rule of a choice: return the end caused by `token`, the last of `num_output` output tokens, or None.
+
+    `eos` must be empty when the request ignores EOS.
+    """
+    if num_output > stop.min_tokens:
+        if token in eos:
+            return ChoiceEnd(FinishReason.STOP)
+        if token in stop.stop_token_ids:
+            return ChoiceEnd(FinishReason.STOP, token)
+    return ChoiceEnd(FinishReason.LENGTH) if num_output >= stop.max_tokens else None

@@ -1,11 +1,14 @@
-"""Names of endpoints, components and event topics, shared by servers and clients."""
+"""Names of endpoints, components and event topics, shared by servers and clients, and the withdrawal of a request."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 
-from kvolt.core.ids import CardHash
+import msgspec
+
+from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.ids import CardHash, RequestId
 from kvolt.core.request import Role
 
 GENERATE = "generate"
@@ -27,6 +30,9 @@ ROUTER_LOAD_TOPIC = "router-load"
 """Event plane topic of the load exchange between routers: each payload is a LoadVector."""
 
 
+_WITHDRAWN = "withdrawn"
+
+
 def component_name(model: str, role: Role, card: CardHash) -> str:
     """Component name of interchangeable workers: same model, role and card.
 
@@ -35,3 +41,29 @@ def component_name(model: str, role: Role, card: CardHash) -> str:
     slug = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-").lower()[:32] or "model"
     digest = hashlib.blake2b(f"{len(model)}:{model}/{role}/{card}".encode(), digest_size=5).hexdigest()
     return f"{slug}-{role}-{digest}"
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Control request: withdraw a dispatched request that has not started.
+
+    Its stream ends with Unavailable and reason `withdrawn`. The caller relies on that error, which arrives even if the
+    response to Withdraw is lost. Withdrawing a prefilled prompt that no decode worker will fetch releases its blocks.
+    """
+
+    request_id: RequestId
+
+
+class WithdrawResult(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """`was_withdrawn`: the request had not started and will not be computed here. For a prefilled prompt: its blocks
+    were still held and are released."""
+
+    was_withdrawn: bool
+
+
+def withdrawn_error() -> Unavailable:
+    """Error that ends the stream of a withdrawn request."""
+    return Unavailable("the request was withdrawn before it started", reason=_WITHDRAWN, gpu_work="none")
+
+
+def was_withdrawn(error: KvoltError | None) -> bool:
+    return isinstance(error, Unavailable) and error.fields.get("reason") == _WITHDRAWN

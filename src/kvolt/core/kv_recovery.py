@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import KvDigest, Tier
-from kvolt.core.packed_hashes import HASHES_DTYPE
+from kvolt.core.kv_events import HASHES_DTYPE, KvDigest, Tier
 
 PART_BYTES = 512 * 1024
 """Approximate size of one part of a response."""
@@ -61,7 +60,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapsh
 
 
 class KvSnapshotPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapshot_part"):
-    """Part of the blocks of one rank and tier, in the format of `packed_hashes`."""
+    """Part of the blocks of one rank and tier, packed."""
 
     hashes: bytes
     dp_rank: int = 0

@@ -38,10 +38,6 @@ class StepModel(Protocol):
         """Duration of a step that decodes one token of each of `batch` sequences."""
         ...
 
-    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
-        """Vectorized `decode_s`."""
-        ...
-
 
 class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
     """Linear step model.
@@ -76,9 +72,6 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
-
-    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
-        return self.base_s + self.batch_s * batches + self.context_token_s * context_tokens
 
 
 class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,11 +112,6 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
-
-    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
-        share = np.minimum(context_tokens / self.kv_tokens, 1.0)
-        decode_s = self.decode_base_s + (self.decode_share_s + self.decode_square_s * share) * share
-        return np.where(batches > 0, np.maximum(decode_s, self.decode_least_s), 0.0)
 
 
 def kv_tokens_read(step: StepStats, shared_kv_read: float) -> float:

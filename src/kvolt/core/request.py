@@ -67,10 +67,9 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class MediaSpan(MediaExtent, frozen=True, omit_defaults=True):
-    """Placeholder tokens of one image, video or audio, and the location of its content."""
+    """Placeholder tokens of one image, video or audio."""
 
     kind: str = "image"
-    uri: str | None = None
 
 
 class LinkCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,11 +49,11 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 from prometheus_client.core import Metric
 
+from kvolt.core.block_key import KvBlock, KvLayout
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role, Sampling

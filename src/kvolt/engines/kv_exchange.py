@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, SealedKv

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
+from kvolt.core.endpoints import was_withdrawn
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Handoff, Request
-from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey import events
 from kvolt.journey.attempt_state import AttemptState, Reservations
 from kvolt.journey.context import JourneyContext, Receiver, RerouteOutcome

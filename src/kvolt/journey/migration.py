@@ -9,9 +9,8 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
-from kvolt.core.delta import Delta, Usage
+from kvolt.core.delta import Delta, Usage, check_stop
 from kvolt.core.request import Request
-from kvolt.core.stop_check import check_stop
 
 ChoiceTokens = Sequence[Sequence[int] | None]
 """Tokens received per choice; None for a finished choice."""

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta
-from kvolt.core.endpoints import CONTROL
+from kvolt.core.endpoints import CONTROL, Withdraw, WithdrawResult
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
-from kvolt.core.withdrawal import Withdraw, WithdrawResult
 from kvolt.journey.links import with_link_costs
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router

@@ -40,43 +40,28 @@ class HealthReport(msgspec.Struct, frozen=True):
 class Health:
     """Liveness and readiness of the process.
 
-    Live until `mark_dead`: a process that can still drain must not be killed because it is unready. Ready when all
+    Live while it answers: a process that can still drain must not be killed because it is unready. Ready when all
     required checks are ready; a process without checks is starting, and so not ready.
     """
 
     def __init__(self) -> None:
         self._checks: dict[str, Check] = {}
-        self._dead_reason: str | None = None
 
-    def set(self, name: str, state: State, reason: str = "") -> None:
-        """Add a check or change its state."""
-        previous = self._checks.get(name)
-        self._checks[name] = Check(state, reason, previous.required if previous is not None else True)
-
-    def set_optional(self, name: str, state: State, reason: str = "") -> None:
-        """Like `set`, for a check that is reported but does not affect readiness."""
-        self._checks[name] = Check(state, reason, required=False)
+    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+        """Add a check or change its state. One that is not required is reported but does not affect readiness."""
+        self._checks[name] = Check(state, reason, required)
 
     def remove(self, name: str) -> None:
         self._checks.pop(name, None)
-
-    def mark_dead(self, reason: str) -> None:
-        """Report the process as dead: it cannot recover or stop gracefully, and should be killed."""
-        self._dead_reason = reason
-
-    def live(self) -> bool:
-        return self._dead_reason is None
 
     def ready(self) -> bool:
         return not self.not_ready()
 
     def healthy(self) -> bool:
-        """Whether the process is live and no check is unhealthy; starting, cordoned and draining count as healthy."""
-        return self.live() and all(check.state is not State.UNHEALTHY for check in self._checks.values())
+        """Whether no check is unhealthy; starting, cordoned and draining count as healthy."""
+        return all(check.state is not State.UNHEALTHY for check in self._checks.values())
 
     def not_ready(self) -> dict[str, str]:
-        if self._dead_reason is not None:
-            return {"process": self._dead_reason}
         required = {name: check for name, check in self._checks.items() if check.required}
         if not required:
             return {"process": State.STARTING.value}
@@ -88,4 +73,4 @@ class Health:
 
     def report(self) -> HealthReport:
         not_ready = self.not_ready()
-        return HealthReport(self.live(), not not_ready, not_ready, dict(self._checks))
+        return HealthReport(True, not not_ready, not_ready, dict(self._checks))

@@ -16,11 +16,10 @@ from collections.abc import Sequence as Items
 from math import inf
 
 from kvolt.core.block_key import BlockKeyContext
-from kvolt.core.delta import FinishReason
+from kvolt.core.delta import ChoiceEnd, FinishReason
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request
-from kvolt.core.stop_check import ChoiceEnd
 from kvolt.kv import BlockId, BlockNames, BlockPool, Change, SealedLog
 from kvolt.scheduler.check import check_scheduler
 from kvolt.scheduler.holds import BlockHolds

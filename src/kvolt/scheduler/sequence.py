@@ -11,9 +11,9 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
+from kvolt.core.delta import ChoiceEnd, check_stop
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
 from kvolt.core.request import Request
-from kvolt.core.stop_check import ChoiceEnd, check_stop
 from kvolt.kv import BlockId, BlockName, BlockNames
 
 HEAD_START = 64

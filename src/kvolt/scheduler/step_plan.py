@@ -13,11 +13,11 @@ from enum import StrEnum
 
 import msgspec
 
+from kvolt.core.delta import ChoiceEnd
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request
-from kvolt.core.stop_check import ChoiceEnd
 from kvolt.scheduler.sequence import Sequence
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from kvolt.core.card import EngineInfo
+from kvolt.core.endpoints import Withdraw
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
-from kvolt.core.withdrawal import Withdraw
 from kvolt.engines.contract import Engine, KvEvents, Lora
 from kvolt.worker.kv_event_publisher import KvJournal
 
@@ -34,7 +34,7 @@ class ListFeatures(msgspec.Struct, frozen=True, tag="list"):
 WorkerCommand = ClearKv | LoadLora | UnloadLora | ListFeatures
 ControlRequest = WorkerCommand | KvRecoveryRequest | Withdraw
 """Messages of the control endpoint: operator commands, KV recovery of routers (`core.kv_recovery`) and withdrawals
-(`core.withdrawal`)."""
+(`core.endpoints`)."""
 
 
 class CommandResult(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,7 +17,17 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, Link, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
+from kvolt.core.endpoints import (
+    CARD,
+    CONTROL,
+    GENERATE,
+    KV_TOPIC,
+    LOAD_TOPIC,
+    Withdraw,
+    WithdrawResult,
+    component_name,
+    withdrawn_error,
+)
 from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -34,7 +44,6 @@ from kvolt.core.kv_events import KvChange
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY, Request
-from kvolt.core.withdrawal import Withdraw, WithdrawResult, withdrawn_error
 from kvolt.engines.contract import (
     Calibrated,
     Engine,

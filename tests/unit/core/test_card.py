@@ -71,7 +71,6 @@ def test_engine_info_round_trip() -> None:
         card=CardHash("c"),
         block_size=16,
         capacity=Capacity(max_num_seqs=8, max_batch_tokens=2048, kv_total_blocks=100),
-        required_roles=(Role.PREFILL,),
         links={"h:1": Link("tcp", 1e9, 0.001)},
         latency=LatencyModel(base_s=0.01),
         loras=("sql", "poet"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.core.kv_block import KvBlock
 
 BLOCK = KvBlock(BlockKey(b"k" * 16), SequenceHash(2**64 - 1), BlockKey(b"p" * 16), 3, b"bytes" * 100).seal()
 

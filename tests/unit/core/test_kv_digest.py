@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix_hash
+from kvolt.core.kv_events import EMPTY_DIGEST, digest_of, mix_hash
 
 RNG = random.Random(7)
 HASHES = tuple(RNG.getrandbits(64) for _ in range(300))

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvolt.core.kv_events import KvEventBatch
+from kvolt.core.kv_events import HASHES_DTYPE, KvEventBatch
 from kvolt.core.kv_recovery import PART_BYTES, pack_hash_parts, split_batches
-from kvolt.core.packed_hashes import HASHES_DTYPE
 
 
 @pytest.mark.parametrize("number", [0, 1, PART_BYTES // 8, PART_BYTES // 8 + 1, 3 * PART_BYTES // 8 - 5])

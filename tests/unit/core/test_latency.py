@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel, prompt_s
@@ -59,23 +58,6 @@ def test_the_first_prompt_token_has_its_own_price() -> None:
     model = LatencyModel(base_s=1.0, prefill_token_s=0.5, prefill_step_s=10.0)
     assert model.decode_s(5, 100) == 1
     assert model.prefill_s(2) == 1 + 1 + 10
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        LatencyModel(base_s=0.01, batch_s=0.002, context_token_s=1e-6, prefill_step_s=0.5),
-        OccupancyModel(
-            decode_base_s=0.01, decode_share_s=0.5, decode_square_s=-0.2, decode_least_s=0.02, kv_tokens=1000
-        ),
-    ],
-)
-def test_many_decode_steps_at_once_are_those_one_by_one(model: StepModel) -> None:
-    batches, contexts = [1, 3, 200, 7], [0, 30, 900, 5000]
-    each = model.decode_s_each(np.array(batches, dtype=float), np.array(contexts, dtype=float))
-    assert each.tolist() == pytest.approx(
-        [model.decode_s(*step) for step in zip(batches, contexts, strict=True)]
-    )
 
 
 def test_a_prompt_in_chunks() -> None:

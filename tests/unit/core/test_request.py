@@ -25,7 +25,7 @@ from kvolt.core.request import (
 from kvolt.core.trace import TraceRecord
 
 PLAIN = Request(request_id=RequestId("r"), model="m", token_ids=(1, 2), stop=StopConditions(max_tokens=5))
-MEDIA = MediaSpan(3, 7, bytes(range(16)), "video", "https://example.org/v")
+MEDIA = MediaSpan(3, 7, bytes(range(16)), "video")
 FULL = Request(
     request_id=RequestId("r"),
     model="m",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.core.delta import FinishReason
+from kvolt.core.delta import ChoiceEnd, FinishReason, check_stop
 from kvolt.core.request import StopConditions
-from kvolt.core.stop_check import ChoiceEnd, check_stop
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 EOS = (7,)

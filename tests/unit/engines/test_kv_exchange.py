@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.scheduler.scheduler_lab import Lab, request, scheduler
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.request import Request
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.kv import BlockId

@@ -62,12 +62,10 @@ async def client(health: Health, controls: RecordedControls) -> AsyncIterator[ht
 def test_ready_needs_every_required_check(health: Health) -> None:
     assert health.not_ready() == {"process": "starting"}
     health.set("generate", State.STARTING, "loading weights")
-    health.set_optional("tracing", State.UNHEALTHY, "no collector")
+    health.set("tracing", State.UNHEALTHY, "no collector", required=False)
     assert health.not_ready() == {"generate": "starting: loading weights"}
     health.set("generate", State.READY)
     assert health.ready()
-    health.set("tracing", State.UNHEALTHY)
-    assert health.ready(), "an optional check stays optional"
     for state in (State.CORDONED, State.DRAINING, State.UNHEALTHY):
         health.set("generate", state)
         assert health.not_ready() == {"generate": state.value}
@@ -75,16 +73,11 @@ def test_ready_needs_every_required_check(health: Health) -> None:
     assert not health.ready()
 
 
-def test_live_until_the_process_cannot_go_on(health: Health) -> None:
+def test_healthy_until_a_check_is_unhealthy(health: Health) -> None:
     health.set("generate", State.READY)
-    assert health.live()
     assert health.healthy()
     health.set("generate", State.UNHEALTHY, "engine died")
-    assert health.live()
     assert not health.healthy()
-    health.mark_dead("stop hangs")
-    assert not health.live()
-    assert health.not_ready() == {"process": "stop hangs"}
 
 
 # admin
@@ -106,8 +99,7 @@ async def test_probes_follow_health(client: httpx.AsyncClient, health: Health) -
     assert (await client.get("/ready")).status_code == 200
     health.set("generate", State.UNHEALTHY, "engine died")
     assert (await client.get("/health")).status_code == 503
-    health.mark_dead("stuck")
-    assert (await client.get("/live")).status_code == 503
+    assert (await client.get("/live")).status_code == 200
 
 
 async def test_metrics_count_the_admin_server_too(client: httpx.AsyncClient) -> None:

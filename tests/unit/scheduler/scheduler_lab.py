@@ -13,11 +13,10 @@ from itertools import chain
 import xxhash
 
 from kvolt.core.block_key import BlockKeyContext
-from kvolt.core.delta import FinishReason
+from kvolt.core.delta import ChoiceEnd, FinishReason
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
-from kvolt.core.stop_check import ChoiceEnd
 from kvolt.kv import BlockId, BlockNames, BlockPool
 from kvolt.scheduler.scheduler import Limits, NewToken, Scheduler, StepPlan, Work
 from kvolt.scheduler.sequence import Sequence, TokenNaming

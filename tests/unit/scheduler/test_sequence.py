@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.scheduler_lab import EOS, request
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
-from kvolt.core.delta import FinishReason
+from kvolt.core.delta import ChoiceEnd, FinishReason
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import MediaExtent, SequenceHasher, request_seed
 from kvolt.core.request import MediaSpan, Request
-from kvolt.core.stop_check import ChoiceEnd
 from kvolt.kv import BlockName
 from kvolt.scheduler.sequence import Sequence, TokenNaming
 

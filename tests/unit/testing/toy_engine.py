@@ -14,13 +14,12 @@ from hashlib import blake2b
 import msgspec
 from tests.unit.testing.toy_store import Entry, Store
 
-from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
+from kvolt.core.block_key import BlockKeyChain, BlockKeyContext, KvBlock, KvLayout
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import Cancelled, InvalidRequest, NotFound
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvolt.core.block_key import KvBlock, KvLayout
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.contract import KvAllocation
 from kvolt.transfer.memory.layout import SlabLayout

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import (
     Cancelled,
     ConfigError,
@@ -21,7 +22,6 @@ from kvolt.core.errors import (
     ProtocolError,
     TransferFailed,
 )
-from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.agent import Operation, TransferAgent, TransferOptions
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.layout import IncompatibleLayout, SlabLayout

@@ -20,12 +20,12 @@ from tests.unit.transfer.nixl_lab import (
     until,
 )
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import (
     NotFound,
     ProtocolError,
     TransferFailed,
 )
-from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Slab

@@ -25,11 +25,10 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StepOutput
-from kvolt.core.endpoints import CONTROL
+from kvolt.core.endpoints import CONTROL, was_withdrawn
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import KvDigest, Stored
+from kvolt.core.kv_events import HASHES_DTYPE, KvDigest, Stored, digest_of
 from kvolt.core.kv_recovery import (
     KvContents,
     KvEventsSince,
@@ -38,8 +37,6 @@ from kvolt.core.kv_recovery import (
     KvSnapshot,
     KvSnapshotPart,
 )
-from kvolt.core.packed_hashes import HASHES_DTYPE
-from kvolt.core.withdrawal import was_withdrawn
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState

@@ -21,10 +21,10 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput
+from kvolt.core.endpoints import was_withdrawn
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Rendezvous, Request, Role
-from kvolt.core.withdrawal import was_withdrawn
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimEngine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
+from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier, digest_of
 from kvolt.worker.held_blocks import HeldBlocks
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, NAMESPACE, Lab, until
 from tests.unit.worker.test_roles import Air, engine_of, start
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.card import KvSlabs
 from kvolt.core.errors import ConfigError, DiscoveryLost
-from kvolt.core.kv_block import KvLayout
 from kvolt.core.request import Role
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.runtime.endpoint.address import INSTANCES, decode_instance

@@ -13,8 +13,16 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEventBatch, Removed, Stored
+from kvolt.core.kv_events import (
+    HASHES_DTYPE,
+    Cleared,
+    KvChange,
+    KvDigest,
+    KvEventBatch,
+    Removed,
+    Stored,
+    digest_of,
+)
 from kvolt.core.kv_recovery import (
     PART_BYTES,
     KvContents,
@@ -26,7 +34,6 @@ from kvolt.core.kv_recovery import (
     KvSnapshotPart,
 )
 from kvolt.core.load import WorkerLoad
-from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.testing import run_virtual
 from kvolt.worker.held_blocks import HeldBlocks
 from kvolt.worker.kv_event_publisher import KvJournal

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvolt.core.block_key import BLOCK_KEY_BYTES
+from kvolt.core.block_key import BLOCK_KEY_BYTES, KvLayout
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, ProtocolError
 from kvolt.core.ids import BlockKey
-from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.memory.layout import IncompatibleLayout, MissingHeads, SlabLayout
 from kvolt.transfer.memory.slabs import Slab

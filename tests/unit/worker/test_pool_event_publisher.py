@@ -13,9 +13,8 @@ from tests.unit.kv.tiers.tier_lab import Device, device, sequence
 
 from kvolt.cli.process import running
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import KvEventBatch, Tier
+from kvolt.core.kv_events import KvEventBatch, Tier, unpack_hashes
 from kvolt.core.kv_recovery import KvContents, KvSnapshotPart
-from kvolt.core.packed_hashes import unpack_hashes
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.shared_pool import link as pool_link

@@ -24,6 +24,7 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason, StepOutput
+from kvolt.core.endpoints import was_withdrawn
 from kvolt.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -39,7 +40,6 @@ from kvolt.core.errors import (
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.core.withdrawal import was_withdrawn
 from kvolt.engines.contract import EngineSpec, KvAllocation
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine

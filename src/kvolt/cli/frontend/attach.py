@@ -142,9 +142,9 @@ class _PartHealth(Health):
         self._whole = whole
         self._name = name
 
-    def set(self, name: str, state: State, reason: str = "") -> None:
-        super().set(name, state, reason)
-        self._whole.set_optional(f"{self._name} {name}", state, reason)
+    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+        super().set(name, state, reason, required)
+        self._whole.set(f"{self._name} {name}", state, reason, required=False)
 
     def remove(self, name: str) -> None:
         super().remove(name)

@@ -168,8 +168,8 @@ class _PartHealth(Health):
         self._on_change = on_change
         self._worst = State.STARTING
 
-    def set(self, name: str, state: State, reason: str = "") -> None:
-        super().set(name, state, reason)
+    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+        super().set(name, state, reason, required)
         self._update()
 
     def remove(self, name: str) -> None:

@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvolt.core.block_key import KvBlock, KvLayout
 from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv

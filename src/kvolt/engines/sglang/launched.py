@@ -59,7 +59,6 @@ def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts
         ),
         dp_ranks=tuple(range(facts.num_ranks)),
         features=tuple(features),
-        required_roles=(Role.PREFILL,) if spec.role is Role.DECODE else (),
         kv_events=bool(facts.kv_sources),
         loras=tuple(arguments.loras),
     )

@@ -19,13 +19,12 @@ from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import Cancelled, EngineFailed, ErrorInfo, Unsupported, from_info, to_info
 from kvolt.core.hashing import token_bytes
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad

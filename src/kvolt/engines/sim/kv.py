@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.block_key import BlockKeyContext, KvLayout
 from kvolt.core.hashing import token_bytes
-from kvolt.core.kv_block import KvLayout
 from kvolt.core.request import Request
 from kvolt.kv import BlockId
 from kvolt.transfer.memory.layout import SlabLayout

@@ -82,11 +82,6 @@ class IndexHealth:
         """Flagged workers in order of id."""
         return sorted(key for key, record in self._records.items() if record.flagged_at is not None)
 
-    def error_of(self, instance_id: InstanceId) -> float:
-        """Mean error: 0 if all predictions were right, 1 if none was."""
-        record = self._records.get(instance_id)
-        return 0.0 if record is None else record.error
-
     def drop_worker(self, instance_id: InstanceId) -> None:
         """Forget a worker. Unknown workers are ignored."""
         self._records.pop(instance_id, None)

@@ -18,8 +18,7 @@ from operator import index as whole
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix_hash
-from kvolt.core.kv_events import TIER_LEVEL
+from kvolt.core.kv_events import EMPTY_DIGEST, TIER_LEVEL, digest_of, mix_hash
 
 NUM_TIERS = len(TIER_LEVEL)
 OWN_TIERS = 3
@@ -150,7 +149,7 @@ class BlockIndex:
         return self._lookup(_checked(hashes), num_levels=OWN_TIERS)
 
     def digest(self, slot: int, tier: int = 0) -> tuple[int, int]:
-        """Number of blocks and their digest (`core.kv_digest`)."""
+        """Number of blocks and their digest (`core.kv_events`)."""
         worker, _ = self._worker_and_bit(slot, tier)
         return len(worker.held[tier]), worker.digests[tier]
 

@@ -9,7 +9,7 @@ import msgspec
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, ProtocolError, Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import KvEventBatch, Tier
+from kvolt.core.kv_events import HASH_BYTES, KvEventBatch, Tier
 from kvolt.core.kv_recovery import (
     KvRecoveryRequest,
     KvRecoveryResponse,
@@ -17,7 +17,6 @@ from kvolt.core.kv_recovery import (
     KvSnapshot,
     KvSnapshotPart,
 )
-from kvolt.core.packed_hashes import HASH_BYTES
 from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, SnapshotReceived
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines

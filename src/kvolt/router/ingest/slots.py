@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvDigest, KvEvent, Removed, Stored, Tier
-from kvolt.core.packed_hashes import HASHES_DTYPE
+from kvolt.core.kv_events import HASHES_DTYPE, TIER_LEVEL, Cleared, KvDigest, KvEvent, Removed, Stored, Tier
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.feed import Comparison, IngestStats
 

@@ -17,10 +17,18 @@ from msgspec import Meta
 from kvolt.core.card import HASH_SCHEME, EngineInfo
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId, SequenceHash
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.core.kv_events import (
+    HASH_BYTES,
+    Cleared,
+    KvChange,
+    Removed,
+    Stored,
+    Tier,
+    pack_hashes,
+    unpack_hashes,
+)
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import WorkerLoad
-from kvolt.core.packed_hashes import HASH_BYTES, pack_hashes, unpack_hashes
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.breaker import Outcome
 from kvolt.router.policy.choice import Choice

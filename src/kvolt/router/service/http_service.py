@@ -17,9 +17,8 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import InvalidRequest, NotFound, Overloaded
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import KvChange
+from kvolt.core.kv_events import KvChange, pack_hashes
 from kvolt.core.load import LoadReport
-from kvolt.core.packed_hashes import pack_hashes
 from kvolt.router.policy.choice import Choice
 from kvolt.router.service.http_messages import (
     DEFAULT_MODEL,

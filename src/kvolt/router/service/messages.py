@@ -19,7 +19,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import InstanceId
-from kvolt.core.packed_hashes import check_packed_hashes, pack_hashes, unpack_hashes
+from kvolt.core.kv_events import check_packed_hashes, pack_hashes, unpack_hashes
 from kvolt.core.request import Handoff, KvSource, Request, Role, Sampling
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision

@@ -195,27 +195,13 @@ class ResponseStream(AsyncIterator[Any]):
         if not self._items:
             await self._wait()
         if self._items:
-            self._mark_consumed(1)
+            self._read_since_wait = True
+            if self._call.stream is not None:
+                self._call.stream.mark_consumed(1)
             return self._items.popleft()
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
-
-    async def read_batch(self) -> list[Any]:
-        """All queued items, at least one; an empty list at the end. Cheaper than reading one by one."""
-        if not self._items:
-            await self._wait()
-        if not self._items and self._error is not None:
-            raise self._error
-        items = list(self._items)
-        self._items.clear()
-        self._mark_consumed(len(items))
-        return items
-
-    def _mark_consumed(self, num_items: int) -> None:
-        self._read_since_wait = True
-        if self._call.stream is not None:
-            self._call.stream.mark_consumed(num_items)
 
     async def _wait(self) -> None:
         if self._read_since_wait:

@@ -236,13 +236,14 @@ class EndpointClient:
         self._change_listeners.append(listener)
 
     def pick_round_robin(self) -> Instance:
-        candidates = self._require_candidates()
+        candidates = self.candidates()
+        if not candidates:
+            reason = "none_reachable" if self._instances else "no_instances"
+            raise Unavailable(
+                f"no instance of {self.endpoint} can be reached", endpoint=str(self.endpoint), reason=reason
+            )
         self._turn += 1
         return candidates[self._turn % len(candidates)]
-
-    def pick_random(self) -> Instance:
-        candidates = self._require_candidates()
-        return candidates[self._rng.randrange(len(candidates))]
 
     def get_instance(self, instance_id: InstanceId) -> Instance:
         """The instance with this id. Raises Unavailable when it is not registered."""
@@ -257,15 +258,6 @@ class EndpointClient:
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         return instance_id in self._instances
-
-    def _require_candidates(self) -> list[Instance]:
-        candidates = self.candidates()
-        if not candidates:
-            reason = "no_instances" if not self._instances else "none_reachable"
-            raise Unavailable(
-                f"no instance of {self.endpoint} can be reached", endpoint=str(self.endpoint), reason=reason
-            )
-        return candidates
 
     # --- calls
 

@@ -14,8 +14,7 @@ import msgspec
 
 from kvolt.core.block_key import BlockKeyChain
 from kvolt.core.ids import BlockKey, InstanceId
-from kvolt.core.kv_digest import mix_hash
-from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Removed, Stored, Tier
+from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Removed, Stored, Tier, mix_hash
 from kvolt.core.request import Request
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, key_context

@@ -64,10 +64,6 @@ class KvBoard:
             self._messages.pop(key).cancel()
 
     @property
-    def num_offers(self) -> int:
-        return len(self._offers)
-
-    @property
     def num_open(self) -> int:
         """Open offers and waiting readers. An unread message stays until its timeout."""
         return len(self._offers) + len(self._messages.keys() - self._posted.keys())

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.ids import BlockKey, RequestId
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents, KvMovable
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit

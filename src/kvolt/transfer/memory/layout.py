@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import Fault, KvoltError
-from kvolt.core.kv_block import KvLayout
 
 Offsets = npt.NDArray[np.int64]
 

@@ -21,12 +21,11 @@ from typing import Any
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
 from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.delta import Delta, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, WorkerLoad

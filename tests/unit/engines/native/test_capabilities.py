@@ -20,9 +20,9 @@ from tests.unit.engines.native.equality_lab import (
     make_prompts,
 )
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import ErrorInfo, InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
 from kvolt.engines.contract import EngineSpec, HeldKv, Pooling

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import is_empty, make_request
 from tests.unit.engines.sim.test_engine import Steps, run_engine
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import Cancelled, EngineFailed
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim.answer import answer_tokens

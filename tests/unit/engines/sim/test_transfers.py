@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_block import KvBlock
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec

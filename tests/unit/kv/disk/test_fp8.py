@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 from tests.unit.kv.tiers.tier_lab import Device, in_eight_bits, keys, sequence
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.core.kv_block import KvLayout
 from kvolt.core.kv_events import Tier
 from kvolt.kv.disk import fp8, fp8_python
 from kvolt.kv.disk.blocks import DiskBlocks

@@ -27,7 +27,7 @@ def test_a_worker_that_matches_stays_healthy() -> None:
     index_health = IndexHealth()
     assert reports(index_health, 100, held=20, cached=20) == []
     assert reports(index_health, 100, held=20, cached=19) == [], "a block more or less is none"
-    assert (index_health.is_healthy(A), index_health.error_of(A), index_health.num_wrong) == (True, 0.0, 0)
+    assert (index_health.is_healthy(A), index_health.num_wrong) == (True, 0)
 
 
 def test_one_that_has_nothing_of_it_is_flagged_once_after_enough_reports() -> None:
@@ -59,7 +59,7 @@ def test_pending_blocks_may_be_cached_or_not() -> None:
     index_health = IndexHealth()
     for cached in (4, 10, 20):
         assert reports(index_health, 100, held=4, expected=20, cached=cached) == []
-        assert index_health.error_of(A) == 0.0
+        assert index_health.num_wrong == 0
     assert reports(index_health, 100, held=0, expected=4, cached=20) == [HealthChange.FLAGGED]
 
 
@@ -97,4 +97,4 @@ def test_a_dropped_worker_is_forgotten() -> None:
     reports(index_health, 20, held=20, cached=0)
     index_health.drop_worker(A)
     index_health.drop_worker(A)
-    assert (index_health.is_healthy(A), index_health.flagged, index_health.error_of(A)) == (True, [], 0.0)
+    assert (index_health.is_healthy(A), index_health.flagged) == (True, [])

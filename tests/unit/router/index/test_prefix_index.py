@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import kvolt.router
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import TIER_LEVEL
+from kvolt.core.kv_events import TIER_LEVEL, digest_of
 from kvolt.router.index import prefix_index as index
 from kvolt.router.index import prefix_index_python as index_python
 

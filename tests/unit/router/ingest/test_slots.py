@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, Removed, Stored, Tier
-from kvolt.core.packed_hashes import HASHES_DTYPE
+from kvolt.core.kv_events import (
+    HASHES_DTYPE,
+    Cleared,
+    KvChange,
+    KvDigest,
+    KvEvent,
+    Removed,
+    Stored,
+    Tier,
+    digest_of,
+)
 from kvolt.router.index.prefix_index_python import MAX_SLOTS, MIN_MAX_BYTES, BlockIndex
 from kvolt.router.ingest.feed import Comparison, IngestStats
 from kvolt.router.ingest.slots import InstanceSlots

@@ -12,8 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from kvolt.core.kv_events import Cleared, KvChange, Stored
-from kvolt.core.packed_hashes import pack_hashes, unpack_hashes
+from kvolt.core.kv_events import Cleared, KvChange, Stored, pack_hashes, unpack_hashes
 from kvolt.router import hashes_of
 from kvolt.router.policy.policy import latency
 from kvolt.router.service import http_service

@@ -11,10 +11,9 @@ from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from kvolt.core.ids import CardHash, InstanceId, RequestId, SequenceHash
-from kvolt.core.kv_events import Stored, Tier
+from kvolt.core.kv_events import Stored, Tier, pack_hashes
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.packed_hashes import pack_hashes
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 from kvolt.router.breaker import Outcome
 from kvolt.router.policy.policy import latency

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
-from kvolt.core.packed_hashes import pack_hashes
+from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier, pack_hashes
 from kvolt.router.service.standalone_state import EventsMissed, StandaloneEvent, StandaloneIndex
 
 A, B = InstanceId("a"), InstanceId("b")

@@ -333,29 +333,6 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
 
 
 @virtual
-async def test_batches() -> None:
-    responses, stream = stream_of()
-    stream.item(1)
-    stream.item(2)
-    assert await responses.read_batch() == [1, 2]
-    stream.item(3)
-    stream.end()
-    assert await responses.read_batch() == [3]
-    assert await responses.read_batch() == []
-    assert stream.num_consumed == 2
-
-
-@virtual
-async def test_a_batch_before_the_error() -> None:
-    responses, stream = stream_of()
-    stream.item(1)
-    stream.end(WorkerLost("gone"))
-    assert await responses.read_batch() == [1]
-    with pytest.raises(WorkerLost):
-        await responses.read_batch()
-
-
-@virtual
 async def test_leaving_cancels_and_drops() -> None:
     responses, stream = stream_of()
     async with responses:

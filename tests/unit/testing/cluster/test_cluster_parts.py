@@ -14,8 +14,7 @@ import kvolt.testing.cluster.leftovers as leftovers_module
 from kvolt.core.block_key import BlockKeyChain
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey, InstanceId, RequestId
-from kvolt.core.kv_digest import digest_of
-from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier
+from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier, digest_of
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
 from kvolt.kv import BlockId
@@ -68,7 +67,7 @@ def test_blocks_are_pulled_once_and_end_the_offer() -> None:
         await pair.reader.pull(offer.ticket, 1, KEYS, [1, 2], 5.0)
         assert pair.came() == [False, True, True]
         await offer.wait_done()
-        assert pair.board.num_offers == 0
+        assert pair.board.num_open == 0
         with pytest.raises(NotFound):
             await pair.reader.pull(offer.ticket, 0, KEYS, [0], 5.0)
 

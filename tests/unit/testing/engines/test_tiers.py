@@ -12,13 +12,12 @@ from tests.unit.engines.lab import ScriptedEngine
 from tests.unit.testing.toy_engine import BLOCK_BYTES, Choice, Job, ToyArguments, ToyEngine
 from tests.unit.testing.toy_store import Entry
 
+from kvolt.core.block_key import KvBlock
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import NotFound
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, pack_hashes
 from kvolt.core.load import WorkerLoad
-from kvolt.core.packed_hashes import pack_hashes
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, SealedKv
 from kvolt.testing import run_virtual

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.unit.transfer.device_lab import WITH_GPU, FakeDevice
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError, TransferFailed, Unsupported
-from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.memory import device_memory
 from kvolt.transfer.memory.layout import SlabLayout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.core.kv_block import KvLayout
+from kvolt.core.block_key import KvLayout
 from kvolt.transfer.memory.layout import (
     Cut,
     IncompatibleLayout,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import Cancelled, ConfigError, InvalidRequest, TransferFailed, Unsupported
-from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyChain
+from kvolt.core.block_key import BlockKeyChain, KvBlock, KvLayout
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
@@ -31,7 +31,6 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role

@@ -11,12 +11,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
