@@ -13,8 +13,7 @@ from kept import SMALL, Kept, VllmHarness
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
-from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
+from kvolt.engines.vllm.arguments import VllmArguments, VllmTiers
 from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, whole_answer
 from kvolt.testing.engines.harness import Answer, Run, engine_run
 from kvolt.testing.engines.replica import block_hashes

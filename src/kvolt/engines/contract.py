@@ -59,32 +59,6 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role, Sampling
 from kvolt.transfer.memory.slabs import Slab
 
-__all__ = [
-    "FEATURES",
-    "AttachedKv",
-    "Embed",
-    "Encode",
-    "Engine",
-    "EngineSpec",
-    "HeldKv",
-    "KvAddressable",
-    "KvAllocation",
-    "KvBlock",
-    "KvEvents",
-    "KvLayout",
-    "KvMovable",
-    "KvTierable",
-    "KvVisible",
-    "Lora",
-    "MetricsProvider",
-    "Pooling",
-    "Prefill",
-    "SealedKv",
-    "Sleep",
-    "check_sampling_fields",
-    "features_of",
-]
-
 Pooling = Literal["mean", "last"]
 
 
@@ -103,8 +77,8 @@ class Engine(Protocol):
 
     @property
     def sampling_fields(self) -> frozenset[str]:
-        """Fields of `Sampling` that the engine implements, named one by one: a worker refuses requests that set
-        others (`check_sampling_fields`), and so any field that is new."""
+        """Fields of `Sampling` that the engine implements: `COMMON_SAMPLING_FIELDS` and others by name. A worker
+        refuses requests that set others (`check_sampling_fields`), and so any field that is new."""
         ...
 
     @property
@@ -426,6 +400,22 @@ def features_of(engine: object) -> tuple[str, ...]:
     support all."""
     return tuple(name for name, protocol in FEATURES.items() if isinstance(engine, protocol))
 
+
+COMMON_SAMPLING_FIELDS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "num_choices",
+        "logprobs",
+    ]
+)
+"""Fields of `Sampling` that all known engines implement. A new field belongs here only when all of them do."""
 
 _DEFAULT_SAMPLING = Sampling()
 

@@ -11,8 +11,7 @@ from typing import Protocol
 from kvolt.core.errors import ProtocolError, Unsupported
 from kvolt.core.request import Request
 from kvolt.engines.external.answers import ChoiceOutput
-from kvolt.engines.external.extras import refuse_extra
-from kvolt.engines.external.resuming import OUTPUT_PENALTIES, check_resumable
+from kvolt.engines.external.requests import OUTPUT_PENALTIES, check_resumable, refuse_extra
 from kvolt.engines.kv_formats.schema import Engine
 
 

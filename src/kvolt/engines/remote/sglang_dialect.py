@@ -17,32 +17,15 @@ import msgspec
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, InvalidRequest, ProtocolError
 from kvolt.core.request import Grammar, GrammarKind, Request
+from kvolt.engines.contract import COMMON_SAMPLING_FIELDS
 from kvolt.engines.external.answers import ChoiceOutput
-from kvolt.engines.external.resuming import input_tokens
-from kvolt.engines.external.sampling import common_sampling
+from kvolt.engines.external.requests import common_sampling, input_tokens
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.remote.dialect import malformed_chunk, seed_of, tokens_left
 from kvolt.engines.remote.refusals import ENGINE, error_in_stream
 
 _encode = msgspec.json.Encoder().encode
 _Logprob = tuple[float | None, int, str | None]
-
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
 
 
 class _Finish(msgspec.Struct):
@@ -76,7 +59,7 @@ class SglangDialect:
     path = "/generate"
     reports_cached_first = True
     clear_path = "/flush_cache"
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "prompt_logprobs"}
     clear_remedy = "wait until the server is idle"
 
     def __init__(self, url: str, eos_token_ids: tuple[int, ...]) -> None:

@@ -13,9 +13,9 @@ import msgspec
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, InvalidRequest, ProtocolError
 from kvolt.core.request import Grammar, GrammarKind, Request
+from kvolt.engines.contract import COMMON_SAMPLING_FIELDS
 from kvolt.engines.external.answers import ChoiceOutput
-from kvolt.engines.external.resuming import input_tokens
-from kvolt.engines.external.sampling import common_sampling
+from kvolt.engines.external.requests import common_sampling, input_tokens
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.kv_formats.translator import SALT_TAG
 from kvolt.engines.remote.dialect import malformed_chunk, seed_of, tokens_left
@@ -24,24 +24,6 @@ from kvolt.engines.remote.refusals import ENGINE, error_in_stream
 _encode = msgspec.json.Encoder().encode
 _ID_TAG = "token_id:"
 _FINISHES = {"length": FinishReason.LENGTH, "stop": FinishReason.STOP, "repetition": FinishReason.STOP}
-
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
 
 
 class _Logprobs(msgspec.Struct):
@@ -81,7 +63,7 @@ class VllmDialect:
     path = "/v1/completions"
     reports_cached_first = False
     clear_path = "/reset_prefix_cache"
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "allowed_token_ids", "prompt_logprobs"}
     clear_remedy = "start the server with VLLM_SERVER_DEV_MODE=1"
 
     def __init__(self, url: str, model: str) -> None:

@@ -9,18 +9,22 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import Metric
 from xxhash import xxh3_64_intdigest
 
+from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import KvoltError, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import EngineSpec
+from kvolt.engines.contract import COMMON_SAMPLING_FIELDS, EngineSpec
+from kvolt.engines.external import description
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.metrics import engine_metrics
@@ -28,6 +32,7 @@ from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.host.messages import (
     Abort,
     Batch,
+    Facts,
     Flush,
     Generate,
     LoadLora,
@@ -37,15 +42,15 @@ from kvolt.engines.sglang.host.messages import (
 )
 from kvolt.engines.sglang.host_supervisor import CallCommand, HostProcess, HostSupervisor, NewHost
 from kvolt.engines.sglang.kv_order import KvOrder
-from kvolt.engines.sglang.launched import Launched, launched_from
 from kvolt.engines.sglang.loras import Adapters
 from kvolt.engines.sglang.outputs import choice_output, load_of
 from kvolt.engines.sglang.prefills import Prefills, bootstrap_fields, check_bootstrap
-from kvolt.engines.sglang.requests import SAMPLING_FIELDS, check_supported, generation, rid_of
+from kvolt.engines.sglang.requests import check_supported, generation, rid_of
 from kvolt.engines.wakeup import Wakeup
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
+from kvolt.scheduler.step_plan import Limits
 
 _CALL_S = 60.0
 """Timeout of loading an adapter. Clearing the cache has a setting of its own."""
@@ -53,11 +58,61 @@ _READ_S = 1.0
 """Time for the worker to read that blocks were cleared."""
 
 
+@dataclass(slots=True)
+class Launched:
+    """A running SGLang."""
+
+    card: ModelCard
+    info: EngineInfo
+    limits: Limits
+    vocab_size: int
+    facts: Facts
+
+
+def launched_from(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> Launched:
+    card = card_of(spec, arguments, model, facts)
+    info = info_of(spec, arguments, card, facts)
+    limits = description.limits_of(info, card, arguments.max_waiting)
+    return Launched(card, info, limits, facts.vocab_size, facts)
+
+
+def card_of(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> ModelCard:
+    return description.card_of(
+        model,
+        arguments.served_name or spec.model,
+        context_length=facts.context_length,
+        block_size=facts.page_size,
+        extra_eos=facts.eos_token_ids,  # SGLang stops at them
+    )
+
+
+def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts: Facts) -> EngineInfo:
+    features = ["KvEvents"] if facts.kv_sources else []
+    features += ["Prefill"] if spec.role in (Role.PREFILL, Role.DECODE) else []
+    features += ["Lora"] if facts.has_lora else []
+    return EngineInfo(
+        engine="sglang",
+        role=spec.role,
+        model=card.name,
+        card=card_hash(card),
+        block_size=facts.page_size,
+        capacity=Capacity(
+            max_num_seqs=facts.max_running_requests,
+            max_batch_tokens=facts.max_batch_tokens,
+            kv_total_blocks=facts.max_total_tokens // facts.page_size,  # per rank
+        ),
+        dp_ranks=tuple(range(facts.num_ranks)),
+        features=tuple(features),
+        kv_events=bool(facts.kv_sources),
+        loras=tuple(arguments.loras),
+    )
+
+
 class SglangEngine(ExternalEngine[Launched]):
     """See the module. For one event loop. Call `close` also after a failure."""
 
     name, title = "sglang", "SGLang"
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "prompt_logprobs"}
 
     def __init__(
         self, spec: EngineSpec, arguments: SglangArguments, *, new_host: NewHost = HostProcess.start_host

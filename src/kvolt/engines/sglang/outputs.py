@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Overloaded
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.external.answers import Choice, ChoiceOutput
-from kvolt.engines.external.ending import find_end
-from kvolt.engines.external.resuming import needs_prompt_logprobs
+from kvolt.engines.external.answers import Choice, ChoiceOutput, find_end
+from kvolt.engines.external.requests import needs_prompt_logprobs
 from kvolt.engines.sglang.host.messages import Logprob, RankLoad, Row
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

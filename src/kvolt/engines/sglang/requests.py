@@ -12,32 +12,19 @@ from typing import Any
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.extras import refuse_extra
-from kvolt.engines.external.resuming import check_resumable, input_tokens, needs_prompt_logprobs
-from kvolt.engines.external.sampling import common_sampling
+from kvolt.engines.external.requests import (
+    check_resumable,
+    common_sampling,
+    input_tokens,
+    needs_prompt_logprobs,
+    refuse_extra,
+)
 from kvolt.engines.sglang.host.messages import Facts, Generate
 
 _GREEDY_BELOW = 1e-6
 """SGLang samples greedily below this temperature."""
 _SPECIAL = re.compile(r"([.^$*+?{}\[\]\\|()])")
 _ANY_OBJECT = '{"type": "object"}'
-
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
 
 
 def is_greedy(sampling: Sampling) -> bool:

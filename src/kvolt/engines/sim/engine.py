@@ -29,7 +29,14 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, SealedKv
+from kvolt.engines.contract import (
+    COMMON_SAMPLING_FIELDS,
+    AttachedKv,
+    EngineSpec,
+    HeldKv,
+    KvAllocation,
+    SealedKv,
+)
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.sim.arguments import SimArguments, links_of, model_of, step_model_of
@@ -51,24 +58,6 @@ __all__ = ["SimArguments", "SimEngine"]
 
 R = TypeVar("R")
 
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
-"""All are accepted; the module says which have an effect."""
 _TRACE_FEATURES = ("KvEvents", "KvAddressable", "Prefill")
 """Features with trace blocks, which have neither tokens nor content."""
 
@@ -76,7 +65,8 @@ _TRACE_FEATURES = ("KvEvents", "KvAddressable", "Prefill")
 class SimEngine:
     """See the module. One task reads `steps`; everything else is called from the same loop."""
 
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "allowed_token_ids", "prompt_logprobs"}
+    """All are accepted; the module says which have an effect."""
 
     def __init__(
         self,

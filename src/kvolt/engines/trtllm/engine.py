@@ -1,7 +1,7 @@
 """TrtllmEngine: adapter for TensorRT-LLM's LLM API.
 
 Gathers the output of all sequences into steps. `sequences` manages the requests, `launch` starts TensorRT-LLM,
-`polling` reads KV events and statistics.
+`running` polls KV events and statistics.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import EngineSpec
+from kvolt.engines.contract import COMMON_SAMPLING_FIELDS, EngineSpec
 from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.launch import Launched, launch
 from kvolt.engines.trtllm.prefills import context_states
-from kvolt.engines.trtllm.requests import SAMPLING_FIELDS, check_resumable, check_supported
+from kvolt.engines.trtllm.requests import check_resumable, check_supported
 from kvolt.engines.trtllm.running import Running
 from kvolt.engines.wakeup import Wakeup
 from kvolt.runtime.clock import SystemClock
@@ -34,7 +34,8 @@ class TrtllmEngine(ExternalEngine[Running]):
     """See the module. For one event loop. Call `close` also after a failure."""
 
     name, title = "trtllm", "TensorRT-LLM"
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS
+    """It returns the most likely prompt tokens, but not the logprobs of the prompt itself."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Starts TensorRT-LLM: builds its arguments, and describes the loaded engine.
 
 Blocks while the model loads, so it runs in a thread. TensorRT-LLM reports its number of blocks only with its first
-iteration, so the engine runs a warm-up request before it is ready (`set_capacity`).
+iteration, so the engine runs a warm-up request before it is ready (`set_capacity`). The symbols that the adapter uses
+are checked first, except optional ones (newer fields of DisaggregatedParams).
 """
 
 from __future__ import annotations
@@ -16,16 +17,51 @@ from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.arguments import check_reserved, kv_events_error
 from kvolt.engines.external.description import card_of, config_of, limits_of
-from kvolt.engines.external.requirements import check_requirement
+from kvolt.engines.external.requirements import (
+    Requirement,
+    check_requirement,
+    check_reserved,
+    kv_events_error,
+)
 from kvolt.engines.trtllm.arguments import TrtllmArguments
-from kvolt.engines.trtllm.symbols import REQUIREMENT
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock
 from kvolt.scheduler.step_plan import Limits
+
+_API = "tensorrt_llm.llmapi"
+_PARAMS = f"{_API}:SamplingParams"
+_DISAGGREGATED = f"{_API}:DisaggregatedParams"
+
+REQUIREMENT = Requirement(
+    user="the trtllm engine",
+    distributions=("tensorrt-llm", "tensorrt_llm"),
+    tested=("nothing yet",),  # see docs/trtllm.md
+    symbols=(
+        *(f"{_API}:LLM.{name}" for name in ("generate_async", "shutdown")),
+        *(f"{_API}:LLM.{name}" for name in ("get_stats_async", "get_kv_cache_events_async")),
+        *(
+            f"{_PARAMS}.{name}"
+            for name in ("end_id", "max_tokens", "stop_token_ids", "ignore_eos", "detokenize")
+        ),
+        *(f"{_PARAMS}.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs")),
+        *(f"{_PARAMS}.{name}_penalty" for name in ("repetition", "presence", "frequency")),
+        *(f"{_PARAMS}.{name}" for name in ("guided_decoding", "include_stop_str_in_output")),
+        *(f"{_API}:GuidedDecodingParams.{name}" for name in ("json", "json_object", "regex", "grammar")),
+        f"{_API}:GuidedDecodingParams.structural_tag",
+        *(f"{_DISAGGREGATED}.{name}" for name in ("request_type", "first_gen_tokens", "ctx_request_id")),
+        *(f"{_DISAGGREGATED}.{name}" for name in ("opaque_state", "draft_tokens")),
+        f"{_API}:LoRARequest",
+        f"{_API}:RequestError",
+        f"{_API}:KvCacheConfig",
+        f"{_API}:CompletionOutput.token_ids",
+        f"{_API}:RequestOutput.abort",
+    ),
+    remedy="install TensorRT-LLM 1.2 as in its documentation: its container, or pip with NVIDIA's index",
+)
+
 
 _KEY = "args.llm_args"
 EVENT_BUFFER = 1 << 16

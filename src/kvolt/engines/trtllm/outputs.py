@@ -14,8 +14,7 @@ import msgspec
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed
-from kvolt.engines.external.answers import Choice, ChoiceOutput
-from kvolt.engines.external.ending import find_end
+from kvolt.engines.external.answers import Choice, ChoiceOutput, find_end
 
 _ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -15,8 +15,7 @@ from typing import Any
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.ending import is_end_token
+from kvolt.engines.external.answers import Choice, is_end_token
 from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.requests import needs_sampler_state
 from kvolt.engines.trtllm.tickets import ContextState, Ticket, context_state, decode_ticket, encode_ticket

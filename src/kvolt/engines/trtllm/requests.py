@@ -13,28 +13,12 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
-from kvolt.engines.external import resuming
+from kvolt.engines.external import requests
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.extras import refuse_extra
+from kvolt.engines.external.requests import refuse_extra
 from kvolt.engines.trtllm.arguments import Seeds
 
 _MAX_SEED = (1 << 63) - 1
-
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "num_choices",
-        "logprobs",
-    ]
-)
-"""TensorRT-LLM returns the most likely prompt tokens, but not the logprobs of the prompt itself."""
 
 
 def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> None:
@@ -66,9 +50,9 @@ def needs_sampler_state(request: Request, seeds: Seeds) -> bool:
 def check_resumable(request: Request, seeds: Seeds) -> None:
     """Unsupported if a resumed request would not continue as an uninterrupted one: earlier tokens become part of the
     prompt."""
-    if not resuming.is_resumed(request):
+    if not requests.is_resumed(request):
         return
-    resuming.check_resumable(
+    requests.check_resumable(
         request,
         "TensorRT-LLM",
         "TensorRT-LLM counts resumed tokens as part of the prompt, which has its own penalties",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.errors import EngineFailed
@@ -20,18 +21,58 @@ from kvolt.engines.kv_formats.trtllm_translator import TrtllmTranslator
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.launch import Launched
-from kvolt.engines.trtllm.loras import Adapters
-from kvolt.engines.trtllm.polling import Poll
+from kvolt.engines.trtllm.outputs import IterationStats, stats_of
 from kvolt.engines.trtllm.prefills import Prefills
 from kvolt.engines.trtllm.requests import sampling_params
-from kvolt.engines.trtllm.sequences import OnFailure, OnOutput, Sequences
+from kvolt.engines.trtllm.sequences import Adapters, OnFailure, OnOutput, Sequences
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)
-
 _FIRST_STATS_S = 10.0
 """Timeout of the first statistics after the first answer."""
+
+
+async def drain(read: Callable[..., Any]) -> list[Any]:
+    """Read all queued items. Depending on the version the end of the queue is one of three exceptions."""
+    items: list[Any] = []
+    try:
+        async for each in read(timeout=0):
+            items += each if isinstance(each, list) else (each,)
+    except (asyncio.QueueEmpty, IndexError, TimeoutError):
+        pass
+    return items
+
+
+class Poll:
+    """Polls KV events and statistics of one LLM; events only with a translator.
+
+    Runs on the event loop without waiting. With TensorRT-LLM's RPC executor a poll is a blocking call to another
+    process, so it is done only every `poll_s` and after a finished answer.
+    """
+
+    def __init__(self, llm: Any, translator: TrtllmTranslator | None) -> None:
+        self._llm = llm
+        self.translator = translator
+        self.stats: IterationStats | None = None
+        """Statistics of the latest reported iteration."""
+        self.num_reports = 0
+        """Events and statistics received so far."""
+
+    async def read(self) -> tuple[KvChange, ...]:
+        """KV changes since the last call, in order."""
+        reports = await drain(self._llm.get_stats_async)
+        for each in reversed(reports):
+            stats = stats_of(each)
+            if stats is not None:
+                self.stats = stats
+                break
+        self.num_reports += len(reports)
+        if self.translator is None:
+            return ()
+        events = await drain(self._llm.get_kv_cache_events_async)
+        self.num_reports += len(events)
+        return tuple(change for event in events for change in self.translator.translate(event))
 
 
 @dataclass(slots=True)

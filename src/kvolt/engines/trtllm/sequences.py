@@ -7,25 +7,52 @@ dropped sequence is removed here, from the queue and from TensorRT-LLM.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.hashing import request_seed
 from kvolt.engines.external.answers import Choice, ChoiceOutput
-from kvolt.engines.external.resuming import input_tokens
+from kvolt.engines.external.loras import LoadedLoras
+from kvolt.engines.external.requests import input_tokens
 from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.launch import Launched
-from kvolt.engines.trtllm.loras import Adapters
 from kvolt.engines.trtllm.outputs import Reader
 from kvolt.engines.trtllm.requests import sampling_params
 from kvolt.engines.trtllm.tickets import ContextState, context_params, generation_params
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Adapters:
+    """LoRA adapters by name, with the numbers that TensorRT-LLM uses: it loads one at the first request that uses it.
+
+    Numbers are never reused, since blocks are cached under them."""
+
+    loaded: LoadedLoras[Any] = field(default_factory=LoadedLoras)
+    """TensorRT-LLM's LoRARequest per adapter."""
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def add(self, name: str, path: str) -> None:
+        """Add an adapter. InvalidRequest if the folder is missing or the name is in use."""
+        from tensorrt_llm.llmapi import LoRARequest
+
+        known = self.loaded.get(name)
+        if known is not None:
+            if known.lora_path != path:
+                raise InvalidRequest(f"adapter {name!r} is loaded from {known.lora_path}", param="lora")
+            return
+        try:
+            self.loaded.add(name, LoRARequest(name, next(self._numbers), path))
+        except ValueError as error:
+            raise InvalidRequest(f"TensorRT-LLM refuses adapter {name!r}: {error}", param="lora") from error
+
 
 OnOutput = Callable[[Choice, ChoiceOutput], None]
 OnFailure = Callable[[Choice, KvoltError], None]

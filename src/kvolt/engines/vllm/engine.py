@@ -28,39 +28,89 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import EngineSpec
+from kvolt.engines.contract import COMMON_SAMPLING_FIELDS, EngineSpec
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm.extras import check_extra
+from kvolt.engines.vllm.extras import EMBEDS, check_embeds, check_extra, read_rows, refuse_handoff
 from kvolt.engines.vllm.hold_renewals import HoldRenewals
 from kvolt.engines.vllm.kv_events import KvEventForwarder
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
 from kvolt.engines.vllm.outputs import choice_output, load_of
-from kvolt.engines.vllm.plugins.read_reports import reads_of
+from kvolt.engines.vllm.plugins.kv_holds import reads_of
 from kvolt.engines.vllm.plugins.tier_stats import VllmTierMetrics
 from kvolt.engines.vllm.prefills import Prefills, transfer_params
-from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, refuse_handoff
-from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.request_stats import RequestStats
-from kvolt.engines.vllm.requests import SAMPLING_FIELDS, check_supported, prompt_input, sampling_params
-from kvolt.engines.vllm.sleep_state import SleepState, check_sleep_supported
+from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
+from kvolt.engines.vllm.symbols import refusals
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.host.environment import environment
 
 log = logging.getLogger(__name__)
-
 _STOP_S = 10.0
 """Timeout of vLLM's shutdown."""
+
+
+_LEVELS = (1, 2)
+_WITHOUT_WEIGHTS = 2
+"""Level at which weights are discarded and must be reloaded."""
+
+
+class SleepState:
+    """Sleep mode: needs a GPU and `enable_sleep_mode`; without them vLLM only warns and frees nothing."""
+
+    def __init__(self) -> None:
+        self._level: int | None = None
+        """Level of sleep, at least as deep as the real one; None while awake."""
+        self._is_confirmed = False
+        """Whether vLLM has confirmed the level."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._level is not None
+
+    async def sleep(self, core: Any, level: int, num_running: int) -> None:
+        if level not in _LEVELS:
+            raise InvalidRequest(f"vLLM sleeps at level 1 or 2, not {level}", param="level")
+        if self._level is not None and level > self._level:  # vLLM would ignore it
+            raise InvalidRequest(
+                f"vLLM sleeps at level {self._level}: for level {level} it must be woken first", param="level"
+            )
+        if self._level is not None and self._is_confirmed:
+            return  # asleep at this level or deeper
+        if num_running:
+            raise Unavailable("vLLM cannot sleep while requests run", reason="busy")
+        # From here on requests are refused, since vLLM would abort them. If this call is interrupted, vLLM counts as
+        # asleep until it is woken, which is harmless if it is awake.
+        self._level, self._is_confirmed = self._level or level, False
+        try:
+            await core.sleep_async(level)
+        except Exception:  # other workers may be asleep, and nothing is scheduled
+            if not await core.is_sleeping_async():
+                self._level = None
+            raise
+        self._is_confirmed = True
+
+    async def wake(self, core: Any) -> None:
+        if self._level == _WITHOUT_WEIGHTS:
+            await core.wake_up_async(["weights"])
+            await core.collective_rpc_async("reload_weights")
+        await core.wake_up_async()
+        self._level, self._is_confirmed = None, False
+
+
+def check_sleep_supported(features: tuple[str, ...]) -> None:
+    if "Sleep" not in features:
+        raise Unsupported("vLLM was started without enable_sleep_mode (GPUs only)", feature="sleep")
 
 
 class VllmEngine(ExternalEngine[Launched]):
     """See the module. For one event loop. Call `close` also after a failure."""
 
     name, title = "vllm", "vLLM"
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "allowed_token_ids", "prompt_logprobs"}
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from kvolt.engines.vllm.plugins.side_channel import HOLD_S, renew_message
+from kvolt.engines.vllm.plugins.kv_holds import HOLD_S, renew_message
 
 _PER_HOLD = 3
 """Renewals per hold time."""

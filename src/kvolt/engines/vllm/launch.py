@@ -20,14 +20,16 @@ from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.arguments import check_names, check_reserved, kv_events_error
 from kvolt.engines.external.description import card_of, limits_of
-from kvolt.engines.external.requirements import check_requirement
+from kvolt.engines.external.requirements import (
+    check_names,
+    check_requirement,
+    check_reserved,
+    kv_events_error,
+)
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm.extras import XARGS, loaded_processors
-from kvolt.engines.vllm.prompt_embeds import EMBEDS
-from kvolt.engines.vllm.refusals import refusals
-from kvolt.engines.vllm.symbols import REQUIREMENT, set_log_level
+from kvolt.engines.vllm.extras import EMBEDS, XARGS, loaded_processors
+from kvolt.engines.vllm.symbols import REQUIREMENT, refusals, set_log_level
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
@@ -309,7 +311,7 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
 
 
 def _extras(role: Role, config: Any) -> tuple[str, ...]:
-    """Extras of requests; prompt embeddings only without remote prefill (`prompt_embeds`)."""
+    """Extras of requests; prompt embeddings only without remote prefill (`extras`)."""
     takes_embeds = config.enable_prompt_embeds and role is Role.AGGREGATED
     return (XARGS, EMBEDS) if takes_embeds else (XARGS,)
 

@@ -19,12 +19,10 @@ from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltErro
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
+from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S, RELEASE
 
 MAX_TICKET_BYTES = 1 << 20
 """Room for two hundred thousand block ids of five bytes."""
-RELEASE = "kvolt_release"
-"""Transfer parameter: id of the request whose blocks are to be released (see `nixl_connector`)."""
 _MIN_HOLD_S = 1.0
 """Minimum hold, also shortly before the request's deadline."""
 _encode = msgspec.msgpack.Encoder().encode

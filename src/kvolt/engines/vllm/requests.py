@@ -11,36 +11,17 @@ from typing import Any
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.resuming import (
+from kvolt.engines.external.requests import (
     OUTPUT_PENALTIES,
     check_resumable,
+    common_sampling,
     input_tokens,
     is_resumed,
     needs_prompt_logprobs,
 )
-from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.kv_formats.translator import SALT_TAG
-from kvolt.engines.vllm.extras import RESUMED, extra_args
-from kvolt.engines.vllm.prompt_embeds import embedded_input
-from kvolt.engines.vllm.refusals import refusals
-
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
+from kvolt.engines.vllm.extras import RESUMED, embedded_input, extra_args
+from kvolt.engines.vllm.symbols import refusals
 
 
 def check_supported(request: Request) -> None:

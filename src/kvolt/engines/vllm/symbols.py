@@ -1,5 +1,5 @@
-"""vLLM symbols that the adapter uses, checked at start so that an incompatible version fails early; and its log
-level."""
+"""vLLM symbols that the adapter uses, checked at start so that an incompatible version fails early; its log level and
+exceptions."""
 
 from __future__ import annotations
 
@@ -57,3 +57,10 @@ def set_log_level() -> None:
     """Use kvolt's log level unless the user has set another. vLLM reads it when it is imported."""
     level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
     set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Exception types to catch; vLLM's own do not derive from ValueError."""
+    from vllm.exceptions import VLLMClientError
+
+    return (VLLMClientError, ValueError, TypeError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.external.arguments import check_names, check_reserved, kv_events_error
+from kvolt.engines.external.requirements import check_names, check_reserved, kv_events_error
 
 KNOWN = ("page_size", "mem_fraction_static")
 KEY = "args.engine_args"

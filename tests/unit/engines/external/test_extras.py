@@ -7,7 +7,7 @@ import pytest
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.external.extras import refuse_extra
+from kvolt.engines.external.requests import refuse_extra
 
 
 def asked(**extra: object) -> Request:

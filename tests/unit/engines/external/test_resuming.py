@@ -9,7 +9,7 @@ from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Sampling, StopConditions
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.external.resuming import (
+from kvolt.engines.external.requests import (
     OUTPUT_PENALTIES,
     check_resumable,
     input_tokens,

@@ -110,7 +110,7 @@ async def test_a_version_that_lacks_something(model: str, monkeypatch: pytest.Mo
 
 
 def test_the_symbols_are_those_of_the_stand_in(model: str) -> None:
-    from kvolt.engines.trtllm.symbols import REQUIREMENT
+    from kvolt.engines.trtllm.launch import REQUIREMENT
 
     assert requirements.check_requirement(REQUIREMENT) == "1.2.1"
 

@@ -19,7 +19,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.external.requirements import check_requirement
-from kvolt.engines.vllm.arguments import VllmArguments
+from kvolt.engines.vllm.arguments import VllmArguments, VllmTiers
 from kvolt.engines.vllm.launch import (
     EXTENSION,
     NIXL,
@@ -31,7 +31,6 @@ from kvolt.engines.vllm.launch import (
     socket_folder,
     weights_identity,
 )
-from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
 from kvolt.engines.vllm.symbols import REQUIREMENT
 from kvolt.runtime.clock import SystemClock
 

@@ -32,7 +32,7 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, RoutingHints, StopConditions
-from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
+from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S
 from kvolt.engines.vllm.prefills import MAX_TICKET_BYTES, RELEASE, transfer_params
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.engines.harness import Run

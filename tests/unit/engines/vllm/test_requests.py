@@ -21,7 +21,7 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.engines.external.answers import Answers, Choice
-from kvolt.engines.external.resuming import input_tokens
+from kvolt.engines.external.requests import input_tokens
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 
 pytestmark = pytest.mark.usefixtures("model")

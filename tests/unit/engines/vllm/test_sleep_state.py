@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.engines.vllm.sleep_state import SleepState
+from kvolt.engines.vllm.engine import SleepState
 
 WOKEN = [None]
 WOKEN_WITH_WEIGHTS = [["weights"], "reload_weights", None]

@@ -35,6 +35,7 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import (
+    COMMON_SAMPLING_FIELDS,
     AttachedKv,
     EngineSpec,
     HeldKv,
@@ -71,23 +72,6 @@ from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 
-SAMPLING_FIELDS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "seed",
-        "num_choices",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
 log = logging.getLogger(__name__)
 
 CORE = "kvolt.engines.native.loading:load_core"
@@ -104,7 +88,7 @@ _MOVE_BYTES = 8 * 1024 * 1024
 class NativeEngine:
     """See the module. For one event loop. Must be closed, even after it died."""
 
-    sampling_fields = SAMPLING_FIELDS
+    sampling_fields = COMMON_SAMPLING_FIELDS | {"logit_bias", "allowed_token_ids", "prompt_logprobs"}
 
     def __init__(self, spec: EngineSpec, arguments: NativeArguments, *, core: str = CORE) -> None:
         """`core`: loader of the core, as `module:function`; tests use others."""

@@ -7,7 +7,7 @@ Differences from vLLM's connector:
   reader uses what it read even if the blocks were released and overwritten before or during the read.
 - The owner's scheduler decides when a hold ends (`nixl_owner`): at its release, at the request's deadline, or when no
   reader has renewed it for `kvolt_hold_s`. vLLM's readers renew between steps only, so that a long step loses the hold.
-- On a CPU nothing spins (`cpu_waits`).
+- On a CPU nothing spins (`cpu_patches`).
 
 Runs in vLLM's processes: imports little of kvolt besides this package.
 """
@@ -20,11 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
-from kvolt.engines.vllm.plugins import cpu_waits
-from kvolt.engines.vllm.plugins.nixl_owner import RELEASE, OwnerScheduler
+from kvolt.engines.vllm.plugins.cpu_patches import patch_waits
+from kvolt.engines.vllm.plugins.kv_holds import RELEASE
+from kvolt.engines.vllm.plugins.nixl_owner import OwnerScheduler
 from kvolt.engines.vllm.plugins.nixl_reader import ReaderStats, ReaderWorker
 
-cpu_waits.install()
+patch_waits()
 
 
 class KvoltNixlConnector(NixlConnector):  # type: ignore[misc]

@@ -19,14 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import make_zmq_path
 
-from kvolt.engines.vllm.plugins.kv_holds import Holds
-from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S, HoldAnswers, serve
+from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S, HoldAnswers, Holds, serve
 from kvolt.runtime.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
-RELEASE = "kvolt_release"
-"""Transfer parameter: the request whose blocks are to be released. As in `vllm.prefills`."""
 RELEASED, EXPIRED = -math.inf, -1e18
 """Orders to the workers, as expiry times: clocks of hosts differ by less."""
 _now = SystemClock().monotonic

@@ -16,9 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.utils.network_utils import make_zmq_path
 
-from kvolt.engines.vllm.plugins.hold_checks import HoldChecks
+from kvolt.engines.vllm.plugins.kv_holds import READS, HoldChecks
 from kvolt.engines.vllm.plugins.nixl_owner import RELEASED, require
-from kvolt.engines.vllm.plugins.read_reports import READS
 from kvolt.runtime.clock import SystemClock
 
 log = logging.getLogger(__name__)

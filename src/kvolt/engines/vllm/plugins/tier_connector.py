@@ -20,14 +20,13 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvolt.core.kv_events import Tier
+from kvolt.engines.vllm.arguments import VllmTiers, names_folder
 from kvolt.engines.vllm.plugins.tier_events import TierEvents
-from kvolt.engines.vllm.plugins.tier_messages import InitialTierUpdate, TierCommands
+from kvolt.engines.vllm.plugins.tier_messages import InitialTierUpdate, TierCommands, event_of, extra_keys_of
 from kvolt.engines.vllm.plugins.tier_names import NamesFile
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
 from kvolt.engines.vllm.plugins.tier_scheduler import TierScheduler
-from kvolt.engines.vllm.plugins.tier_settings import VllmTiers, names_folder
 from kvolt.engines.vllm.plugins.tier_stats import stats_payload
-from kvolt.engines.vllm.plugins.tier_vllm_events import event_of, extra_keys_of
 from kvolt.engines.vllm.plugins.tier_worker import TierWorker
 
 _HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}

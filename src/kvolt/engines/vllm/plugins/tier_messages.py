@@ -1,4 +1,4 @@
-"""Messages between the two halves of the tier connector, sent with vLLM's steps."""
+"""Messages between the two halves of the tier connector, sent with vLLM's steps, and the tiers' KV events as vLLM's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
+from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun
+
+_MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
+_GROUP = 0
+"""The only KV cache group, see `tier_connector`."""
 
 
 class BlockMove(NamedTuple):
@@ -107,3 +118,28 @@ def key_of(name: bytes, identity: bytes) -> BlockKey:
 def hash_of(key: BlockKey) -> SequenceHash:
     """Hash under which tiers report a block."""
     return SequenceHash(int.from_bytes(key[:8], "little"))
+
+
+def event_of(change: StoredRun | RemovedRun, block_size: int) -> Any:
+    if isinstance(change, RemovedRun):
+        names = [maybe_convert_block_hash(name) for name in change.names]
+        return BlockRemoved(block_hashes=names, medium=_MEDIA[change.tier], group_idx=_GROUP)
+    parent = change.blocks[0].parent
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(block.name) for block in change.blocks],
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+        token_ids=[token for block in change.blocks for token in block.token_ids],
+        block_size=block_size,
+        lora_id=None,
+        medium=_MEDIA[change.tier],
+        lora_name=None,
+        extra_keys=[block.extra_keys for block in change.blocks],
+        group_idx=_GROUP,
+    )
+
+
+def extra_keys_of(request: Any, start: int, end: int) -> Any:
+    """Extra keys as in vLLM's event for the same block on its device."""
+    keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    event_keys = to_event_extra_keys([keys])
+    return None if event_keys is None else event_keys[0]

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
+from kvolt.engines.vllm.arguments import VllmTiers, lower_tiers, num_host_blocks
 from kvolt.engines.vllm.plugins.tier_messages import (
     BlockMove,
     TierCommands,
@@ -24,11 +25,10 @@ from kvolt.engines.vllm.plugins.tier_messages import (
     TierUpdate,
     hash_of,
 )
-from kvolt.engines.vllm.plugins.tier_settings import VllmTiers, lower_tiers, num_host_blocks
-from kvolt.engines.vllm.plugins.tier_steps import Mark
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.memory.slabs import Slab
 
 _START_S = 600.0
@@ -36,6 +36,43 @@ _STOP_S = 30.0
 _FETCH_S = 10.0
 _FENCE_S = 60.0
 _QUERY_S = 1.0
+
+
+_clock = SystemClock()
+
+
+class Mark:
+    """Point in the device's work queue, to measure steps. On a CPU all work before it is done already."""
+
+    def __init__(self, tensor: Any) -> None:
+        """`tensor`: memory on the device."""
+        self._at = _clock.monotonic()
+        self._event: Any = None
+        if tensor.device.type != "cpu":
+            import torch
+
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def is_passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    @property
+    def needs_wait(self) -> bool:
+        """Whether `wait` must be called before the work is used."""
+        return self._event is not None
+
+    def wait(self) -> None:
+        """Block until the device has reached it. Not for vLLM's main thread, which prepares the next step."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_from(self, start: Mark) -> float:
+        """Seconds between two points that the device has passed."""
+        if self._event is not None:
+            return float(start._event.elapsed_time(self._event)) / 1e3
+        return self._at - start._at
 
 
 def slab_of(tensor: Any, num_blocks: int) -> Slab:

@@ -8,8 +8,7 @@ from types import TracebackType
 
 import zmq
 
-from kvolt.engines.vllm.plugins.kv_holds import Holds
-from kvolt.engines.vllm.plugins.side_channel import HoldAnswers, serve
+from kvolt.engines.vllm.plugins.kv_holds import HoldAnswers, Holds, serve
 
 HOLD_S = 60.0
 

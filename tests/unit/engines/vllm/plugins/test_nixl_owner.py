@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.engines.vllm.plugins.nixl_lab import LEASE_S, nixl_owner
 
-from kvolt.engines.vllm.plugins.kv_holds import Holds
-from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
+from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S, Holds
 
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
 BUSY = SimpleNamespace(total_num_scheduled_tokens=7)

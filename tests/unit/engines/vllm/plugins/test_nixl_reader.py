@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.engines.vllm.plugins.nixl_lab import nixl_owner, nixl_reader
 
-from kvolt.engines.vllm.plugins.read_reports import READS, Read, reads_of
+from kvolt.engines.vllm.plugins.kv_holds import READS, Read, reads_of
 
 OWNER = SimpleNamespace(host="192.0.2.1", port=5600, engine_id="owner", request_id="held")
 

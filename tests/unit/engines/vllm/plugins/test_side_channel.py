@@ -10,8 +10,7 @@ import pytest
 import zmq
 from tests.unit.engines.vllm.plugins.owner_lab import Owner
 
-from kvolt.engines.vllm.plugins.hold_checks import HoldChecks
-from kvolt.engines.vllm.plugins.side_channel import answer_of, check_message, renew_message
+from kvolt.engines.vllm.plugins.kv_holds import HoldChecks, answer_of, check_message, renew_message
 
 E = "engine"
 PATIENCE_S = 30.0
@@ -96,7 +95,7 @@ def test_many_reads_of_one_owner(owner: Owner, reader: Reader) -> None:
 
 
 def test_idle_owners_are_disconnected(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvolt.engines.vllm.plugins.hold_checks._MAX_IDLE_OWNERS", 1)
+    monkeypatch.setattr("kvolt.engines.vllm.plugins.kv_holds._MAX_IDLE_OWNERS", 1)
     with Owner() as first, Owner() as second:
         for each in (first, second):
             each.serve(E, "a")

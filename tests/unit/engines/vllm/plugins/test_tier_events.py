@@ -14,7 +14,6 @@ from tests.unit.engines.vllm.plugins.tier_lab import (
     FakeRequest,
     tier_messages,
     tier_scheduler,
-    tier_vllm_events,
 )
 
 from kvolt.core.ids import RequestId, SequenceHash
@@ -158,7 +157,7 @@ class Seen:
             b"model",
             TierOnboardPolicy(BLOCK, 64),
             self.events,
-            tier_vllm_events.extra_keys_of,
+            tier_messages.extra_keys_of,
         )
         self.translator = Translator(Engine.VLLM, BLOCK)
         self.replica = Replica()
@@ -169,7 +168,7 @@ class Seen:
         self.read()
 
     def read(self) -> None:
-        made = [tier_vllm_events.event_of(change, BLOCK) for change in self.events.take_events()]
+        made = [tier_messages.event_of(change, BLOCK) for change in self.events.take_events()]
         changes = self.translator.translate(msgspec.msgpack.encode([0.0, made, 0])).changes
         for change in changes:
             self.replica.apply(change)

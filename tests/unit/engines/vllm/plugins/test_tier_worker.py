@@ -14,7 +14,7 @@ from tests.unit.engines.vllm.plugins.tier_lab import tier_messages, tier_worker
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
+from kvolt.engines.vllm.arguments import VllmTiers
 from kvolt.kv.tiers.slot_memory import SlotMemory
 
 NUM_BLOCKS = 8

@@ -78,7 +78,7 @@ def stood_in(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 with stood_in(_MODULES):
-    from kvolt.engines.vllm.plugins import tier_messages, tier_scheduler, tier_vllm_events, tier_worker
+    from kvolt.engines.vllm.plugins import tier_messages, tier_scheduler, tier_worker
 
 __all__ = [
     "BLOCK",
@@ -88,7 +88,6 @@ __all__ = [
     "stood_in",
     "tier_messages",
     "tier_scheduler",
-    "tier_vllm_events",
     "tier_worker",
 ]
 

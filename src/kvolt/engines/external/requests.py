@@ -1,17 +1,42 @@
-"""Resumed requests: external engines get the earlier output tokens as part of the prompt."""
+"""What adapters share about requests: engine-specific fields, sampling parameters, resumed requests.
+
+External engines get the earlier output tokens of a resumed request as part of the prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from kvolt.core.errors import Unsupported
 from kvolt.core.request import Request, Sampling
 from kvolt.engines.external.answers import Choice
 
+_NAMES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
 """Penalties that apply to output tokens only."""
 PENALTIES = (*OUTPUT_PENALTIES, "repetition_penalty")
 _NONE = Sampling()
+
+
+def refuse_extra(request: Request, engine: str, known: Collection[str] = ()) -> None:
+    """Unsupported for an unknown field; ignoring it would look like support."""
+    for name in request.extra:
+        if name not in known:
+            raise Unsupported(f"{engine} does not support {name!r}", feature=name, param=name)
+
+
+def common_sampling(request: Request) -> dict[str, Any]:
+    """A new dict, which the caller may change."""
+    sampling = request.sampling
+    return {name: getattr(sampling, name) for name in _NAMES} | {"ignore_eos": request.stop.ignore_eos}
 
 
 def first_tokens(request: Request) -> tuple[int, ...] | None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.unit.engines.vllm.plugins.tier_lab import stood_in
 
-from kvolt.engines.vllm.plugins import cpu_waits
+from kvolt.engines.vllm.plugins import cpu_patches
+from kvolt.engines.vllm.plugins.cpu_patches import patch_waits
 
 
 class Poller:
@@ -33,7 +34,7 @@ NOTIFICATIONS = Notifications()
 
 
 class Installed:
-    """vLLM's and NIXL's classes, after `install`."""
+    """vLLM's and NIXL's classes, after `patch_waits`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool) -> None:
         self.condition: Any = type("SpinCondition", (), {"wait": lambda self, timeout_ms=None: "spins"})
@@ -53,14 +54,14 @@ class Installed:
             "vllm.distributed.device_communicators.shm_broadcast": {"SpinCondition": self.condition},
         }
         with stood_in(modules):
-            cpu_waits.install()
-            cpu_waits.install()  # both halves of a connector do, where they share a process
+            patch_waits()
+            patch_waits()  # both halves of a connector do, where they share a process
         bindings.nixlAgent("agent", SimpleNamespace(pthrDelay=0))
 
     def waiter(self, *, is_notified: bool, since_s: float) -> Any:
         condition = self.condition()
         condition.busy_loop_s = 1.0
-        condition.last_read = cpu_waits._now() - since_s
+        condition.last_read = cpu_patches._now() - since_s
         condition.local_notify_socket = NOTIFICATIONS
         condition.poller = Poller(is_notified=is_notified)
         return condition
