@@ -46,7 +46,7 @@ from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.supervisor.process import die_with_parent
-from kvolt.runtime.supervisor.supervisor import read_status
+from kvolt.runtime.supervisor.supervisor import STATUS_FILE, SupervisorStatus
 
 PATIENCE_S = 60.0
 """For what takes milliseconds on an idle machine and seconds on a busy one."""
@@ -62,6 +62,14 @@ _KVOLT = (sys.executable, "-m", "kvolt")
 _MARK = "INTEGRATION_TEST_BENCH"
 
 decode_delta = msgspec.msgpack.Decoder(Delta).decode
+
+
+def read_status(log_dir: Path) -> SupervisorStatus | None:
+    """The last snapshot of a supervisor; None if there is none."""
+    try:
+        return msgspec.json.decode((log_dir / STATUS_FILE).read_bytes(), type=SupervisorStatus)
+    except FileNotFoundError:
+        return None
 
 
 class Kvolt:

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.processes import MODEL, Bench, free_port, until
+from tests.integration.processes import MODEL, Bench, free_port, read_status, until
 from tests.unit.cli.chat_lab import Terminal
-
-from kvolt.runtime.supervisor.supervisor import read_status
 
 WORKERS = """
 [[workers]]

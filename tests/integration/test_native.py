@@ -21,13 +21,12 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from tests.integration.processes import PATIENCE_S, Bench, Kvolt, until, until_ready
+from tests.integration.processes import PATIENCE_S, Bench, Kvolt, read_status, until, until_ready
 
 from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Stored
 from kvolt.runtime.events.port import EventStream
-from kvolt.runtime.supervisor.supervisor import read_status
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 MODEL = "tiny"

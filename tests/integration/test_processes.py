@@ -15,9 +15,7 @@ from typing import Any, Self
 import httpx
 import psutil
 import pytest
-from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until
-
-from kvolt.runtime.supervisor.supervisor import read_status
+from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, read_status, until
 
 HTTP = ("frontend-0", "frontend-1")
 ALL = (*HTTP, "router", "worker-0", "worker-1")

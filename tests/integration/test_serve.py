@@ -14,9 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, free_port, until, until_ready
-
-from kvolt.runtime.supervisor.supervisor import read_status
+from tests.integration.processes import (
+    MODEL,
+    PATIENCE_S,
+    Bench,
+    Kvolt,
+    free_port,
+    read_status,
+    until,
+    until_ready,
+)
 
 FAST = """
 [[workers]]

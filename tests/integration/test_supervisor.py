@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.integration.processes import read_status
 
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
@@ -36,7 +37,6 @@ from kvolt.runtime.supervisor.supervisor import (
     ChildStatus,
     Supervisor,
     SupervisorConfig,
-    read_status,
 )
 
 PATIENCE_S = 60.0
@@ -110,7 +110,7 @@ async def test_crash_is_restarted_with_backoff(tmp_path: Path) -> None:
     assert "boom; restarting in 0.05 s" in out
     assert "restarting in 0.1 s" in out
     states = [event.state for event in bench.events]
-    assert states[:5] == ["pending", "starting", "running", "backoff", "pending"]
+    assert states[:5] == ["pending", "running", "backoff", "pending", "running"]
     assert states[-1] == ChildState.STOPPED
 
 
@@ -225,10 +225,10 @@ async def test_long_line_neither_blocks_the_child_nor_grows(tmp_path: Path) -> N
         print("through", file=sys.stderr)
         time.sleep(60)
     """
-    bench = Bench([child("a", program, log_name="chat.txt")], tmp_path)
+    bench = Bench([child("a", program)], tmp_path)
     async with bench.running():
         await until(lambda: "through" in bench.out.getvalue())
-    lines = (tmp_path / "chat.txt").read_bytes().splitlines()
+    lines = (tmp_path / "a.log").read_bytes().splitlines()
     assert [line[:5] for line in lines] == [b"xxxxx", b"yyyyy", b"short", b"throu"]
     assert len(lines[0]) == LINE_LIMIT_BYTES + len(" ... [cut]")
 
@@ -281,22 +281,6 @@ async def test_status_file_follows_the_children(tmp_path: Path) -> None:
     assert last is not None
     assert (last.exit_code, last.children[0].state, last.children[0].pid) == (0, "stopped", None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "supervisor.json"]
-
-
-async def test_running_only_when_the_hook_says_ready(tmp_path: Path) -> None:
-    bench = Bench([child("a", SLEEP)], tmp_path)
-    opened = asyncio.Event()
-
-    async def ready(name: str) -> None:
-        assert name == "a"
-        await opened.wait()
-
-    bench.supervisor._ready = ready
-    async with bench.running():
-        await until(lambda: len(bench.pids()) == 1)
-        assert bench.events[-1].state is ChildState.STARTING
-        opened.set()
-        await until(lambda: bench.events[-1].state is ChildState.RUNNING)
 
 
 # --- A supervisor that is a process of its own --------------------------------------------------------

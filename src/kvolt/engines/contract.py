@@ -79,37 +79,29 @@ class Engine(Protocol):
     def sampling_fields(self) -> frozenset[str]:
         """Fields of `Sampling` that the engine implements: `COMMON_SAMPLING_FIELDS` and others by name. A worker
         refuses requests that set others (`check_sampling_fields`), and so any field that is new."""
-        ...
 
     @property
     def card(self) -> ModelCard:
         """Card of the served model; identical on every instance. Available after `start`."""
-        ...
 
     async def start(self) -> EngineInfo:
         """Load the model and become ready to compute."""
-        ...
 
     def submit(self, request: Request) -> None:
         """Enqueue a request. InvalidRequest or Unsupported if it can never run here; Overloaded if the queue
         is full."""
-        ...
 
     def abort(self, request_id: RequestId) -> None:
         """Stop a request in any state and release its blocks. Unknown ids are ignored."""
-        ...
 
     async def withdraw(self, request_id: RequestId) -> bool:
         """Remove a request that has not started. Returns False if it has started or is unknown."""
-        ...
 
     def steps(self) -> AsyncIterator[StepOutput]:
         """Stream of step outputs, for one reader, until `close`. An exception means that the engine is dead."""
-        ...
 
     async def close(self) -> None:
         """Stop computing and release all resources; `steps` ends."""
-        ...
 
 
 @runtime_checkable
@@ -126,7 +118,6 @@ class KvEvents(Protocol):
     async def clear_kv(self) -> int:
         """Drop all cached blocks and report Cleared; returns their number. Running requests keep their
         blocks, which new requests no longer find."""
-        ...
 
 
 @runtime_checkable
@@ -135,11 +126,9 @@ class KvVisible(Protocol):
 
     async def match(self, request: Request) -> int:
         """Number of leading prompt tokens in cached blocks: a multiple of the block size."""
-        ...
 
     async def kv_contents(self) -> tuple[Stored, ...]:
         """All cached blocks, parents first: equal to a replay of all changes."""
-        ...
 
 
 @runtime_checkable
@@ -148,15 +137,12 @@ class KvMovable(Protocol):
 
     def kv_layout(self) -> KvLayout:
         """Available after `start`."""
-        ...
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Keys of the full blocks of a request's prompt. Equal keys on two engines mean equal bytes."""
-        ...
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
         """The leading blocks of `keys` that are cached, each with its checksum."""
-        ...
 
     async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         """Import blocks into the cache, parents first; returns how many of them are cached afterwards.
@@ -164,7 +150,6 @@ class KvMovable(Protocol):
         A block that is corrupt, has the wrong size, an unknown parent or no free space is a cache miss, and
         so are all blocks after it. Blocks that are cached already count and are not reported again.
         """
-        ...
 
 
 class HeldKv(msgspec.Struct, frozen=True):
@@ -195,12 +180,10 @@ class KvAddressable(Protocol):
     def kv_slabs(self) -> tuple[Slab, ...]:
         """One slab per rank, in rank order, each with the layout of its attention heads; a block has the same
         number in all of them. Available after `start`. Unsupported if the blocks are not in such memory."""
-        ...
 
     async def held_kv(self, request_id: RequestId) -> HeldKv:
         """Blocks of a prompt computed by `prefill`. Held until `release_prefill` or until the handoff
         expires. NotFound if there are none."""
-        ...
 
     async def computed_kv(self, request_id: RequestId, after: int) -> HeldKv:
         """Wait for more than `after` complete full blocks of a prompt that `prefill` computes, or for its
@@ -213,12 +196,10 @@ class KvAddressable(Protocol):
         per prompt: a later call replaces an earlier one, which raises Cancelled. Cancelling a call has no
         effect on the engine.
         """
-        ...
 
     async def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         """Allocate blocks for a sequence from its first block on. Must be completed by `commit_kv` unless
         `blocks` is empty; a cancelled call allocates nothing."""
-        ...
 
     async def commit_kv(
         self, allocation: KvAllocation, num_filled: int, keep_for: RequestId | None = None
@@ -231,7 +212,6 @@ class KvAddressable(Protocol):
         call. `clear_kv` drops them too. They are protected from eviction of cached blocks only: a running
         request, or one ahead in the queue, may take them.
         """
-        ...
 
 
 class AttachedKv(msgspec.Struct, frozen=True):
@@ -271,7 +251,6 @@ class KvTierable(Protocol):
         call. They do not move until `Prefill.release_prefill(name)` (a name that no request has) or until the
         hold time of a handoff is over. What would pin too many blocks is returned by the next call. A
         cancelled call pins nothing."""
-        ...
 
     async def attach_kv(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
         """Attach the last `num_last` blocks of an allocation, including those of earlier calls, to a
@@ -281,7 +260,6 @@ class KvTierable(Protocol):
         once it has computed the blocks before them. A waiting request attaches none yet. Attached blocks
         leave the allocation, which still ends with `commit_kv`, with `num_filled` 0 if any were attached.
         """
-        ...
 
 
 @runtime_checkable
@@ -300,13 +278,11 @@ class Prefill(Protocol):
     async def prefill(self, request: Request) -> Handoff:
         """Compute the prompt, sample the first tokens, and hold the blocks until they are released or the
         ticket expires. Same errors as `submit`; a cancelled call leaves nothing."""
-        ...
 
     async def release_prefill(self, request_id: RequestId) -> None:
         """Release held blocks. A prompt that is still being computed is stopped and its `prefill` raises
         Cancelled. Also releases blocks that `KvAddressable.commit_kv` keeps for a request that will not be
         submitted. Unknown ids are ignored."""
-        ...
 
 
 @runtime_checkable
@@ -316,15 +292,12 @@ class Lora(Protocol):
 
     async def load_lora(self, name: str, path: str) -> None:
         """InvalidRequest if the adapter does not fit the model or the name is in use."""
-        ...
 
     async def unload_lora(self, name: str) -> None:
         """Ends running requests of the adapter. NotFound if the name is not loaded."""
-        ...
 
     def loras(self) -> tuple[str, ...]:
         """Names of the loaded adapters, in loading order."""
-        ...
 
 
 @runtime_checkable
@@ -333,16 +306,6 @@ class Embed(Protocol):
 
     async def embed(self, inputs: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
         """One vector of unit length per token list. InvalidRequest for an empty or too long list."""
-        ...
-
-
-@runtime_checkable
-class Encode(Protocol):
-    """Encodes media for a language model."""
-
-    async def encode(self, request: Request) -> Handoff:
-        """Encode the request's media. The handoff has the expanded tokens; its ticket names the embeddings."""
-        ...
 
 
 @runtime_checkable
@@ -351,7 +314,6 @@ class Sleep(Protocol):
 
     async def sleep(self, level: int) -> None:
         """1: move weights to the host, drop KV; 2: drop weights too. No request may be running."""
-        ...
 
     async def wake(self) -> None: ...
 
@@ -363,7 +325,6 @@ class MetricsProvider(Protocol):
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
         """Metrics under the engine's own names, with `labels` added."""
-        ...
 
 
 @runtime_checkable
@@ -374,7 +335,6 @@ class Calibrated(Protocol):
     @property
     def latency(self) -> LatencyModel | None:
         """The corrected latency model; None if no model was measured."""
-        ...
 
 
 FEATURES: dict[str, type] = {
@@ -388,7 +348,6 @@ FEATURES: dict[str, type] = {
         Prefill,
         Lora,
         Embed,
-        Encode,
         Sleep,
     )
 }

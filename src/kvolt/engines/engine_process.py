@@ -31,12 +31,10 @@ class EngineHost(Child, Protocol):
     @property
     def exit_code(self) -> int | None:
         """Negative for a signal number; None while it runs, and for a stand-in."""
-        ...
 
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The last lines of its output."""
-        ...
 
 
 class _LogOutput(LineReader):

@@ -28,11 +28,9 @@ class BlockMemory(Protocol):
 
     def read(self, block: BlockId) -> bytes:
         """A copy of the block."""
-        ...
 
     def write(self, block: BlockId, data: bytes) -> None:
         """The caller has checked the length."""
-        ...
 
 
 def to_held_kv(blocks: Sequence[BlockId], names: BlockNames) -> HeldKv:

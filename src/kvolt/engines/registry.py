@@ -22,7 +22,6 @@ class HeadlessNode(Protocol):
 
     async def run(self) -> None:
         """Run until cancelled. KvoltError when it ends by itself."""
-        ...
 
 
 class EngineKind(msgspec.Struct, frozen=True):

@@ -14,4 +14,3 @@ class StepObserver(Protocol):
 
     def on_step(self, plan: StepPlan, time_s: float, load: WorkerLoad) -> None:
         """`plan` was computed in `time_s`; `load` is the engine's load now."""
-        ...

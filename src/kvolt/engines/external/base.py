@@ -47,7 +47,6 @@ class Launched(Protocol):
     @property
     def vocab_size(self) -> int | None:
         """None if unknown."""
-        ...
 
 
 L = TypeVar("L", bound=Launched)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -57,7 +56,6 @@ class KvFeed:
             self.close()
             raise
         self._translator = self._new_translator()
-        self._skipped: Counter[str] = Counter()
         self._next = 0
         """Number of the next batch. Engines start with 0, perhaps before this is connected."""
         self._num_repeated = 0
@@ -70,11 +68,6 @@ class KvFeed:
     def num_processed(self) -> int:
         """Batches since the engine's first one that were read or lost."""
         return self._next
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Blocks that are not published, by reason."""
-        return dict(self._skipped + self._translator.skipped)
 
     def _new_translator(self) -> Translator:
         return Translator(self._engine, self._block_size, self._lora_name)
@@ -126,7 +119,6 @@ class KvFeed:
         return batches
 
     def _reset(self) -> tuple[KvChange, ...]:
-        self._skipped += self._translator.skipped
         self._translator = self._new_translator()
         return (Cleared(),)
 

@@ -15,40 +15,23 @@ T = TypeVar("T")
 _POLL_S = 0.02
 
 
-@dataclass(slots=True)
-class LoadedLoras(Generic[T]):
-    """Loaded LoRA adapters by name, each with a value of the engine's adapter."""
-
-    _by_name: dict[str, T] = field(default_factory=dict)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """In order of loading."""
-        return tuple(self._by_name)
-
-    def get(self, name: str) -> T | None:
-        return self._by_name.get(name)
+class LoadedLoras(dict[str, T]):
+    """Loaded LoRA adapters by name, in order of loading, each with a value of the engine's adapter."""
 
     def find(self, name: str | None) -> T | None:
         """None for a request without an adapter. InvalidRequest for an adapter that is not loaded."""
         if not name:
             return None
-        if name not in self._by_name:
-            known = ", ".join(self._by_name) or "none"
+        if name not in self:
+            known = ", ".join(self) or "none"
             raise InvalidRequest(f"no adapter {name!r} is loaded (loaded: {known})", param="lora")
-        return self._by_name[name]
-
-    def name_of(self, matches: Callable[[T], bool]) -> str | None:
-        return next((name for name, value in self._by_name.items() if matches(value)), None)
-
-    def add(self, name: str, value: T) -> None:
-        self._by_name[name] = value
+        return self[name]
 
     def remove(self, name: str) -> T:
         """Remove an adapter and return its value. NotFound."""
-        if name not in self._by_name:
+        if name not in self:
             raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
-        return self._by_name.pop(name)
+        return self.pop(name)
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import COMMON_SAMPLING_FIELDS, EngineSpec
-from kvolt.engines.external import description
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.base import ExternalEngine
+from kvolt.engines.external.description import card_of, limits_of
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.host.messages import (
@@ -70,27 +70,18 @@ class Launched:
 
 
 def launched_from(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> Launched:
-    card = card_of(spec, arguments, model, facts)
-    info = info_of(spec, arguments, card, facts)
-    limits = description.limits_of(info, card, arguments.max_waiting)
-    return Launched(card, info, limits, facts.vocab_size, facts)
-
-
-def card_of(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> ModelCard:
-    return description.card_of(
+    """Card and registration from the facts that the host reports."""
+    card = card_of(
         model,
         arguments.served_name or spec.model,
         context_length=facts.context_length,
         block_size=facts.page_size,
         extra_eos=facts.eos_token_ids,  # SGLang stops at them
     )
-
-
-def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts: Facts) -> EngineInfo:
     features = ["KvEvents"] if facts.kv_sources else []
     features += ["Prefill"] if spec.role in (Role.PREFILL, Role.DECODE) else []
     features += ["Lora"] if facts.has_lora else []
-    return EngineInfo(
+    info = EngineInfo(
         engine="sglang",
         role=spec.role,
         model=card.name,
@@ -106,6 +97,8 @@ def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts
         kv_events=bool(facts.kv_sources),
         loras=tuple(arguments.loras),
     )
+    limits = limits_of(info, card, arguments.max_waiting)
+    return Launched(card, info, limits, facts.vocab_size, facts)
 
 
 class SglangEngine(ExternalEngine[Launched]):

@@ -95,7 +95,9 @@ class HostSupervisor:
         self._on_batch = on_batch
         self._on_failure = on_failure
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._calls = _Calls("sglang")
+        self._pending: dict[int, asyncio.Future[str | None]] = {}
+        """Calls without an answer, by number."""
+        self._num_calls = 0
         self._ready: asyncio.Future[Facts] | None = None
         self._is_ready = False
         self._task_group = TaskGroup("sglang-host", self._on_error)
@@ -131,7 +133,9 @@ class HostSupervisor:
 
     def fail_calls(self, death: KvoltError) -> None:
         """Fail all pending calls."""
-        self._calls.fail(death)
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(death)
 
     async def close(self) -> None:
         try:
@@ -153,7 +157,9 @@ class HostSupervisor:
             case Batch():
                 self._on_batch(answer)
             case Done(call, error):
-                self._calls.done(call, error)
+                pending = self._pending.get(call)
+                if pending is not None and not pending.done():
+                    pending.set_result(error)
             case Ready(facts):
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(facts)
@@ -166,43 +172,16 @@ class HostSupervisor:
             self.host.link.send(command)
 
     async def call(self, command: Callable[[int], CallCommand], timeout_s: float) -> str | None:
-        """Call the host. Returns None, or the reason of a refusal. DeadlineExceeded, EngineDied."""
-        return await self._calls.call(lambda call: self.send(command(call)), timeout_s)
-
-
-class _Calls:
-    """Numbered calls to the host, each with one answer."""
-
-    def __init__(self, callee: str) -> None:
-        self._callee = callee
-        self._number = 0
-        self._pending: dict[int, asyncio.Future[str | None]] = {}
-
-    async def call(self, send: Callable[[int], None], timeout_s: float) -> str | None:
-        """Send a call and wait. Returns None, or the reason of a refusal. DeadlineExceeded, or the error given to
-        `fail`."""
-        self._number += 1
-        number = self._number
+        """Call the host. Returns None, or the reason of a refusal. DeadlineExceeded, or the error of `fail_calls`."""
+        self._num_calls += 1
+        number = self._num_calls
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
-        send(number)
+        self.send(command(number))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self._callee} did not answer", stage="total", after_s=timeout_s
-            ) from None
+            raise DeadlineExceeded("sglang did not answer", stage="total", after_s=timeout_s) from None
         finally:
-            self._pending.pop(number, None)
-
-    def done(self, number: int, error: str | None) -> None:
-        answer = self._pending.get(number)
-        if answer is not None and not answer.done():
-            answer.set_result(error)
-
-    def fail(self, error: KvoltError) -> None:
-        """Fail all pending calls."""
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error)
+            del self._pending[number]

@@ -25,13 +25,12 @@ class Adapters:
 
     def start(self, paths: Mapping[str, str], is_enabled: bool) -> None:
         """Set the adapters that SGLang has loaded at start."""
-        for name, path in paths.items():
-            self._loaded.add(name, path)
+        self._loaded.update(paths)
         self.is_enabled = is_enabled
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self._loaded.names
+        return tuple(self._loaded)
 
     def check(self, name: str | None) -> None:
         self._loaded.find(name)
@@ -50,7 +49,7 @@ class Adapters:
         error = await self._call_host(lambda call: LoadLora(call, name, path))
         if error is not None:
             raise InvalidRequest(f"SGLang cannot load the adapter: {error}", param="path")
-        self._loaded.add(name, path)
+        self._loaded[name] = path
 
     async def unload(self, name: str) -> None:
         self._check_enabled()
@@ -58,7 +57,7 @@ class Adapters:
         await self._users.wait_unused(name)  # SGLang would remove it from running requests
         error = await self._call_host(lambda call: UnloadLora(call, name))
         if error is not None:
-            self._loaded.add(name, path)
+            self._loaded[name] = path
             raise EngineFailed(f"SGLang did not unload the adapter: {error}", engine="sglang")
 
     def _check_enabled(self) -> None:

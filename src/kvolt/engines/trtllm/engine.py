@@ -175,7 +175,7 @@ class TrtllmEngine(ExternalEngine[Running]):
             self._wakeup.set()
 
     def loras(self) -> tuple[str, ...]:
-        return self._launched.adapters.loaded.names
+        return tuple(self._launched.adapters.loaded)
 
     # --- Prefill
 

@@ -8,7 +8,7 @@ computed: the ticket is empty, and the decode worker computes the prompt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice, is_end_token
 from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.requests import needs_sampler_state
+from kvolt.engines.trtllm.sequences import Sequences
 from kvolt.engines.trtllm.tickets import ContextState, Ticket, context_state, decode_ticket, encode_ticket
 from kvolt.runtime.tasks import Scope, TaskGroup
 
@@ -53,13 +54,10 @@ class _HeldPrompt:
 
 @dataclass(slots=True)
 class Prefills:
-    """See the module. `compute_one`: computes a choice's context-only result; `hold`, `drop`: called with engine ids
-    when a prompt is held or released."""
+    """See the module."""
 
     task_group: TaskGroup
-    compute_one: Callable[[Choice], Awaitable[Any]]
-    hold: Callable[[str], None]
-    drop: Callable[[str], None]
+    sequences: Sequences
     hold_s: float
     seeds: Seeds
     eos_token_ids: Collection[int]
@@ -101,7 +99,7 @@ class Prefills:
         if held is not None:
             held.timer.cancel()
             for name in held.names:
-                self.drop(name)
+                self.sequences.drop(name)
 
     def close(self) -> None:
         for request_id in (*self._computing, *self._held):
@@ -127,11 +125,11 @@ class Prefills:
             raise
 
     async def _compute_one(self, choice: Choice, results: dict[int, Any]) -> None:
-        results[choice.index] = await self.compute_one(choice)
+        results[choice.index] = await self.sequences.compute_prompt(choice)
 
     def _drop_choices(self, choices: list[Choice]) -> None:
         for choice in choices:
-            self.drop(choice.engine_id)
+            self.sequences.drop(choice.engine_id)
 
     def _computed(self, request: Request, choices: list[Choice], results: dict[int, Any]) -> Handoff:
         states = tuple(context_state(results[each.index].outputs[0].disaggregated_params) for each in choices)
@@ -143,7 +141,7 @@ class Prefills:
             return self._handoff(Ticket())
         ticket = encode_ticket(Ticket(states))
         for choice in choices:
-            self.hold(choice.engine_id)
+            self.sequences.hold(choice.engine_id)
         timer = asyncio.get_running_loop().call_later(self.hold_s, self.release, request.request_id)
         self._held[request.request_id] = _HeldPrompt(tuple(each.engine_id for each in choices), timer)
         return self._handoff(ticket, first, results[choices[0].index].cached_tokens)

@@ -64,9 +64,7 @@ def check_resumable(request: Request, seeds: Seeds) -> None:
         )
 
 
-def sampling_params(
-    choice: Choice, eos_token_ids: Sequence[int], *, max_tokens: int, has_grammar: bool = True
-) -> Any:
+def sampling_params(choice: Choice, eos_token_ids: Sequence[int], *, max_tokens: int) -> Any:
     """TensorRT-LLM's SamplingParams of a choice. InvalidRequest if it refuses them."""
     from tensorrt_llm.llmapi import SamplingParams
 
@@ -90,7 +88,7 @@ def sampling_params(
             repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
             # 0 would disable logprobs.
             logprobs=None if sampling.logprobs is None else max(sampling.logprobs, 1),
-            guided_decoding=_guided(request.grammar) if has_grammar else None,
+            guided_decoding=_guided(request.grammar),
             detokenize=False,
             add_special_tokens=False,
         )

@@ -99,15 +99,8 @@ class Running:
         seeds = SequenceSeeds(info.block_size)
         admission = Admission(info.capacity.max_num_seqs, info.capacity.kv_total_blocks)
         sequences = Sequences(launched, adapters, admission, seeds, task_group, on_output, on_failure)
-        prefills = Prefills(
-            task_group,
-            sequences.compute_prompt,
-            sequences.hold,
-            sequences.drop,
-            arguments.hold_s,
-            arguments.seeds,
-            frozenset(launched.card.eos_token_ids),
-        )
+        eos_token_ids = frozenset(launched.card.eos_token_ids)
+        prefills = Prefills(task_group, sequences, arguments.hold_s, arguments.seeds, eos_token_ids)
         translator = TrtllmTranslator(info.block_size, seeds) if arguments.kv_events else None
         return cls(launched, adapters, admission, sequences, prefills, Poll(launched.llm, translator))
 

@@ -49,7 +49,7 @@ class Adapters:
                 raise InvalidRequest(f"adapter {name!r} is loaded from {known.lora_path}", param="lora")
             return
         try:
-            self.loaded.add(name, LoRARequest(name, next(self._numbers), path))
+            self.loaded[name] = LoRARequest(name, next(self._numbers), path)
         except ValueError as error:
             raise InvalidRequest(f"TensorRT-LLM refuses adapter {name!r}: {error}", param="lora") from error
 

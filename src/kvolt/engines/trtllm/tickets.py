@@ -52,19 +52,9 @@ def context_state(params: Any) -> ContextState:
     """State of a computed prompt. EngineFailed if a decode worker cannot continue from it."""
     if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
         raise EngineFailed("TensorRT-LLM returned no context state for the prompt", engine="trtllm")
-    endpoint = getattr(params, "ctx_info_endpoint", None)
-    fields = {
-        "first_gen_tokens": tuple(params.first_gen_tokens),
-        "ctx_request_id": params.ctx_request_id,
-        "opaque_state": params.opaque_state,
-        "draft_tokens": tuple(params.draft_tokens) if params.draft_tokens else None,
-        "disagg_request_id": getattr(params, "disagg_request_id", None),
-        "ctx_dp_rank": getattr(params, "ctx_dp_rank", None),
-        "ctx_info_endpoint": tuple(endpoint) if isinstance(endpoint, list) else endpoint,
-    }
     try:
         # Without `builtin_types` text would be accepted as bytes.
-        return msgspec.convert(fields, ContextState, builtin_types=(bytes,))
+        return msgspec.convert(params, ContextState, from_attributes=True, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise EngineFailed(f"the context state is invalid: {error}", engine="trtllm") from error
 
@@ -93,21 +83,14 @@ def generation_params(state: ContextState) -> Any:
     """DisaggregatedParams to continue after a prompt. EngineFailed for fields of a newer version."""
     from tensorrt_llm.llmapi import DisaggregatedParams
 
-    endpoint = state.ctx_info_endpoint
-    newer = {
-        "disagg_request_id": state.disagg_request_id,
-        "ctx_dp_rank": state.ctx_dp_rank,
-        "ctx_info_endpoint": list(endpoint) if isinstance(endpoint, tuple) else endpoint,
+    given = msgspec.structs.asdict(state).items()
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given
+        if value not in (None, ())
     }
     try:
-        return DisaggregatedParams(
-            request_type="generation_only",
-            first_gen_tokens=list(state.first_gen_tokens),
-            ctx_request_id=state.ctx_request_id,
-            opaque_state=state.opaque_state,
-            draft_tokens=None if state.draft_tokens is None else list(state.draft_tokens),
-            **{name: value for name, value in newer.items() if value is not None},
-        )
+        return DisaggregatedParams(request_type="generation_only", **fields)
     except TypeError as error:
         raise EngineFailed(f"a ticket of another TensorRT-LLM version: {error}", engine="trtllm") from error
 

@@ -40,11 +40,6 @@ class KvEventForwarder:
         """Device blocks of all ranks."""
         return self._blocks.num_on_device
 
-    @property
-    def num_batches(self) -> int:
-        """Event batches received from all ranks."""
-        return sum(feed.num_batches for feed in self._feeds)
-
     def start(
         self,
         info: EngineInfo,

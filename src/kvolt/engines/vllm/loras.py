@@ -33,14 +33,14 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self._loaded.names
+        return tuple(self._loaded)
 
     def find(self, name: str | None) -> Any:
         """None for a request without an adapter. InvalidRequest for an adapter that is not loaded."""
         return self._loaded.find(name)
 
     def name_of(self, number: int | str) -> str | None:
-        return self._loaded.name_of(lambda each: each.lora_int_id == number)
+        return next((name for name, each in self._loaded.items() if each.lora_int_id == number), None)
 
     def add_user(self, request_id: RequestId, name: str | None) -> None:
         adapter = self.find(name)
@@ -66,10 +66,10 @@ class Adapters:
         if not is_loaded:
             raise InvalidRequest("vLLM did not load the adapter", param="path")
         self._num_loads[name, path] += 1
-        self._loaded.add(name, adapter)
+        self._loaded[name] = adapter
 
     def _is_taken(self, name: str) -> bool:
-        return name in self._loading or self._loaded.get(name) is not None
+        return name in self._loading or name in self._loaded
 
     def _unique_path(self, name: str, path: str) -> str:
         """A path that no earlier load used.
@@ -93,7 +93,7 @@ class Adapters:
             if self._is_taken(name):
                 self._unused.add(adapter.lora_int_id)  # the name is in use again
             else:
-                self._loaded.add(name, adapter)
+                self._loaded[name] = adapter
             raise
         self._unused.add(adapter.lora_int_id)
         await self._remove_unused(core)

@@ -99,7 +99,7 @@ class TierMetrics(Collector):
         for tier in _TIERS:
             stats = _stats(engines, tier)
             for reason in sorted({reason for each in stats for reason in each.failures}):
-                failures.add_metric((tier, reason), sum(each.failures[reason] for each in stats))
+                failures.add_metric((tier, reason), sum(each.failures.get(reason, 0) for each in stats))
         yield failures
         served = CounterMetricFamily("kvolt_tier_served_blocks", "KV blocks served to other workers")
         servers = [each.peers[1] for each in engines if each.peers is not None]

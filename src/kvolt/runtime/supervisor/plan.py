@@ -2,16 +2,15 @@
 
 Pure: an event and the time go in, actions come out, which `supervisor` executes.
 
-    pending --Spawned--> starting --BecameReady--> running
-       ^                     |                        |
-       |                     +---------Exited---------+
-    BackoffElapsed                      |
-       |                                v
-       +----- backoff <---- crash ------+------ exit code 2 ----> failed (first start)
-                 |
-            StopRequested         pending, starting, running --StopRequested--> stopping
-                 v                                                                 |
-              stopped <---------------------------Exited---------------------------+
+    pending --Spawned--> running
+       ^                    |
+    BackoffElapsed        Exited
+       |                    v
+       +-- backoff <- crash-+- exit code 2 --> failed (first start)
+              |
+         StopRequested      pending, running --StopRequested--> stopping
+              v                                                    |
+           stopped <------------------Exited-----------------------+
 
 Stopping goes by stage, highest first: the children of a stage stop in parallel, and the next stage follows when they
 have exited. So a frontend can finish its requests while its workers still serve.
@@ -37,7 +36,6 @@ STUCK_EXIT_CODE = 1
 class ChildState(StrEnum):
     PENDING = "pending"
     """The process is being spawned."""
-    STARTING = "starting"
     RUNNING = "running"
     BACKOFF = "backoff"
     STOPPING = "stopping"
@@ -58,10 +56,6 @@ class SpawnFailed(msgspec.Struct, frozen=True):
     child: str
     reason: str
     retryable: bool
-
-
-class BecameReady(msgspec.Struct, frozen=True):
-    child: str
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -89,7 +83,7 @@ class StopRequested(msgspec.Struct, frozen=True):
     reason: str
 
 
-ChildEvent = Spawned | SpawnFailed | BecameReady | Exited | BackoffElapsed | KillTimeout
+ChildEvent = Spawned | SpawnFailed | Exited | BackoffElapsed | KillTimeout
 Event = ChildEvent | StopRequested
 
 
@@ -137,12 +131,9 @@ _S = ChildState
 _AFTER_EXIT = (_S.BACKOFF, _S.FAILED, _S.STOPPED)
 
 TRANSITIONS: Mapping[tuple[ChildState, type[Event]], tuple[ChildState, ...]] = {
-    (_S.PENDING, Spawned): (_S.STARTING,),
+    (_S.PENDING, Spawned): (_S.RUNNING,),
     (_S.PENDING, SpawnFailed): _AFTER_EXIT,
     (_S.PENDING, StopRequested): (_S.STOPPING,),
-    (_S.STARTING, BecameReady): (_S.RUNNING,),
-    (_S.STARTING, Exited): _AFTER_EXIT,
-    (_S.STARTING, StopRequested): (_S.STOPPING,),
     (_S.RUNNING, Exited): _AFTER_EXIT,
     (_S.RUNNING, StopRequested): (_S.STOPPING,),
     (_S.BACKOFF, BackoffElapsed): (_S.PENDING,),
@@ -150,7 +141,6 @@ TRANSITIONS: Mapping[tuple[ChildState, type[Event]], tuple[ChildState, ...]] = {
     # The stop came during a spawn: the process is terminated as soon as it exists.
     (_S.STOPPING, Spawned): (_S.STOPPING,),
     (_S.STOPPING, SpawnFailed): (_S.STOPPED,),
-    (_S.STOPPING, BecameReady): (_S.STOPPING,),
     (_S.STOPPING, Exited): (_S.STOPPED,),
     (_S.STOPPING, KillTimeout): (_S.STOPPING, _S.FAILED),
     # Outdated timers, and the exit of a child that was already given up.
@@ -171,7 +161,7 @@ class RestartRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backoff_initial_s: float = 1.0
     backoff_max_s: float = 30.0
     stable_after_s: float = 10.0
-    """After being ready for this long, the next crash restarts with the initial back-off."""
+    """After running for this long, the next crash restarts with the initial back-off."""
 
 
 @dataclass(slots=True)
@@ -181,7 +171,7 @@ class _Child:
     state: ChildState = ChildState.PENDING
     restarts: int = 0
     backoff_s: float = 0.0
-    ready_at: float | None = None
+    started_at: float | None = None
     kill_sent: bool = False
 
 
@@ -237,10 +227,7 @@ class SupervisorPlan:
             case Spawned() if child.state is _S.STOPPING:
                 return self._terminate(child)
             case Spawned():
-                child.ready_at = None
-                self._move(child, event, _S.STARTING)
-            case BecameReady() if child.state is _S.STARTING:
-                child.ready_at = now
+                child.started_at = now
                 self._move(child, event, _S.RUNNING)
             case SpawnFailed(_, reason, retryable):
                 text = f"could not be started: {reason}"
@@ -270,7 +257,7 @@ class SupervisorPlan:
             self._exit_code = self._exit_code or CONFIG_EXIT_CODE
             self._move(child, event, _S.FAILED)
             return [Report(Level.ERROR, f"{child.name} {text}; stopping, since a restart cannot help")]
-        was_stable = child.ready_at is not None and now - child.ready_at >= self._restart.stable_after_s
+        was_stable = child.started_at is not None and now - child.started_at >= self._restart.stable_after_s
         backoff_s = (
             self._restart.backoff_initial_s if was_stable or not child.backoff_s else child.backoff_s * 2
         )

@@ -93,11 +93,9 @@ class Child(Protocol):
 
     async def wait_exit(self) -> str:
         """Wait for the exit and for all output; returns a short description of the exit."""
-        ...
 
     def kill(self) -> None:
         """Kill it now if possible. Idempotent."""
-        ...
 
 
 class ChildProcess:

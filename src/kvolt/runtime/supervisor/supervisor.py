@@ -13,10 +13,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -43,8 +42,6 @@ class ChildSpec(msgspec.Struct, frozen=True):
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     """Added to the supervisor's own environment."""
-    log_name: str = ""
-    """File name in the log directory; default: the name with `.log`."""
     stage: int = 0
     """Stop stage: the highest stage stops first; children of one stage stop together."""
     affinity: tuple[int, ...] = ()
@@ -81,14 +78,6 @@ class SupervisorStatus(msgspec.Struct, frozen=True):
     children: tuple[ChildStatus, ...]
 
 
-def read_status(log_dir: Path) -> SupervisorStatus | None:
-    """Read the last snapshot; None if there is none."""
-    try:
-        return msgspec.json.decode((log_dir / STATUS_FILE).read_bytes(), type=SupervisorStatus)
-    except FileNotFoundError:
-        return None
-
-
 # --- The driver ---------------------------------------------------------------------------------------
 
 
@@ -105,8 +94,8 @@ class _Run:
 class Supervisor:
     """Keeps the children running until a stop is requested or a child cannot run.
 
-    `ready(name)` returns once the child is serving; without it a child counts as running when it has started.
-    `on_event` is called on every change of a child; it must not block.
+    A child counts as running when its process has started. `on_event` is called on every change of a child; it must
+    not block.
     """
 
     def __init__(
@@ -117,7 +106,6 @@ class Supervisor:
         stop: StopSignal,
         config: SupervisorConfig | None = None,
         view: TerminalView | None = None,
-        ready: Callable[[str], Awaitable[object]] | None = None,
         on_event: Callable[[ChildStatus], None] | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
@@ -128,7 +116,6 @@ class Supervisor:
         self._stop = stop
         self._config = config or SupervisorConfig()
         self._view = view or TerminalView(sys.stdout, list(self._specs))
-        self._ready = ready
         self._on_event = on_event
         stages = {spec.name: spec.stage for spec in specs}
         self._plan = SupervisorPlan(stages, self._config.restart, self._config.stop_timeout_s)
@@ -165,7 +152,7 @@ class Supervisor:
         try:
             make_private(self._log_dir)
             for spec in self._specs.values():
-                path = self._log_dir / (spec.log_name or f"{spec.name}.log")
+                path = self._log_dir / f"{spec.name}.log"
                 log_file = RotatingFile(path, self._config.log_limit_bytes)
                 self._log_files[spec.name] = log_file
                 files.callback(log_file.close)
@@ -255,22 +242,13 @@ class Supervisor:
         self._guard.watch(process.pid)
         run = _Run(process, output, self._clock.monotonic(), self._clock.wall())
         self._processes[spec.name] = run
-        readiness: asyncio.Task[Any] | None = None
         try:
             self._feed(plan.Spawned(spec.name))
-            readiness = self._scope.start(self._await_ready(spec.name), f"{spec.name}/ready")
             await process.wait_exit()
         finally:
             await end_child(process)  # if it still runs, the wait was cancelled
             self._guard.unwatch(process.pid)
             del self._processes[spec.name]
-            if readiness is not None:
-                readiness.cancel()
         assert process.exit_code is not None
         uptime_s = self._clock.monotonic() - run.started
         self._feed(plan.Exited(spec.name, process.exit_code, uptime_s, output.last_words))
-
-    async def _await_ready(self, name: str) -> None:
-        if self._ready is not None:
-            await self._ready(name)
-        self._feed(plan.BecameReady(name))

@@ -130,7 +130,7 @@ async def test_what_vllm_published(publisher: Publisher) -> None:
         for each in frames("published"):
             publisher.send(*each)
         assert await read.next(5) == recorded_changes()
-        assert (read.feed.num_batches, read.feed.num_lost, read.feed.skipped) == (5, 0, {})
+        assert (read.feed.num_batches, read.feed.num_lost, read.feed._translator.skipped) == (5, 0, {})
 
 
 def test_replays_are_made_as_vllm_makes_them(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def test_a_hole_that_cannot_be_filled_takes_everything_back(
         publisher.publish(removed(0))
         publisher.publish(stored(0))
         assert await read.next(1) == [(told(0),)]
-        assert read.feed.skipped == {"unknown_block": 1}
+        assert read.feed._translator.skipped == {"unknown_block": 1}
     assert "KV events lost, blocks cleared: batches=2" in caplog.text
 
 
@@ -292,7 +292,7 @@ async def test_an_event_of_an_unknown_kind_is_counted(publisher: Publisher) -> N
         publisher.publish(payload_of({"type": "BlockPainted", "colour": "red"}))
         publisher.publish(stored(1))
         assert await read.next(1) == [(told(1),)]
-        assert read.feed.skipped == {"unreadable": 1}
+        assert read.feed._translator.skipped == {"unreadable": 1}
 
 
 async def test_too_few_frames_are_passed_over(publisher: Publisher, caplog: pytest.LogCaptureFixture) -> None:

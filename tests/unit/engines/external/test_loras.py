@@ -13,16 +13,10 @@ from kvolt.engines.external.loras import LoadedLoras, LoraUsers
 
 def test_they_are_found_by_name_until_they_are_taken() -> None:
     loaded = LoadedLoras[str]()
-    loaded.add("b", "/b")
-    loaded.add("a", "/a")
-    assert loaded.names == ("b", "a"), "the order of loading"
+    loaded.update(b="/b", a="/a")
     assert (loaded.find("a"), loaded.get("a"), loaded.get("c")) == ("/a", "/a", None)
-    assert [loaded.name_of(lambda path, wanted=wanted: path == wanted) for wanted in ("/b", "/c")] == [
-        "b",
-        None,
-    ]
     assert loaded.remove("a") == "/a"
-    assert loaded.names == ("b",)
+    assert tuple(loaded) == ("b",)
     with pytest.raises(NotFound):
         loaded.remove("a")
 
@@ -36,8 +30,7 @@ def test_a_request_that_names_another_hears_which_there_are() -> None:
     loaded = LoadedLoras[str]()
     with pytest.raises(InvalidRequest, match="loaded: none"):
         loaded.find("c")
-    loaded.add("a", "/a")
-    loaded.add("b", "/b")
+    loaded.update(a="/a", b="/b")
     with pytest.raises(InvalidRequest, match="loaded: a, b"):
         loaded.find("c")
 

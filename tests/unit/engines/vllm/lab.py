@@ -89,7 +89,7 @@ class Harness:
     def engine(self) -> VllmEngine:
         def launcher(*given: Any) -> Launched:
             launched = self._launcher(*given)
-            launched.llm.engine_core.num_batches = lambda: engine._kv.num_batches
+            launched.llm.engine_core.num_batches = lambda: sum(feed.num_batches for feed in engine._kv._feeds)
             return launched
 
         engine = VllmEngine(self._spec, self._arguments, launcher=launcher)

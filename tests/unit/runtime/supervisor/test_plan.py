@@ -11,7 +11,6 @@ from kvolt.runtime.supervisor.plan import (
     TRANSITIONS,
     Action,
     BackoffElapsed,
-    BecameReady,
     ChildState,
     Event,
     Exited,
@@ -37,15 +36,13 @@ STOP_S = 30.0
 SAMPLES: dict[type[Event], Event] = {
     Spawned: Spawned("a"),
     SpawnFailed: SpawnFailed("a", "no memory", retryable=True),
-    BecameReady: BecameReady("a"),
     Exited: Exited("a", 1, 0.5),
     BackoffElapsed: BackoffElapsed("a"),
     KillTimeout: KillTimeout("a"),
 }
 WAY_TO: dict[ChildState, list[Event]] = {
     ChildState.PENDING: [],
-    ChildState.STARTING: [Spawned("a")],
-    ChildState.RUNNING: [Spawned("a"), BecameReady("a")],
+    ChildState.RUNNING: [Spawned("a")],
     ChildState.BACKOFF: [Spawned("a"), Exited("a", 1, 0.5)],
     ChildState.STOPPING: [Spawned("a"), StopRequested("test")],
     ChildState.STOPPED: [Spawned("a"), StopRequested("test"), Exited("a", 0, 1.0)],
@@ -75,17 +72,15 @@ def test_begins_with_all_children_in_order() -> None:
     assert plan.state("a") is ChildState.PENDING
 
 
-def test_becomes_running_when_ready() -> None:
+def test_runs_when_spawned() -> None:
     plan = make()
     assert play(plan, Spawned("a")) == []
-    assert plan.state("a") is ChildState.STARTING
-    assert play(plan, BecameReady("a")) == []
     assert plan.state("a") is ChildState.RUNNING
 
 
 def test_crash_is_reported_and_restarted_after_the_backoff() -> None:
     plan = make()
-    play(plan, Spawned("a"), BecameReady("a"))
+    play(plan, Spawned("a"))
     actions = plan.handle(Exited("a", 1, 3.2, "out of memory"), 3.2)
     assert actions == [
         Report(Level.WARNING, "a exited with code 1 after 3.2 s: out of memory; restarting in 1 s"),
@@ -98,13 +93,13 @@ def test_crash_is_reported_and_restarted_after_the_backoff() -> None:
 
 def test_last_words_are_no_cause_of_a_death_by_signal() -> None:
     plan = make()
-    play(plan, Spawned("a"), BecameReady("a"))
+    play(plan, Spawned("a"))
     (report,) = reports(plan.handle(Exited("a", -9, 3.2, "cannot go on"), 3.2))
     assert report.text == "a was killed by SIGKILL after 3.2 s; restarting in 1 s"
 
 
-def crash_delay(plan: SupervisorPlan, ran_s: float, at: float, *, ready: bool = True) -> float:
-    play(plan, Spawned("a"), *([BecameReady("a")] if ready else []), now=at)
+def crash_delay(plan: SupervisorPlan, ran_s: float, at: float) -> float:
+    play(plan, Spawned("a"), now=at)
     (timer,) = play(plan, Exited("a", 1, ran_s), now=at + ran_s)
     assert isinstance(timer, StartTimer)
     play(plan, timer.fires, now=at + ran_s + timer.delay_s)
@@ -116,11 +111,6 @@ def test_backoff_doubles_to_its_maximum_and_a_stable_run_resets_it() -> None:
     assert [crash_delay(plan, 9.9, at) for at in (0, 100, 200, 300, 400)] == [1, 2, 4, 5, 5]
     assert crash_delay(plan, 10.0, 500) == 1
     assert crash_delay(plan, 0.1, 600) == 2
-
-
-def test_a_long_start_that_never_got_ready_is_not_a_stable_run() -> None:
-    plan = make()
-    assert [crash_delay(plan, 60.0, at, ready=False) for at in (0, 100, 200)] == [1, 2, 4]
 
 
 def test_an_unrequested_clean_exit_is_restarted_too() -> None:
@@ -157,7 +147,7 @@ def test_a_spawn_that_failed_for_a_while_is_tried_again() -> None:
 
 def test_stop_goes_to_all_in_reverse_order_and_finishes_with_the_last() -> None:
     plan = make(a=0, b=0)
-    play(plan, Spawned("a"), Spawned("b"), BecameReady("a"))
+    play(plan, Spawned("a"), Spawned("b"))
     assert play(plan, StopRequested("SIGTERM")) == [
         SendTerm("b"),
         StartTimer(STOP_S, KillTimeout("b")),
@@ -174,8 +164,7 @@ def test_a_lower_stage_is_stopped_when_the_higher_is_gone() -> None:
     plan = make(worker=0, frontend=1)
     play(plan, Spawned("worker"), Spawned("frontend"))
     assert play(plan, StopRequested("x"))[0] == SendTerm("frontend")
-    assert plan.state("worker") is ChildState.STARTING
-    assert play(plan, BecameReady("worker")) == []
+    assert plan.state("worker") is ChildState.RUNNING
     assert play(plan, Exited("frontend", 0, 1.0))[0] == SendTerm("worker")
     assert play(plan, Exited("worker", 0, 1.0)) == [Finish(0)]
 
@@ -199,7 +188,6 @@ def test_a_stop_that_overtakes_a_spawn_ends_the_process_when_it_is_there() -> No
     plan = make()
     assert play(plan, StopRequested("x")) == []
     assert play(plan, Spawned("a")) == [SendTerm("a"), StartTimer(STOP_S, KillTimeout("a"))]
-    assert play(plan, BecameReady("a")) == []
     assert play(plan, Exited("a", 0, 1.0)) == [Finish(0)]
 
 

@@ -26,7 +26,6 @@ from kvolt.engines.vllm.plugins.tier_messages import InitialTierUpdate, TierComm
 from kvolt.engines.vllm.plugins.tier_names import NamesFile
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
 from kvolt.engines.vllm.plugins.tier_scheduler import TierScheduler
-from kvolt.engines.vllm.plugins.tier_stats import stats_payload
 from kvolt.engines.vllm.plugins.tier_worker import TierWorker
 
 _HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
@@ -166,7 +165,7 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         if self._scheduler is None:
             return None
-        stats = stats_payload(self._scheduler)
+        stats = self._scheduler.stats()
         if stats == self._last_stats:
             return None
         self._last_stats = stats

@@ -8,7 +8,7 @@ converts the events to vLLM's format.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvolt.core.ids import SequenceHash
@@ -152,9 +152,5 @@ def _runs(blocks: Sequence[BlockDescription]) -> Iterator[list[BlockDescription]
         run = [heads.pop()]
         while children := below.pop(run[-1].name, None):
             run.append(children[0])
-            heads.extend(_all_but_first(children))
+            heads.extend(reversed(children[1:]))
         yield run
-
-
-def _all_but_first(children: Sequence[BlockDescription]) -> Iterable[BlockDescription]:
-    return reversed(children[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun
+from kvolt.engines.vllm.plugins.tier_stats import TierCounters
 
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 _GROUP = 0
@@ -61,33 +62,6 @@ class InitialTierUpdate(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From a worker at start: content of its tiers."""
 
     update: TierUpdate | None
-
-
-@dataclass(frozen=True)
-class TierCounters:
-    """Counters of one tier since the workers started."""
-
-    num_stored: int = 0
-    stored_s: float = 0.0
-    num_loaded: int = 0
-    loaded_s: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict)
-    """Failed blocks, by reason."""
-    block_s: float = 0.0
-    """Recent time to load a block."""
-    num_slots: int | None = None
-    block_bytes: int = 0
-    num_dropped: int = 0
-    """Blocks evicted from the host tier before they were written to disk."""
-
-    def combine(self, other: TierCounters) -> TierCounters:
-        """Combine two workers: each has a piece of every block, and the slower one decides."""
-        numbers = {
-            name: max(getattr(self, name), getattr(other, name))
-            for name in ("num_stored", "stored_s", "num_loaded", "loaded_s", "block_s", "num_dropped")
-        }
-        failures = Counter(self.failures) | Counter(other.failures)
-        return replace(self, **numbers, failures=dict(failures))
 
 
 @dataclass

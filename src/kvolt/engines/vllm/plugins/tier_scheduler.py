@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -22,13 +22,13 @@ from kvolt.engines.vllm.plugins.tier_events import TierEvents
 from kvolt.engines.vllm.plugins.tier_messages import (
     BlockMove,
     TierCommands,
-    TierCounters,
     TierUpdate,
     hash_of,
     key_of,
 )
 from kvolt.engines.vllm.plugins.tier_names import BlockDescription, packed_tokens
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
+from kvolt.engines.vllm.plugins.tier_stats import TierCounters, TierPayload, TiersPayload
 from kvolt.kv.tiers.hit_window import HitWindow
 
 _TIERS = (Tier.HOST, Tier.DISK)
@@ -95,9 +95,20 @@ class TierScheduler:
         self.hits = HitWindow()
         self.num_onboarded = 0
 
-    @property
-    def num_declined(self) -> int:
-        return self._policy.num_declined
+    def stats(self) -> dict[str, Any]:
+        """Statistics for `VllmTierMetrics`; empty until the workers have reported."""
+        if not self.counters:
+            return {}
+        tiers = {
+            tier: TierPayload(
+                **msgspec.structs.asdict(counters),
+                num_blocks=self.num_blocks_by_tier[tier],
+                num_hits=self.hits.num_hits(tier),
+            )
+            for tier, counters in self.counters.items()
+        }
+        payload = TiersPayload(tiers, self.hits.num_requested, self.num_onboarded, self._policy.num_declined)
+        return cast("dict[str, Any]", msgspec.to_builtins(payload))
 
     def tier_of(self, key: BlockKey) -> Tier | None:
         """Nearest tier with the block."""
@@ -295,7 +306,7 @@ class TierScheduler:
             self._events.flush()
         for tier, counters in update.counters.items():
             before = self.counters.get(tier, counters)  # counts never shrink, speeds are recent
-            self.counters[tier] = replace(counters.combine(before), block_s=counters.block_s)
+            self.counters[tier] = msgspec.structs.replace(counters.combine(before), block_s=counters.block_s)
         self._policy.block_s = {tier: each.block_s for tier, each in self.counters.items()}
         for timed, took_s in update.step_s.items():
             if (step := self._timed.pop(timed, None)) is not None:

@@ -21,10 +21,10 @@ from kvolt.engines.vllm.arguments import VllmTiers, lower_tiers, num_host_blocks
 from kvolt.engines.vllm.plugins.tier_messages import (
     BlockMove,
     TierCommands,
-    TierCounters,
     TierUpdate,
     hash_of,
 )
+from kvolt.engines.vllm.plugins.tier_stats import TierCounters
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock

@@ -9,7 +9,7 @@ from tests.unit.engines.vllm.plugins.tier_lab import BLOCK, FakeRequest, plan, t
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import StepStats
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
-from kvolt.engines.vllm.plugins.tier_stats import VllmTierMetrics, stats_payload
+from kvolt.engines.vllm.plugins.tier_stats import VllmTierMetrics
 
 HOST, DISK = Tier.HOST, Tier.DISK
 TierUpdate, TierCounters = tier_messages.TierUpdate, tier_messages.TierCounters
@@ -74,7 +74,7 @@ def test_what_is_slow_to_come_is_computed_and_judged_once_for_each_request() -> 
     assert [lab.scheduler.find_offloaded(asked, 0) for _ in range(40)] == [0] * 40, (
         "one request, one judgement"
     )
-    assert lab.scheduler.num_declined == 3
+    assert lab.scheduler._policy.num_declined == 3
     brought = [lab.scheduler.find_offloaded(request(f"r{number}"), 0) for number in range(15)]
     assert brought == [0] * 14 + [3 * BLOCK], "every sixteenth is brought all the same"
 
@@ -132,7 +132,7 @@ def test_workers_figures_are_the_metrics_of_kvolts_own_tiers() -> None:
     lab, asked = Lab(), request()
     lab.stored(asked, HOST, 0, 1, 2)
     metrics = VllmTierMetrics()
-    metrics.update(0, stats_payload(lab.scheduler), BLOCK)
+    metrics.update(0, lab.scheduler.stats(), BLOCK)
     assert not list(metrics.collect()), "nothing is known yet"
     lab.scheduler.find_offloaded(asked, 0)
     lab.scheduler.on_allocated(asked, [0, 1, 2], 3 * BLOCK)
@@ -146,7 +146,7 @@ def test_workers_figures_are_the_metrics_of_kvolts_own_tiers() -> None:
     )
     lab.scheduler.apply_update(TierUpdate(counters={HOST: one}).aggregate(TierUpdate(counters={HOST: other})))
     for rank in (0, 1):
-        metrics.update(rank, {"KvoltTierConnector": stats_payload(lab.scheduler)}, BLOCK)
+        metrics.update(rank, {"KvoltTierConnector": lab.scheduler.stats()}, BLOCK)
     metrics.update(0, {"num_successful_transfers": 3}, BLOCK)  # another connector's
     samples = {
         (sample.name, *sample.labels.values()): sample.value
