@@ -33,6 +33,11 @@ class Requirement(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
 
 
+def members(owner: str, names: str) -> list[str]:
+    """Symbols of a module or class; `names` are separated by spaces."""
+    return [f"{owner}{'.' if ':' in owner else ':'}{name}" for name in names.split()]
+
+
 def installed_version(distributions: Sequence[str]) -> str | None:
     for name in distributions:
         try:

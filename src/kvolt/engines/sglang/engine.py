@@ -135,7 +135,8 @@ class SglangEngine(ExternalEngine[Launched]):
 
     async def _start_tasks(self, running: Launched) -> None:
         facts = running.facts
-        self._adapters.start(self._arguments.loras, facts.has_lora)
+        self._adapters.update(self._arguments.loras)  # SGLang has loaded them
+        self._adapters.is_enabled = facts.has_lora
         for rank, source in enumerate(facts.kv_sources):
             feed = self._kv.add(rank, source, facts.page_size)
             self._start_task(partial(self._kv.follow, rank, feed), f"KV events of rank {rank}")
@@ -231,7 +232,7 @@ class SglangEngine(ExternalEngine[Launched]):
 
     def _check_supported(self, request: Request, running: Launched) -> None:
         check_supported(request, running.facts)
-        self._adapters.check(request.lora)
+        self._adapters.find(request.lora)
 
     def _submit_choices(self, request: Request, choices: list[Choice]) -> None:
         if self._spec.role is Role.PREFILL:
@@ -292,7 +293,7 @@ class SglangEngine(ExternalEngine[Launched]):
         await self._adapters.unload(name)
 
     def loras(self) -> tuple[str, ...]:
-        return self._adapters.names
+        return tuple(self._adapters)
 
     async def _call_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> str | None:
         return await self._call(command, _CALL_S)

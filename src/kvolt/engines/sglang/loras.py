@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
@@ -13,27 +13,14 @@ CallHost = Callable[[Callable[[int], LoadLora | UnloadLora]], Awaitable[str | No
 """Sends a call with a number; returns None, or the reason of a refusal."""
 
 
-class Adapters:
-    """See the module."""
+class Adapters(LoadedLoras[str]):
+    """See the module. Holds the folder of each adapter."""
 
     def __init__(self, call_host: CallHost, is_open: Callable[[RequestId], bool]) -> None:
+        super().__init__()
         self._call_host = call_host
-        self._loaded = LoadedLoras[str]()
-        """Folder per adapter."""
         self._users = LoraUsers[str](is_open)
         self.is_enabled = False
-
-    def start(self, paths: Mapping[str, str], is_enabled: bool) -> None:
-        """Set the adapters that SGLang has loaded at start."""
-        self._loaded.update(paths)
-        self.is_enabled = is_enabled
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._loaded)
-
-    def check(self, name: str | None) -> None:
-        self._loaded.find(name)
 
     def add_user(self, request_id: RequestId, name: str | None) -> None:
         if name:
@@ -41,7 +28,7 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         self._check_enabled()
-        known = self._loaded.get(name)
+        known = self.get(name)
         if known == path:
             return
         if known is not None:
@@ -49,15 +36,15 @@ class Adapters:
         error = await self._call_host(lambda call: LoadLora(call, name, path))
         if error is not None:
             raise InvalidRequest(f"SGLang cannot load the adapter: {error}", param="path")
-        self._loaded[name] = path
+        self[name] = path
 
     async def unload(self, name: str) -> None:
         self._check_enabled()
-        path = self._loaded.remove(name)  # new requests cannot use it
+        path = self.remove(name)  # new requests cannot use it
         await self._users.wait_unused(name)  # SGLang would remove it from running requests
         error = await self._call_host(lambda call: UnloadLora(call, name))
         if error is not None:
-            self._loaded[name] = path
+            self[name] = path
             raise EngineFailed(f"SGLang did not unload the adapter: {error}", engine="sglang")
 
     def _check_enabled(self) -> None:

@@ -41,11 +41,10 @@ from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.sim.arguments import SimArguments, links_of, model_of, step_model_of
 from kvolt.engines.sim.kv import BLOCK_BYTES, SimMemory, key_context, layout
-from kvolt.engines.sim.runner import SimRunner
+from kvolt.engines.sim.runner import SimRunner, StepObserver
 from kvolt.engines.sim.script import AnswerScripts
 from kvolt.engines.sim.trace_blocks import TraceNaming
 from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT, SimTransfers
-from kvolt.engines.step_observer import StepObserver
 from kvolt.engines.wakeup import Wakeup
 from kvolt.kv import BlockPool
 from kvolt.scheduler.scheduler import Scheduler

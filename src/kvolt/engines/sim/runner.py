@@ -10,9 +10,11 @@ KV overwritten during an answer changes the answer within some steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from kvolt.core.delta import Delta
 from kvolt.core.ids import RequestId
+from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
 from kvolt.engines.sim.answer import fold, next_state, prompt_state
 from kvolt.engines.sim.kv import ExpectedKv, SimMemory
@@ -24,6 +26,14 @@ from kvolt.scheduler.step_plan import NewToken, StepPlan, Work
 _RUNNING = Phase.RUNNING
 _READ_PER_STEP = 4
 """Blocks read by a decode step of one sequence."""
+
+
+class StepObserver(Protocol):
+    """Called once per step, or once per run of steps that are simulated as one event. Must be fast and must
+    not raise."""
+
+    def on_step(self, plan: StepPlan, time_s: float, load: WorkerLoad) -> None:
+        """`plan` was computed in `time_s`; `load` is the engine's load now."""
 
 
 class _AnswerState:

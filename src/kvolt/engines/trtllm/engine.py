@@ -130,7 +130,7 @@ class TrtllmEngine(ExternalEngine[Running]):
                 "(llm_args.max_num_tokens, or enable_chunked_prefill)",
                 param="token_ids",
             )
-        running.adapters.loaded.find(request.lora)
+        running.adapters.find(request.lora)
         check_supported(request, has_grammars=launched.has_grammars, seeds=self._arguments.seeds)
 
     @property
@@ -168,14 +168,14 @@ class TrtllmEngine(ExternalEngine[Running]):
 
     async def unload_lora(self, name: str) -> None:
         running = self._launched
-        running.adapters.loaded.remove(name)
+        running.adapters.remove(name)
         seeds, translator = running.sequences.seeds_of(name), running.poll.translator
         if seeds and translator is not None:
             self._changes += tuple(translator.drop_seeds(seeds))
             self._wakeup.set()
 
     def loras(self) -> tuple[str, ...]:
-        return tuple(self._launched.adapters.loaded)
+        return tuple(self._launched.adapters)
 
     # --- Prefill
 

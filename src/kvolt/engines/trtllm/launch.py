@@ -23,6 +23,7 @@ from kvolt.engines.external.requirements import (
     check_requirement,
     check_reserved,
     kv_events_error,
+    members,
 )
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.models.fetch_progress import ProgressLog
@@ -40,24 +41,16 @@ REQUIREMENT = Requirement(
     distributions=("tensorrt-llm", "tensorrt_llm"),
     tested=("nothing yet",),  # see docs/trtllm.md
     symbols=(
-        *(f"{_API}:LLM.{name}" for name in ("generate_async", "shutdown")),
-        *(f"{_API}:LLM.{name}" for name in ("get_stats_async", "get_kv_cache_events_async")),
-        *(
-            f"{_PARAMS}.{name}"
-            for name in ("end_id", "max_tokens", "stop_token_ids", "ignore_eos", "detokenize")
+        *members(f"{_API}:LLM", "generate_async shutdown get_stats_async get_kv_cache_events_async"),
+        *members(_PARAMS, "end_id max_tokens stop_token_ids ignore_eos detokenize"),
+        *members(_PARAMS, "temperature top_p top_k min_p seed logprobs"),
+        *members(_PARAMS, "repetition_penalty presence_penalty frequency_penalty"),
+        *members(_PARAMS, "guided_decoding include_stop_str_in_output"),
+        *members(f"{_API}:GuidedDecodingParams", "json json_object regex grammar structural_tag"),
+        *members(_DISAGGREGATED, "request_type first_gen_tokens ctx_request_id opaque_state draft_tokens"),
+        *members(
+            _API, "LoRARequest RequestError KvCacheConfig CompletionOutput.token_ids RequestOutput.abort"
         ),
-        *(f"{_PARAMS}.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs")),
-        *(f"{_PARAMS}.{name}_penalty" for name in ("repetition", "presence", "frequency")),
-        *(f"{_PARAMS}.{name}" for name in ("guided_decoding", "include_stop_str_in_output")),
-        *(f"{_API}:GuidedDecodingParams.{name}" for name in ("json", "json_object", "regex", "grammar")),
-        f"{_API}:GuidedDecodingParams.structural_tag",
-        *(f"{_DISAGGREGATED}.{name}" for name in ("request_type", "first_gen_tokens", "ctx_request_id")),
-        *(f"{_DISAGGREGATED}.{name}" for name in ("opaque_state", "draft_tokens")),
-        f"{_API}:LoRARequest",
-        f"{_API}:RequestError",
-        f"{_API}:KvCacheConfig",
-        f"{_API}:CompletionOutput.token_ids",
-        f"{_API}:RequestOutput.abort",
     ),
     remedy="install TensorRT-LLM 1.2 as in its documentation: its container, or pip with NVIDIA's index",
 )

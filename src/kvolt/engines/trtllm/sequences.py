@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,27 +29,26 @@ from kvolt.runtime.tasks import TaskGroup
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Adapters:
-    """LoRA adapters by name, with the numbers that TensorRT-LLM uses: it loads one at the first request that uses it.
+class Adapters(LoadedLoras[Any]):
+    """TensorRT-LLM's LoRARequest per adapter. It loads an adapter at the first request that uses it.
 
     Numbers are never reused, since blocks are cached under them."""
 
-    loaded: LoadedLoras[Any] = field(default_factory=LoadedLoras)
-    """TensorRT-LLM's LoRARequest per adapter."""
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
 
     def add(self, name: str, path: str) -> None:
         """Add an adapter. InvalidRequest if the folder is missing or the name is in use."""
         from tensorrt_llm.llmapi import LoRARequest
 
-        known = self.loaded.get(name)
+        known = self.get(name)
         if known is not None:
             if known.lora_path != path:
                 raise InvalidRequest(f"adapter {name!r} is loaded from {known.lora_path}", param="lora")
             return
         try:
-            self.loaded[name] = LoRARequest(name, next(self._numbers), path)
+            self[name] = LoRARequest(name, next(self._numbers), path)
         except ValueError as error:
             raise InvalidRequest(f"TensorRT-LLM refuses adapter {name!r}: {error}", param="lora") from error
 
@@ -189,7 +188,7 @@ class Sequences:
             result = self.running.llm.generate_async(
                 tokens,
                 sampling_params=sampling_params(choice, eos, max_tokens=max_tokens),
-                lora_request=self.adapters.loaded.find(request.lora),
+                lora_request=self.adapters.find(request.lora),
                 streaming=not is_context_only,
                 disaggregated_params=disaggregated,
                 cache_salt=request.salt or None,

@@ -342,7 +342,7 @@ class VllmEngine(ExternalEngine[Launched]):
         await self._adapters.unload(self._core, name)
 
     def loras(self) -> tuple[str, ...]:
-        return self._adapters.names
+        return tuple(self._adapters)
 
     async def sleep(self, level: int) -> None:
         core = self._core

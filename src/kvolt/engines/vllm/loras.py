@@ -15,13 +15,15 @@ from kvolt.engines.external.loras import LoadedLoras, LoraUsers
 _STEPS = {"0": "/.", "1": "//."}
 
 
-class Adapters:
-    """vLLM identifies adapters by numbers, which are never reused here, and blocks by the adapter's name and path."""
+class Adapters(LoadedLoras[Any]):
+    """vLLM's LoRARequest per adapter.
+
+    vLLM identifies adapters by numbers, which are never reused here, and blocks by the adapter's name and path.
+    """
 
     def __init__(self, is_open: Callable[[RequestId], bool]) -> None:
         """`is_open`: whether a request may still be computed."""
-        self._loaded = LoadedLoras[Any]()
-        """vLLM's LoRARequest per adapter."""
+        super().__init__()
         self._loading: set[str] = set()
         self._users = LoraUsers[int](is_open)
         """Requests by adapter number."""
@@ -31,16 +33,8 @@ class Adapters:
         self._unused: set[int] = set()
         """Numbers of unloaded adapters that vLLM may still have."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._loaded)
-
-    def find(self, name: str | None) -> Any:
-        """None for a request without an adapter. InvalidRequest for an adapter that is not loaded."""
-        return self._loaded.find(name)
-
     def name_of(self, number: int | str) -> str | None:
-        return next((name for name, each in self._loaded.items() if each.lora_int_id == number), None)
+        return next((name for name, each in self.items() if each.lora_int_id == number), None)
 
     def add_user(self, request_id: RequestId, name: str | None) -> None:
         adapter = self.find(name)
@@ -66,10 +60,10 @@ class Adapters:
         if not is_loaded:
             raise InvalidRequest("vLLM did not load the adapter", param="path")
         self._num_loads[name, path] += 1
-        self._loaded[name] = adapter
+        self[name] = adapter
 
     def _is_taken(self, name: str) -> bool:
-        return name in self._loading or name in self._loaded
+        return name in self._loading or name in self
 
     def _unique_path(self, name: str, path: str) -> str:
         """A path that no earlier load used.
@@ -85,7 +79,7 @@ class Adapters:
     async def unload(self, core: Any, name: str) -> None:
         """Unload once no request uses the adapter. If cancelled before that, the adapter is available again, unless
         another one was loaded under its name."""
-        adapter = self._loaded.remove(name)  # new requests cannot use it
+        adapter = self.remove(name)  # new requests cannot use it
         # Wait for running requests: vLLM would reload missing adapter files for them and crash.
         try:
             await self._users.wait_unused(adapter.lora_int_id)
@@ -93,7 +87,7 @@ class Adapters:
             if self._is_taken(name):
                 self._unused.add(adapter.lora_int_id)  # the name is in use again
             else:
-                self._loaded[name] = adapter
+                self[name] = adapter
             raise
         self._unused.add(adapter.lora_int_id)
         await self._remove_unused(core)

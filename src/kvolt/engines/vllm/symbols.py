@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from kvolt.engines.external.requirements import Requirement
+from kvolt.engines.external.requirements import Requirement, members
 from kvolt.runtime.host.environment import set_default
 
 _CORE = "vllm.v1.engine.core_client:EngineCoreClient"
@@ -21,29 +21,17 @@ REQUIREMENT = Requirement(
         "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
         "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        *(f"{_CORE}.{name}_async" for name in ("get_output", "add_request", "abort_requests", "add_lora")),
-        *(f"{_CORE}.{name}_async" for name in ("remove_lora", "reset_prefix_cache", "sleep", "wake_up")),
-        f"{_CORE}.collective_rpc_async",
-        f"{_CORE}.get_kv_event_sources",
-        f"{_CORE}.get_supported_tasks_async",
+        *members(_CORE, "get_output_async add_request_async abort_requests_async add_lora_async"),
+        *members(_CORE, "remove_lora_async reset_prefix_cache_async sleep_async wake_up_async"),
+        *members(_CORE, "collective_rpc_async get_kv_event_sources get_supported_tasks_async"),
         "vllm.v1.engine:EngineCoreOutputs.scheduler_stats",
-        *(
-            f"{_OUTPUT}.{name}"
-            for name in ("new_token_ids", "new_logprobs", "finish_reason", "prefill_stats")
-        ),
-        *(
-            f"{_OUTPUT}.{name}"
-            for name in ("new_prompt_logprobs_tensors", "stop_reason", "kv_transfer_params")
-        ),
-        *(f"{_STATS}.{name}" for name in ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")),
-        *(
-            f"{_PARAMS}.{name}"
-            for name in ("structured_outputs", "extra_args", "logit_bias", "seed", "min_p")
-        ),
+        *members(_OUTPUT, "new_token_ids new_logprobs finish_reason prefill_stats"),
+        *members(_OUTPUT, "new_prompt_logprobs_tensors stop_reason kv_transfer_params"),
+        *members(_STATS, "num_running_reqs num_waiting_reqs kv_cache_usage"),
+        *members(_PARAMS, "structured_outputs extra_args logit_bias seed min_p"),
         "vllm.sampling_params:StructuredOutputsParams",
         "vllm.exceptions:VLLMClientError",
-        "vllm.inputs.engine:tokens_input",
-        "vllm.inputs.engine:embeds_input",
+        *members("vllm.inputs.engine", "tokens_input embeds_input"),
         "vllm.renderers.embed_utils:safe_load_prompt_embeds",
         "vllm.lora.request:LoRARequest",
         "vllm.config.kv_events:KVEventsConfig",

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.external.requirements import check_requirement
+from kvolt.engines.external.requirements import check_requirement, members
 from kvolt.engines.vllm import symbols
 from kvolt.frontend.tokenization.preprocess import NO_PARSER, ParserNames
 
@@ -23,13 +23,10 @@ REQUIREMENT = replace(
     symbols=(
         f"{_CHAT}.build_chat_params",
         f"{_CHAT}.skip_special_tokens",
-        *(f"{_DELTA}.{name}" for name in ("content", "reasoning", "tool_calls")),
+        *members(_DELTA, "content reasoning tool_calls"),
         "vllm.exceptions:VLLMClientError",
         "vllm.parser.parser_manager:ParserManager.get_parser",
-        *(
-            f"{_PARSER}.{name}"
-            for name in ("adjust_request", "always_adjust_request", "parse_delta", "reasoning_parser_cls")
-        ),
+        *members(_PARSER, "adjust_request always_adjust_request parse_delta reasoning_parser_cls"),
         "vllm.reasoning:ReasoningParserManager.list_registered",
         "vllm.renderers.chat_utils:has_non_text_content",
         "vllm.renderers.chat_utils:parse_chat_messages",

@@ -185,7 +185,6 @@ def serve(
 
 @dataclass(slots=True)
 class _PendingCheck:
-    name: str
     asked_at: float
     owner: Address
     answer: bool | None = None
@@ -223,7 +222,7 @@ class HoldChecks:
     def _ask(self, name: str, owner: Address, engine_id: str, held_name: str) -> int:
         self._last_number += 1
         number = self._numbers[name] = self._last_number
-        self._pending[number] = _PendingCheck(name, self.now(), owner)
+        self._pending[number] = _PendingCheck(self.now(), owner)
         with contextlib.suppress(zmq.ZMQError):  # not sent: no answer arrives
             if owner not in self._sockets:
                 self._close_idle()
