@@ -36,9 +36,8 @@ IMPURE = {
 }
 
 PURE_MODULES = {
-    "bench/load": "answer bodies compare exchange histogram http_reader page report report_text sample schedules sla"
-    " sse svg tally timeline workloads",
-    "bench/traces": "analysis distribution prefixes reuse tiers tokens transforms",
+    "bench/load": "answer bodies compare histogram page report report_text sample schedules sla svg tally workloads",
+    "bench/traces": "analysis prefixes reuse tiers tokens transforms",
     "core": "*",
     "engines": "kv_exchange prefills",
     "engines/kv_formats": "*",
@@ -62,6 +61,7 @@ PURE_MODULES = {
     "runtime/config": "leaves router_settings settings",
     "runtime/discovery": "view",
     "runtime/endpoint": "address",
+    "runtime/http": "sse",
     "runtime/plane": "backlog bulk outbox port session stalls stats steps streams wire",
     "runtime/supervisor": "plan",
     "scheduler": "*",

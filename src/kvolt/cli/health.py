@@ -1,13 +1,24 @@
-"""Blocking HTTP client for `/health` of a frontend on this machine."""
+"""Servers from the command line: the URL to use, and `/health` of a frontend on this machine."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import urllib.error
-import urllib.request
+import argparse
+from collections.abc import Mapping
 
+import msgspec
+
+from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.http.client import HttpClient, ServerUrl
 from kvolt.runtime.network import join_address
+
+Served = dict[str, dict[str, int]]
+"""Number of reachable workers by model and role."""
+
+
+class _Health(msgspec.Struct):
+    status: str
+    roles: Served
 
 
 def base_url(host: str, port: int) -> str:
@@ -15,35 +26,22 @@ def base_url(host: str, port: int) -> str:
     return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 
 
-Served = dict[str, dict[str, int]]
-"""Number of reachable workers by model and role."""
+def api_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> ServerUrl:
+    """OpenAI API to use: --url and --api-key, else the environment, else the frontend of the settings."""
+    url = args.url or environ.get("OPENAI_BASE_URL")
+    if not url:
+        frontend = settings.frontend
+        if not frontend.port:
+            raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
+        url = base_url(frontend.host, frontend.port)
+    return ServerUrl.parse(url, args.api_key or environ.get("OPENAI_API_KEY")).of_api()
 
 
-def served_models(base: str, timeout_s: float) -> Served | None:
+async def served_models(base: str, timeout_s: float) -> Served | None:
     """Ready models of the frontend; None if it is unreachable or not a kvolt frontend."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for local addresses
-    try:
-        with opener.open(f"{base}/health", timeout=timeout_s) as response:
-            body = response.read(1 << 20)
-    except urllib.error.HTTPError as answer:
-        with answer:  # 503: no ready model
-            body = _read(answer)
-    except (OSError, http.client.HTTPException):
-        return None
-    try:
-        health = json.loads(body)
-    except ValueError:
-        return None
-    roles = health.get("roles") if isinstance(health, dict) and "status" in health else None
-    if not isinstance(roles, dict):
-        return None
-    return {
-        str(name): {str(role): int(count) for role, count in counts.items()} for name, counts in roles.items()
-    }
-
-
-def _read(answer: urllib.error.HTTPError) -> bytes:
-    try:
-        return answer.read(1 << 20)
-    except (OSError, http.client.HTTPException):
-        return b""
+    async with HttpClient(ServerUrl.parse(base)) as client:
+        try:
+            response = await client.fetch("/health", timeout_s)
+            return msgspec.json.decode(response.body, type=_Health).roles  # status 503: no ready model
+        except (KvoltError, msgspec.DecodeError, UnicodeDecodeError):
+            return None

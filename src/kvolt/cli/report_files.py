@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvolt.bench.load.report import Report, encode_report
-from kvolt.bench.load.rows import Rows
+from kvolt.bench.load.sample import Rows
 from kvolt.core.errors import ConfigError
 
 WRITTEN = "report.json, report.html, requests.csv"

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -128,10 +129,12 @@ class SocketNetwork:
     """TCP over the running event loop.
 
     With `reuse_port`, several processes can listen on one port, and the system distributes new connections over them.
+    `tls` is for outgoing connections.
     """
 
-    def __init__(self, reuse_port: bool = False) -> None:
+    def __init__(self, reuse_port: bool = False, tls: ssl.SSLContext | None = None) -> None:
         self._reuse_port = reuse_port
+        self._tls = tls
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
         host, port = split_address(address)
@@ -157,12 +160,11 @@ class SocketNetwork:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                _, protocol = await loop.create_connection(factory, host, port)
+                _, protocol = await loop.create_connection(factory, host, port, ssl=self._tls)
         except TimeoutError:
             raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConnectFailed(f"cannot connect to {address}: {reason}", address=address) from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid DNS name
+            raise _connect_error(address, error) from error
         return protocol
 
 
@@ -207,6 +209,21 @@ def tune_socket(transport: asyncio.BaseTransport) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LOW_WATER_BYTES)
     except OSError:
         pass  # optional: some socket types do not support it
+
+
+def _connect_error(address: str, error: OSError | UnicodeError) -> ConnectFailed:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        message = f"the certificate of {address} is not trusted: {error.verify_message}"
+        remedy = "set SSL_CERT_FILE to a file with its certificate authority"
+        return ConnectFailed(message, address=address, remedy=remedy)
+    if isinstance(error, ssl.SSLError):
+        return ConnectFailed(
+            f"{address} does not speak TLS: {error.reason}", address=address, remedy="try http://"
+        )
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, ConnectionRefusedError):
+        reason = "connection refused"
+    return ConnectFailed(f"cannot connect to {address}: {reason}", address=address)
 
 
 def _listen_error(address: str, error: OSError) -> ConfigError:

@@ -144,7 +144,7 @@ class Misses:
         """Heap with the least bad entry on top."""
 
     def add(self, sample: Sample, visit: Visit | None) -> None:
-        if sample.error == Failure.CUT:
+        if sample.error == Failure.INTERRUPTED:
             return
         if sample.error is not None:
             self._reasons[Reason.FAILED] += 1

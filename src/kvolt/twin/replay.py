@@ -164,7 +164,7 @@ class Replay:
             sample = watch.sample(error.code, error.message)
         except asyncio.CancelledError:  # the run was ended
             journey.cancel()
-            self._count(request, watch.sample(Failure.CUT, "the run was ended"))
+            self._count(request, watch.sample(Failure.INTERRUPTED, "the run was ended"))
             raise
         self._count(request, sample)
         turn_end.set_result(None)

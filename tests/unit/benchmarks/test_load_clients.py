@@ -20,7 +20,7 @@ from benchmarks.load.metered import Usage
 from benchmarks.load.serving import asked_of
 
 from kvolt.bench.load.answer import AnswerReader
-from kvolt.bench.load.http_reader import ResponseReader
+from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
 
 
 def seen(first: float) -> Seen:
@@ -137,16 +137,15 @@ async def serving(period_s: float) -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("period_s", [0.0, 0.002])
 async def test_canned_answers_are_as_long_as_asked(period_s: float) -> None:
-    response, answer = ResponseReader(), AnswerReader(lambda gap, times: None)
-    async with serving(period_s) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = b'{"max_completion_tokens": 5}'
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body))
-        writer.write(body)
-        while not response.done:
-            answer.feed(response.feed(await reader.read(1 << 16)), 0.0)
-        writer.close()
-        await writer.wait_closed()
+    answer = AnswerReader(lambda gap, times: None)
+    body = b'{"max_completion_tokens": 5}'
+    async with (
+        serving(period_s) as port,
+        HttpClient(ServerUrl.parse(f"127.0.0.1:{port}")) as client,
+        client.open("/v1/chat/completions", body, Timeouts(5.0, 5.0)) as response,
+    ):
+        async for piece in response:
+            answer.feed([piece], 0.0)
     assert (answer.num_events, answer.finish_reason, answer.done) == (5, "length", True)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 5

@@ -1,5 +1,4 @@
-"""Load generator: schedules, workloads, an HTTP client, measurements and reports.
+"""Load generator: schedules, workloads, measurements and reports.
 
-`schedules`, `workloads`, `bodies`, `http_reader`, `sse`, `answer`, `histogram`, `sla`, `sample`, `tally`, `compare` and
-`svg` are pure; `client` and `runner` drive them over the Network and Clock ports.
+`runner` sends the requests with `runtime.http.client`; the other modules are pure.
 """

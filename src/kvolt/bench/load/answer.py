@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 
-from kvolt.bench.load.sse import EventScanner
 from kvolt.core.errors import ProtocolError
+from kvolt.runtime.http.sse import DONE, EventReader
 
-DONE = b"[DONE]"
 _MAX_MESSAGE_CHARS = 300
 _TEXT = re.compile(rb'"(?:content|text|reasoning_content|reasoning)"\s*:\s*"(?:[^"\\]|\\.)+"')
 _TEXT_HEAD = re.compile(rb'"\w+"\s*:\s*"')
@@ -78,7 +77,7 @@ class AnswerReader:
     def __init__(self, on_gap: OnGap, keep_text: bool = False) -> None:
         self._on_gap = on_gap
         self._keep_text = keep_text
-        self._scanner = EventScanner()
+        self._scanner = EventReader()
         self._texts: list[str] = []
         self._before: bytes | None = None
         """Template: bytes of an event before and after its text."""
@@ -125,7 +124,7 @@ class AnswerReader:
         return "".join(self._texts)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the stream ended with a finish reason or [DONE]."""
         return self.done or self.finish_reason is not None
 

@@ -1,16 +1,23 @@
-"""Handler of one streamed response: produces the request's Sample and classifies failures. Pure."""
+"""Receiver of one streamed response: produces the request's Sample and classifies failures."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from kvolt.bench.load.answer import AnswerReader, OnGap, error_message
-from kvolt.bench.load.http_reader import BodyReader
 from kvolt.bench.load.sample import Failure, Sample
+from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltError, ProtocolError
+from kvolt.runtime.http.client import Call
 
 _MAX_REFUSAL_BYTES = 64 << 10
+_FAILURES: dict[type[KvoltError], Failure] = {
+    ConnectFailed: Failure.CONNECT,
+    ProtocolError: Failure.PROTOCOL,
+    Cancelled: Failure.INTERRUPTED,
+}
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,58 +39,71 @@ class Exchange:
         self,
         plan: RequestPlan,
         origin_s: float,
+        now: Callable[[], float],
         on_gap: OnGap,
         on_end: Callable[[Exchange, Sample], None],
     ) -> None:
         self.plan = plan
         self.answer = AnswerReader(on_gap, plan.keep_text)
+        self.call: Call | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._origin_s = origin_s
+        self._now = now
         self._on_end = on_end
         self._status = 0
         self._is_stream = False
         self._body = b""
-        self._sent_at: float | None = None
 
     @property
     def has_started(self) -> bool:
+        """Whether the first token has arrived."""
         return self.answer.num_events > 0
 
-    def sent(self, now: float) -> None:
-        self._sent_at = now
-
-    def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
-        self._is_stream = status == 200 and headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        return self.answer.feed if self._is_stream else self._keep
+        self._is_stream = status == 200 and headers.get("content-type", "").startswith("text/event-stream")
 
-    def _keep(self, pieces: list[bytes], now: float) -> None:
-        if len(self._body) < _MAX_REFUSAL_BYTES:
+    def data(self, pieces: list[bytes], now: float) -> None:
+        if self._is_stream:
+            self.answer.feed(pieces, now)
+        elif len(self._body) < _MAX_REFUSAL_BYTES:
             self._body += b"".join(pieces)
 
     def end(self, now: float) -> None:
         answer = self.answer
         if self._status != 200:
-            self._over(now, f"http_{self._status}", error_message(self._body))
+            self._finish(now, f"http_{self._status}", error_message(self._body))
         elif not self._is_stream:
-            self._over(now, Failure.NO_STREAM, "the server did not stream the response")
+            self._finish(now, Failure.NO_STREAM, "the server did not stream the response")
         else:
-            answer.end(now)
+            try:
+                answer.end(now)
+            except ProtocolError as error:
+                self.fail(error)
+                return
             if answer.error is not None:
-                self._over(now, Failure.STREAM_ERROR, answer.error)
-            elif not answer.whole:
-                self._over(
-                    now, Failure.BROKEN_STREAM, "the stream ended with neither a finish reason nor [DONE]"
-                )
+                self._finish(now, Failure.STREAM_ERROR, answer.error)
+            elif not answer.is_complete:
+                message = "the stream ended with neither a finish reason nor [DONE]"
+                self._finish(now, Failure.BROKEN_STREAM, message)
             else:
-                self._over(now, None, None)
+                self._finish(now, None, None)
 
-    def fail(self, kind: str, message: str, now: float) -> None:
+    def fail(self, error: KvoltError) -> None:
+        kind = _FAILURES.get(type(error), Failure.HANG_UP)
+        message = error.message
+        if isinstance(error, DeadlineExceeded):
+            is_first = error.fields.get("stage") == "first"
+            kind = Failure.FIRST_TOKEN_TIMEOUT if is_first else Failure.TOTAL_TIMEOUT
         if self.answer.error is not None:  # some servers send an error and then close
             kind, message = Failure.STREAM_ERROR, self.answer.error
-        self._over(now, kind, message)
+        self._finish(self._now(), kind, message)
 
-    def _over(self, now: float, error: str | None, message: str | None) -> None:
+    def _finish(self, now: float, error: str | None, message: str | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
         plan, answer, origin_s = self.plan, self.answer, self._origin_s
+        sent_at = self.call.sent_at if self.call is not None else None
         usage = answer.usage
         details = usage.prompt_tokens_details if usage is not None else None
         num_input = usage.prompt_tokens if usage is not None else None
@@ -95,7 +115,7 @@ class Exchange:
             turn=plan.turn,
             due_s=plan.due_s,
             started_s=plan.started_s,
-            sent_s=None if self._sent_at is None else self._sent_at - origin_s,
+            sent_s=None if sent_at is None else sent_at - origin_s,
             first_s=answer.first_s - origin_s if num_events else None,
             second_s=answer.second_s - origin_s if num_events > 1 else None,
             last_s=answer.last_s - origin_s if num_events else None,

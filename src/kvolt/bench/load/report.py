@@ -8,8 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvolt.bench.load.histogram import HistogramData, Summary
-from kvolt.bench.load.tally import Kept, Tally
-from kvolt.bench.load.timeline import TimelineData
+from kvolt.bench.load.tally import Kept, Tally, TimelineData
 from kvolt.core.errors import ConfigError
 
 FORMAT = "kvolt-bench/1"

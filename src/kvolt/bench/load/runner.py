@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import msgspec
 
 from kvolt.bench.load.bodies import RequestMaker
-from kvolt.bench.load.client import Call, HttpClient
 from kvolt.bench.load.exchange import Exchange, RequestPlan
-from kvolt.bench.load.sample import Failure, Sample
+from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.load.workloads import Prompt, Session, Workload
-from kvolt.runtime.clock import Clock
+from kvolt.core.errors import Cancelled, DeadlineExceeded
+from kvolt.runtime.http.client import HttpClient
 
 _EARLY_S = 0.0005
 """Timer resolution: requests due within this time are sent now."""
@@ -42,6 +42,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Initial requests that are not counted."""
     drain_s: float = 5.0
     """Time for running requests after `end`."""
+    first_token_s: float = 300.0
+    total_s: float = 1800.0
+    """Timeouts of a request."""
 
 
 @dataclass(slots=True)
@@ -59,7 +62,6 @@ class LoadRun:
     def __init__(
         self,
         client: HttpClient,
-        clock: Clock,
         workload: Workload,
         maker: RequestMaker,
         pace: Pace,
@@ -67,7 +69,7 @@ class LoadRun:
         on_sample: Callable[[Sample, bool], None] = lambda sample, counted: None,
     ) -> None:
         self._client = client
-        self._now = clock.monotonic
+        self._now = client.now
         self._workload = workload
         self._maker = maker
         self._pace = pace
@@ -76,7 +78,8 @@ class LoadRun:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         """Set when no request is running or due, or after `end`."""
-        self._calls: dict[Exchange, tuple[Call | None, _User]] = {}
+        self._users: dict[Exchange, _User] = {}
+        """Users of running requests."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         """Timers of think times by session number; -1 is the schedule's."""
         self._origin_s = 0.0
@@ -93,7 +96,7 @@ class LoadRun:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._calls)
+        return len(self._users)
 
     @property
     def elapsed_s(self) -> float:
@@ -142,9 +145,9 @@ class LoadRun:
             async with asyncio.timeout(self._pace.drain_s):
                 await self._over.wait()
         except TimeoutError:
-            for call, _ in list(self._calls.values()):
-                if call is not None:
-                    self._client.give_up(call, Failure.CUT, "the run was ended")
+            for exchange in list(self._users):
+                if exchange.call is not None:
+                    exchange.call.fail(Cancelled("the run was ended"))
 
     def _stop_sending(self) -> None:
         self._is_stopping = True
@@ -213,20 +216,34 @@ class LoadRun:
             input_tokens=prompt.input_tokens,
             keep_text=user.session.wants_text,
         )
-        exchange = Exchange(plan, self._origin_s, self._tally.on_gap if counted else _ignore, self._ended)
-        request = self._maker.request(prompt)
-        self._calls[exchange] = (None, user)
-        call = self._client.submit(request, exchange)
-        if exchange in self._calls:
-            self._calls[exchange] = (call, user)
+        on_gap = self._tally.on_gap if counted else _ignore
+        exchange = Exchange(plan, self._origin_s, self._now, on_gap, self._ended)
+        path, body = self._maker.request(prompt)
+        self._users[exchange] = user
+        exchange.call = self._client.send(path, body, exchange)
+        exchange.timer = self._loop.call_later(
+            min(self._pace.first_token_s, self._pace.total_s), self._on_first_token_timeout, exchange
+        )
+
+    def _on_first_token_timeout(self, exchange: Exchange) -> None:
+        assert exchange.call is not None
+        pace = self._pace
+        if exchange.has_started:
+            message = f"not complete within {pace.total_s:g} s"
+            error = DeadlineExceeded(message, stage="total", after_s=pace.total_s)
+            left_s = max(0.0, pace.total_s - pace.first_token_s)
+            exchange.timer = self._loop.call_later(left_s, exchange.call.fail, error)
+        else:
+            message = f"no token within {pace.first_token_s:g} s"
+            exchange.call.fail(DeadlineExceeded(message, stage="first", after_s=pace.first_token_s))
 
     def _ended(self, exchange: Exchange, sample: Sample) -> None:
-        _, user = self._calls.pop(exchange)
+        user = self._users.pop(exchange)
         counted = sample.number >= self._pace.num_warmup
         if counted:
             self._tally.add(sample)
         else:
-            self._tally.warmed_up()
+            self._tally.num_warmup += 1
         self._on_sample(sample, counted)
         self._next_turn(user, sample, exchange.answer.text)
         self._check_over()
@@ -265,7 +282,7 @@ class LoadRun:
             self._send(user, prompt, due_s)
 
     def _check_over(self) -> None:
-        if not self._calls and not self._timers and self._next_due_s is None:
+        if not self._users and not self._timers and self._next_due_s is None:
             self._over.set()
 
 

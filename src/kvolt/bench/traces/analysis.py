@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvolt.bench.traces.distribution import Distribution, distribution
-from kvolt.bench.traces.reuse import Reuse, ReuseMeter
+from kvolt.bench.traces.reuse import Distribution, Reuse, ReuseMeter, distribution
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 

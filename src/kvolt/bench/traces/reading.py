@@ -14,9 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvolt.bench.traces.azure import COLUMNS, is_header, read_azure
-from kvolt.bench.traces.json_items import ItemReader
 from kvolt.bench.traces.json_lines import read_json_lines
-from kvolt.bench.traces.lines import UNREADABLE, numbered_lines, opened, strip_mark, trace_error
+from kvolt.bench.traces.lines import UNREADABLE, ItemReader, numbered_lines, opened, strip_mark, trace_error
 from kvolt.bench.traces.sharegpt import (
     BLOCK_SIZE as CHAT_BLOCK_SIZE,
 )

@@ -13,18 +13,14 @@ from typing import Any
 
 import msgspec
 
-from kvolt.bench.load.bodies import Endpoint, RequestMaker, Target, parse_target
-from kvolt.bench.load.client import ClientLimits, HttpClient
+from kvolt.bench.load.bodies import Endpoint, RequestMaker
 from kvolt.bench.load.compare import compare, differing_settings
-from kvolt.bench.load.listing import find_model
 from kvolt.bench.load.page import html_page
 from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
-from kvolt.bench.load.rows import Rows
 from kvolt.bench.load.runner import LoadRun, Pace
-from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sample import Rows, Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.load.tally import Tally
-from kvolt.bench.load.tls import TlsDialer
 from kvolt.bench.load.workloads import Workload
 from kvolt.cli.bench.flags import (
     add_load,
@@ -32,21 +28,23 @@ from kvolt.cli.bench.flags import (
     add_results,
     add_server,
     check_flags,
-    client_limits,
+    max_connections,
     pace_of,
+    positive_s,
     report_settings,
     request_fields,
-    server_url,
     trace_records,
     workload_of,
 )
 from kvolt.cli.bench.screen import Progress, print_changes, print_report
+from kvolt.cli.chat.client import ChatClient
+from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
 from kvolt.cli.report_files import WRITTEN, open_rows, write_report
-from kvolt.core.errors import ConfigError
+from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.network import SocketNetwork
+from kvolt.runtime.http.client import HttpClient, ServerUrl
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
@@ -78,6 +76,9 @@ Exit code: 0; 1 if no request succeeded; 130 if interrupted.
 """
 
 
+_LISTING_TIMEOUT_S = 30.0
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     add_server(parser.add_argument_group("server"))
     add_load(parser.add_argument_group("load"))
@@ -96,8 +97,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 class _Plan:
     """The validated run, built before the first request."""
 
-    target: Target
-    limits: ClientLimits
+    server: ServerUrl
+    connect_s: float
+    max_connections: int
     pace: Pace
     workload: Workload
     fields: dict[str, Any]
@@ -135,14 +137,13 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
-    url = server_url(args, loaded.settings, os.environ)
-    target = parse_target(url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    server = api_url(args, loaded.settings, os.environ)
     check_flags(args)
-    limits = client_limits(args)
     records = trace_records(args.trace)
     return _Plan(
-        target,
-        limits,
+        server,
+        positive_s(args.connect_timeout, "connect_timeout"),
+        max_connections(args),
         pace_of(args, records),
         workload_of(args, records),
         request_fields(args.set),
@@ -152,22 +153,27 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
 
 async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> Report:
     clock = SystemClock()
-    target, tally = plan.target, plan.tally
+    tally = plan.tally
     stop = StopSignal()
     stop.install()
-    client = HttpClient(TlsDialer() if target.secure else SocketNetwork(), clock, target.address, plan.limits)
     try:
-        model = await find_model(client, target, args.model)
-        maker = RequestMaker(target, model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
-        on_sample = _ignore if rows is None else rows.add
-        load = LoadRun(client, clock, plan.workload, maker, plan.pace, tally, on_sample)
-        started_at = clock.wall()
-        await _run_shown(load, tally, stop, args.quiet)
+        model = await _find_model(plan.server, args.model)
+        maker = RequestMaker(model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
+        async with HttpClient(
+            plan.server,
+            connect_s=plan.connect_s,
+            max_connections=plan.max_connections,
+            max_idle=plan.max_connections,
+            now=clock.monotonic,
+        ) as client:
+            on_sample = _ignore if rows is None else rows.add
+            load = LoadRun(client, plan.workload, maker, plan.pace, tally, on_sample)
+            started_at = clock.wall()
+            await _run_shown(load, tally, stop, args.quiet)
     finally:
-        await client.close()
         stop.restore()
     facts = RunFacts(
-        url=target.url,
+        url=plan.server.text,
         model=model,
         started_at=started_at,
         settings=report_settings(args),
@@ -175,6 +181,29 @@ async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> 
         open_loop=plan.pace.schedule is not None,
     )
     return make_report(facts, tally)
+
+
+async def _find_model(server: ServerUrl, requested: str | None) -> str:
+    """The requested model, or the only one. Raises ConfigError if the server is unreachable or has several models."""
+    try:
+        names = await ChatClient(server, _LISTING_TIMEOUT_S).models()
+    except KvoltError as error:
+        if requested is not None and not isinstance(error, ConnectFailed):
+            return requested  # not every server lists its models
+        problem = "is unreachable" if isinstance(error, ConnectFailed) else "lists no models"
+        remedy = error.fields.get("remedy") or "check --url, or set --model"
+        raise ConfigError(f"{server.text} {problem}: {error.message}", key="url", remedy=remedy) from error
+    if requested is not None:
+        return requested
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise ConfigError(f"{server.text} serves no model", key="model", remedy="see `kvolt status`")
+    raise ConfigError(
+        f"{server.text} serves {len(names)} models: {', '.join(names)}",
+        key="model",
+        remedy="choose with --model NAME",
+    )
 
 
 async def _run_shown(load: LoadRun, tally: Tally, stop: StopSignal, quiet: bool) -> None:

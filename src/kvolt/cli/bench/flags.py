@@ -6,11 +6,10 @@ import argparse
 import json
 import random
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvolt.bench.load.bodies import Endpoint
-from kvolt.bench.load.client import ClientLimits
 from kvolt.bench.load.report import Setting
 from kvolt.bench.load.runner import Pace
 from kvolt.bench.load.schedules import bursts, constant, from_trace, poisson
@@ -25,13 +24,12 @@ from kvolt.bench.load.workloads import (
     sessions_of,
 )
 from kvolt.bench.traces import ReadOptions, read_trace
-from kvolt.cli.health import base_url
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
-from kvolt.runtime.config.settings import Settings
 
 _DEFAULT_REQUESTS = 100
-_KEPT_FILES = 64
+_MAX_CONNECTIONS = 10_000
+_RESERVED_FILES = 64
 """File descriptors reserved for other uses."""
 
 
@@ -176,17 +174,6 @@ def add_results(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def server_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> str:
-    """The URL to test; precedence: flag, environment, settings."""
-    url = args.url or environ.get("OPENAI_BASE_URL")
-    if url:
-        return str(url)
-    frontend = settings.frontend
-    if not frontend.port:
-        raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
-    return base_url(frontend.host, frontend.port)
-
-
 def check_flags(args: argparse.Namespace) -> None:
     if args.rate is not None and args.concurrency is not None:
         raise ConfigError(
@@ -214,29 +201,24 @@ def check_flags(args: argparse.Namespace) -> None:
         )
 
 
-def client_limits(args: argparse.Namespace) -> ClientLimits:
-    """Timeouts, and as many connections as the open file limit allows. Raises the soft limit to the hard limit."""
+def max_connections(args: argparse.Namespace) -> int:
+    """Maximum number of connections that the open file limit allows. Raises the soft limit to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    most = ClientLimits().max_connections if soft == resource.RLIM_INFINITY else max(1, soft - _KEPT_FILES)
-    num_connections = args.connections or args.concurrency or min(most, ClientLimits().max_connections)
+    most = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, soft - _RESERVED_FILES)
+    num_connections: int = args.connections or args.concurrency or min(most, _MAX_CONNECTIONS)
     if num_connections > most:
         raise ConfigError(
             f"{num_connections} connections exceed the open file limit, which allows {most}",
             key="connections",
             remedy="raise `ulimit -n` or use fewer",
         )
-    return ClientLimits(
-        connect_s=_positive_s(args.connect_timeout, "connect_timeout"),
-        first_token_s=_positive_s(args.first_token_timeout, "first_token_timeout"),
-        total_s=_positive_s(args.timeout, "timeout"),
-        max_connections=num_connections,
-    )
+    return num_connections
 
 
-def _positive_s(text: str, key: str) -> float:
+def positive_s(text: str, key: str) -> float:
     seconds = parse_duration_s(text, key)
     if not seconds > 0:
         raise ConfigError(f"--{key.replace('_', '-')} is 0", key=key, remedy="must be above 0")
@@ -255,9 +237,11 @@ def pace_of(args: argparse.Namespace, records: list[TraceRecord] | None) -> Pace
         schedule=_schedule(args, records),
         concurrency=args.concurrency,
         num_requests=num_requests,
-        duration_s=None if args.duration is None else _positive_s(args.duration, "duration"),
+        duration_s=None if args.duration is None else positive_s(args.duration, "duration"),
         num_warmup=args.warmup,
         drain_s=parse_duration_s(args.drain, "drain"),
+        first_token_s=positive_s(args.first_token_timeout, "first_token_timeout"),
+        total_s=positive_s(args.timeout, "timeout"),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -17,11 +18,10 @@ from kvolt.cli.chat.answer import Answer, sendable
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.screen import Screen
 from kvolt.cli.chat.session import COMMANDS, Action, Composer, Session
-from kvolt.cli.health import base_url
+from kvolt.cli.health import api_url
 from kvolt.core.errors import ConfigError, ConnectFailed, Fault, KvoltError
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, nearest
-from kvolt.runtime.config.settings import Settings
 
 HELP = """
 Chat with a model of `kvolt serve` or any OpenAI-compatible server. With a QUESTION it prints one answer to stdout
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     if not 0 < args.timeout <= _MAX_TIMEOUT_S:
         message = f"--timeout must be above 0 and at most {_MAX_TIMEOUT_S}"
         raise ConfigError(message, key="timeout", remedy="give it in seconds")
-    client = make_client(args, loaded.settings, os.environ)
+    client = ChatClient(api_url(args, loaded.settings, os.environ), args.timeout)
     question = _question(args.question, sys.stdin)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -105,23 +105,12 @@ def wants_colour(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def make_client(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> ChatClient:
-    """Client for the URL of the flag, the environment or the settings, in this order."""
-    url = args.url or environ.get("OPENAI_BASE_URL")
-    if not url:
-        frontend = settings.frontend
-        if not frontend.port:
-            raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
-        url = base_url(frontend.host, frontend.port)
-    return ChatClient(url, args.api_key or environ.get("OPENAI_API_KEY"), args.timeout)
-
-
 def choose_model(
     client: ChatClient, wanted: str | None, read_line: Callable[[str], str] | None, screen: Screen
 ) -> str:
     """The requested model, else the only one served, else the user's choice."""
     try:
-        models = client.models()
+        models = asyncio.run(client.models())
     except ConnectFailed:
         raise
     except KvoltError:
@@ -155,11 +144,11 @@ def choose_model(
             screen.problem(f"no model {typed}{nearest(typed, models)}")
 
 
-def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer, clock: Clock) -> None:
+async def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer, clock: Clock) -> None:
     """Send the conversation and show the answer as it streams; `answer` collects it, also if this fails."""
     try:
-        with closing(client.stream(session.body())) as pieces:
-            for piece in pieces:
+        async with aclosing(client.stream(session.body())) as pieces:
+            async for piece in pieces:
                 answer.add(piece, clock.monotonic())
                 screen.show(piece)
     finally:
@@ -169,7 +158,7 @@ def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer
 def answer_once(session: Session, client: ChatClient, screen: Screen, question: str, clock: Clock) -> int:
     session.question = question
     answer = Answer(sent_at=clock.monotonic())
-    receive(session, client, screen, answer, clock)
+    asyncio.run(receive(session, client, screen, answer, clock))
     if sys.stderr.isatty():
         screen.note(answer.summary())
     return 0
@@ -237,7 +226,7 @@ class Chat:
     def _send(self) -> None:
         answer = Answer(sent_at=self._clock.monotonic())
         try:
-            receive(self._session, self._client, self._screen, answer, self._clock)
+            asyncio.run(receive(self._session, self._client, self._screen, answer, self._clock))
         except KeyboardInterrupt:
             self._interrupted = True
         except KvoltError as error:
@@ -257,7 +246,7 @@ class Chat:
     def _use_model(self, name: str | None) -> None:
         models: list[str] = []
         try:
-            models = self._client.models()
+            models = asyncio.run(self._client.models())
         except (KvoltError, KeyboardInterrupt) as error:
             if name is None:
                 self._screen.problem(str(error) or "stopped")

@@ -1,4 +1,4 @@
-"""Parse responses of OpenAI-compatible servers: server-sent events, chat chunks, error bodies. Pure.
+"""Parse responses of OpenAI-compatible servers: chat chunks and error bodies. Pure.
 
 Differences between servers are normalized here to `Piece` and kvolt's errors.
 """
@@ -12,7 +12,6 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, ProtocolError
 
-EVENT_LIMIT_BYTES = 4 << 20
 _MESSAGE_LIMIT_CHARS = 500
 
 
@@ -69,53 +68,6 @@ class _Choice(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: Usage | None = None
-
-
-class SseParser:
-    """Incremental parser: bytes in, the data of complete events out."""
-
-    def __init__(self, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._line = bytearray()
-        self._data: list[bytes] = []
-        self._size_bytes = 0
-        self._after_cr = False
-
-    def feed(self, data: bytes) -> list[bytes]:
-        if self._after_cr and data[:1] == b"\n":
-            data = data[1:]
-            self._after_cr = False
-        if not data:
-            return []
-        self._after_cr = data.endswith(b"\r")
-        if b"\r" in data:
-            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, rest = data.split(b"\n")
-        events = []
-        for line in lines:
-            self._grow(line)
-            if self._line:
-                self._end_line()
-            elif self._data:
-                events.append(b"\n".join(self._data))
-                self._data.clear()
-                self._size_bytes = 0
-            self._line.clear()
-        self._grow(rest)
-        return events
-
-    def _grow(self, part: bytes) -> None:
-        self._line += part
-        if len(self._line) + self._size_bytes > self._limit_bytes:
-            raise ProtocolError(
-                f"an event of the stream is over {self._limit_bytes} bytes", rule="event size"
-            )
-
-    def _end_line(self) -> None:
-        name, _, value = bytes(self._line).partition(b":")
-        if name == b"data":
-            self._data.append(value.removeprefix(b" "))
-            self._size_bytes += len(value) + 1
 
 
 class ChunkReader:

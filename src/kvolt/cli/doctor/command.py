@@ -7,6 +7,7 @@ facts of this machine.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import importlib.metadata
 import os
@@ -193,7 +194,8 @@ def port_findings(settings: Settings) -> list[Finding]:
     """The fixed ports of the processes of `kvolt serve`."""
     frontend, admin, join_listen = settings.frontend, settings.admin, settings.discovery.join_listen
     edge = port_finding("frontend port", frontend.host, frontend.port, "--port")
-    models = served_models(base_url(frontend.host, frontend.port), 1.0) if edge.blocks else None
+    url = base_url(frontend.host, frontend.port)
+    models = asyncio.run(served_models(url, 1.0)) if edge.blocks else None
     if models is not None:
         names = ", ".join(models) or "no model"
         shown = f"{join_address(frontend.host, frontend.port)}: a kvolt frontend is running ({names})"

@@ -26,7 +26,7 @@ from kvolt.cli.worker.command import add_engine_flags, check_engine, with_argume
 from kvolt.cli.worker.tiers import add_tier_flags, with_tiers
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
-from kvolt.runtime.clock import SystemClock, ThreadBlocking
+from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, without_settings
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.config.toml_writer import to_toml
@@ -324,7 +324,6 @@ class _Serve:
         self._group = group
         self._out = HeldOutput(sys.stdout)
         self._chat_code = 0
-        self._blocking = ThreadBlocking(2)
 
     async def run(self) -> int:
         settings = self._settings
@@ -361,7 +360,6 @@ class _Serve:
                 code = await supervisor.run()
             finally:
                 scope.cancel()
-        self._blocking.close()
         print("kvolt: stopped", flush=True)
         return code or self._chat_code
 
@@ -413,7 +411,7 @@ class _Serve:
 
     async def _ready_models(self, base: str) -> Served | None:
         try:
-            models = await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
+            models = await served_models(base, 2.0)
             if models and self._group is not None:  # the process that responded knows only its own models
                 async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):
                     return await self._group.served_by_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvolt.bench.traces.analysis import TraceAnalysis
-from kvolt.bench.traces.distribution import Distribution
+from kvolt.bench.traces.reuse import Distribution
 from kvolt.bench.traces.sources import FileState, FoundTrace
 
 _BARS = "▁▂▃▄▅▆▇█"

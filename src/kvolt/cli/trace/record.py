@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvolt.bench.load.sla import parse_duration_s
-from kvolt.bench.traces.recording import UnsortedTrace
+from kvolt.bench.traces.writing import UnsortedTrace
 from kvolt.cli.cluster import Cluster, visit
 from kvolt.cli.process import run_loop
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable

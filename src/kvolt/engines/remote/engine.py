@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unavailable, Unsupported
@@ -28,9 +27,8 @@ from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.card import card_of
 from kvolt.engines.remote.dialect import Dialect, check_supported
-from kvolt.engines.remote.exchange import Exchange
+from kvolt.engines.remote.exchange import Exchange, held_tokens, merge_outputs, without_cached_tokens
 from kvolt.engines.remote.health_watch import HealthWatch
-from kvolt.engines.remote.outputs import held_tokens, merge_outputs, without_cached_tokens
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.engines.remote.server import ServerFacts, inspect
 from kvolt.engines.remote.server_load import LoadEstimator, OwnLoad, ServerStats
@@ -77,7 +75,7 @@ class RemoteEngine(ExternalEngine[Attached]):
         super().__init__()
         self._hint = spec.model
         self._arguments = arguments
-        self._server_url = ServerUrl.parse(arguments.url)
+        self._server_url = ServerUrl.parse(arguments.url, arguments.api_key).of_server()
         self.url = self.title = self._server_url.text
         self._timeouts = Timeouts(arguments.first_token_timeout_s, arguments.idle_timeout_s)
         self.on_health: Callable[[str | None], None] = lambda reason: None
@@ -110,10 +108,7 @@ class RemoteEngine(ExternalEngine[Attached]):
     async def _launch(self) -> Attached:
         """Wait for the server and read its properties."""
         arguments = self._arguments
-        lost_error = partial(broken, self.url)
-        self._client = HttpClient(
-            self._server_url, arguments.api_key, arguments.connect_timeout_s, lost_error
-        )
+        self._client = HttpClient(self._server_url, connect_s=arguments.connect_timeout_s)
         facts = await self._first_facts()
         if arguments.kv_events and facts.num_ranks > 1:
             raise ConfigError(
@@ -373,9 +368,7 @@ class RemoteEngine(ExternalEngine[Attached]):
 
 
 def _check_endpoint(key: str, endpoint: str | None) -> None:
-    if endpoint is None:
-        return
-    if not _ENDPOINT.fullmatch(endpoint):
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(
             f"{key} {endpoint!r} is not a valid endpoint",
             key=key,

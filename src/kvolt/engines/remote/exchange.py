@@ -1,15 +1,25 @@
-"""HTTP exchange of one choice: receives the response and reports outputs and failures to the engine."""
+"""HTTP exchange of one choice: receives the response and reports outputs and failures to the engine.
+
+Also converts outputs of a choice to step outputs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from kvolt.core.errors import KvoltError, ProtocolError
+from msgspec.structs import replace
+
+from kvolt.core.delta import StepOutput
+from kvolt.core.errors import DeadlineExceeded, EngineDied, KvoltError, ProtocolError, WorkerLost
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import SequenceHash
+from kvolt.core.request import Request
 from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.remote.dialect import AnswerReader
-from kvolt.engines.remote.events import DONE, EventReader
-from kvolt.engines.remote.refusals import broken, refusal
+from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.runtime.http.client import Call
+from kvolt.runtime.http.sse import DONE, EventReader
 
 _MAX_REFUSAL_BYTES = 64 << 10
 
@@ -60,27 +70,28 @@ class Exchange:
         self.is_over = False
         """Whether the choice has ended; the connection may still be open."""
 
-    def head(self, status: int) -> None:
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
 
-    def data(self, piece: bytes) -> None:
+    def data(self, pieces: list[bytes], now: float) -> None:
         if self._status != 200:
             if len(self._body) < _MAX_REFUSAL_BYTES:
-                self._body += piece
+                self._body += b"".join(pieces)
             return
-        for event in self._events.feed(piece):
-            if self.is_over:
-                return
-            output = self._reader.end() if event == DONE else self._reader.read(event)
-            if output is not None:
-                self._owner.on_output(self, output)
+        for piece in pieces:
+            for event in self._events.feed(piece):
+                if self.is_over:
+                    return
+                output = self._reader.end() if event == DONE else self._reader.read(event)
+                if output is not None:
+                    self._owner.on_output(self, output)
 
     @property
     def is_answered(self) -> bool:
         """Whether the server has sent the whole answer, so that the connection can be reused."""
         return not self._reader.was_cut
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         url = self._owner.url
         if self._status != 200:
             self.fail(refusal(url, self._status, self._body))
@@ -90,5 +101,41 @@ class Exchange:
     def fail(self, error: KvoltError) -> None:
         if isinstance(error, ProtocolError):  # a fault of the server, not of the request
             error = broken(self._owner.url, f"sent a malformed response: {error.message}")
+        elif isinstance(error, WorkerLost | DeadlineExceeded):
+            error = EngineDied(error.message, engine=ENGINE)
         if not self.is_over:
             self._owner.on_failed(self, error)
+
+
+def merge_outputs(first: ChoiceOutput, second: ChoiceOutput) -> ChoiceOutput:
+    """Merge two consecutive outputs of one choice."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = (logprobs or ()) + second.logprobs
+    return ChoiceOutput(
+        token_ids=first.token_ids + second.token_ids,
+        finish=second.finish,
+        stop_reason=second.stop_reason,
+        logprobs=logprobs,
+        cached_tokens=first.cached_tokens if second.cached_tokens is None else second.cached_tokens,
+    )
+
+
+def without_cached_tokens(step: StepOutput) -> StepOutput:
+    """Remove `cached_tokens`, for a server that does not report them: 0 would mean that nothing was cached."""
+    if all(delta.cached_tokens is None for _, delta in step.deltas):
+        return step
+    deltas = tuple((request_id, replace(delta, cached_tokens=None)) for request_id, delta in step.deltas)
+    return replace(step, deltas=deltas)
+
+
+def held_tokens(request: Request, held: Collection[int], block_size: int) -> int:
+    """Number of leading prompt tokens in blocks that the server holds."""
+    if not held:
+        return 0
+    names: Sequence[SequenceHash] = request.sequence_hashes
+    if request.block_size != block_size or not names:
+        hasher = SequenceHasher(block_size, request_seed(request.lora, request.salt))
+        names = hasher.extend(request.token_ids)
+    num_held = next((index for index, name in enumerate(names) if name not in held), len(names))
+    return num_held * block_size

@@ -9,18 +9,18 @@ from typing import Any
 
 from tests.unit.bench.load.scripted_server import ScriptedServer, Scripter
 
-from kvolt.bench.load.bodies import Endpoint, RequestMaker, parse_target
-from kvolt.bench.load.client import ClientLimits, HttpClient
+from kvolt.bench.load.bodies import Endpoint, RequestMaker
 from kvolt.bench.load.runner import LoadRun, Pace
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.load.workloads import Lengths, PromptShape, Synthetic, Workload
+from kvolt.runtime.http.client import HttpClient, ServerUrl
 from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.loop import VirtualClock, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 
-TARGET = parse_target("http://server:80")
+SERVER = ServerUrl.parse("http://server:80").of_api()
 QUICK = LinkProfile(latency_s=0.0)
 SMALL = PromptShape(input=Lengths(8, 8), output=Lengths(4, 4))
 
@@ -48,7 +48,8 @@ class Setup:
 
     pace: Pace
     workload: Workload = field(default_factory=lambda: Synthetic(SMALL, 0))
-    limits: ClientLimits = field(default_factory=ClientLimits)
+    connect_s: float = 10.0
+    max_connections: int = 10_000
     sla: Sla | None = None
     profile: LinkProfile = QUICK
     fields: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +68,14 @@ def measured(script: Scripter, setup: Setup) -> Outcome:
         if setup.listens:
             await host.listen("server:80", server.protocol)
         clock = VirtualClock()
-        client = HttpClient(network.host("client"), clock, TARGET.address, setup.limits)
+        client = HttpClient(
+            SERVER,
+            connect_s=setup.connect_s,
+            max_connections=setup.max_connections,
+            max_idle=setup.max_connections,
+            network=network.host("client"),
+            now=clock.monotonic,
+        )
         tally = Tally(setup.sla, random.Random(0).random)
         outcome = Outcome(tally, server)
 
@@ -75,8 +83,8 @@ def measured(script: Scripter, setup: Setup) -> Outcome:
             outcome.samples.append(sample)
             outcome.counted.append(counted)
 
-        maker = RequestMaker(TARGET, "tiny", Endpoint.CHAT, setup.fields)
-        load = LoadRun(client, clock, setup.workload, maker, setup.pace, tally, keep)
+        maker = RequestMaker("tiny", Endpoint.CHAT, setup.fields)
+        load = LoadRun(client, setup.workload, maker, setup.pace, tally, keep)
         try:
             setup.meanwhile(load, network, server)
             await load.run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.bench.load.test_http_reader import in_pieces
+from tests.unit.runtime.http.test_client import in_pieces
 
 from kvolt.bench.load import answer as answer_module
 from kvolt.bench.load.answer import AnswerReader, error_message
@@ -145,7 +145,7 @@ def test_a_server_that_changes_its_events_is_still_understood() -> None:
 
 def test_a_finish_with_text_counts_and_is_the_finish() -> None:
     reader, gaps = read([encode(chat("a")), encode(chat("b")), encode(chat("c", "length"))])
-    assert (reader.num_events, reader.finish_reason, reader.whole) == (3, "length", True)
+    assert (reader.num_events, reader.finish_reason, reader.is_complete) == (3, "length", True)
     assert gaps == [1.0, 1.0]
 
 
@@ -160,7 +160,7 @@ def test_thoughts_and_tool_calls_are_tokens_too_but_no_text() -> None:
 def test_an_error_in_the_stream_is_kept() -> None:
     reader, _ = read([encode(chat("a")), encode({"error": {"message": "no  room", "code": 500}})])
     assert reader.error == "no room"
-    assert not reader.whole
+    assert not reader.is_complete
 
 
 def test_what_is_no_chunk_breaks_the_protocol() -> None:

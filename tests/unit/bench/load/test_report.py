@@ -18,12 +18,10 @@ from kvolt.bench.load import tally as tally_module
 from kvolt.bench.load.page import html_page
 from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
 from kvolt.bench.load.report_text import facts, latency_rows
-from kvolt.bench.load.rows import Rows
-from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sample import Rows, Sample
 from kvolt.bench.load.sla import Sla, parse_duration_s, parse_sla
 from kvolt.bench.load.svg import Series, plot, ticks
-from kvolt.bench.load.tally import Tally
-from kvolt.bench.load.timeline import MAX_INTERVALS, Timeline
+from kvolt.bench.load.tally import MAX_INTERVALS, Tally, Timeline
 from kvolt.core.errors import ConfigError
 
 FACTS = RunFacts(

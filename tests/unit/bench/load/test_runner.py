@@ -26,7 +26,6 @@ from tests.unit.bench.load.scripted_server import (
     usage,
 )
 
-from kvolt.bench.load.client import ClientLimits
 from kvolt.bench.load.runner import LoadRun, Pace
 from kvolt.bench.load.schedules import bursts, constant, from_trace, poisson
 from kvolt.bench.load.sla import Sla
@@ -41,7 +40,7 @@ def always(script: Script) -> Callable[[int, Heard], Script]:
 
 
 def one(**more: float) -> Setup:
-    return Setup(Pace(concurrency=1, num_requests=1), limits=ClientLimits(**more))  # type: ignore[arg-type]
+    return Setup(Pace(concurrency=1, num_requests=1), **more)  # type: ignore[arg-type]
 
 
 def test_the_times_of_one_answer() -> None:
@@ -95,7 +94,7 @@ def test_a_stall_shows_in_the_latency_of_all_who_had_to_wait() -> None:
 
 def test_waiting_for_a_connection_counts_as_latency() -> None:
     """With one connection the second of two requests due together waits; its user does not care why."""
-    setup = Setup(Pace(schedule=bursts(1.0, 2), num_requests=2), limits=ClientLimits(max_connections=1))
+    setup = Setup(Pace(schedule=bursts(1.0, 2), num_requests=2), max_connections=1)
     outcome = measured(always(answer(1, first_s=1.0)), setup)
     assert sorted(sample.ttft_s or 0.0 for sample in outcome.samples) == pytest.approx([1.0, 2.0])
     assert outcome.tally.connecting.max == pytest.approx(1.0)
@@ -210,8 +209,12 @@ BROKEN = [
     ("http_429", plain(429, b'{"error":{"message":"slow down"}}'), "slow down"),
     ("http_503", plain(503, b"busy", more="Connection: close\r\n"), "busy"),
     ("not_a_stream", plain(200, b"{}"), "stream"),
-    ("hang_up", [HANG_UP], "answered nothing"),
-    ("hang_up", [STREAM_HEAD + chunk(ROLE) + chunk(token("a")), 0.1, HANG_UP], "during the response"),
+    ("hang_up", [HANG_UP], "closed the connection"),
+    (
+        "hang_up",
+        [STREAM_HEAD + chunk(ROLE) + chunk(token("a")), 0.1, HANG_UP],
+        "before the response was complete",
+    ),
     ("broken_stream", [STREAM_HEAD + chunk(token("a")) + END], "neither"),
     (
         "stream_error",
@@ -234,8 +237,8 @@ def test_what_goes_wrong_is_counted_by_its_kind(kind: str, script: Script, said:
     def mixed(number: int, heard: Heard) -> Script:
         return script if number == 1 else answer(2)
 
-    limits = ClientLimits(first_token_s=2.0, total_s=5.0)
-    outcome = measured(mixed, Setup(Pace(concurrency=1, num_requests=4), limits=limits))
+    pace = Pace(concurrency=1, num_requests=4, first_token_s=2.0, total_s=5.0)
+    outcome = measured(mixed, Setup(pace))
     failures = [error for error in outcome.errors if error is not None]
     if kind == "hang_up" and script == [HANG_UP]:
         # On a connection used before: the request was sent again, and answered.

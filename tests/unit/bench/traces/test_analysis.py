@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.bench.traces.trace_lab import record
 
 from kvolt.bench.traces import analyze
-from kvolt.bench.traces.distribution import distribution
+from kvolt.bench.traces.reuse import distribution
 from kvolt.core.errors import ConfigError
 
 

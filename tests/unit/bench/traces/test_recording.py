@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvolt.bench.traces import ReadOptions, read_trace
-from kvolt.bench.traces.recording import UnsortedTrace
+from kvolt.bench.traces.writing import UnsortedTrace
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 

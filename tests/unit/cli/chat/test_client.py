@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-from contextlib import closing
+from contextlib import aclosing
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.unit.cli.chat_lab import CERTIFICATE, DONE, Script, Server, event, refusal, usage, whole
 
 from kvolt.cli.chat.client import ChatClient
-from kvolt.cli.chat.stream import CallPiece, ChunkReader, Piece, SseParser, Usage, one_line
+from kvolt.cli.chat.stream import CallPiece, ChunkReader, Piece, Usage, one_line
 from kvolt.core.errors import (
     ConfigError,
     ConnectFailed,
@@ -27,46 +26,30 @@ from kvolt.core.errors import (
     Unsupported,
     WorkerLost,
 )
+from kvolt.runtime.http.client import ServerUrl
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
-def text_of(server: Server, **options: float) -> str:
-    return "".join(piece.content for piece in ChatClient(server.url, **options).stream(BODY))  # type: ignore[arg-type]
+def client_of(url: str, api_key: str | None = None, timeout_s: float = 300.0) -> ChatClient:
+    return ChatClient(ServerUrl.parse(url, api_key).of_api(), timeout_s)
 
 
-# --- events
+def models_of(client: ChatClient) -> list[str]:
+    return asyncio.run(client.models())
 
 
-@settings(max_examples=50)
-@given(st.data())
-def test_events_do_not_depend_on_how_the_bytes_are_cut(data: st.DataObject) -> None:
-    ends = st.sampled_from(["\n", "\r", "\r\n"])
-    stream = b""
-    wanted = []
-    for text in data.draw(
-        st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=4)
-    ):
-        end = data.draw(ends)
-        noise = data.draw(st.sampled_from(["", ": a comment", "event: message", "id", ":"]))
-        lines = [*([noise] if noise else []), f"data: {text}", "data:second", "", ""]
-        stream += end.join(lines).encode()
-        wanted.append(f"{text}\nsecond".encode())
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    parser = SseParser()
-    events = []
-    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        events += parser.feed(stream[start:stop])
-    assert events == wanted
+async def pieces_of(client: ChatClient) -> list[Piece]:
+    async with aclosing(client.stream(BODY)) as pieces:
+        return [piece async for piece in pieces]
 
 
-def test_an_event_without_end_is_refused() -> None:
-    parser = SseParser(limit_bytes=100)
-    with pytest.raises(ProtocolError, match="over 100 bytes"):
-        for _ in range(100):
-            parser.feed(b"data: word\n")
-    with pytest.raises(ProtocolError, match="over 100 bytes"):
-        SseParser(limit_bytes=100).feed(b"x" * 101)
+def text_of(server: Server, timeout_s: float = 300.0) -> str:
+    pieces = asyncio.run(pieces_of(client_of(server.url, timeout_s=timeout_s)))
+    return "".join(piece.content for piece in pieces)
+
+
+# --- chunks
 
 
 def test_pieces() -> None:
@@ -138,25 +121,26 @@ def test_an_answer_comes_whole_however_it_is_split() -> None:
     scripts = [Script([stream[i : i + size] for i in range(0, len(stream), size)]) for size in (1, 3, 4096)]
     with Server(*scripts) as server:
         for _ in scripts:
-            pieces = list(ChatClient(server.url).stream(BODY))
+            pieces = asyncio.run(pieces_of(client_of(server.url)))
             assert pieces == [Piece(content=text), Piece(finish="stop"), Piece(usage=Usage(1, 2))]
         assert server.asked[0].body == BODY
 
 
-def test_pieces_come_as_they_are_sent() -> None:
+async def test_pieces_come_as_they_are_sent() -> None:
     hold = threading.Event()
     script = Script([event("first"), hold, event("second"), event(finish="stop"), DONE])
-    with Server(script) as server, closing(ChatClient(server.url).stream(BODY)) as pieces:
-        assert next(pieces).content == "first"
-        hold.set()
-        assert next(pieces).content == "second"
+    with Server(script) as server:
+        async with aclosing(client_of(server.url).stream(BODY)) as pieces:
+            assert (await anext(pieces)).content == "first"
+            hold.set()
+            assert (await anext(pieces)).content == "second"
 
 
-def test_closing_ends_the_request() -> None:
+async def test_closing_ends_the_request() -> None:
     with Server(Script([event("first"), threading.Event()])) as server:
-        with closing(ChatClient(server.url).stream(BODY)) as pieces:
-            next(pieces)
-        assert server.gone.wait(5)
+        async with aclosing(client_of(server.url).stream(BODY)) as pieces:
+            await anext(pieces)
+        assert await asyncio.to_thread(server.gone.wait, 5)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +159,9 @@ def test_closing_ends_the_request() -> None:
 def test_base_urls(given_path: str, asked_path: str) -> None:
     with Server(models=["a", "b"]) as server:
         for scheme in ("http://", ""):
-            client = ChatClient(f"{scheme}{server.address}{given_path}")
+            client = client_of(f"{scheme}{server.address}{given_path}")
             assert client.url == f"{server.url}{asked_path}"
-            assert client.models() == ["a", "b"]
+            assert models_of(client) == ["a", "b"]
         assert {asked.path for asked in server.asked} == {f"{asked_path}/models"}
 
 
@@ -197,23 +181,23 @@ def test_base_urls(given_path: str, asked_path: str) -> None:
 )
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChatClient(url)
+        client_of(url)
     assert "http://HOST:PORT" in str(caught.value.fields["remedy"])
 
 
 def test_a_password_in_the_url_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as caught:
-        ChatClient("http://me:secret@host")
+        client_of("http://me:secret@host")
     assert "secret" not in repr(caught.value)
 
 
 def test_the_key() -> None:
     with Server() as server:
-        ChatClient(server.url).models()
-        ChatClient(server.url, " k-1\n").models()
+        models_of(client_of(server.url))
+        models_of(client_of(server.url, " k-1\n"))
         assert [asked.headers.get("authorization") for asked in server.asked] == [None, "Bearer k-1"]
     with pytest.raises(ConfigError) as caught:
-        ChatClient(server.url, "se\ncret")
+        client_of(server.url, "se\ncret")
     assert "cret" not in caught.value.message
 
 
@@ -291,10 +275,8 @@ def test_nobody_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        with pytest.raises(
-            ConnectFailed, match=f"cannot connect to http://127.0.0.1:{port}/v1: connection refused"
-        ):
-            ChatClient(f"127.0.0.1:{port}").models()
+        with pytest.raises(ConnectFailed, match=f"cannot connect to 127.0.0.1:{port}: connection refused"):
+            models_of(client_of(f"127.0.0.1:{port}"))
 
 
 def test_somebody_else_there() -> None:
@@ -309,27 +291,27 @@ def test_somebody_else_there() -> None:
 
         thread = threading.Thread(target=babble)
         thread.start()
-        client = ChatClient(f"127.0.0.1:{listener.getsockname()[1]}")
+        client = client_of(f"127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(ProtocolError, match="is not an OpenAI-compatible server: invalid HTTP response"):
-            client.models()
-        with pytest.raises(WorkerLost, match="the server closed the connection"):
-            client.models()
+            models_of(client)
+        with pytest.raises(WorkerLost, match="closed the connection"):
+            models_of(client)
         thread.join()
     with Server() as server:
         server.models = b'{"models": []}'
         with pytest.raises(ProtocolError, match="invalid model list"):
-            ChatClient(server.url).models()
+            models_of(client_of(server.url))
 
 
 def test_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(whole("a", "b"), tls=True) as server:
-        client = ChatClient(f"https://{server.address}/v1")
+        client = client_of(f"https://{server.address}/v1")
         with pytest.raises(ConnectFailed, match=r"certificate .* is not trusted") as caught:
-            client.models()
+            models_of(client)
         assert "SSL_CERT_FILE" in str(caught.value.fields["remedy"])
         monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
-        assert client.models() == ["m"]
-        assert "".join(piece.content for piece in client.stream(BODY)) == "ab"
+        assert models_of(client) == ["m"]
+        assert [piece.content for piece in asyncio.run(pieces_of(client))][1:3] == ["a", "b"]
     with Server() as server, pytest.raises(ConnectFailed, match="does not speak TLS") as caught:
-        ChatClient(f"https://{server.address}").models()
+        models_of(client_of(f"https://{server.address}"))
     assert caught.value.fields["remedy"] == "try http://"

@@ -9,7 +9,7 @@ import socket
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from kvolt.cli.chat.screen import Screen
 from kvolt.cli.chat.session import Session
 from kvolt.cli.main import main
 from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.http.client import ServerUrl
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str], pipe: Pipe, nobody: st
         assert main(["chat", "q", "--url", nobody, *model]) == 2
         assert capsys.readouterr() == (
             "",
-            f"kvolt: cannot connect to http://{nobody}/v1: connection refused "
+            f"kvolt: cannot connect to {nobody}: connection refused "
             "(start a server with `kvolt serve`, or set --url)\n",
         )
 
@@ -205,7 +206,7 @@ class Talk:
         self._out = io.StringIO()
         self._typed = [*typed, EOFError()]
         self.prompts: list[str] = []
-        self._client = ChatClient(server.url)
+        self._client = ChatClient(ServerUrl.parse(server.url).of_api())
 
     def run(self) -> str:
         screen = Screen(self._out, self._out, colour=False)
@@ -251,9 +252,7 @@ def test_an_error_is_one_line_and_the_turn_can_be_retried(nobody: str) -> None:
     assert [turn.answer.content for turn in talk.session.turns] == ["1", "2"]
     server.url = f"http://{nobody}"
     text = Talk(server, "one", "/help").run()
-    assert (
-        f"cannot connect to http://{nobody}/v1: connection refused (start a server with `kvolt serve`" in text
-    )
+    assert f"cannot connect to {nobody}: connection refused (start a server with `kvolt serve`" in text
     assert "/undo" in text
 
 
@@ -271,10 +270,12 @@ def test_interrupts_at_the_prompt() -> None:
 def test_an_interrupted_answer_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = ChatClient.stream
 
-    def interrupted(client: ChatClient, body: dict[str, object]) -> Iterator[object]:
-        for number, piece in enumerate(stream(client, body)):
+    async def interrupted(client: ChatClient, body: dict[str, object]) -> AsyncIterator[object]:
+        number = 0
+        async for piece in stream(client, body):
             yield piece
-            if number == 1:
+            number += 1
+            if number == 2:
                 raise KeyboardInterrupt
 
     with Server(Script([event("so"), event(" far"), threading.Event()])) as server:

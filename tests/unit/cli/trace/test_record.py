@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvolt.bench.traces import read_trace
-from kvolt.bench.traces.recording import UnsortedTrace
+from kvolt.bench.traces.writing import UnsortedTrace
 from kvolt.cli.cluster import Cluster
 from kvolt.cli.main import main
 from kvolt.cli.trace import record as trace_record

@@ -16,11 +16,11 @@ from kvolt.core.errors import EngineDied, InvalidRequest, KvoltError, ProtocolEr
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
 from kvolt.engines.external.answers import ChoiceOutput
 from kvolt.engines.remote.dialect import Dialect, check_supported
-from kvolt.engines.remote.events import DONE, EventReader
-from kvolt.engines.remote.outputs import merge_outputs
+from kvolt.engines.remote.exchange import merge_outputs
 from kvolt.engines.remote.refusals import refusal
 from kvolt.engines.remote.sglang_dialect import SglangDialect
 from kvolt.engines.remote.vllm_dialect import VllmDialect
+from kvolt.runtime.http.sse import DONE, EventReader
 
 KINDS = ["vllm", "sglang"]
 EOS = 2

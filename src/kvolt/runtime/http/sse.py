@@ -1,4 +1,4 @@
-"""Incremental server-sent events parser. Pure.
+"""Incremental parser of server-sent events. Pure.
 
 Returns the data of events; names, ids and comments (keep-alives) are skipped. Nothing is decoded: events end at blank
 lines, which JSON cannot contain.
@@ -10,13 +10,16 @@ import re
 
 from kvolt.core.errors import ProtocolError
 
+DONE = b"[DONE]"
+"""Data of the event that ends a stream of the OpenAI API."""
 MAX_EVENT_BYTES = 8 << 20
 
-_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_PREFIX = b"data: "
 
 
-class EventScanner:
-    """Returns the data of each complete event."""
+class EventReader:
+    """Returns the data of each complete event. Raises ProtocolError for an event that is too long."""
 
     __slots__ = ("tail",)
 
@@ -25,6 +28,9 @@ class EventScanner:
         """Bytes of the incomplete last event."""
 
     def feed(self, piece: bytes) -> list[bytes]:
+        is_single = piece.endswith(b"\n\n") and piece.find(b"\n\n") == len(piece) - 2
+        if is_single and not self.tail and b"\r" not in piece:
+            return _data(piece[:-2])
         *blocks, tail = _BLANK_LINE.split(self.tail + piece)
         if len(tail) > MAX_EVENT_BYTES:
             raise ProtocolError(f"an event exceeds {MAX_EVENT_BYTES} bytes", rule="sse event")
@@ -39,11 +45,7 @@ class EventScanner:
 
 def _data(block: bytes) -> list[bytes]:
     """Joined data lines of the event, or nothing."""
-    if block.startswith(b"data: ") and b"\n" not in block:
-        return [block[6:].removesuffix(b"\r")]
-    lines = [
-        line[5:].removeprefix(b" ").removesuffix(b"\r")
-        for line in block.split(b"\n")
-        if line.startswith(b"data:")
-    ]
+    if block.startswith(_PREFIX) and b"\n" not in block and b"\r" not in block:
+        return [block[len(_PREFIX) :]]
+    lines = [line[5:].removeprefix(b" ") for line in block.splitlines() if line.startswith(b"data:")]
     return [b"\n".join(lines)] if lines else []
