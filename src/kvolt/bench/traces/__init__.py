@@ -1,6 +1,7 @@
 """Request traces: arrival times, lengths and prefix hashes, without text. Reading, writing, transforming, generating.
 
-`prefixes`, `transforms`, `tokens`, `reuse` and `analysis` are pure; `reading`, `writing` and `sources` access files; `synthetic` uses its own seeded generator.
+`prefixes`, `transforms`, `tokens`, `reuse` and `analysis` are pure; `reading`, `writing` and `sources` access files;
+`synthetic` uses its own seeded generator.
 """
 
 from kvolt.bench.traces.analysis import TraceAnalysis, analyze

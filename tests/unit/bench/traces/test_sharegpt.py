@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.bench.traces.trace_lab import shared_blocks
 
-from kvolt.bench.traces import ReadOptions, json_items, read_trace
+from kvolt.bench.traces import ReadOptions, lines, read_trace
 from kvolt.bench.traces.sharegpt import count_words
 from kvolt.core.errors import ConfigError
 
@@ -116,14 +116,14 @@ def test_items_may_be_cut_anywhere_by_a_read(
     chats[1]["numbers"] = [1.5e-10, -3, True, None, "\\u00e9"]
     text = json.dumps(chats, indent=1)
     whole = read(tmp_path, text)
-    monkeypatch.setattr(json_items, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(lines, "_CHUNK_BYTES", chunk_bytes)
     assert read(tmp_path, text) == whole
     assert read(tmp_path, json.dumps(chats, ensure_ascii=False)) == whole
     assert len(whole) == 5
 
 
 def test_an_item_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_items, "MAX_LINE_BYTES", 200)
-    monkeypatch.setattr(json_items, "_CHUNK_BYTES", 50)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(lines, "_CHUNK_BYTES", 50)
     with pytest.raises(ConfigError, match=":1: an item exceeds"):
         read(tmp_path, json.dumps([chat("human: " + "a " * 500, "gpt: b")]))
