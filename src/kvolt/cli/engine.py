@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 import msgspec
 from msgspec.inspect import StructType, type_info
 
+from kvolt.cli.flags import option, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.field_docs import field_texts
 from kvolt.engines.registry import GROUP, engine_names, find_engine
@@ -39,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(without_config=_list)
     check = verbs.add_parser("check", help="run the conformance suite, one line per case")
     check.add_argument("engine", metavar="NAME", help="Engine name (`kvolt engine list`).")
-    check.add_argument("--model", help="Model to serve. Default: the engine's default model.")
+    option(check, "--model", None, "Model to serve. Default: the engine's default model.")
     check.add_argument(
         "--arg",
         action="append",
@@ -47,17 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="Engine argument; may be repeated. VALUE is JSON or a string.",
     )
-    check.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="Run only cases with TEXT in TIER/CASE; may be repeated.",
-    )
-    check.add_argument(
-        "--ending-prompt", metavar="TEXT", help="Prompt with a short answer. Default: found by the suite."
-    )
-    check.add_argument("--timeout", type=float, metavar="SECONDS", help="Timeout of each wait within a case.")
+    repeated(check, "--only", "TEXT", "Run only cases with TEXT in TIER/CASE.")
+    option(check, "--ending-prompt", "TEXT", "Prompt with a short answer. Default: found by the suite.")
+    option(check, "--timeout", "SECONDS", "Timeout of each wait within a case.", float)
     check.set_defaults(without_config=_check)
 
 

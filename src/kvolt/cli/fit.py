@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.flags import option
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, decode_step_log
@@ -71,20 +72,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("MODEL", "SYSTEM", "BACKEND"),
         help="Use steps predicted by NVIDIA's aiconfigurator instead of a log, for example for h200_sxm and vllm.",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--backend-version",
-        metavar="V",
-        help="Backend version for --aiconfigurator. Default: the newest with data.",
+        "V",
+        "Backend version for --aiconfigurator. Default: the newest with data.",
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Tensor parallel size for --aiconfigurator. [default: 1]",
-    )
-    parser.add_argument("--name", help="Name of the preset. Default: from engine, model and device.")
-    parser.add_argument("--out", metavar="FILE", help="Write the preset to FILE, for --arg preset=FILE.")
+    option(parser, "--tensor-parallel", "N", "Tensor parallel size for --aiconfigurator.", int, default=1)
+    option(parser, "--name", None, "Name of the preset. Default: from engine, model and device.")
+    option(parser, "--out", "FILE", "Write the preset to FILE, for --arg preset=FILE.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.set_defaults(without_config=_fit)
 

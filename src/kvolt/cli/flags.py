@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from kvolt.core.errors import ConfigError
@@ -93,6 +93,28 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown choice {match[1]}{hint}"
         verb = self.prog.partition(" ")[2] or self.prog
         raise ConfigError(f"{verb}: {message}", key="flags", remedy=f"see `{self.prog} --help`")
+
+
+def option(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    metavar: str | None,
+    text: str,
+    kind: Callable[[str], Any] = str,
+    *,
+    default: Any = None,
+    choices: Iterable[Any] | None = None,
+) -> None:
+    """Add an option with a value. Its default, if any, is appended to the text."""
+    if default is not None:
+        text += f" [default: {default:g}]" if isinstance(default, float) else f" [default: {default}]"
+    parser.add_argument(flag, metavar=metavar, type=kind, default=default, choices=choices, help=text)
+
+
+def repeated(parser: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+    """Add an option that may be repeated; its value is a list."""
+    text = f"{text.removesuffix('.')}; may be repeated."
+    parser.add_argument(flag, metavar=metavar, action="append", default=[], help=text)
 
 
 class _RecordOverride(argparse.Action):

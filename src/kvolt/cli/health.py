@@ -9,7 +9,8 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.http.client import HttpClient, ServerUrl
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.network import join_address
 
 Served = dict[str, dict[str, int]]

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvolt.cli.cluster import Cluster, ProcessView, visit
+from kvolt.cli.flags import option
 from kvolt.cli.process import run_loop
 from kvolt.cli.status import console, picture
 from kvolt.core.errors import DiscoveryLost
@@ -26,9 +27,7 @@ Examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="Refresh interval. [default: 1]"
-    )
+    option(parser, "--interval", "SECONDS", "Refresh interval.", float, default=1.0)
     parser.add_argument("--once", action="store_true", help="Print once and exit.")
 
 

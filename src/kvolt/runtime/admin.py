@@ -21,7 +21,6 @@ from kvolt.runtime.http.server import (
     HttpServer,
     Response,
     Routes,
-    WrittenResponse,
     json_error,
 )
 from kvolt.runtime.metrics import Metrics
@@ -164,7 +163,7 @@ _WEB_PAGE = json_error(403, "the admin API refuses requests from web pages", "fo
 def _not_for_web_pages(handler: Handler) -> Handler:
     # Loopback does not protect from a browser on the same machine: any page can post to it. Browsers send these
     # headers.
-    async def guarded(request: HttpRequest) -> AnyResponse | WrittenResponse:
+    async def guarded(request: HttpRequest) -> AnyResponse:
         if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
             return _WEB_PAGE
         return await handler(request)

@@ -20,7 +20,9 @@ from benchmarks.load.metered import Usage
 from benchmarks.load.serving import asked_of
 
 from kvolt.bench.load.answer import AnswerReader
-from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.client_call import Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
 
 
 def seen(first: float) -> Seen:

@@ -10,7 +10,7 @@ import msgspec
 from kvolt.bench.load.answer import AnswerReader, OnGap, error_message
 from kvolt.bench.load.sample import Failure, Sample
 from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltError, ProtocolError
-from kvolt.runtime.http.client import Call
+from kvolt.runtime.http.client_call import Call
 
 _MAX_REFUSAL_BYTES = 64 << 10
 _FAILURES: dict[type[KvoltError], Failure] = {

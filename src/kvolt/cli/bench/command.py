@@ -38,13 +38,15 @@ from kvolt.cli.bench.flags import (
 )
 from kvolt.cli.bench.screen import Progress, print_changes, print_report
 from kvolt.cli.chat.client import ChatClient
+from kvolt.cli.flags import option
 from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
 from kvolt.cli.report_files import WRITTEN, open_rows, write_report
 from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.http.client import HttpClient, ServerUrl
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
@@ -88,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     comparing = verbs.add_parser("compare", help="compare two reports: differences with confidence intervals")
     comparing.add_argument("first", metavar="A", help="First report.json, or its directory.")
     comparing.add_argument("second", metavar="B", help="Second report.json, or its directory.")
-    comparing.add_argument("--seed", type=int, default=0, help="Seed of the bootstrap samples. [default: 0]")
+    option(comparing, "--seed", None, "Seed of the bootstrap samples.", int, default=0)
     comparing.add_argument("--json", action="store_true", help="Print JSON.")
     comparing.set_defaults(without_config=_compare)
 

@@ -24,6 +24,7 @@ from kvolt.bench.load.workloads import (
     sessions_of,
 )
 from kvolt.bench.traces import ReadOptions, read_trace
+from kvolt.cli.flags import option, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
@@ -34,97 +35,59 @@ _RESERVED_FILES = 64
 
 
 def add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    option(
+        group,
         "--url",
-        help="Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
+        None,
+        "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
     )
-    group.add_argument(
-        "--model", metavar="NAME", help="Model to request. Default: the only model that the server lists."
-    )
-    group.add_argument("--api-key", metavar="KEY", help="Bearer token. Default: $OPENAI_API_KEY.")
-    group.add_argument(
-        "--connect-timeout", metavar="TIME", default="10s", help="Connect timeout. [default: 10s]"
-    )
-    group.add_argument(
-        "--first-token-timeout", metavar="TIME", default="300s", help="Maximum TTFT. [default: 300s]"
-    )
-    group.add_argument(
-        "--timeout", metavar="TIME", default="1800s", help="Maximum duration of a request. [default: 1800s]"
-    )
-    group.add_argument(
-        "--connections",
-        type=int,
-        metavar="N",
-        help="Maximum number of connections. Default: the open file limit.",
-    )
-    group.add_argument("--config", metavar="FILE", help="TOML config file, for the address of `kvolt serve`.")
+    option(group, "--model", "NAME", "Model to request. Default: the only model that the server lists.")
+    option(group, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    option(group, "--connect-timeout", "TIME", "Connect timeout.", default="10s")
+    option(group, "--first-token-timeout", "TIME", "Maximum TTFT.", default="300s")
+    option(group, "--timeout", "TIME", "Maximum duration of a request.", default="1800s")
+    option(group, "--connections", "N", "Maximum number of connections. Default: the open file limit.", int)
+    option(group, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
 
 
 def add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--rate", type=float, metavar="R", help="Open loop: mean requests (or conversations) per second."
-    )
-    group.add_argument(
-        "--concurrency", type=int, metavar="N", help="Closed loop: number of concurrent users."
-    )
-    group.add_argument(
+    option(group, "--rate", "R", "Open loop: mean requests (or conversations) per second.", float)
+    option(group, "--concurrency", "N", "Closed loop: number of concurrent users.", int)
+    option(
+        group,
         "--trace",
-        metavar="FILE",
-        help="Trace with prompt and output lengths: Mooncake JSONL, Azure CSV or ShareGPT JSON. Also sets the "
+        "FILE",
+        "Trace with prompt and output lengths: Mooncake JSONL, Azure CSV or ShareGPT JSON. Also sets the "
         "arrival times unless --rate or --concurrency is given.",
     )
-    group.add_argument(
+    option(
+        group,
         "--arrivals",
-        choices=("poisson", "constant", "burst"),
+        None,
+        "Arrival process of --rate; `burst` sends --burst requests at once.",
         default="poisson",
-        help="Arrival process of --rate; `burst` sends --burst requests at once. [default: poisson]",
+        choices=("poisson", "constant", "burst"),
     )
-    group.add_argument("--burst", type=int, default=10, metavar="N", help="Requests per burst. [default: 10]")
-    group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="Speed-up of the trace's times. [default: 1]"
-    )
-    group.add_argument(
+    option(group, "--burst", "N", "Requests per burst.", int, default=10)
+    option(group, "--speed", "X", "Speed-up of the trace's times.", float, default=1.0)
+    option(
+        group,
         "--requests",
-        type=int,
-        metavar="N",
-        help=f"Number of measured requests. Default: {_DEFAULT_REQUESTS}, or the whole trace.",
+        "N",
+        f"Number of measured requests. Default: {_DEFAULT_REQUESTS}, or the whole trace.",
+        int,
     )
-    group.add_argument(
-        "--duration", metavar="TIME", help="Send requests for this long, such as 60s, instead of --requests."
-    )
-    group.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="Initial requests to exclude. [default: 0]"
-    )
+    option(group, "--duration", "TIME", "Send requests for this long, such as 60s, instead of --requests.")
+    option(group, "--warmup", "N", "Initial requests to exclude.", int, default=0)
 
 
 def add_prompts(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--input",
-        default="512",
-        metavar="N",
-        help="Prompt length in tokens, or a range such as 256-1024. [default: 512]",
-    )
-    group.add_argument(
-        "--output", default="128", metavar="N", help="Output length in tokens, or a range. [default: 128]"
-    )
-    group.add_argument(
-        "--shared-prefix",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Prompt tokens that all requests share. [default: 0]",
-    )
-    group.add_argument(
-        "--prefixes",
-        type=int,
-        default=1,
-        metavar="K",
-        help="Number of distinct shared prefixes, used in turn. [default: 1]",
-    )
-    group.add_argument(
-        "--turns", type=int, default=1, metavar="N", help="Turns per conversation. [default: 1]"
-    )
-    group.add_argument("--think", default="0s", metavar="TIME", help="Pause between turns. [default: 0s]")
+    option(group, "--input", "N", "Prompt length in tokens, or a range such as 256-1024.", default="512")
+    option(group, "--output", "N", "Output length in tokens, or a range.", default="128")
+    option(group, "--shared-prefix", "N", "Prompt tokens that all requests share.", int, default=0)
+    option(group, "--prefixes", "K", "Number of distinct shared prefixes, used in turn.", int, default=1)
+    option(group, "--turns", "N", "Turns per conversation.", int, default=1)
+    option(group, "--think", "TIME", "Pause between turns.", default="0s")
     group.add_argument(
         "--endpoint",
         choices=[str(name) for name in Endpoint],
@@ -132,46 +95,24 @@ def add_prompts(group: argparse._ArgumentGroup) -> None:
         help="Request type: chat messages, completion text, or completion token ids, which have exact lengths. "
         "[default: chat]",
     )
-    group.add_argument(
-        "--vocabulary",
-        default="100-900",
-        metavar="A-B",
-        help="Range of token ids for generated prompts. [default: 100-900]",
-    )
+    option(group, "--vocabulary", "A-B", "Range of token ids for generated prompts.", default="100-900")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Request the full output length with `ignore_eos`. Disable it for servers that reject the field.",
     )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Request field, such as temperature=0; may be repeated.",
-    )
+    repeated(group, "--set", "NAME=VALUE", "Request field, such as temperature=0.")
 
 
 def add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--sla", metavar="LIMITS", help="Limits for goodput, such as ttft=500ms,itl=50ms,e2e=10s."
-    )
-    group.add_argument(
-        "--out", metavar="DIR", help="Write report.json, report.html and requests.csv to this directory."
-    )
+    option(group, "--sla", "LIMITS", "Limits for goodput, such as ttft=500ms,itl=50ms,e2e=10s.")
+    option(group, "--out", "DIR", "Write report.json, report.html and requests.csv to this directory.")
     group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
     group.add_argument("--json", action="store_true", help="Print the report as JSON.")
     group.add_argument("--quiet", action="store_true", help="Show no progress.")
-    group.add_argument(
-        "--drain",
-        default="5s",
-        metavar="TIME",
-        help="Time for running requests to finish after Ctrl-C. [default: 5s]",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, help="Seed of arrivals, lengths and prompts. [default: 0]"
-    )
+    option(group, "--drain", "TIME", "Time for running requests to finish after Ctrl-C.", default="5s")
+    option(group, "--seed", None, "Seed of arrivals, lengths and prompts.", int, default=0)
 
 
 def check_flags(args: argparse.Namespace) -> None:

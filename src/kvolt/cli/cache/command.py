@@ -17,6 +17,7 @@ from kvolt.cli.cache.object_store import (
     stat_objects,
 )
 from kvolt.cli.cache.shared_pool import configure_serve, serve_pool, stat_pool
+from kvolt.cli.flags import option
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.view import DiskPart, decode_block, evict, find_parts, read_blocks, verify
@@ -57,10 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         verb = verbs.add_parser(name, help=text, description=text)
         where = verb.add_mutually_exclusive_group()
-        where.add_argument(
-            "--dir", metavar="DIR", help="Directory of the disk tier. Default: the user's cache directory."
-        )
-        where.add_argument("--object", metavar="URL", help="Object store URL.")
+        option(where, "--dir", "DIR", "Directory of the disk tier. Default: the user's cache directory.")
+        option(where, "--object", "URL", "Object store URL.")
         if name == "stat":
             where.add_argument(
                 "--pool",
@@ -75,9 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             which = verb.add_mutually_exclusive_group(required=True)
             which.add_argument("--all", action="store_true", help="Remove all blocks.")
             which.add_argument("--corrupt", action="store_true", help="Remove blocks with a wrong checksum.")
-            which.add_argument(
-                "--older-than", metavar="AGE", help="Remove objects older than this: 30m, 12h or 7d."
-            )
+            option(which, "--older-than", "AGE", "Remove objects older than this: 30m, 12h or 7d.")
             which.add_argument(
                 "--key",
                 action="append",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.flags import add_settings
+from kvolt.cli.flags import add_settings, option
 from kvolt.cli.process import Process, raise_open_file_limit, run_loop, run_process
 from kvolt.cli.worker.tiers import check_sizes, host_blocks, lower_tiers
 from kvolt.kv.shared_pool.link import PoolLink
@@ -43,10 +43,8 @@ def default_socket() -> Path:
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--name", default=_NAME, help=f"Name of this process in logs and status. [default: {_NAME}]"
-    )
-    parser.add_argument("--socket", metavar="PATH", help=f"Socket for workers. [default: {default_socket()}]")
+    option(parser, "--name", None, "Name of this process in logs and status.", default=_NAME)
+    option(parser, "--socket", "PATH", f"Socket for workers. [default: {default_socket()}]")
     parser.add_argument(
         "--host", required=True, metavar="SIZE", help="Host memory for KV blocks: 64GiB, or 1000blocks."
     )
@@ -59,19 +57,22 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Directory of the disk tier. Default: the user's cache directory.",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--disk-touches",
-        type=int,
+        "N",
+        "Write a block to disk after this many uses.",
+        int,
         default=1,
         choices=_TOUCHES,
-        metavar="N",
-        help="Write a block to disk after this many uses. [default: 1]",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--disk-compression",
-        choices=("none", "fp8"),
+        None,
+        "fp8 stores 8 bits per value on disk: lossy, two to four times the capacity.",
         default="none",
-        help="fp8 stores 8 bits per value on disk: lossy, two to four times the capacity. [default: none]",
+        choices=("none", "fp8"),
     )
     marks = TierSettings()
     for mark in ("host_high_water", "disk_low_water", "disk_high_water"):
@@ -86,23 +87,24 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--object", default="", metavar="URL", help="Object store shared with other hosts. Default: none."
     )
-    parser.add_argument(
+    option(
+        parser,
         "--object-touches",
-        type=int,
+        "N",
+        "Write a block to the object store after this many uses.",
+        int,
         default=2,
         choices=_TOUCHES,
-        metavar="N",
-        help="Write a block to the object store after this many uses. [default: 2]",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--object-compression",
-        choices=("none", "zstd"),
+        None,
+        "Compression of blocks in the object store.",
         default="none",
-        help="Compression of blocks in the object store. [default: none]",
+        choices=("none", "zstd"),
     )
-    parser.add_argument(
-        "--eviction", choices=sorted(EVICTIONS), default="lru", help="Eviction policy. [default: lru]"
-    )
+    option(parser, "--eviction", None, "Eviction policy.", default="lru", choices=sorted(EVICTIONS))
     add_settings(parser, ("discovery", "network", "logging", "metrics"))
 
 

@@ -25,8 +25,11 @@ from kvolt.core.errors import (
     WorkerLost,
     with_fields,
 )
-from kvolt.runtime.http.client import HttpClient, ServerUrl, StreamedResponse, Timeouts
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.client_call import Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.http.sse import DONE, EventReader
+from kvolt.runtime.http.streamed_response import StreamedResponse
 
 ANSWER_LIMIT_BYTES = 64 << 20
 _OTHER_LIMIT_BYTES = 4 << 20

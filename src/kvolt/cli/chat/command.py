@@ -18,6 +18,7 @@ from kvolt.cli.chat.answer import Answer, sendable
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.screen import Screen
 from kvolt.cli.chat.session import COMMANDS, Action, Composer, Session
+from kvolt.cli.flags import option, repeated
 from kvolt.cli.health import api_url
 from kvolt.core.errors import ConfigError, ConnectFailed, Fault, KvoltError
 from kvolt.runtime.clock import Clock, SystemClock
@@ -46,32 +47,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "question", nargs="*", metavar="QUESTION", help="Ask one question and exit; - reads stdin."
     )
-    parser.add_argument(
+    option(
+        parser,
         "--url",
-        help="Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
+        None,
+        "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
     )
-    parser.add_argument(
-        "--model", metavar="NAME", help="Model to use. Default: the only model that the server lists."
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="Bearer token. Default: $OPENAI_API_KEY.")
-    parser.add_argument("--system", metavar="TEXT", help="System message.")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Request field, such as temperature=0.2; may be repeated.",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="Maximum time without data from the server. [default: 300]",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML config file, for the address of `kvolt serve`."
-    )
+    option(parser, "--model", "NAME", "Model to use. Default: the only model that the server lists.")
+    option(parser, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    option(parser, "--system", "TEXT", "System message.")
+    repeated(parser, "--set", "NAME=VALUE", "Request field, such as temperature=0.2.")
+    option(parser, "--timeout", "SECONDS", "Maximum time without data from the server.", float, default=300.0)
+    option(parser, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

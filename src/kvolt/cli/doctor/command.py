@@ -23,6 +23,7 @@ import msgspec
 
 from kvolt.cli.doctor.finding import Finding
 from kvolt.cli.doctor.transfer import transfer_findings
+from kvolt.cli.flags import option
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
 from kvolt.cli.serve.command import check_shared, with_workers
@@ -54,7 +55,7 @@ _MARKS = {"ok": "green", "warn": "yellow", "missing": "red", "untested": "cyan"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.add_argument("--workers", type=int, metavar="N", help="Number of worker processes to check for.")
+    option(parser, "--workers", "N", "Number of worker processes to check for.", int)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.flags import option
 from kvolt.cli.frontend.attach_flags import add_attach_flags
 from kvolt.cli.frontend.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
@@ -59,11 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--name",
-        default="frontend",
-        help="Name of this process in logs and status. [default: frontend]",
-    )
+    option(parser, "--name", None, "Name of this process in logs and status.", default="frontend")
     add_attach_flags(parser)
     # Set by the supervisor for each of several frontend processes.
     parser.add_argument("--group", help=argparse.SUPPRESS)

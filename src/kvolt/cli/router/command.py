@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 
+from kvolt.cli.flags import option
 from kvolt.cli.process import Process, run_process
 from kvolt.cli.router.http import router_http
 from kvolt.router.kv_metrics import KvCollector
@@ -35,22 +36,16 @@ log = logging.getLogger(__name__)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--name", default="router", help="Name of this process in logs and status. [default: router]"
-    )
-    parser.add_argument(
+    option(parser, "--name", None, "Name of this process in logs and status.", default="router")
+    option(
+        parser,
         "--http-port",
-        type=int,
-        metavar="N",
-        help="Serve routing decisions over HTTP on this port, for other serving stacks. 0 picks a free port. "
+        "N",
+        "Serve routing decisions over HTTP on this port, for other serving stacks. 0 picks a free port. "
         "Default: no HTTP.",
+        int,
     )
-    parser.add_argument(
-        "--http-host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="Listen address for --http-port. [default: 127.0.0.1]",
-    )
+    option(parser, "--http-host", "HOST", "Listen address for --http-port.", default="127.0.0.1")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.cli.cluster import visit
-from kvolt.cli.flags import CLIENT_GROUPS
+from kvolt.cli.flags import CLIENT_GROUPS, option
 from kvolt.cli.process import run_loop
 from kvolt.cli.trace.record import find_frontends
 from kvolt.core.errors import ConfigError, KvoltError
@@ -56,10 +56,10 @@ _decode = msgspec.msgpack.Decoder(Explanation).decode
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="Prompt text; - reads stdin.")
-    parser.add_argument("--chat", metavar="FILE", help="JSON request body with `messages` or `prompt`.")
-    parser.add_argument("--tokens", metavar="IDS", help="Comma-separated token ids, or @FILE.")
-    parser.add_argument("--model", help="Model or adapter. Default: the only model served.")
-    parser.add_argument("--url", help="URL of the frontend to query. Default: any.")
+    option(parser, "--chat", "FILE", "JSON request body with `messages` or `prompt`.")
+    option(parser, "--tokens", "IDS", "Comma-separated token ids, or @FILE.")
+    option(parser, "--model", None, "Model or adapter. Default: the only model served.")
+    option(parser, "--url", None, "URL of the frontend to query. Default: any.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.cluster import visit
+from kvolt.cli.flags import option
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import Served, base_url, served_models
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
@@ -74,17 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_flags(parser)
     workers = parser.add_argument_group("workers (of the first [[workers]] entry)")
-    workers.add_argument("--workers", type=int, metavar="N", help="Number of worker processes.")
-    workers.add_argument(
-        "--prefill", type=int, metavar="N", help="Number of prefill workers. Requires --decode."
-    )
-    workers.add_argument("--decode", type=int, metavar="N", help="Number of decode workers.")
-    workers.add_argument(
-        "--aggregated",
-        type=int,
-        metavar="N",
-        help="Number of aggregated workers (prefill and decode).",
-    )
+    option(workers, "--workers", "N", "Number of worker processes.", int)
+    option(workers, "--prefill", "N", "Number of prefill workers. Requires --decode.", int)
+    option(workers, "--decode", "N", "Number of decode workers.", int)
+    option(workers, "--aggregated", "N", "Number of aggregated workers (prefill and decode).", int)
     add_tier_flags(parser, is_brief=True).add_argument(
         "--kv-shared",
         action="store_true",

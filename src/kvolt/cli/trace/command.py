@@ -34,6 +34,7 @@ from kvolt.bench.traces.analysis import LRU_BLOCKS
 from kvolt.bench.traces.sources import FileState, FoundTrace
 from kvolt.bench.traces.synthetic import Lognormal
 from kvolt.cli import flags
+from kvolt.cli.flags import option
 from kvolt.cli.trace.page import analysis_text, sources_text
 from kvolt.cli.trace.tiers import add_tier_flags, tier_findings, tiers_text
 from kvolt.core.errors import ConfigError
@@ -67,10 +68,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_record(verbs.add_parser("record", help="record the requests of running frontends until Ctrl-C"))
     analyzing = verbs.add_parser("analyze", help="show rates, lengths, sessions and prefix reuse")
     analyzing.add_argument("file", metavar="FILE", help="Trace in any supported format.")
-    analyzing.add_argument(
+    option(
+        analyzing,
         "--lru",
-        metavar="N,...",
-        help=f"LRU cache sizes, in blocks. [default: {','.join(str(size) for size in LRU_BLOCKS)}]",
+        "N,...",
+        f"LRU cache sizes, in blocks. [default: {','.join(str(size) for size in LRU_BLOCKS)}]",
     )
     add_tier_flags(analyzing)
     analyzing.set_defaults(without_config=_analyze)
@@ -89,18 +91,14 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="URL of one frontend. Default: all frontends of the namespace.",
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        default="trace.jsonl",
-        help="Output file; compressed if it ends in .gz. [default: trace.jsonl]",
-    )
-    parser.add_argument(
+    option(parser, "--out", "FILE", "Output file; compressed if it ends in .gz.", default="trace.jsonl")
+    option(
+        parser,
         "--duration",
-        metavar="TIME",
-        help="Record requests that arrive within this time, such as 60s or 5m. Default: until Ctrl-C.",
+        "TIME",
+        "Record requests that arrive within this time, such as 60s or 5m. Default: until Ctrl-C.",
     )
-    parser.add_argument("--model", metavar="NAME", help="Record only this model or adapter. Default: all.")
+    option(parser, "--model", "NAME", "Record only this model or adapter. Default: all.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
     flags.add_settings(parser, flags.CLIENT_GROUPS)
@@ -112,11 +110,12 @@ def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentPa
         "output", metavar="OUT", help="Output file (JSON lines); compressed if it ends in .gz."
     )
     for each in (parser, analyzing):
-        each.add_argument(
+        option(
+            each,
             "--trace-block-size",
-            type=_positive,
-            metavar="TOKENS",
-            help="Tokens per hash id, if the file does not state it. Default: 512; 16 for chats.",
+            "TOKENS",
+            "Tokens per hash id, if the file does not state it. Default: 512; 16 for chats.",
+            _positive,
         )
     for flag, kind, metavar, text in (
         ("--speed", float, "FACTOR", "Divide arrival times by this factor."),
@@ -132,7 +131,7 @@ def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentPa
         ("--max-total", int, "TOKENS", "Maximum prompt plus output length."),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    parser.add_argument("--seed", type=int, default=0, help="Seed of --sample. [default: 0]")
+    option(parser, "--seed", None, "Seed of --sample.", int, default=0)
     parser.add_argument(
         "--sort", action="store_true", help="Sort by arrival time; reads the whole trace into memory."
     )
@@ -144,12 +143,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", metavar="OUT", help="Output file (JSON lines); compressed if it ends in .gz."
     )
-    parser.add_argument(
-        "--recipe",
-        choices=sorted(RECIPES),
-        default="chat",
-        help="Preset for the other options. [default: chat]",
-    )
+    option(parser, "--recipe", None, "Preset for the other options.", default="chat", choices=sorted(RECIPES))
     for flag, kind, metavar, text in (
         ("--requests", int, "N", "Number of requests."),
         ("--seed", int, "N", "Random seed."),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvolt.bench.traces.tiers import best_hits, found_in_tiers
+from kvolt.cli.flags import option
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.kv.tiers.eviction import EVICTIONS
@@ -36,10 +37,11 @@ class TierFindings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option(
+        parser,
         "--tiers",
-        metavar="NAME=SIZE,...",
-        help="Show hit rates of KV tiers, fastest first, such as device=40GiB,host=256GiB,disk=2TiB.",
+        "NAME=SIZE,...",
+        "Show hit rates of KV tiers, fastest first, such as device=40GiB,host=256GiB,disk=2TiB.",
     )
     parser.add_argument(
         "--token-bytes",
@@ -48,9 +50,7 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"KV bytes per token. [default: {DEFAULT_TOKEN_BYTES}, Llama 8B in bfloat16]",
     )
-    parser.add_argument(
-        "--eviction", choices=sorted(EVICTIONS), default="lru", help="Eviction policy. [default: lru]"
-    )
+    option(parser, "--eviction", None, "Eviction policy.", default="lru", choices=sorted(EVICTIONS))
 
 
 def tier_findings(records: Sequence[TraceRecord], args: argparse.Namespace) -> TierFindings:

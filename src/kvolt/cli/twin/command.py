@@ -9,6 +9,7 @@ from pathlib import Path
 from kvolt.bench.load.report import RunFacts, encode_report
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
+from kvolt.cli.flags import option
 from kvolt.cli.report_files import WRITTEN, open_rows, write_report
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import ending, print_twin, progress
@@ -43,7 +44,7 @@ Exit code: 0; 1 if no request succeeded; 130 if interrupted.
 def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     group = parser.add_argument_group("results")
-    group.add_argument("--out", metavar="DIR", help=f"Write {WRITTEN} to this directory.")
+    option(group, "--out", "DIR", f"Write {WRITTEN} to this directory.")
     group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
     group.add_argument("--json", action="store_true", help="Print the report as JSON.")
     group.add_argument("--quiet", action="store_true", help="Show no progress.")

@@ -10,6 +10,7 @@ import msgspec
 from kvolt.bench.load.report import Setting
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start_at_zero
+from kvolt.cli.flags import option, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.registry import check_arguments, parse_argument
@@ -29,16 +30,15 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         help="Trace in any format of `kvolt trace`. Default: a small built-in trace.",
     )
     group = parser.add_argument_group("cluster")
-    group.add_argument(
+    option(
+        group,
         "--workers",
-        type=int,
+        "N",
+        "Number of aggregated workers, or of decode workers with --prefill.",
+        int,
         default=1,
-        metavar="N",
-        help="Number of aggregated workers, or of decode workers with --prefill. [default: 1]",
     )
-    group.add_argument(
-        "--prefill", type=int, default=0, metavar="N", help="Number of prefill workers. [default: 0]"
-    )
+    option(group, "--prefill", "N", "Number of prefill workers.", int, default=0)
     group.add_argument(
         "--prefill-choice",
         choices=get_args(PrefillChoice),
@@ -46,49 +46,30 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         help="When to use the prefill workers: `predicted` cost, with the limits of --sla as targets, or always. "
         "[default: predicted]",
     )
-    group.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="GPUs per worker, for GPU-seconds. [default: 1]"
-    )
-    group.add_argument(
+    option(group, "--gpus", "N", "GPUs per worker, for GPU-seconds.", int, default=1)
+    option(
+        group,
         "--router",
+        "POLICY",
+        f"Routing policy: {', '.join(ROUTERS)}, or FILE.py:FUNCTION.",
         default=next(iter(ROUTERS)),
-        metavar="POLICY",
-        help=f"Routing policy: {', '.join(ROUTERS)}, or FILE.py:FUNCTION. [default: {next(iter(ROUTERS))}]",
     )
-    group.add_argument(
-        "--router-arg",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Router setting (see `kvolt config describe router`); may be repeated.",
-    )
-    group.add_argument("--preset", help="Step latency model: a name or a file (see `kvolt engine list sim`).")
-    group.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Argument of the sim engine (see `kvolt engine list sim`); may be repeated.",
-    )
-    group.add_argument(
+    repeated(group, "--router-arg", "KEY=VALUE", "Router setting (see `kvolt config describe router`).")
+    option(group, "--preset", None, "Step latency model: a name or a file (see `kvolt engine list sim`).")
+    repeated(group, "--arg", "KEY=VALUE", "Argument of the sim engine (see `kvolt engine list sim`).")
+    option(
+        group,
         "--kv-host",
-        metavar="SIZE",
-        help="Host memory for KV blocks of each worker: 64GiB, 1000blocks, or 2x the device capacity.",
+        "SIZE",
+        "Host memory for KV blocks of each worker: 64GiB, 1000blocks, or 2x the device capacity.",
     )
-    group.add_argument("--kv-disk", metavar="SIZE", help="Disk space for KV blocks of each worker.")
-    group.add_argument(
-        "--kv-eviction",
-        default="lru",
-        metavar="POLICY",
-        help="Eviction policy: lru, s3fifo or tinylfu. [default: lru]",
-    )
-    group.add_argument("--seed", type=int, default=0, help="Random seed. [default: 0]")
+    option(group, "--kv-disk", "SIZE", "Disk space for KV blocks of each worker.")
+    option(group, "--kv-eviction", "POLICY", "Eviction policy: lru, s3fifo or tinylfu.", default="lru")
+    option(group, "--seed", None, "Random seed.", int, default=0)
     group = parser.add_argument_group("load")
-    group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="Speed-up of arrivals. [default: 1]"
-    )
-    group.add_argument("--limit", type=int, metavar="N", help="Use only the first N requests.")
-    group.add_argument("--sla", metavar="LIMITS", help="Limits for goodput, such as ttft=500ms,itl=50ms.")
+    option(group, "--speed", "X", "Speed-up of arrivals.", float, default=1.0)
+    option(group, "--limit", "N", "Use only the first N requests.", int)
+    option(group, "--sla", "LIMITS", "Limits for goodput, such as ttft=500ms,itl=50ms.")
 
 
 def settings_of(args: argparse.Namespace) -> TwinSettings:

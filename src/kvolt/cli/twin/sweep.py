@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvolt.bench.load.sla import Sla, parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table
+from kvolt.cli.flags import option, repeated
 from kvolt.cli.report_files import unwritable
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import ending, progress
@@ -53,29 +54,13 @@ _WRITTEN = "points.jsonl, sweep.json, sweep.csv, sweep.html"
 def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     group = parser.add_argument_group("sweep")
-    group.add_argument(
-        "--axis",
-        action="append",
-        default=[],
-        metavar="NAME=V1,V2,...",
-        help="Axis and its values; may be repeated.",
-    )
-    group.add_argument("--axes", metavar="FILE", help='JSON file with axes: {"workers": [2, 4], ...}.')
-    group.add_argument(
-        "--sample", type=int, metavar="N", help="Simulate N random points only, drawn with --seed."
-    )
-    group.add_argument(
-        "--objective",
-        action="append",
-        default=[],
-        metavar="METRIC",
-        help="Metric to optimize; may be repeated.",
-    )
+    repeated(group, "--axis", "NAME=V1,V2,...", "Axis and its values.")
+    option(group, "--axes", "FILE", 'JSON file with axes: {"workers": [2, 4], ...}.')
+    option(group, "--sample", "N", "Simulate N random points only, drawn with --seed.", int)
+    repeated(group, "--objective", "METRIC", "Metric to optimize.")
     group = parser.add_argument_group("results")
-    group.add_argument(
-        "--processes", type=int, metavar="N", help="Number of parallel processes. Default: one per core."
-    )
-    group.add_argument("--out", metavar="DIR", help=f"Write {_WRITTEN} to this directory.")
+    option(group, "--processes", "N", "Number of parallel processes. Default: one per core.", int)
+    option(group, "--out", "DIR", f"Write {_WRITTEN} to this directory.")
     group.add_argument("--json", action="store_true", help="Print all points as JSON.")
     group.add_argument("--quiet", action="store_true", help="Show no progress.")
 

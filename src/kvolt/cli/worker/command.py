@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvolt.cli.flags import option, repeated
 from kvolt.cli.process import Process, run_process
 from kvolt.cli.worker.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of, with_tiers
 from kvolt.cli.worker.transfers import Transfers
@@ -55,25 +56,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_flags(parser)
     worker = parser.add_argument_group("worker")
-    worker.add_argument(
-        "--group", metavar="NAME", help="Name of the [[workers]] entry to run. Default: the first entry."
+    option(worker, "--group", "NAME", "Name of the [[workers]] entry to run. Default: the first entry.")
+    option(
+        worker,
+        "--name",
+        None,
+        "Name of this process in logs and status. Default: the name of the [[workers]] entry.",
     )
-    worker.add_argument(
-        "--name", help="Name of this process in logs and status. Default: the name of the [[workers]] entry."
-    )
-    worker.add_argument(
+    option(
+        worker,
         "--role",
+        None,
+        "Role of this worker. Default: from the config, else aggregated.",
         choices=[role.value for role in Role],
-        help="Role of this worker. Default: from the config, else aggregated.",
     )
-    worker.add_argument(
-        "--devices", metavar="A,B", help="GPUs to use, by index or UUID. Default: from the config, else all."
-    )
-    worker.add_argument(
+    option(worker, "--devices", "A,B", "GPUs to use, by index or UUID. Default: from the config, else all.")
+    option(
+        worker,
         "--workers",
-        type=int,
-        metavar="N",
-        help="Number of workers in this process, for engines that support it (`sim`). Default: 1.",
+        "N",
+        "Number of workers in this process, for engines that support it (`sim`). Default: 1.",
+        int,
     )
     worker.add_argument(
         "--taint",
@@ -88,26 +91,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
+    option(
+        engine,
         "--engine",
-        metavar="NAME",
-        help="Inference engine: native, sim, vllm, sglang, trtllm or remote. Default: sim for models named "
+        "NAME",
+        "Inference engine: native, sim, vllm, sglang, trtllm or remote. Default: sim for models named "
         "sim-..., else native.",
     )
-    engine.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Engine argument (`kvolt engine list`), JSON or a string; may be repeated.",
-    )
-    engine.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="Serve a LoRA adapter in PEFT format as model NAME; may be repeated.",
-    )
+    repeated(engine, "--arg", "KEY=VALUE", "Engine argument (`kvolt engine list`), JSON or a string.")
+    repeated(engine, "--lora", "NAME=FOLDER", "Serve a LoRA adapter in PEFT format as model NAME.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -10,6 +10,7 @@ from typing import cast
 
 import msgspec
 
+from kvolt.cli.flags import option
 from kvolt.core.card import EngineInfo
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
@@ -57,18 +58,15 @@ def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> a
     def rare(text: str) -> str:
         return argparse.SUPPRESS if is_brief else text
 
-    group.add_argument(
+    option(
+        group,
         "--kv-host",
-        metavar="SIZE",
-        help="Host memory for KV blocks evicted from the device: 4GiB, 1000blocks, or 2x the device capacity. "
+        "SIZE",
+        "Host memory for KV blocks evicted from the device: 4GiB, 1000blocks, or 2x the device capacity. "
         "Default: no offloading.",
     )
-    group.add_argument("--kv-disk", metavar="SIZE", help="Disk space for KV blocks, which survive restarts.")
-    group.add_argument(
-        "--kv-disk-dir",
-        metavar="DIR",
-        help="Directory of the disk tier. Default: the user's cache directory.",
-    )
+    option(group, "--kv-disk", "SIZE", "Disk space for KV blocks, which survive restarts.")
+    option(group, "--kv-disk-dir", "DIR", "Directory of the disk tier. Default: the user's cache directory.")
     group.add_argument(
         "--kv-disk-compression",
         choices=("none", "fp8"),
@@ -81,10 +79,8 @@ def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> a
             "Onboard blocks from disk to the device with NIXL and GPUDirect Storage, bypassing host memory."
         ),
     )
-    group.add_argument(
-        "--kv-object",
-        metavar="URL",
-        help="Shared object store: s3://BUCKET/PREFIX, gs://, az:// or a directory.",
+    option(
+        group, "--kv-object", "URL", "Shared object store: s3://BUCKET/PREFIX, gs://, az:// or a directory."
     )
     group.add_argument(
         "--kv-pool",

@@ -35,7 +35,9 @@ from kvolt.engines.remote.server_load import LoadEstimator, OwnLoad, ServerStats
 from kvolt.engines.remote.sglang_dialect import SglangDialect
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.engines.wakeup import Wakeup
-from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.client_call import Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from kvolt.core.request import Request
 from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.remote.dialect import AnswerReader
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
-from kvolt.runtime.http.client import Call
+from kvolt.runtime.http.client_call import Call
 from kvolt.runtime.http.sse import DONE, EventReader
 
 _MAX_REFUSAL_BYTES = 64 << 10

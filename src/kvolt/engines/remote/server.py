@@ -10,7 +10,8 @@ from kvolt.core.errors import ConfigError, EngineDied, Unavailable
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.refusals import refusal
 from kvolt.engines.remote.server_load import read_cache_facts
-from kvolt.runtime.http.client import Fetched, HttpClient
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.streamed_response import Fetched
 
 T = TypeVar("T")
 

@@ -10,30 +10,27 @@ first byte of a response, the call is sent once more, as browsers do.
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Protocol, Self, cast
-from urllib.parse import urlsplit
 
 import httptools
-import msgspec
-from msgspec.structs import replace
 
 from kvolt import __version__
 from kvolt.core.errors import (
-    ConfigError,
     ConnectFailed,
     DeadlineExceeded,
     KvoltError,
     ProtocolError,
     WorkerLost,
 )
+from kvolt.runtime.http.client_call import Call, Receiver, Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
+from kvolt.runtime.http.streamed_response import Fetched, StreamedResponse
 from kvolt.runtime.lazy_timer import LazyTimer
-from kvolt.runtime.network import ProtocolFactory, SocketNetwork, join_address, tune_socket
+from kvolt.runtime.network import ProtocolFactory, SocketNetwork, tune_socket
 from kvolt.runtime.tasks import TaskGroup
 
 _MAX_CONNECTIONS = 10_000
@@ -45,138 +42,10 @@ _MAX_HEADERS = 256
 _MAX_HEAD_BYTES = 64 << 10
 
 
-class ServerUrl(msgspec.Struct, frozen=True):
-    """URL of a server, with its API key. `text` is the form shown to users."""
-
-    text: str
-    host: str
-    port: int
-    path: str
-    is_secure: bool
-    api_key: str = ""
-
-    @classmethod
-    def parse(cls, text: str, api_key: str | None = None) -> ServerUrl:
-        """Parse an http or https URL; the scheme is optional. Raises ConfigError."""
-        text = text.strip()
-        remedy = "write it as http://HOST:PORT"
-        if not text or not text.isascii() or not text.isprintable() or " " in text:
-            raise ConfigError(f"invalid URL {text!r}", key="url", remedy=remedy)
-        try:
-            parts = urlsplit(text if "://" in text else f"http://{text}")
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"invalid URL {text}: {error}", key="url", remedy=remedy) from error
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ConfigError(
-                "the URL has user info, a query or a fragment",
-                key="url",
-                remedy=f"{remedy}; set the API key separately",
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ConfigError(f"invalid server URL {text}", key="url", remedy=remedy)
-        key = (api_key or "").strip()
-        if not (key.isascii() and (key.isprintable() or not key)):
-            raise ConfigError("the API key contains invalid characters", key="api_key", remedy="check it")
-        is_secure = parts.scheme == "https"
-        path = parts.path.rstrip("/")
-        shown = f"{parts.scheme}://{parts.netloc}{path}"
-        return cls(shown, parts.hostname, port or (443 if is_secure else 80), path, is_secure, key)
-
-    def of_api(self) -> ServerUrl:
-        """URL of the OpenAI API: as given if it has a version, else with /v1."""
-        path = re.sub(r"/(chat/)?completions$", "", self.path)
-        return self._with_path(path if re.search(r"/v\d\w*(/|$)", path) else f"{path}/v1")
-
-    def of_server(self) -> ServerUrl:
-        """URL of the server without /v1, since not all its paths are below it."""
-        return self._with_path(self.path.removesuffix("/v1"))
-
-    def _with_path(self, path: str) -> ServerUrl:
-        return replace(self, text=self.text.removesuffix(self.path) + path, path=path)
-
-    @property
-    def address(self) -> str:
-        return join_address(self.host, self.port)
-
-
 class Connector(Protocol):
     """The client part of the Network port."""
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol: ...
-
-
-class Receiver(Protocol):
-    """Receives the response of a call. `end` or `fail` is the last callback; abandoned calls get neither."""
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Receive the status and the headers, with names in lower case."""
-        ...
-
-    def data(self, pieces: list[bytes], now: float) -> None:
-        """Receive parts of the body that arrived together. Raising a KvoltError ends the call; it is then passed to
-        `fail`."""
-        ...
-
-    def end(self, now: float) -> None: ...
-
-    def fail(self, error: KvoltError) -> None:
-        """ConnectFailed: nothing was sent. WorkerLost: the connection ended early. DeadlineExceeded: a timeout.
-        ProtocolError: the response is not valid."""
-        ...
-
-
-class Timeouts(msgspec.Struct, frozen=True):
-    first_s: float
-    """From the start of the call to the first byte of the body."""
-    between_s: float
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One request in progress."""
-
-    request: bytes
-    receiver: Receiver
-    timeouts: Timeouts | None
-    client: HttpClient
-    timer: LazyTimer | None = None
-    connection: _Connection | None = None
-    num_sent: int = 0
-    sent_at: float | None = None
-    """Time at which the request was written."""
-    last_byte_at: float = 0.0
-    """Time of the last body bytes; 0 before the first."""
-    is_over: bool = False
-
-    def abandon(self) -> None:
-        """Cancel the call without notifying its receiver."""
-        if not self.is_over:
-            self.finish()
-            self.client.remove_call(self)
-
-    def finish(self) -> None:
-        self.is_over = True
-        if self.timer is not None:
-            self.timer.close()
-
-    def fail(self, error: KvoltError) -> None:
-        if not self.is_over:
-            self.abandon()
-            self.receiver.fail(error)
-
-    def arm(self) -> None:
-        """Restart the timeout."""
-        if self.timer is not None and self.timeouts is not None:
-            self.timer.arm(self.timeouts.between_s if self.last_byte_at else self.timeouts.first_s)
-
-    def on_timeout(self) -> None:
-        assert self.timeouts is not None
-        stage, limit_s = (
-            ("between", self.timeouts.between_s) if self.last_byte_at else ("first", self.timeouts.first_s)
-        )
-        message = f"{self.client.url.text} was silent for {limit_s:g} s"
-        self.fail(DeadlineExceeded(message, stage=stage, after_s=limit_s))
 
 
 class HttpClient:
@@ -227,7 +96,7 @@ class HttpClient:
         method = "GET" if body is None else "POST"
         content = "" if body is None else f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         head = f"{method} {self.url.path}{path} HTTP/1.1\r\n{self._headers}{content}\r\n"
-        call = Call(head.encode("latin-1") + (body or b""), receiver, timeouts, self)
+        call = Call(head.encode("latin-1") + (body or b""), receiver, timeouts, self.url.text, self._withdraw)
         if timeouts is not None:
             call.timer = LazyTimer(self._loop, call.on_timeout)
             call.arm()
@@ -291,7 +160,7 @@ class HttpClient:
             connection.drop()
         self._waiting.appendleft(call)
 
-    def remove_call(self, call: Call) -> None:
+    def _withdraw(self, call: Call) -> None:
         if call.connection is not None:
             call.connection.drop()
             self.assign()
@@ -499,68 +368,3 @@ class _Connection(asyncio.Protocol):
 
 def _invalid_response(error: Exception) -> ProtocolError:
     return ProtocolError(f"invalid HTTP response ({type(error).__name__})", rule="http")
-
-
-class Fetched(msgspec.Struct, frozen=True):
-    status: int
-    body: bytes
-
-
-@dataclass(slots=True, eq=False)
-class StreamedResponse:
-    """A response read by a coroutine: iterate over the parts of its body, or `read` it."""
-
-    status: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
-    _pieces: deque[bytes] = field(default_factory=deque)
-    _is_complete: bool = False
-    _error: KvoltError | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def wait_head(self) -> None:
-        while not self.status:
-            await self._wait()
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        while not self._pieces:
-            if self._is_complete:
-                raise StopAsyncIteration
-            await self._wait()
-        return self._pieces.popleft()
-
-    async def read(self, max_bytes: int) -> bytes:
-        """Read the rest of the body. Raises ProtocolError if it is longer."""
-        parts, num_bytes = [], 0
-        async for piece in self:
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                raise ProtocolError(f"the response exceeds {max_bytes} bytes", rule="http body")
-            parts.append(piece)
-        return b"".join(parts)
-
-    async def _wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self._changed.clear()
-        await self._changed.wait()
-
-    # --- Receiver
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers = status, headers
-        self._changed.set()
-
-    def data(self, pieces: list[bytes], now: float) -> None:
-        self._pieces += pieces
-        self._changed.set()
-
-    def end(self, now: float) -> None:
-        self._is_complete = True
-        self._changed.set()
-
-    def fail(self, error: KvoltError) -> None:
-        self._error = error
-        self._changed.set()

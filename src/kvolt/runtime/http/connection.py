@@ -17,21 +17,17 @@ from kvolt.runtime.http.protocol import (
     CHUNKED_LINE,
     CLOSE_LINE,
     CONTINUE,
-    KEEP_ALIVE_LINE,
-    LAST_CHUNK,
-    NO_CONNECTION_LINE,
-    AnyResponse,
     HttpLimits,
     HttpRequest,
     Response,
-    StreamingResponse,
+    connection_line,
     encode_head,
     encode_whole,
     has_body,
     json_error,
 )
 from kvolt.runtime.http.reader import BodyBudget, Phase, RequestReader
-from kvolt.runtime.http.writer import ResponseWriter, TickWrites, WrittenResponse
+from kvolt.runtime.http.writer import AnyResponse, ResponseWriter, TickWrites, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
 
@@ -69,7 +65,7 @@ class Host(Protocol):
 
     def failure(self, error: BaseException, request_id: str = "") -> Response: ...
 
-    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse: ...
+    async def respond(self, request: HttpRequest) -> AnyResponse: ...
 
     def observe(self, method: str, status: int, started: float) -> None: ...
 
@@ -273,11 +269,8 @@ class Connection(asyncio.Protocol):
         request.id = self._host.identify(request)
         response = await self._host.respond(request)
         if self._disconnected:
-            await _close_body(response)
             return False
-        if isinstance(response, StreamingResponse):
-            keep_alive, status = await self._stream(request, response)
-        elif isinstance(response, WrittenResponse):
+        if isinstance(response, WrittenResponse):
             keep_alive, status = await self._run_producer(request, response)
         else:
             keep_alive, status = self._send(request, response), response.status
@@ -294,7 +287,7 @@ class Connection(asyncio.Protocol):
 
     def _send(self, request: HttpRequest, response: Response) -> bool:
         keep_alive = self._keeps_alive(request)
-        line, common = _connection_line(request, keep_alive), self._common_headers(request.id)
+        line, common = connection_line(request, keep_alive), self._common_headers(request.id)
         try:
             head, body = encode_whole(response, request.method, line, common)
         except ValueError as error:
@@ -306,35 +299,13 @@ class Connection(asyncio.Protocol):
             self._transport.writelines((head, body))
         return keep_alive
 
-    async def _stream(self, request: HttpRequest, response: StreamingResponse) -> tuple[bool, int]:
-        chunked = request.version != "1.0"
-        keep_alive = chunked and self._keeps_alive(request)
-        try:
-            framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
-            common = self._common_headers(request.id)
-            head = encode_head(response, framing, _connection_line(request, keep_alive), common)
-            if has_body(request.method, response.status):
-                await self._write_chunks(head, response, chunked)
-            else:
-                self._transport.write(head)
-        except Exception as error:
-            failure = self._host.failure(error, request.id)
-            if not self._head_sent:
-                return self._send(request, failure), failure.status
-            # The status is already sent; a body without its last chunk signals the error to the client.
-            self._transport.abort()
-            return False, failure.status
-        finally:
-            await _close_body(response)
-        return keep_alive, response.status
-
     async def _run_producer(self, request: HttpRequest, response: WrittenResponse) -> tuple[bool, int]:
         chunked = request.version != "1.0"
         keep_alive = chunked and self._keeps_alive(request)
         try:
             framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
             common = self._common_headers(request.id)
-            head = encode_head(response, framing, _connection_line(request, keep_alive), common)
+            head = encode_head(response, framing, connection_line(request, keep_alive), common)
             with_body = has_body(request.method, response.status)
             writer = ResponseWriter(self._transport, self._host.tick, head, chunked, with_body)
             self._writer = writer
@@ -353,26 +324,6 @@ class Connection(asyncio.Protocol):
                 self._head_sent = self._writer.head_sent
                 self._writer = None
         return keep_alive, response.status
-
-    async def _write_chunks(self, head: bytes, response: StreamingResponse, chunked: bool) -> None:
-        transport = self._transport
-        async for chunk in response.body:
-            if self._disconnected:
-                raise asyncio.CancelledError  # the body swallowed its cancellation
-            size = len(chunk)
-            if not chunked or not size:
-                transport.write(head + chunk)
-            elif size <= _JOIN_BYTES:
-                transport.write(b"%b%x\r\n%b\r\n" % (head, size, chunk))
-            else:
-                transport.writelines((b"%b%x\r\n" % (head, size), chunk, b"\r\n"))
-            head = b""
-            self._head_sent = True
-            if self._stall_timer is not None:
-                await self._drained()
-        if head or chunked:
-            self._head_sent = True
-            transport.write(head + LAST_CHUNK if chunked else head)
 
     async def _drained(self) -> None:
         """Wait until the client has read enough; the stall timer aborts the connection otherwise."""
@@ -441,17 +392,6 @@ class Connection(asyncio.Protocol):
             reader.refuse(408, f"the {part} of the request did not arrive in time", "request_timeout")
             if self._task is None and reader.refusal is not None:
                 self._refuse(reader.refusal)
-
-
-def _connection_line(request: HttpRequest, keep_alive: bool) -> str:
-    if not keep_alive:
-        return CLOSE_LINE
-    return KEEP_ALIVE_LINE if request.version == "1.0" else NO_CONNECTION_LINE
-
-
-async def _close_body(response: AnyResponse | WrittenResponse) -> None:
-    if isinstance(response, StreamingResponse) and hasattr(response.body, "aclose"):
-        await response.body.aclose()
 
 
 def _peer(transport: asyncio.BaseTransport) -> str:

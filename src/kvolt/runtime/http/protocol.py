@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import parse_qsl
@@ -13,7 +13,6 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _NO_HEADERS: Mapping[str, str] = {}
 BODILESS = frozenset({204, 304})
 
-NO_CONNECTION_LINE = ""
 CLOSE_LINE = "connection: close\r\n"
 KEEP_ALIVE_LINE = "connection: keep-alive\r\n"
 CHUNKED_LINE = "transfer-encoding: chunked\r\n"
@@ -124,22 +123,6 @@ class Response(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
 
 
-class StreamingResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response written as it is produced.
-
-    The head is sent with the first chunk, so that an earlier failure can still set the status; an empty first chunk
-    sends the head alone. `body.aclose()` is always awaited.
-    """
-
-    body: AsyncIterator[bytes]
-    status: int = 200
-    headers: Mapping[str, str] = {}
-    content_type: str = "text/event-stream"
-
-
-AnyResponse = Response | StreamingResponse
-
-
 def json_error(
     status: int,
     message: str,
@@ -171,6 +154,13 @@ class Head(Protocol):
 
     @property
     def content_type(self) -> str: ...
+
+
+def connection_line(request: HttpRequest, keep_alive: bool) -> str:
+    """Header line about the connection in the response to `request`."""
+    if not keep_alive:
+        return CLOSE_LINE
+    return KEEP_ALIVE_LINE if request.version == "1.0" else ""
 
 
 def encode_head(response: Head, framing: str, connection: str, common: str) -> bytes:

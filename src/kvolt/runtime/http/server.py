@@ -35,15 +35,13 @@ from kvolt.core.errors import (
 from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.http.connection import Connection
 from kvolt.runtime.http.protocol import (
-    AnyResponse,
     HttpLimits,
     HttpRequest,
     Response,
-    StreamingResponse,
     json_error,
 )
 from kvolt.runtime.http.reader import BodyBudget
-from kvolt.runtime.http.writer import TickWrites, WrittenResponse
+from kvolt.runtime.http.writer import AnyResponse, TickWrites, WrittenResponse
 from kvolt.runtime.network import Listener, Network
 from kvolt.runtime.tasks import TaskGroup
 
@@ -55,7 +53,6 @@ __all__ = [
     "HttpServer",
     "Response",
     "Routes",
-    "StreamingResponse",
     "WrittenResponse",
     "error_response",
     "json_error",
@@ -63,7 +60,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[HttpRequest], Awaitable[AnyResponse | WrittenResponse]]
+Handler = Callable[[HttpRequest], Awaitable[AnyResponse]]
 ErrorResponse = Callable[[KvoltError], Response]
 Observe = Callable[[str, int, float], None]
 """Called with (method, status, seconds) at the end of every response."""
@@ -256,7 +253,7 @@ class HttpServer:
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         return self._task_group.start(work, "request")
 
-    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse:
+    async def respond(self, request: HttpRequest) -> AnyResponse:
         resolved = self._routes.resolve(request)
         if isinstance(resolved, Response):
             return resolved

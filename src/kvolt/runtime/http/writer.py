@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
-from kvolt.runtime.http.protocol import LAST_CHUNK
+from kvolt.runtime.http.protocol import LAST_CHUNK, Response
 
 log = logging.getLogger(__name__)
 
@@ -157,3 +157,6 @@ class WrittenResponse(NamedTuple):
     status: int = 200
     headers: Mapping[str, str] = {}
     content_type: str = "text/event-stream"
+
+
+AnyResponse = Response | WrittenResponse

@@ -15,7 +15,8 @@ from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.load.workloads import Lengths, PromptShape, Synthetic, Workload
-from kvolt.runtime.http.client import HttpClient, ServerUrl
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.loop import VirtualClock, run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork

@@ -26,7 +26,7 @@ from kvolt.core.errors import (
     Unsupported,
     WorkerLost,
 )
-from kvolt.runtime.http.client import ServerUrl
+from kvolt.runtime.http.server_url import ServerUrl
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 

@@ -21,7 +21,7 @@ from kvolt.cli.chat.screen import Screen
 from kvolt.cli.chat.session import Session
 from kvolt.cli.main import main
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.http.client import ServerUrl
+from kvolt.runtime.http.server_url import ServerUrl
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError, ProtocolError, WorkerLost
-from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.client_call import Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
 
 BODY_PARTS = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
