@@ -52,7 +52,7 @@ def test_what_may_be_written() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a:8000", "is not a server URL"),
+        ("ftp://a:8000", "invalid server URL"),
         ("http://a,event=tcp://a:1", "no argument 'event'"),
         ("http://a,events", "not KEY=VALUE"),
         ("http://a,events=tcp://*:1", "is not a valid endpoint"),
