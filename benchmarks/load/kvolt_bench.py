@@ -36,10 +36,10 @@ class KvoltBench:
         report = decode_report(stdout, self.name)
         counts, latencies = report.counts, report.latencies
         return Seen(
-            answers=counts.whole,
-            failed=counts.failed + counts.cut,
+            answers=counts.complete,
+            failed=counts.failed + counts.interrupted,
             output_tokens=counts.output_tokens,
-            input_tokens=counts.input_tokens / max(1, counts.whole),
+            input_tokens=counts.input_tokens / max(1, counts.complete),
             first=_delay(latencies["ttft"]),
             gap=_delay(latencies["itl"]) if latencies["itl"].count else None,
             per_token=_delay(latencies["tpot"]) if latencies["tpot"].count else None,

@@ -134,7 +134,7 @@ def _row(number: int, engine: str, router: str, case: Case) -> Row:
         1e3 * ttft.p99,
         (counts.cached_tokens or 0) / max(counts.input_tokens, 1),
         told.throughput.requests_per_s,
-        counts.whole,
+        counts.complete,
         counts.failed,
     )
 

@@ -234,7 +234,7 @@ def _case(title: str, preset: Path, system: System, load: Load, runs: list[Run],
 def _case_text(case: Case) -> str:
     counts = case.twin.counts
     about = (
-        f"{case.title}: {counts.whole} requests, {counts.input_tokens:,} prompt and {counts.output_tokens:,} output "
+        f"{case.title}: {counts.complete} requests, {counts.input_tokens:,} prompt and {counts.output_tokens:,} output "
         f"tokens, {len(case.runs)} real runs"
     )
     return "\n".join([about, f"$ {case.command}", table(HEAD, [row_of(line) for line in case.lines])])

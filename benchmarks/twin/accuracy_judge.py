@@ -93,12 +93,12 @@ def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> l
 
 
 def _check_same_work(twin: Report, real: Report, may_merge: bool) -> None:
-    counts = (real.counts.whole, real.counts.input_tokens, real.counts.output_tokens)
-    told = (twin.counts.whole, twin.counts.input_tokens, twin.counts.output_tokens)
-    if real.was_cut or counts != told:
+    counts = (real.counts.complete, real.counts.input_tokens, real.counts.output_tokens)
+    told = (twin.counts.complete, twin.counts.input_tokens, twin.counts.output_tokens)
+    if real.is_interrupted or counts != told:
         raise ValueError(
             "requests, prompt and output tokens were "
-            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{' (cut)' if real.was_cut else ''} in a real run and "
+            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{' (cut)' if real.is_interrupted else ''} in a real run and "
             f"{told[0]:,}, {told[1]:,}, {told[2]:,} in the twin"
         )
     if not may_merge and real.counts.events < (1.0 - _TOGETHER_SHARE) * real.counts.output_tokens:

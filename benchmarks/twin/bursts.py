@@ -49,7 +49,7 @@ def as_one(reports: Sequence[Report]) -> Report:
     latencies = {name: histograms[name].summary() for name in reports[0].latencies}
     return replace(
         reports[0],
-        was_cut=any(report.was_cut for report in reports),
+        is_interrupted=any(report.is_interrupted for report in reports),
         counts=_sum([report.counts for report in reports]),
         latencies=latencies,
         histograms={name: each.data() for name, each in histograms.items()},

@@ -77,7 +77,7 @@ def run_scaled(trace: Path, num_requests: int, num_copies: int) -> Scaled:
     return Scaled(
         settings.num_workers,
         len(records),
-        tally.num_whole,
+        tally.num_complete,
         time.process_time() - began_s,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         tally.latencies["ttft"].mean * 1e3,

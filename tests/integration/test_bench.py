@@ -48,7 +48,7 @@ def test_a_load_is_answered_whole(served: tuple[Bench, str], endpoint: str) -> N
         f"--rate 50 --requests 40 --warmup 4 --input 64 --shared-prefix 48 --output 16 --endpoint {endpoint}",
     )
     assert report.model == MODEL
-    assert (report.counts.whole, report.counts.failed, report.counts.warmup) == (40, 0, 4)
+    assert (report.counts.complete, report.counts.failed, report.counts.warmup) == (40, 0, 4)
     assert report.counts.output_tokens == 40 * 16
     assert report.latencies["itl"].count > 0
     assert report.latencies["ttft"].min > 0
@@ -60,7 +60,7 @@ def test_conversations_in_a_closed_loop(served: tuple[Bench, str]) -> None:
     report = load(
         served, "chats", "--concurrency 8 --requests 48 --turns 3 --think 5ms --input 32 --output 8"
     )
-    assert (report.counts.whole, report.counts.failed) == (48, 0)
+    assert (report.counts.complete, report.counts.failed) == (48, 0)
     # The second and third turn carry their history.
     assert report.counts.input_tokens > 48 * 60
 
@@ -74,7 +74,7 @@ async def test_ctrl_c_still_reports(served: tuple[Bench, str]) -> None:
     process.send(signal.SIGINT)
     assert await process.ended() == 130
     report = read(bench.folder / "cut")
-    assert report.was_cut
-    assert report.counts.whole > 0
+    assert report.is_interrupted
+    assert report.counts.complete > 0
     assert report.counts.failed == 0
     assert "(interrupted)" in process.out

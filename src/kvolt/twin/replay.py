@@ -79,7 +79,7 @@ class TwinRun:
         self.tally = tally
         self.watch = ClusterWatch(settings.engine)
         self.misses = Misses(tally.sla, self.watch.prompt_alone_s)
-        self.was_cut = False
+        self.is_interrupted = False
         self.cluster: TwinCluster | None = None
         """Set during the run."""
         self._replay: Replay | None = None
@@ -92,7 +92,7 @@ class TwinRun:
             cluster = self.cluster = await TwinCluster.start(settings, self.watch)
             try:
                 self._replay = Replay(cluster, self, on_sample)
-                if not self.was_cut:
+                if not self.is_interrupted:
                     await self._replay.run(reblock(records, settings.engine.block_size))
             finally:
                 self._replay = self.cluster = None
@@ -103,7 +103,7 @@ class TwinRun:
 
     def end(self) -> None:
         """End the run early; running requests count as interrupted. Callable from a signal handler."""
-        self.was_cut = True
+        self.is_interrupted = True
         if self._replay is not None:
             self._replay.end()
 

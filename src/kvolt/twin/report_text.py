@@ -23,8 +23,8 @@ def cluster_rows(report: TwinReport) -> list[tuple[str, str]]:
             f"{twin.gpu_seconds:.1f}, busy {twin.busy_gpu_seconds:.1f} ({_percent(twin.busy_share)})",
         ),
     ]
-    if report.counts.whole:
-        per_request = twin.gpu_seconds / report.counts.whole
+    if report.counts.complete:
+        per_request = twin.gpu_seconds / report.counts.complete
         rows.append(("GPU-seconds per complete request", f"{per_request:.3g}"))
     if len(workers) > 1:
         shares = [worker.busy_share for worker in workers]

@@ -56,7 +56,7 @@ def solve(common: Common, setup: Setup) -> Figures:
         model=setup.settings.engine.preset,
         started_at=0.0,
         settings={},
-        was_cut=False,
+        is_interrupted=False,
         open_loop=True,
     )
     return figures_of(make_twin_report(facts, run))

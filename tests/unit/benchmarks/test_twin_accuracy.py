@@ -45,7 +45,7 @@ def report(
             cached_tokens=cached,
         )
     )
-    facts = RunFacts(url="", model="", started_at=0.0, settings={}, was_cut=False, open_loop=True)
+    facts = RunFacts(url="", model="", started_at=0.0, settings={}, is_interrupted=False, open_loop=True)
     return make_report(facts, tally)
 
 
@@ -114,7 +114,7 @@ def test_a_trace_with_pauses_falls_into_its_bursts_again() -> None:
 
 def test_reports_of_bursts_are_one_report() -> None:
     whole = as_one([report(1.0), report(3.0), report(2.0)])
-    assert whole.counts.whole == 3
+    assert whole.counts.complete == 3
     assert whole.counts.cached_tokens == 120
     assert whole.latencies["ttft"].p50 == pytest.approx(2.0, rel=0.02)
     assert whole.latencies["ttft"].max == pytest.approx(3.0)

@@ -19,7 +19,7 @@ from kvolt.twin.report import TwinReport, make_twin_report
 STEP = LatencyModel(base_s=0.01, prefill_token_s=0.001)
 ENGINE = SimArguments(latency=STEP, block_size=16, max_batch_tokens=512)
 ONE = TwinSettings(engine=ENGINE, link_s=0.001)
-FACTS = RunFacts(url="twin", model="m", started_at=0.0, settings={}, was_cut=False, open_loop=True)
+FACTS = RunFacts(url="twin", model="m", started_at=0.0, settings={}, is_interrupted=False, open_loop=True)
 
 
 def record(at_ms: float, tokens: int = 100, output: int = 5, **more: object) -> TraceRecord:
@@ -191,14 +191,14 @@ def test_only_the_worst_are_kept() -> None:
 def test_ended_before_its_time_it_counts_what_was_under_way() -> None:
     records = [record(at * 10, output=50) for at in range(100)]
     run = TwinRun(ONE, new_tally(ONE, parse_sla("ttft=1ms")))
-    run.run(records, lambda sample: run.end() if run.tally.num_whole == 3 else None)
-    assert run.was_cut
-    assert 3 <= run.tally.num_whole < 20  # some end with the third
-    assert run.tally.num_cut > 0
-    report = make_twin_report(replace(FACTS, was_cut=True), run)
-    assert report.counts.cut == run.tally.num_cut
+    run.run(records, lambda sample: run.end() if run.tally.num_complete == 3 else None)
+    assert run.is_interrupted
+    assert 3 <= run.tally.num_complete < 20  # some end with the third
+    assert run.tally.num_interrupted > 0
+    report = make_twin_report(replace(FACTS, is_interrupted=True), run)
+    assert report.counts.interrupted == run.tally.num_interrupted
     assert report.twin.gpu_seconds == pytest.approx(run.tally.last_end_s)
-    assert report.twin.misses.missed == run.tally.num_whole
+    assert report.twin.misses.missed == run.tally.num_complete
     run.end()  # when all is over it changes nothing
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_served_is_counted() -> None:
     tally, (good, bad) = replay(settings, [record(0), record(0, tokens=300)], "ttft=1ms")
     assert good.error is None
     assert bad.error == "invalid_request"
-    assert (tally.num_whole, tally.num_failed, tally.num_good) == (1, 1, 0)
+    assert (tally.num_complete, tally.num_failed, tally.num_good) == (1, 1, 0)
 
 
 def test_a_run_is_a_function_of_its_arguments() -> None:
@@ -87,7 +87,7 @@ def test_a_run_is_a_function_of_its_arguments() -> None:
     (once, first), (again, second) = replay(settings, records), replay(settings, records)
     assert first == second
     assert once.histograms() == again.histograms()
-    assert once.num_whole == len(records)
+    assert once.num_complete == len(records)
     _, other = replay(replace(settings, num_workers=2), records)
     assert other != first
 

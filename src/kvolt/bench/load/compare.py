@@ -81,7 +81,7 @@ def differing_settings(first: Report, second: Report) -> dict[str, tuple[object,
 
 
 def _values(report: Report, name: str) -> Values:
-    values = [getattr(kept, name) for kept in report.kept]
+    values = [getattr(each, name) for each in report.sampled]
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 

@@ -42,7 +42,7 @@ svg text.limit { fill: #dc2626; }
 
 def html_page(report: Report, more: Sequence[str] = ()) -> str:
     """HTML page of a report. `more` are additional HTML sections before the settings."""
-    title = f"{report.model}: {'interrupted ' if report.was_cut else ''}load of {report.url}"
+    title = f"{report.model}: {'interrupted ' if report.is_interrupted else ''}load of {report.url}"
     started = "on virtual time"
     if report.started_at:
         started = datetime.fromtimestamp(report.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -96,7 +96,7 @@ def _plots(report: Report) -> list[str]:
             title = f"{LATENCY_NAMES[name]} by percentile".capitalize()
             plots.append(plot(title, "percentile", "ms", [Series(name, points)], _ms(limits.get(name))))
     dots: list[Point] = [
-        (kept.at_s, kept.ttft * 1e3) for kept in report.kept[:_MAX_DOTS] if kept.ttft is not None
+        (each.at_s, each.ttft * 1e3) for each in report.sampled[:_MAX_DOTS] if each.ttft is not None
     ]
     cloud = [Series("requests", dots, as_line=False)]
     plots.append(plot("First token, by when it was due", "s", "ms", cloud, _ms(limits.get("ttft"))))

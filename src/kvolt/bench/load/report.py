@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvolt.bench.load.histogram import HistogramData, Summary
-from kvolt.bench.load.tally import Kept, Tally, TimelineData
+from kvolt.bench.load.tally import SampledResponse, Tally, TimelineData
 from kvolt.core.errors import ConfigError
 
 FORMAT = "kvolt-bench/1"
@@ -36,9 +36,10 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and tokens, without warm-up requests, except in `warmup`."""
 
-    whole: int
+    complete: int = msgspec.field(name="whole")
     failed: int
-    cut: int
+    interrupted: int = msgspec.field(name="cut")
+    """Requests that were running when the run was ended."""
     warmup: int
     input_tokens: int
     output_tokens: int
@@ -56,7 +57,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """Seconds since 1970."""
     settings: dict[str, Setting]
-    was_cut: bool
+    is_interrupted: bool = msgspec.field(name="was_cut")
+    """Whether the run was ended early."""
     counts: Counts
     throughput: Throughput
     latencies: dict[str, Summary]
@@ -69,7 +71,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
     histograms: dict[str, HistogramData]
     timeline: TimelineData
-    kept: list[Kept]
+    sampled: list[SampledResponse] = msgspec.field(name="kept")
+    """Uniform sample of the complete responses."""
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     started_at: float
     settings: dict[str, Setting]
-    was_cut: bool
+    is_interrupted: bool
     open_loop: bool
 
 
@@ -89,27 +92,27 @@ def make_report(facts: RunFacts, tally: Tally) -> Report:
     def per_s(number: float) -> float:
         return number / window_s if window_s else 0.0
 
-    num_judged = tally.num_whole + tally.num_failed
+    num_judged = tally.num_complete + tally.num_failed
     has_sla = tally.sla is not None
     return Report(
         url=facts.url,
         model=facts.model,
         started_at=facts.started_at,
         settings=facts.settings,
-        was_cut=facts.was_cut,
+        is_interrupted=facts.is_interrupted,
         counts=Counts(
-            whole=tally.num_whole,
+            complete=tally.num_complete,
             failed=tally.num_failed,
-            cut=tally.num_cut,
+            interrupted=tally.num_interrupted,
             warmup=tally.num_warmup,
             input_tokens=tally.input_tokens,
             output_tokens=tally.output_tokens,
             events=tally.num_events,
-            cached_tokens=tally.cached_tokens if tally.tells_cached else None,
+            cached_tokens=tally.cached_tokens if tally.reports_cached else None,
         ),
         throughput=Throughput(
             window_s=window_s,
-            requests_per_s=per_s(tally.num_whole),
+            requests_per_s=per_s(tally.num_complete),
             input_tokens_per_s=per_s(tally.input_tokens),
             output_tokens_per_s=per_s(tally.output_tokens),
             good_requests_per_s=per_s(tally.num_good) if has_sla else None,
@@ -125,14 +128,14 @@ def make_report(facts: RunFacts, tally: Tally) -> Report:
         warnings=_warnings(facts, tally),
         histograms=tally.histograms(),
         timeline=tally.timeline.data(),
-        kept=tally.kept,
+        sampled=tally.sampled,
     )
 
 
 def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
     warnings = []
-    if facts.was_cut:
-        warnings.append(f"the run was interrupted: {tally.num_cut} running requests are not counted")
+    if facts.is_interrupted:
+        warnings.append(f"the run was interrupted: {tally.num_interrupted} running requests are not counted")
     late_s = tally.lateness.percentile(99.0)
     if facts.open_loop and late_s > _LATE_S:
         warnings.append(
@@ -142,8 +145,8 @@ def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
     if tally.num_failed:
         share = 100.0 * tally.num_failed / max(1, tally.num_ended)
         warnings.append(f"{share:.1f} % of the requests failed: latencies except ITL exclude them")
-    if 0 < tally.num_whole < _FEW_FOR_P99:
-        warnings.append(f"only {tally.num_whole} responses: p99 and above are the slowest response")
+    if 0 < tally.num_complete < _FEW_FOR_P99:
+        warnings.append(f"only {tally.num_complete} responses: p99 and above are the slowest response")
     if tally.output_tokens > 1.05 * tally.num_events:
         per_event = tally.output_tokens / max(1, tally.num_events)
         warnings.append(

@@ -33,8 +33,8 @@ def latency_rows(report: Report) -> list[list[str]]:
 def facts(report: Report) -> list[tuple[str, str]]:
     """All values except latencies, as names and values."""
     counts, flow = report.counts, report.throughput
-    requests = f"{counts.whole} complete, {counts.failed} failed"
-    requests += f", {counts.cut} interrupted" if counts.cut else ""
+    requests = f"{counts.complete} complete, {counts.failed} failed"
+    requests += f", {counts.interrupted} interrupted" if counts.interrupted else ""
     requests += f" (and {counts.warmup} warm-up)" if counts.warmup else ""
     rows = [
         ("requests", requests),

@@ -88,7 +88,7 @@ class LoadRun:
         self._num_started = 0
         self._ends_s: float | None = None
         self._is_stopping = False
-        self.was_cut = False
+        self.is_interrupted = False
 
     @property
     def num_started(self) -> int:
@@ -127,7 +127,7 @@ class LoadRun:
         self._check_over()
         try:
             await self._over.wait()
-            if self.was_cut:
+            if self.is_interrupted:
                 await self._drain()
         finally:
             self._stop_sending()
@@ -135,7 +135,7 @@ class LoadRun:
     def end(self) -> None:
         """End the run early; `run` returns when running requests have drained."""
         if not self._over.is_set():
-            self.was_cut = True
+            self.is_interrupted = True
             self._over.set()
 
     async def _drain(self) -> None:

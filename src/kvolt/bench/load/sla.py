@@ -30,7 +30,7 @@ class Sla(msgspec.Struct, frozen=True):
 
     limits: dict[str, float]
 
-    def is_kept(self, figures: dict[str, float | None]) -> bool:
+    def is_met(self, figures: dict[str, float | None]) -> bool:
         """Whether all limits are met. Missing metrics (one token has no gap) count as met."""
         for name, limit_s in self.limits.items():
             value = figures.get(name)

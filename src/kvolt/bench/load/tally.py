@@ -14,7 +14,7 @@ from kvolt.bench.load.histogram import Histogram, HistogramData, Summary
 from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.load.sla import Sla
 
-KEPT_SAMPLES = 5000
+MAX_SAMPLES = 5000
 """Size of the uniform sample of responses kept for plots and comparisons."""
 _RATE_UNITS = 1e3
 _MAX_KINDS = 64
@@ -22,7 +22,7 @@ _MAX_KINDS = 64
 LATENCIES = ("ttft", "ttst", "itl", "tpot", "e2e")
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class SampledResponse(msgspec.Struct, frozen=True, array_like=True):
     """Metrics of one sampled response, in seconds."""
 
     at_s: float
@@ -46,19 +46,19 @@ class Tally:
         self.connecting = Histogram()
         """Time from the actual start of a request until it was written."""
         self.timeline = Timeline()
-        self.kept: list[Kept] = []
+        self.sampled: list[SampledResponse] = []
         self.errors: dict[str, int] = {}
         self.messages: dict[str, str] = {}
-        self.num_whole = self.num_failed = self.num_cut = self.num_good = self.num_warmup = 0
+        self.num_complete = self.num_failed = self.num_interrupted = self.num_good = self.num_warmup = 0
         self.input_tokens = self.output_tokens = self.cached_tokens = 0
-        self.tells_cached = False
+        self.reports_cached = False
         self.num_events = 0
         self.first_due_s: float | None = None
         self.last_end_s = 0.0
 
     @property
     def num_ended(self) -> int:
-        return self.num_whole + self.num_failed + self.num_cut
+        return self.num_complete + self.num_failed + self.num_interrupted
 
     @property
     def window_s(self) -> float:
@@ -77,24 +77,24 @@ class Tally:
         self.timeline.ended(sample.end_s, sample.error is not None)
         self.lateness.record(sample.lateness_s)
         if sample.error == Failure.INTERRUPTED:
-            self.num_cut += 1
+            self.num_interrupted += 1
         elif sample.error is not None:
             self.num_failed += 1
             kind = sample.error if len(self.errors) < _MAX_KINDS or sample.error in self.errors else "other"
             self.errors[kind] = self.errors.get(kind, 0) + 1
             self.messages.setdefault(kind, sample.message or "")
         else:
-            self._add_whole(sample)
+            self._add_complete(sample)
 
-    def _add_whole(self, sample: Sample) -> None:
+    def _add_complete(self, sample: Sample) -> None:
         figures = sample.figures()
-        self.num_whole += 1
-        self.num_good += self.sla is None or self.sla.is_kept(figures)
+        self.num_complete += 1
+        self.num_good += self.sla is None or self.sla.is_met(figures)
         self.input_tokens += sample.input_tokens
         self.output_tokens += sample.output_tokens
         self.num_events += sample.num_events
         if sample.cached_tokens is not None:
-            self.tells_cached = True
+            self.reports_cached = True
             self.cached_tokens += sample.cached_tokens
         for name in ("ttft", "ttst", "tpot", "e2e"):
             value = figures[name]
@@ -106,18 +106,18 @@ class Tally:
             self.connecting.record(sample.sent_s - sample.started_s)
         if sample.first_s is not None and sample.last_s is not None:
             self.timeline.tokens(sample.output_tokens, sample.first_s, sample.last_s)
-        self._keep(sample, figures)
+        self._sample(sample, figures)
 
-    def _keep(self, sample: Sample, figures: dict[str, float | None]) -> None:
+    def _sample(self, sample: Sample, figures: dict[str, float | None]) -> None:
         """Reservoir sampling: each response is kept with equal probability."""
-        at = len(self.kept)
-        if at >= KEPT_SAMPLES:
-            at = int(self._draw() * self.num_whole)
-            if at >= KEPT_SAMPLES:
+        at = len(self.sampled)
+        if at >= MAX_SAMPLES:
+            at = int(self._draw() * self.num_complete)
+            if at >= MAX_SAMPLES:
                 return
         else:
-            self.kept.append(Kept(0, None, None, None, None, 0))
-        self.kept[at] = Kept(
+            self.sampled.append(SampledResponse(0, None, None, None, None, 0))
+        self.sampled[at] = SampledResponse(
             sample.from_s, figures["ttft"], figures["ttst"], figures["itl"], figures["tpot"], sample.e2e_s
         )
 

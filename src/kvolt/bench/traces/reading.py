@@ -21,7 +21,7 @@ from kvolt.bench.traces.sharegpt import (
 )
 from kvolt.bench.traces.sharegpt import (
     TokenCounter,
-    count_words,
+    estimate_tokens,
     read_sharegpt_array,
     read_sharegpt_lines,
 )
@@ -36,7 +36,7 @@ class ReadOptions:
 
     block_size: int | None = None
     """Tokens per hash id if records have none: 512 in Mooncake's traces. For chats: block size of generated ids."""
-    count_tokens: TokenCounter = count_words
+    count_tokens: TokenCounter = estimate_tokens
     """Token counter for files with text."""
     in_order: bool = True
     """Raise an error for decreasing times. Disable it only to sort the records."""

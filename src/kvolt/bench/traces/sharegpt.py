@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 _ANSWERS = {"gpt", "assistant", "chatgpt", "model", "bing", "bard", "claude"}
 
 
-def count_words(text: str) -> int:
+def estimate_tokens(text: str) -> int:
     """Approximate token count of English text: four tokens per three words."""
     return math.ceil(len(text.split()) * 4 / 3)
 

@@ -133,9 +133,9 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         print_report(report)
         if folder is not None:
             print(f"written to {folder}: {WRITTEN}")
-    if report.was_cut:
+    if report.is_interrupted:
         return 130
-    return 0 if report.counts.whole else 1
+    return 0 if report.counts.complete else 1
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
@@ -179,7 +179,7 @@ async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> 
         model=model,
         started_at=started_at,
         settings=report_settings(args),
-        was_cut=load.was_cut,
+        is_interrupted=load.is_interrupted,
         open_loop=plan.pace.schedule is not None,
     )
     return make_report(facts, tally)

@@ -55,7 +55,7 @@ class Progress:
         return (
             f"{run.elapsed_s:6.0f} s"
             + (f" {100 * share:3.0f} %" if share is not None else "")
-            + f"  {tally.num_whole}"
+            + f"  {tally.num_complete}"
             f" done, {tally.num_failed} failed, {run.num_in_flight} running, {self._events_per_s():.0f} tokens/s,"
             f" ttft p50 {milliseconds(ttft.percentile(50))} p99 {milliseconds(ttft.percentile(99))} ms,"
             f" itl p50 {milliseconds(itl.percentile(50))} p99 {milliseconds(itl.percentile(99))} ms"
@@ -68,7 +68,7 @@ class Progress:
         bar.add_row(
             ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None),
             Text(
-                f"{run.elapsed_s:.0f} s, {tally.num_whole} done, {tally.num_failed} failed,"
+                f"{run.elapsed_s:.0f} s, {tally.num_complete} done, {tally.num_failed} failed,"
                 f" {run.num_in_flight} running, {self._events_per_s():.0f} tokens/s   (Ctrl-C stops and reports)"
             ),
         )
@@ -81,7 +81,7 @@ class Progress:
 
 def print_report(report: Report) -> None:
     console = stdout_console()
-    title = f"{report.model} at {report.url}" + ("  (interrupted)" if report.was_cut else "")
+    title = f"{report.model} at {report.url}" + ("  (interrupted)" if report.is_interrupted else "")
     console.print(Text(title, style="bold"))
     console.print(text_table([["", ""], *facts(report)], header=False))
     console.print()

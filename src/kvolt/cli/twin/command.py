@@ -72,15 +72,15 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             model=settings.engine.preset,
             started_at=0.0,  # virtual time: the report depends only on its arguments
             settings=report_settings(args, settings),
-            was_cut=twin.was_cut,
+            is_interrupted=twin.is_interrupted,
             open_loop=True,
         ),
         twin,
     )
     _output(report, folder, args.json)
-    if report.was_cut:
+    if report.is_interrupted:
         return 130
-    return 0 if report.counts.whole else 1
+    return 0 if report.counts.complete else 1
 
 
 def _output(report: TwinReport, folder: Path | None, as_json: bool) -> None:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             for digest, point in points.items()
             if digest in previous
         }
-        was_cut, num_failed = _run(plan, results, _ignore if file is None else file.append, args.quiet)
+        is_interrupted, num_failed = _run(plan, results, _ignore if file is None else file.append, args.quiet)
     completed = [results[digest] for digest in points if digest in results]
     report = SweepReport(
         settings=report_settings(args, settings_of(args)),
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         sla=plan.common.sla.limits if plan.common.sla is not None else None,
     )
     _output(report, folder, args.json)
-    if was_cut:
+    if is_interrupted:
         return 130
     return 1 if num_failed else 0
 

@@ -24,6 +24,7 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     quantize: Literal["none", "int8"] = "none"
     """int8: weights in eight bits. Halves the memory and changes the generated tokens. CPU only."""
     block_size: _AtLeastOne = 16
+    """Tokens per KV block."""
     kv_blocks: _AtLeastOne | None = None
     """Number of KV blocks. Default: as many as `kv_memory_gib` holds."""
     kv_memory_gib: Annotated[float, Meta(gt=0)] | None = None
@@ -37,11 +38,13 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Maximum tokens per step. Default: 8192 on a GPU, 2048 on a CPU and fewer for models above 200 M
     weights."""
     max_waiting: _AtLeastOne = 2048
+    """Maximum number of waiting requests; more are refused as Overloaded."""
     tensor_parallel: _Ranks = 1
     """Number of processes that share the model, each on its own device or with a share of the CPU cores."""
     threads: _AtLeastOne | None = None
     """CPU threads per process. Default: from the environment."""
     cuda_graphs: bool = True
+    """Run decode steps as CUDA graphs on a GPU. They are captured at start."""
     measure_steps: bool = True
     """Measure step times at start (1 to 2 s). They limit prefill chunks by predicted time and are registered
     for routing."""

@@ -34,7 +34,7 @@ class Outcome:
     server: ScriptedServer
     samples: list[Sample] = field(default_factory=list)
     counted: list[bool] = field(default_factory=list)
-    was_cut: bool = False
+    is_interrupted: bool = False
     took_s: float = 0.0
     connections_left: int = 0
 
@@ -93,7 +93,7 @@ def measured(script: Scripter, setup: Setup) -> Outcome:
             await client.close()
             server.close()
             network.close()
-        outcome.was_cut = load.was_cut
+        outcome.is_interrupted = load.is_interrupted
         outcome.took_s = clock.monotonic()
         outcome.connections_left = client.num_connections
         return outcome

@@ -25,7 +25,12 @@ from kvolt.bench.load.tally import MAX_INTERVALS, Tally, Timeline
 from kvolt.core.errors import ConfigError
 
 FACTS = RunFacts(
-    url="http://h:1/v1", model="<m>", started_at=0.0, settings={"rate": 2.0}, was_cut=False, open_loop=True
+    url="http://h:1/v1",
+    model="<m>",
+    started_at=0.0,
+    settings={"rate": 2.0},
+    is_interrupted=False,
+    open_loop=True,
 )
 
 
@@ -106,7 +111,7 @@ def test_a_late_generator_says_so_in_an_open_loop_only() -> None:
 
 
 def test_other_warnings() -> None:
-    cut = msgspec.structs.replace(FACTS, was_cut=True)
+    cut = msgspec.structs.replace(FACTS, is_interrupted=True)
     samples = [sample(0, output_tokens=9), sample(1, error="cut"), sample(2, error="hang_up")]
     said = "\n".join(reported(samples, facts=cut).warnings)
     assert all(
@@ -122,8 +127,8 @@ def test_kinds_of_errors_are_bounded() -> None:
 
 
 def test_kept_answers_are_bounded_and_a_fair_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally_module, "KEPT_SAMPLES", 100)
-    kept = tallied([sample(number) for number in range(5000)]).kept
+    monkeypatch.setattr(tally_module, "MAX_SAMPLES", 100)
+    kept = tallied([sample(number) for number in range(5000)]).sampled
     assert len(kept) == 100
     assert 1500 < sum(each.at_s for each in kept) / 100 < 3500
 

@@ -63,7 +63,7 @@ def test_an_open_loop_keeps_its_schedule_whatever_the_server_does() -> None:
     assert [heard.at_s for heard in outcome.server.heard] == pytest.approx(
         [number / 10 for number in range(20)]
     )
-    assert outcome.tally.num_whole == 20
+    assert outcome.tally.num_complete == 20
     assert outcome.tally.lateness.max == pytest.approx(0.0, abs=1e-9)
 
 
@@ -112,7 +112,7 @@ def test_warm_up_is_not_counted() -> None:
         return answer(3, first_s=9.0 if number < 2 else 0.1)
 
     outcome = measured(script, Setup(Pace(concurrency=2, num_requests=6, num_warmup=2)))
-    assert outcome.counted.count(True) == outcome.tally.num_whole == 6
+    assert outcome.counted.count(True) == outcome.tally.num_complete == 6
     assert outcome.tally.num_warmup == 2
     assert outcome.tally.latencies["ttft"].max == pytest.approx(0.1)
     assert outcome.tally.latencies["itl"].count == 6 * 2
@@ -123,9 +123,9 @@ def test_a_duration_ends_the_sending_and_waits_for_answers() -> None:
     outcome = measured(always(answer(2, first_s=3.0)), Setup(Pace(schedule=constant(2.0), duration_s=2.0)))
     assert len(outcome.samples) == 5
     assert outcome.errors == [None] * 5
-    assert not outcome.was_cut
+    assert not outcome.is_interrupted
     closed = measured(always(answer(2, first_s=0.5, gap_s=0.1)), Setup(Pace(concurrency=2, duration_s=2.0)))
-    assert closed.tally.num_whole == 2 * 4
+    assert closed.tally.num_complete == 2 * 4
 
 
 def test_the_same_seed_asks_the_same() -> None:
@@ -202,7 +202,7 @@ def test_goodput_counts_who_kept_all_limits() -> None:
 
     setup = Setup(Pace(schedule=constant(1.0), num_requests=8), sla=Sla({"ttft": 0.5, "itl": 0.05}))
     outcome = measured(script, setup)
-    assert (outcome.tally.num_good, outcome.tally.num_whole, outcome.tally.num_failed) == (2, 6, 2)
+    assert (outcome.tally.num_good, outcome.tally.num_complete, outcome.tally.num_failed) == (2, 6, 2)
 
 
 BROKEN = [
@@ -248,7 +248,7 @@ def test_what_goes_wrong_is_counted_by_its_kind(kind: str, script: Script, said:
     assert failures == [kind]
     assert outcome.tally.errors == {kind: 1}
     assert said in outcome.tally.messages[kind]
-    assert outcome.tally.num_whole == 3
+    assert outcome.tally.num_complete == 3
     assert outcome.tally.latencies["ttft"].count == 3
 
 
@@ -310,7 +310,7 @@ def ending_at(at_s: float) -> Callable[[LoadRun, VirtualNetwork, ScriptedServer]
 def test_a_run_that_is_ended_lets_answers_drain() -> None:
     setup = Setup(Pace(schedule=constant(1.0), drain_s=3.0), meanwhile=ending_at(2.5))
     outcome = measured(always(answer(2, first_s=1.0)), setup)
-    assert outcome.was_cut
+    assert outcome.is_interrupted
     assert outcome.errors == [None] * 3
     assert outcome.took_s < 3.2
 
@@ -318,9 +318,9 @@ def test_a_run_that_is_ended_lets_answers_drain() -> None:
 def test_what_does_not_drain_is_cut_and_no_error() -> None:
     setup = Setup(Pace(schedule=constant(1.0), drain_s=0.5), meanwhile=ending_at(2.5))
     outcome = measured(always(answer(2, first_s=1.0)), setup)
-    assert outcome.was_cut
+    assert outcome.is_interrupted
     assert outcome.errors == [None, None, "cut"]
-    assert (outcome.tally.num_failed, outcome.tally.num_cut) == (0, 1)
+    assert (outcome.tally.num_failed, outcome.tally.num_interrupted) == (0, 1)
 
 
 def test_a_run_that_is_ended_while_a_user_thinks() -> None:
@@ -330,7 +330,7 @@ def test_a_run_that_is_ended_while_a_user_thinks() -> None:
     )
     outcome = measured(always(answer(2)), setup)
     assert len(outcome.samples) == 1
-    assert outcome.was_cut
+    assert outcome.is_interrupted
     assert outcome.took_s == pytest.approx(5.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.bench.traces.trace_lab import shared_blocks
 
 from kvolt.bench.traces import ReadOptions, lines, read_trace
-from kvolt.bench.traces.sharegpt import count_words
+from kvolt.bench.traces.sharegpt import estimate_tokens
 from kvolt.core.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_asked_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_default_counter_is_a_rule_of_thumb() -> None:
-    assert [count_words(text) for text in ("", "one", "one two three", "a b c d")] == [0, 2, 4, 6]
+    assert [estimate_tokens(text) for text in ("", "one", "one two three", "a b c d")] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(

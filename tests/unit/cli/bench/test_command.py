@@ -59,7 +59,7 @@ def test_a_closed_loop_with_all_its_files(
     flags = "--concurrency 4 --requests 20 --warmup 4 --input 30 --output 3 --shared-prefix 10 --sla ttft=60s --out o"
     assert asked(url, f"--api-key secret {flags}") == 0
     report = read("o")
-    assert (report.counts.whole, report.counts.failed, report.counts.warmup) == (20, 0, 4)
+    assert (report.counts.complete, report.counts.failed, report.counts.warmup) == (20, 0, 4)
     assert report.model == "tiny"
     assert report.throughput.good_share == 1.0
     assert report.latencies["ttft"].count == 20
@@ -99,7 +99,7 @@ def test_the_lengths_of_a_trace_at_another_pace(url: str, server: ScriptedServer
     chats = [{"id": str(number), "conversations": [*said, *said]} for number in range(3)]
     Path("chats.json").write_text(json.dumps(chats))
     assert asked(url, f"--trace chats.json {pace} --endpoint tokens --out o") == 0
-    assert read("o").counts.whole == 6
+    assert read("o").counts.complete == 6
     lengths = sorted(len(heard.body["prompt"]) for heard in server.heard)
     assert lengths[0] == lengths[2] < lengths[3] == lengths[5], "each second turn has the first one in front"
 
@@ -121,7 +121,7 @@ def test_conversations(url: str, server: ScriptedServer) -> None:
 
 def test_a_duration(url: str) -> None:
     assert asked(url, "--concurrency 2 --duration 0.2s --out o") == 0
-    assert read("o").counts.whole > 0
+    assert read("o").counts.complete > 0
 
 
 def test_when_nothing_is_answered_it_fails(
@@ -151,8 +151,8 @@ def test_ctrl_c_ends_in_order_and_reports(url: str, server: ScriptedServer) -> N
     thread.join()
     assert code == 130
     report = read("o")
-    assert report.was_cut
-    assert (report.counts.whole, report.counts.cut, report.counts.failed) == (2, 2, 0)
+    assert report.is_interrupted
+    assert (report.counts.complete, report.counts.interrupted, report.counts.failed) == (2, 2, 0)
     assert "interrupted" in Path("o/report.html").read_text()
 
 
@@ -182,7 +182,7 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert "not trusted" in capsys.readouterr().err
         monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
         assert asked(url, f"{flags} --out o") == 0
-    assert read("o").counts.whole == 6
+    assert read("o").counts.complete == 6
 
 
 def test_runs_are_compared(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def test_as_json_it_is_a_report_and_always_the_same(capsys: pytest.CaptureFixtur
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]
     report = decode_report(told[0].encode(), "twin")
-    assert (report.model, report.counts.whole) == ("h200-llama-8b", 20)
+    assert (report.model, report.counts.complete) == ("h200-llama-8b", 20)
     assert report.settings["limit"] == 20
     whole = msgspec.json.decode(told[0], type=TwinReport)
     assert whole.twin.gpus_per_worker == 2
@@ -90,7 +90,7 @@ def test_a_folder_gets_report_page_and_requests(tmp_path: Path, capsys: pytest.C
     assert main(["twin", "--limit", "15", "--out", str(folder)]) == 0
     assert "written to" in capsys.readouterr().out
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=TwinReport)
-    assert report.counts.whole == 15
+    assert report.counts.complete == 15
     with (folder / "requests.csv").open(encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 15
     assert "<h2>Cluster</h2>" in (folder / "report.html").read_text(encoding="utf-8")
@@ -182,9 +182,9 @@ def test_an_interrupt_ends_with_a_report(
     assert main(["twin", "--json", "--speed", "20", "--out", str(tmp_path / "run")]) == 130
     assert signal.getsignal(number) is before
     report = decode_report(capsys.readouterr().out.encode(), "twin")
-    assert report.was_cut
-    assert 5 <= report.counts.whole < 100
-    assert report.counts.cut > 0
+    assert report.is_interrupted
+    assert 5 <= report.counts.complete < 100
+    assert report.counts.interrupted > 0
     assert (tmp_path / "run" / "report.html").exists()
     assert "(interrupted)" not in report.model
 

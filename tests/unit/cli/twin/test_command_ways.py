@@ -53,7 +53,7 @@ def test_a_promise_changes_where_prompts_go(capsys: pytest.CaptureFixture[str]) 
         assert main(["twin", *flags, *load]) == 0
         told.append(msgspec.json.decode(capsys.readouterr().out, type=TwinReport))
     assert told[0].latencies != told[1].latencies
-    assert all(report.counts.whole == 60 for report in told)
+    assert all(report.counts.complete == 60 for report in told)
 
 
 def test_a_frontend_has_the_same_choice() -> None:
