@@ -15,7 +15,6 @@ from kvolt.cli.flags import option, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.field_docs import field_texts
 from kvolt.engines.registry import GROUP, engine_names, find_engine
-from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 List inference engines and run the engine conformance suite. Packages add engines by the entry point group
@@ -52,10 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(check, "--ending-prompt", "TEXT", "Prompt with a short answer. Default: found by the suite.")
     option(check, "--timeout", "SECONDS", "Timeout of each wait within a case.", float)
     check.set_defaults(without_config=_check)
-
-
-def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    raise AssertionError("all sub-verbs run without a config")
 
 
 def _check(args: argparse.Namespace) -> int:

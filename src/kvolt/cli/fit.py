@@ -16,7 +16,6 @@ from kvolt.core.load import StepLogHeader, decode_step_log
 from kvolt.latency.aiconfigurator import AicTarget, header_of, load_predictor, predicted_steps
 from kvolt.latency.fit import BadStep, Errors, Fit, fit_latency
 from kvolt.latency.presets import PresetFile
-from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 Fit a step latency model to the step log of an engine, for use by the sim engine.
@@ -83,10 +82,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", "FILE", "Write the preset to FILE, for --arg preset=FILE.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.set_defaults(without_config=_fit)
-
-
-def run(_args: argparse.Namespace, _loaded: LoadedConfig) -> int:
-    raise AssertionError("`kvolt fit` works without a config")
 
 
 def _fit(args: argparse.Namespace) -> int:

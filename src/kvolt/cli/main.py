@@ -2,7 +2,7 @@
 
 A verb is a module with `HELP`, `configure(parser)` and `run(args, loaded)`. It is imported on use, which keeps
 `--help` fast. A (sub-)verb that must work with a broken config sets `without_config` in its parser's defaults
-to a function of the arguments alone.
+to a function of the arguments alone, which takes the place of `run`.
 
 Exit codes: 0 success, 1 failure, 2 invalid command line or config, 130 interrupted.
 """

@@ -57,10 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--json", action="store_true", help="Print JSON.")
 
 
-def run(_args: argparse.Namespace, _loaded: object) -> int:
-    raise AssertionError("all sub-verbs run without a config")
-
-
 class Row(msgspec.Struct, frozen=True):
     """One line of `kvolt model list`. `path` is None if the model is not on this machine."""
 

@@ -7,7 +7,6 @@ included (no coordinated omission). A request that a timer sent slightly early c
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, TextIO
 
@@ -108,27 +107,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return (self.last_s - self.first_s) / (num_parts - 1)
 
 
-_COLUMNS: dict[str, Callable[[Sample], Any]] = {
-    "number": lambda sample: sample.number,
-    "session": lambda sample: sample.session,
-    "turn": lambda sample: sample.turn,
-    "due_s": lambda sample: _rounded(sample.due_s),
-    "started_s": lambda sample: _rounded(sample.started_s),
-    "sent_s": lambda sample: _rounded(sample.sent_s),
-    "end_s": lambda sample: _rounded(sample.end_s),
-    "ttft_s": lambda sample: _rounded(sample.ttft_s),
-    "ttst_s": lambda sample: _rounded(sample.ttst_s),
-    "itl_s": lambda sample: _rounded(sample.itl_s),
-    "max_gap_s": lambda sample: _rounded(sample.max_gap_s),
-    "tpot_s": lambda sample: _rounded(sample.tpot_s),
-    "e2e_s": lambda sample: _rounded(sample.e2e_s),
-    "input_tokens": lambda sample: sample.input_tokens,
-    "cached_tokens": lambda sample: sample.cached_tokens,
-    "output_tokens": lambda sample: sample.output_tokens,
-    "events": lambda sample: sample.num_events,
-    "error": lambda sample: sample.error,
-    "message": lambda sample: sample.message,
-}
+_COLUMNS = (
+    "number", "session", "turn", "due_s", "started_s", "sent_s", "end_s", "ttft_s", "ttst_s", "itl_s", "max_gap_s",
+    "tpot_s", "e2e_s", "input_tokens", "cached_tokens", "output_tokens", "num_events", "error", "message",
+)  # fmt: skip
+"""Fields and properties of a Sample."""
 
 
 class Rows:
@@ -136,11 +119,12 @@ class Rows:
 
     def __init__(self, file: TextIO) -> None:
         self._writer = csv.writer(file, lineterminator="\n")
-        self._writer.writerow(["counted", *_COLUMNS])
+        self._writer.writerow(["counted", *(name.removeprefix("num_") for name in _COLUMNS)])
 
     def add(self, sample: Sample, counted: bool) -> None:
-        self._writer.writerow([int(counted), *(value_of(sample) for value_of in _COLUMNS.values())])
+        values = [getattr(sample, name) for name in _COLUMNS]
+        self._writer.writerow([int(counted), *(_rounded(value) for value in values)])
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+def _rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value

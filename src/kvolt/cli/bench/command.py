@@ -16,7 +16,7 @@ import msgspec
 from kvolt.bench.load.bodies import Endpoint, RequestMaker
 from kvolt.bench.load.compare import compare, differing_settings
 from kvolt.bench.load.page import html_page
-from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
+from kvolt.bench.load.report import Report, RunFacts, decode_report, make_report
 from kvolt.bench.load.runner import LoadRun, Pace
 from kvolt.bench.load.sample import Rows, Sample
 from kvolt.bench.load.sla import parse_sla
@@ -36,12 +36,11 @@ from kvolt.cli.bench.flags import (
     trace_records,
     workload_of,
 )
-from kvolt.cli.bench.screen import Progress, print_changes, print_report
+from kvolt.cli.bench.screen import Progress, open_rows, output_report, print_changes, print_report
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.flags import option
 from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
-from kvolt.cli.report_files import WRITTEN, open_rows, write_report
 from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
@@ -121,21 +120,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
         run_loop(main)
     [report] = reports
-    if folder is not None:
-        try:
-            write_report(folder, report, html_page(report))
-        except ConfigError:
-            print_report(report)
-            raise
-    if args.json:
-        print(encode_report(report).decode(), end="")
-    else:
-        print_report(report)
-        if folder is not None:
-            print(f"written to {folder}: {WRITTEN}")
-    if report.is_interrupted:
-        return 130
-    return 0 if report.counts.complete else 1
+    return output_report(report, html_page(report), lambda: print_report(report), folder, args.json)
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:

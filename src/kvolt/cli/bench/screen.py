@@ -1,10 +1,12 @@
-"""Terminal output of `kvolt bench`: live progress (plain lines without a terminal) and the final tables."""
+"""Output of `kvolt bench`: live progress (plain lines without a terminal), the final tables, and report files."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,14 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.bench.load.compare import Change
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import Report, encode_report
 from kvolt.bench.load.report_text import LATENCY_NAMES, change_rows, facts, latency_rows, milliseconds
 from kvolt.bench.load.runner import LoadRun
+from kvolt.bench.load.sample import Rows
 from kvolt.bench.load.tally import Tally
+from kvolt.core.errors import ConfigError
 
 _LIVE_S = 1.0
 """Redrawing blocks the event loop for milliseconds, which would distort token times."""
 _LINE_S = 5.0
+
+WRITTEN = "report.json, report.html, requests.csv"
 
 
 class Progress:
@@ -112,3 +118,49 @@ def text_table(rows: Sequence[Sequence[str]], header: bool = True) -> Table:
     for row in rows[1:]:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def open_rows(folder: Path, force: bool, files: ExitStack) -> Rows:
+    """Open requests.csv before the run, so that an unwritable directory fails early."""
+    if not force and (folder / "report.json").exists():
+        raise ConfigError(
+            f"{folder} already contains a report", key="out", remedy="choose another directory or use --force"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Rows(files.enter_context((folder / "requests.csv").open("w", encoding="utf-8", newline="")))
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _write_report(folder: Path, report: Report, page: str) -> None:
+    """Write report.json and report.html."""
+    try:
+        (folder / "report.json").write_bytes(encode_report(report))
+        (folder / "report.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    reason = (error.strerror or str(error)).lower()
+    return ConfigError(f"cannot write to {folder}: {reason}", key="out", remedy="choose another directory")
+
+
+def output_report(
+    report: Report, page: str, show: Callable[[], None], folder: Path | None, as_json: bool
+) -> int:
+    """Write the report to `folder`, if any, and print it; return the exit code of the run."""
+    if folder is not None:
+        try:
+            _write_report(folder, report, page)
+        except ConfigError:
+            show()
+            raise
+    if as_json:
+        print(encode_report(report).decode(), end="")
+    else:
+        show()
+        if folder is not None:
+            print(f"written to {folder}: {WRITTEN}")
+    return 130 if report.is_interrupted else 0 if report.counts.complete else 1

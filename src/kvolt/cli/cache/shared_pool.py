@@ -1,13 +1,15 @@
-"""`kvolt cache serve`: process of a KV pool shared by the workers of a host; its status."""
+"""`kvolt cache serve`: process of a KV pool shared by the workers of a host; its status; pools of `kvolt serve`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +27,9 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.config.settings import TierSettings
+from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
 from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.supervisor.supervisor import ChildSpec
 from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
@@ -36,6 +39,13 @@ _MAX_OPEN_FILES = 65_536
 _MAX_PATH_BYTES = 100
 """Linux limits socket paths to 107 bytes."""
 _NAME = "kv-pool"
+_TIER_FIELDS = (
+    "host", "host_high_water", "disk", "disk_dir", "disk_touches", "disk_compression", "disk_low_water",
+    "disk_high_water", "object", "object_touches", "object_compression", "eviction",
+)  # fmt: skip
+"""Fields of TierSettings that are flags of a pool."""
+_LAST = -1
+"""Stop stage of pools: after the workers."""
 
 
 def default_socket() -> Path:
@@ -115,40 +125,14 @@ def serve_command(
     command = [sys.executable, "-m", "kvolt", "cache", "serve", "--name", name, "--socket", str(socket)]
     if config is not None:
         command += ["--config", str(config)]
-    for field in (
-        "host",
-        "host_high_water",
-        "disk",
-        "disk_dir",
-        "disk_touches",
-        "disk_compression",
-        "disk_low_water",
-        "disk_high_water",
-        "object",
-        "object_touches",
-        "object_compression",
-        "eviction",
-    ):
+    for field in _TIER_FIELDS:
         if (value := getattr(tiers, field)) != "":
             command += [f"--{field.replace('_', '-')}", str(value)]
     return tuple(command)
 
 
 def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    tiers = TierSettings(
-        host=args.host,
-        disk=args.disk,
-        disk_dir=args.disk_dir,
-        disk_touches=args.disk_touches,
-        disk_compression=args.disk_compression,
-        host_high_water=args.host_high_water,
-        disk_low_water=args.disk_low_water,
-        disk_high_water=args.disk_high_water,
-        object=args.object,
-        object_touches=args.object_touches,
-        object_compression=args.object_compression,
-        eviction=args.eviction,
-    )
+    tiers = TierSettings(**{field: getattr(args, field) for field in _TIER_FIELDS})
     check_sizes(msgspec.structs.replace(tiers, shared=True))
     raise_open_file_limit(_MAX_OPEN_FILES)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
@@ -210,3 +194,38 @@ def short_socket(folder: Path, name: str) -> Path:
     if len(os.fsencode(path)) < _MAX_PATH_BYTES:
         return path
     return Path(tempfile.mkdtemp(prefix="kvolt-")) / name
+
+
+@contextmanager
+def pools_of(
+    settings: Settings, folder: Path, config: Path | None = None
+) -> Iterator[tuple[Settings, list[ChildSpec]]]:
+    """Settings in which workers with shared tiers use a pool, and the pool processes.
+
+    Groups with equal model, arguments and tiers share one pool, so that decode workers find the blocks of prefill
+    workers. `config` is the config file of the workers, also used by the pools.
+    """
+    sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
+    specs: list[ChildSpec] = []
+    groups: list[WorkerSettings] = []
+    for group in settings.workers:
+        tiers = group.tiers
+        if not tiers.shared:
+            groups.append(group)
+            continue
+        check_sizes(tiers)
+        # Different arguments, such as ranks or dtype, may give different blocks of the same model.
+        key = (group.model, msgspec.json.encode(group.args, order="deterministic"), tiers)
+        if key not in sockets:
+            name = f"kv-pool-{len(sockets)}"
+            sockets[key] = short_socket(folder, f"{name}.sock")
+            specs.append(ChildSpec(name, serve_command(sockets[key], tiers, name, config), stage=_LAST))
+        pooled_tiers = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
+        groups.append(msgspec.structs.replace(group, tiers=pooled_tiers))
+    try:
+        yield msgspec.structs.replace(settings, workers=groups), specs
+    finally:
+        for path in sockets.values():
+            path.unlink(missing_ok=True)
+            if path.parent != folder:
+                shutil.rmtree(path.parent, ignore_errors=True)

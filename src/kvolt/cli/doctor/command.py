@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.doctor.finding import Finding
-from kvolt.cli.doctor.transfer import transfer_findings
+from kvolt.cli.doctor.transfer import Finding, transfer_findings
 from kvolt.cli.flags import option
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
-from kvolt.cli.serve.command import check_shared, with_workers
+from kvolt.cli.serve.command import check_shared
+from kvolt.cli.serve.worker_groups import with_workers
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import choose_engine
 from kvolt.runtime.config.loader import LoadedConfig, default_discovery_path

@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
-from kvolt.cli.doctor.finding import Finding
+import msgspec
+
 from kvolt.core.card import Link
 from kvolt.core.errors import KvoltError
 from kvolt.transfer.agent import TransferAgent, TransferOptions
@@ -29,6 +31,21 @@ _PATHS: Mapping[str, TransferOptions] = {
     "nixl": TransferOptions(self_test=True, nixl=True, shared_memory=False),
 }
 """Agent options that force each path."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Result of one check.
+
+    `blocks`: `kvolt serve` cannot start. `running`: a kvolt process already runs here. State `untested`: may work, but
+    is not covered by kvolt's tests.
+    """
+
+    name: str
+    state: Literal["ok", "warn", "missing", "untested"]
+    found: str
+    remedy: str = ""
+    blocks: bool = False
+    running: bool = False
 
 
 def transfer_findings(facts: MachineFacts, wants_nixl: bool = False) -> list[Finding]:

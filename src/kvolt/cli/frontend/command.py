@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvolt.cli.flags import option
-from kvolt.cli.frontend.attach_flags import add_attach_flags
 from kvolt.cli.frontend.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admin.explain import RouteExplainer
@@ -61,11 +62,44 @@ log = logging.getLogger(__name__)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--name", None, "Name of this process in logs and status.", default="frontend")
-    add_attach_flags(parser)
+    _add_attach_flags(parser)
     # Set by the supervisor for each of several frontend processes.
     parser.add_argument("--group", help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_attach_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attach",
+        action="append",
+        default=[],
+        metavar="URL[,NAME=VALUE...]",
+        help="Route requests to a running vLLM or SGLang server; may be repeated. NAME is `events` (its KV event "
+        "publisher, tcp://HOST:PORT), `replay`, `tokenizer`, `model`, `api_key` or another argument of the remote "
+        "engine (`kvolt engine list remote`).",
+    )
+    parser.add_argument(
+        "--kv-events",
+        action=_AppendEvents,
+        metavar="ENDPOINT",
+        help="KV event publisher of the preceding --attach; the same as events=ENDPOINT.",
+    )
+
+
+class _AppendEvents(argparse.Action):
+    """Append the event endpoint to the preceding `--attach`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if not namespace.attach:
+            parser.error(f"{option_string} needs an --attach before it")
+        namespace.attach[-1] += f",events={values}"
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -9,11 +9,11 @@ import json
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.cache.shared_pool import pools_of
 from kvolt.cli.cluster import visit
 from kvolt.cli.flags import option
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
@@ -21,12 +21,11 @@ from kvolt.cli.health import Served, base_url, served_models
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve.chat import HeldOutput, chat_in_terminal
 from kvolt.cli.serve.placement import device_flags, place, visible_gpus
-from kvolt.cli.serve.pools import pools_of
 from kvolt.cli.serve.readiness import is_ready, missing, models_text
-from kvolt.cli.worker.command import add_engine_flags, check_engine, with_arguments, with_model
-from kvolt.cli.worker.tiers import add_tier_flags, with_tiers
+from kvolt.cli.serve.worker_groups import apply_flags
+from kvolt.cli.worker.command import add_engine_flags, check_engine
+from kvolt.cli.worker.tiers import add_tier_flags
 from kvolt.core.errors import ConfigError, KvoltError
-from kvolt.core.request import Role
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, without_settings
 from kvolt.runtime.config.settings import Settings
@@ -54,7 +53,6 @@ Examples:
   kvolt serve --discovery-join-listen 10.0.0.5:7400     accept `kvolt worker --join 10.0.0.5:7400`
 """
 
-ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
 _FOR_WORKERS = "workers.toml"
 """Config file of workers and pools, in the supervisor's directory."""
 _POLL_S = 0.1
@@ -94,13 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    settings = with_workers(with_model_served(loaded.settings, args.model, args.engine), args.workers)
-    settings = with_engine_flags(settings, args.arg, args.lora)
-    if settings.workers:
-        settings = msgspec.structs.replace(
-            settings, workers=[with_tiers(settings.workers[0], args), *settings.workers[1:]]
-        )
-    settings = with_roles(settings, {role: getattr(args, role) for role in ROLES})
+    settings = apply_flags(loaded.settings, args)
     for group in settings.workers:
         check_engine(group)
     return serve(settings, args.quiet, args.interactive)
@@ -195,60 +187,6 @@ async def _report_running_processes(settings: Settings) -> None:
             "use --namespace to keep apart",
             flush=True,
         )
-
-
-def with_model_served(settings: Settings, model: str | None, engine: str | None = None) -> Settings:
-    if (model is None and engine is None) or not settings.workers:
-        return settings
-    first = with_model(settings.workers[0], model or settings.workers[0].model, engine)
-    return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
-
-
-def with_workers(settings: Settings, count: int | None) -> Settings:
-    if count is None:
-        return settings
-    if count < 1 or not settings.workers:
-        raise ConfigError(
-            "serve needs at least one worker", key="workers", remedy="set --workers to 1 or more"
-        )
-    first = msgspec.structs.replace(settings.workers[0], count=count)
-    return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
-
-
-def with_roles(settings: Settings, counts: Mapping[str, int | None]) -> Settings:
-    """Replace the first [[workers]] entry with one per role in `counts`; None leaves a role out."""
-    by_role = {role: count for role, count in counts.items() if count is not None}
-    if not by_role:
-        return settings
-    remedy = "for example --prefill 1 --decode 1, or --aggregated 2"
-    if min(by_role.values()) < 0 or not any(by_role.values()) or not settings.workers:
-        raise ConfigError("serve needs at least one worker", key="workers", remedy=remedy)
-    if by_role.get("prefill") and not by_role.get("decode"):
-        raise ConfigError("prefill workers require decode workers", key="workers", remedy=remedy)
-    if by_role.get("decode") and by_role.get("aggregated"):
-        # They are two components of the model; a frontend uses the newest one only.
-        raise ConfigError(
-            "decode and aggregated workers cannot serve the same model",
-            key="workers",
-            remedy=remedy,
-        )
-    first = settings.workers[0]
-    groups = [
-        msgspec.structs.replace(first, name=role, role=role, count=count)
-        for role, count in by_role.items()
-        if count
-    ]
-    return msgspec.structs.replace(settings, workers=[*groups, *settings.workers[1:]])
-
-
-def with_engine_flags(settings: Settings, arguments: Sequence[str], loras: Sequence[str]) -> Settings:
-    """Apply `--arg` and `--lora` to the first [[workers]] entry."""
-    if not arguments and not loras:
-        return settings
-    if not settings.workers:
-        raise ConfigError("--arg and --lora require a worker", key="workers", remedy="add [[workers]]")
-    first = with_arguments(settings.workers[0], arguments, loras)
-    return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
 async def _with_port(settings: Settings) -> Settings:

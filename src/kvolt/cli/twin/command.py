@@ -6,18 +6,17 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvolt.bench.load.report import RunFacts, encode_report
+from kvolt.bench.load.report import RunFacts
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
+from kvolt.cli.bench.screen import WRITTEN, open_rows, output_report
 from kvolt.cli.flags import option
-from kvolt.cli.report_files import WRITTEN, open_rows, write_report
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import ending, print_twin, progress
-from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.twin.page import twin_page
 from kvolt.twin.replay import TwinRun, new_tally
-from kvolt.twin.report import TwinReport, make_twin_report
+from kvolt.twin.report import make_twin_report
 
 HELP = """
 Replay a trace on a simulated cluster: the real runtime, workers, scheduler, cache and router under virtual time, with
@@ -77,22 +76,4 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         ),
         twin,
     )
-    _output(report, folder, args.json)
-    if report.is_interrupted:
-        return 130
-    return 0 if report.counts.complete else 1
-
-
-def _output(report: TwinReport, folder: Path | None, as_json: bool) -> None:
-    if folder is not None:
-        try:
-            write_report(folder, report, twin_page(report))
-        except ConfigError:
-            print_twin(report)
-            raise
-    if as_json:
-        print(encode_report(report).decode(), end="")
-        return
-    print_twin(report)
-    if folder is not None:
-        print(f"written to {folder}: {WRITTEN}")
+    return output_report(report, twin_page(report), lambda: print_twin(report), folder, args.json)

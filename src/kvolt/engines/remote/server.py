@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -65,6 +65,18 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         return mine == (other.kind, other.model, other.context_length, other.block_size)
 
 
+class _Reported(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server reports about itself."""
+
+    sources: tuple[str | None, ...]
+    context_length: int | None
+    block_size: int | None
+    num_blocks: int | None
+    max_num_seqs: int | None = None
+    max_batch_tokens: int | None = None
+    num_ranks: int = 1
+
+
 async def inspect(client: HttpClient, arguments: RemoteArguments, hint: str | None = None) -> ServerFacts:
     """Query the server. `hint`: model to use if it is served. ConfigError if it can never be attached; other errors
     if it is not reachable or not ready."""
@@ -74,9 +86,32 @@ async def inspect(client: HttpClient, arguments: RemoteArguments, hint: str | No
     kind = arguments.kind
     if kind == "auto":
         kind = await _kind_of(client, model, timeout_s)
-    if kind == "sglang":
-        return await _of_sglang(client, arguments, model)
-    return await _of_vllm(client, arguments, model)
+    reported = await (_of_sglang if kind == "sglang" else _of_vllm)(client, model, timeout_s)
+    block_size = arguments.block_size or reported.block_size
+    if not reported.context_length:
+        raise ConfigError(
+            f"{client.url.text} does not report max_model_len",
+            key="kind",
+            remedy="attach a vLLM or an SGLang server",
+        )
+    if not block_size:
+        raise ConfigError(
+            f"{client.url.text} does not report its block size",
+            key="block_size",
+            remedy="set block_size=TOKENS",
+        )
+    batch_tokens = reported.max_batch_tokens
+    return ServerFacts(
+        kind=kind,
+        model=model.id,
+        sources=tuple(dict.fromkeys(each for each in (*reported.sources, model.id) if each)),
+        context_length=reported.context_length,
+        block_size=block_size,
+        num_blocks=arguments.kv_blocks or reported.num_blocks or _UNKNOWN_TOKENS // block_size,
+        max_num_seqs=arguments.max_num_seqs or reported.max_num_seqs or _UNKNOWN_SEQS,
+        max_batch_tokens=batch_tokens if batch_tokens and batch_tokens > 0 else _UNKNOWN_BATCH_TOKENS,
+        num_ranks=reported.num_ranks,
+    )
 
 
 def _choose(client: HttpClient, models: _Models, model: str | None, hint: str | None) -> _Model:
@@ -97,11 +132,8 @@ def _choose(client: HttpClient, models: _Models, model: str | None, hint: str | 
 
 
 async def _kind_of(client: HttpClient, model: _Model, timeout_s: float) -> Literal["vllm", "sglang"]:
-    match model.owned_by:
-        case "vllm":
-            return "vllm"
-        case "sglang":
-            return "sglang"
+    if model.owned_by in ("vllm", "sglang"):
+        return cast('Literal["vllm", "sglang"]', model.owned_by)
     response = await client.fetch("/server_info", timeout_s)
     if response.status == 200 and b"max_total_num_tokens" in response.body:
         return "sglang"
@@ -112,72 +144,32 @@ async def _kind_of(client: HttpClient, model: _Model, timeout_s: float) -> Liter
     )
 
 
-async def _of_vllm(client: HttpClient, arguments: RemoteArguments, model: _Model) -> ServerFacts:
-    response = await client.fetch("/metrics", arguments.probe_timeout_s)
+async def _of_vllm(client: HttpClient, model: _Model, timeout_s: float) -> _Reported:
+    response = await client.fetch("/metrics", timeout_s)
     facts = read_cache_facts(response.body.decode(errors="replace") if response.status == 200 else "")
-    return _facts(
-        client,
-        arguments,
-        model,
-        kind="vllm",
+    return _Reported(
         sources=(model.root,),
-        context=model.max_model_len,
+        context_length=model.max_model_len,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
-        limits=(None, None, facts.num_ranks),
+        num_ranks=facts.num_ranks,
     )
 
 
-async def _of_sglang(client: HttpClient, arguments: RemoteArguments, model: _Model) -> ServerFacts:
-    response = await client.fetch("/server_info", arguments.probe_timeout_s)
+async def _of_sglang(client: HttpClient, model: _Model, timeout_s: float) -> _Reported:
+    response = await client.fetch("/server_info", timeout_s)
     if response.status == 404:  # name in older versions
-        response = await client.fetch("/get_server_info", arguments.probe_timeout_s)
+        response = await client.fetch("/get_server_info", timeout_s)
     info = _decoded(client, response, _Sglang)
     num_tokens, page = info.max_total_num_tokens, info.page_size
-    return _facts(
-        client,
-        arguments,
-        model,
-        kind="sglang",
+    return _Reported(
         sources=(info.tokenizer_path, info.model_path, model.root),
-        context=model.max_model_len or info.context_length,
+        context_length=model.max_model_len or info.context_length,
         block_size=page,
         num_blocks=num_tokens // page if num_tokens and page else None,
-        limits=(info.max_running_requests, info.chunked_prefill_size, info.dp_size),
-    )
-
-
-def _facts(
-    client: HttpClient,
-    arguments: RemoteArguments,
-    model: _Model,
-    *,
-    kind: Literal["vllm", "sglang"],
-    sources: tuple[str | None, ...],
-    context: int | None,
-    block_size: int | None,
-    num_blocks: int | None,
-    limits: tuple[int | None, int | None, int],
-) -> ServerFacts:
-    block_size = arguments.block_size or block_size
-    missing = "max_model_len" if not context else "its block size" if not block_size else None
-    if not context or not block_size:
-        raise ConfigError(
-            f"{client.url.text} does not report {missing}",
-            key="block_size" if context else "kind",
-            remedy="set block_size=TOKENS" if context else "attach a vLLM or an SGLang server",
-        )
-    max_num_seqs, batch_tokens, num_ranks = limits
-    return ServerFacts(
-        kind=kind,
-        model=model.id,
-        sources=tuple(dict.fromkeys(each for each in (*sources, model.id) if each)),
-        context_length=context,
-        block_size=block_size,
-        num_blocks=arguments.kv_blocks or num_blocks or _UNKNOWN_TOKENS // block_size,
-        max_num_seqs=arguments.max_num_seqs or max_num_seqs or _UNKNOWN_SEQS,
-        max_batch_tokens=batch_tokens if batch_tokens and batch_tokens > 0 else _UNKNOWN_BATCH_TOKENS,
-        num_ranks=num_ranks,
+        max_num_seqs=info.max_running_requests,
+        max_batch_tokens=info.chunked_prefill_size,
+        num_ranks=info.dp_size,
     )
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvolt.cli.cache.shared_pool import new_host, serve_command, short_socket
+from kvolt.cli.cache.shared_pool import new_host, pools_of, serve_command, short_socket
 from kvolt.cli.main import main
-from kvolt.cli.serve.pools import pools_of
 from kvolt.cli.worker.tiers import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Tier

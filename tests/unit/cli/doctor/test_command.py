@@ -15,7 +15,7 @@ import pytest
 
 from kvolt.cli.doctor import command as doctor
 from kvolt.cli.doctor.command import GIB
-from kvolt.cli.doctor.finding import Finding
+from kvolt.cli.doctor.transfer import Finding
 from kvolt.cli.main import main
 from kvolt.router.index.prefix_index import IS_NATIVE
 from kvolt.runtime.config.loader import Override, load

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvolt.cli.doctor import transfer as doctor_transfer
-from kvolt.cli.doctor.finding import Finding
-from kvolt.cli.doctor.transfer import transfer_findings, tried_finding
+from kvolt.cli.doctor.transfer import Finding, transfer_findings, tried_finding
 from kvolt.core.card import Link
 from kvolt.core.errors import Unsupported
 from kvolt.transfer.agent import TransferOptions

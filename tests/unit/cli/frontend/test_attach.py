@@ -11,7 +11,7 @@ import pytest
 from tests.unit.engines.remote.fake_server import FakeServer, model_folder
 
 from kvolt.cli.frontend.attach import Attached, parse_attached
-from kvolt.cli.frontend.attach_flags import add_attach_flags
+from kvolt.cli.frontend.command import configure
 from kvolt.cli.process import Process, running
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.settings import (
@@ -30,7 +30,7 @@ BLOCKS = "kvolt_worker_kv_total_blocks{"
 
 def written(*arguments: str) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser()
-    add_attach_flags(parser)
+    configure(parser)
     return parse_attached(parser.parse_args(arguments).attach, Settings())
 
 

@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvolt.cli.serve.command import (
-    check_shared,
-    child_specs,
-    serve,
-    with_engine_flags,
-    with_model_served,
-    with_workers,
-    worker_settings,
-)
+from kvolt.cli.serve.command import check_shared, child_specs, serve, worker_settings
+from kvolt.cli.serve.worker_groups import with_engine_flags, with_model_served, with_workers
 from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import Override, load
