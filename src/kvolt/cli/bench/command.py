@@ -41,13 +41,12 @@ from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.flags import option
 from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
+from kvolt.cli.progress import run_until_signal
 from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.server_url import ServerUrl
-from kvolt.runtime.stop import StopSignal
-from kvolt.runtime.tasks import Scope
 
 HELP = """
 Load-test an OpenAI-compatible server (kvolt, vLLM, SGLang or any other) and report latencies and throughput.
@@ -141,24 +140,20 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
 async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> Report:
     clock = SystemClock()
     tally = plan.tally
-    stop = StopSignal()
-    stop.install()
-    try:
-        model = await _find_model(plan.server, args.model)
-        maker = RequestMaker(model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
-        async with HttpClient(
-            plan.server,
-            connect_s=plan.connect_s,
-            max_connections=plan.max_connections,
-            max_idle=plan.max_connections,
-            now=clock.monotonic,
-        ) as client:
-            on_sample = _ignore if rows is None else rows.add
-            load = LoadRun(client, plan.workload, maker, plan.pace, tally, on_sample)
-            started_at = clock.wall()
-            await _run_shown(load, tally, stop, args.quiet)
-    finally:
-        stop.restore()
+    model = await _find_model(plan.server, args.model)
+    maker = RequestMaker(model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
+    async with HttpClient(
+        plan.server,
+        connect_s=plan.connect_s,
+        max_connections=plan.max_connections,
+        max_idle=plan.max_connections,
+        now=clock.monotonic,
+    ) as client:
+        on_sample = _ignore if rows is None else rows.add
+        load = LoadRun(client, plan.workload, maker, plan.pace, tally, on_sample)
+        started_at = clock.wall()
+        show = None if args.quiet else Progress(load, tally).show()
+        await run_until_signal(load.run(), load.end, show)
     facts = RunFacts(
         url=plan.server.text,
         model=model,
@@ -191,22 +186,6 @@ async def _find_model(server: ServerUrl, requested: str | None) -> str:
         key="model",
         remedy="choose with --model NAME",
     )
-
-
-async def _run_shown(load: LoadRun, tally: Tally, stop: StopSignal, quiet: bool) -> None:
-    async def drive() -> None:
-        await load.run()
-        scope.cancel()
-
-    async def end_on_signal() -> None:
-        await stop.wait()
-        load.end()
-
-    async with Scope("bench") as scope:
-        scope.start(end_on_signal(), "stop")
-        if not quiet:
-            scope.start(Progress(load, tally).show(), "progress")
-        scope.start(drive(), "load")
 
 
 def _ignore(sample: Sample, counted: bool) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -20,12 +18,11 @@ from kvolt.bench.load.report_text import LATENCY_NAMES, change_rows, facts, late
 from kvolt.bench.load.runner import LoadRun
 from kvolt.bench.load.sample import Rows
 from kvolt.bench.load.tally import Tally
+from kvolt.cli.progress import show_live
 from kvolt.core.errors import ConfigError
 
 _LIVE_S = 1.0
 """Redrawing blocks the event loop for milliseconds, which would distort token times."""
-_LINE_S = 5.0
-
 WRITTEN = "report.json, report.html, requests.csv"
 
 
@@ -38,15 +35,7 @@ class Progress:
         self._last_count = (0.0, 0)
 
     async def show(self) -> None:
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            while True:
-                await asyncio.sleep(_LINE_S)
-                print(self._line(), file=sys.stderr, flush=True)
-        with Live(self._picture(), console=console, auto_refresh=False, transient=True) as live:
-            while True:
-                await asyncio.sleep(_LIVE_S)
-                live.update(self._picture(), refresh=True)
+        await show_live(self._line, self._picture, _LIVE_S)
 
     def _events_per_s(self) -> float:
         now_s, count = self._run.elapsed_s, self._tally.latencies["itl"].count

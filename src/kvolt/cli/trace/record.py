@@ -7,7 +7,6 @@ frontend processes give one trace.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import secrets
 import sys
 from collections.abc import Sequence
@@ -17,14 +16,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from kvolt.bench.load.sla import parse_duration_s
 from kvolt.bench.traces.writing import UnsortedTrace
 from kvolt.cli.cluster import Cluster, visit
 from kvolt.cli.process import run_loop
+from kvolt.cli.progress import run_until_signal, show_live
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
 from kvolt.frontend.admin.trace_recorder import MAX_DURATION_S, TRACE_ENDPOINT, RecordedPart, RecordTrace
 from kvolt.runtime.clock import Clock, SystemClock
@@ -34,7 +32,6 @@ from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.network import is_loopback, is_wildcard, split_address
 from kvolt.runtime.plane.port import Destination
-from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
 _KEY_BYTES = 32
@@ -42,7 +39,6 @@ _SILENCE_S = 10.0
 """Maximum silence of a frontend, which sends four parts per second."""
 _LIMITS = Deadlines(connect_s=5.0, first_s=5.0, between_s=_SILENCE_S, total_s=MAX_DURATION_S + 24 * 3600.0)
 _LIVE_S = 0.5
-_LINE_S = 5.0
 
 _NOTHING = RecordedPart()
 _decode_part = msgspec.msgpack.Decoder(RecordedPart).decode
@@ -116,6 +112,9 @@ class RecordingRun:
             f"{self.total('dropped')} dropped"
         )
 
+    def picture(self) -> Text:
+        return Text(f"{self.line()}   (Ctrl-C stops and writes the trace)")
+
 
 def record(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     duration_s = _duration_s(args.duration)
@@ -129,7 +128,8 @@ def record(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         async with visit(loaded.settings) as cluster:
             frontends = await find_frontends(cluster, loaded.settings, args.url)
             run = RecordingRun(cluster, SystemClock(), file, frontends)
-            was_cut = await _run_with_progress(run, request, args.quiet)
+            show = None if args.quiet else show_live(run.line, run.picture, _LIVE_S)
+            was_cut = await run_until_signal(run.run(request), run.end, show)
         return _finish(run, file, args.out, was_cut and duration_s is not None)
 
     try:
@@ -198,43 +198,6 @@ def _listens_at(address: str | None, url: str) -> bool:
     # A wildcard listen address matches any host.
     same = host == split.hostname or is_wildcard(host)
     return same or (is_loopback(host) and is_loopback(split.hostname))
-
-
-async def _run_with_progress(run: RecordingRun, request: RecordTrace, quiet: bool) -> bool:
-    """Run the recording with progress output; return whether a signal ended it."""
-    stop = StopSignal()
-    stop.install()
-
-    async def drive() -> None:
-        await run.run(request)
-        scope.cancel()
-
-    async def end_on_signal() -> None:
-        await stop.wait()
-        run.end()
-
-    try:
-        async with Scope("recording") as scope:
-            scope.start(end_on_signal(), "stop")
-            if not quiet:
-                scope.start(_show(run), "progress")
-            scope.start(drive(), "read")
-    finally:
-        stop.restore()
-    return stop.requested
-
-
-async def _show(run: RecordingRun) -> None:
-    """Show progress on stderr until cancelled."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        while True:
-            await asyncio.sleep(_LINE_S)
-            print(run.line(), file=sys.stderr, flush=True)
-    with Live(Text(run.line()), console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            await asyncio.sleep(_LIVE_S)
-            live.update(Text(f"{run.line()}   (Ctrl-C stops and writes the trace)"), refresh=True)
 
 
 def _finish(run: RecordingRun, file: UnsortedTrace, name: str, was_cut: bool) -> int:

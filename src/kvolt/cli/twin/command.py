@@ -11,8 +11,9 @@ from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import WRITTEN, open_rows, output_report
 from kvolt.cli.flags import option
+from kvolt.cli.progress import ending, progress
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
-from kvolt.cli.twin.screen import ending, print_twin, progress
+from kvolt.cli.twin.screen import print_twin
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.twin.page import twin_page
 from kvolt.twin.replay import TwinRun, new_tally

@@ -16,8 +16,8 @@ from rich.text import Text
 from kvolt.bench.load.sla import Sla, parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table, unwritable
 from kvolt.cli.flags import option, repeated
+from kvolt.cli.progress import ending, progress
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
-from kvolt.cli.twin.screen import ending, progress
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.host.cores import usable_cores

@@ -159,9 +159,10 @@ def test_ctrl_c_ends_in_order_and_reports(url: str, server: ScriptedServer) -> N
 def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(
     url: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from kvolt.cli import progress
     from kvolt.cli.bench import screen as bench_screen
 
-    monkeypatch.setattr(bench_screen, "_LINE_S", 0.02)
+    monkeypatch.setattr(progress, "_LINE_S", 0.02)
     monkeypatch.setattr(bench_screen, "_LIVE_S", 0.02)
     flags = "--concurrency 1 --duration 0.3s"
     assert asked(url, flags) == 0

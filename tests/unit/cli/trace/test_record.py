@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -270,59 +270,3 @@ def test_wrong_commands_leave_nothing_behind(place: Path, capsys: pytest.Capture
         assert told in capsys.readouterr().err
     assert (place / "trace.jsonl").read_text() == "mine"
     assert not list(place.glob("o*"))
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_told_on_stderr(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Run:
-        def line(self) -> str:
-            return "   7 s  3 requests"
-
-    monkeypatch.setattr(trace_record, "_LIVE_S", 0.01)
-    monkeypatch.setattr(trace_record, "_LINE_S", 0.01)
-    if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-
-    async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await trace_record._show(cast(RecordingRun, Run()))
-
-    asyncio.run(scenario())
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "3 requests" in printed.err
-    assert ("Ctrl-C stops and writes" in printed.err) is terminal
-
-
-def test_signals_and_progress_around_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Run:
-        ended = 0
-
-        async def run(self, wanted: RecordTrace) -> None:
-            assert wanted is WANTED
-            stops[0].request_stop("test")
-            while not self.ended:
-                await asyncio.sleep(0.001)
-
-        def end(self) -> None:
-            self.ended += 1
-
-        def line(self) -> str:
-            return ""
-
-    stops: list[Any] = []
-
-    class Stop(trace_record.StopSignal):
-        def __init__(self) -> None:
-            super().__init__()
-            stops.append(self)
-
-    monkeypatch.setattr(trace_record, "StopSignal", Stop)
-    asyncio.run(_cut(lambda: trace_record._run_with_progress(cast(RecordingRun, Run()), WANTED, False)))
-
-
-async def _cut(work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    assert await work() is True

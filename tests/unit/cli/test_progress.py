@@ -1,0 +1,57 @@
+"""Progress of long commands, and signals that end them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rich.text import Text
+
+from kvolt.cli import progress
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_written_to_stderr(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_S", 0.01)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await progress.show_live(lambda: "3 requests", lambda: Text("3 requests, Ctrl-C stops"), 0.01)
+
+    asyncio.run(scenario())
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "3 requests" in printed.err
+    assert ("Ctrl-C stops" in printed.err) is terminal
+
+
+def test_a_signal_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[Any] = []
+
+    class Stop(progress.StopSignal):
+        def __init__(self) -> None:
+            super().__init__()
+            stops.append(self)
+
+    monkeypatch.setattr(progress, "StopSignal", Stop)
+
+    async def scenario() -> bool:
+        ended = asyncio.Event()
+
+        async def work() -> None:
+            stops[0].request_stop("test")
+            await ended.wait()
+
+        return await progress.run_until_signal(work(), ended.set, asyncio.sleep(60))
+
+    assert asyncio.run(scenario())
+
+
+def test_work_that_ends_ends_its_progress() -> None:
+    assert not asyncio.run(progress.run_until_signal(asyncio.sleep(0), lambda: None, asyncio.sleep(60)))
