@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvolt.cli.flags import option
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.http.client import HttpClient
@@ -25,6 +26,15 @@ class _Health(msgspec.Struct):
 def base_url(host: str, port: int) -> str:
     """URL of a frontend listening on `host`, from its own machine."""
     return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
+
+
+def add_server_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of `api_url`, and --model."""
+    text = "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`."
+    option(parser, "--url", None, text)
+    option(parser, "--model", "NAME", "Model to use. Default: the only model that the server lists.")
+    option(parser, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    option(parser, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
 
 
 def api_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> ServerUrl:

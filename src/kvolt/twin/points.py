@@ -48,7 +48,7 @@ def trace_digest(records: Iterable[TraceRecord]) -> str:
 def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
     """Digest of everything that determines the results, including the contents of preset and policy files."""
     model = step_model_of(setup.settings.engine)
-    told: dict[str, Any] = {
+    determining: dict[str, Any] = {
         "format": FORMAT,
         "setup": msgspec.to_builtins(setup),
         "model": [type(model).__name__, msgspec.to_builtins(model)],
@@ -56,7 +56,7 @@ def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
         "trace": trace,
         "sla": None if sla is None else sla.limits,
     }
-    return hashlib.sha256(_encode(told)).hexdigest()[:32]
+    return hashlib.sha256(_encode(determining)).hexdigest()[:32]
 
 
 def _policy_digest(name: str | None) -> str | None:
@@ -75,9 +75,9 @@ class PointsFile:
 
     def read(self) -> dict[str, PointResult]:
         """Results by digest. Raises ConfigError with the line number of an invalid line."""
-        whole, torn = _split(self._path.read_bytes())
+        *lines, incomplete = self._path.read_bytes().split(b"\n")
         results: dict[str, PointResult] = {}
-        for number, line in enumerate(whole, 1):
+        for number, line in enumerate(lines, 1):
             try:
                 result = _decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -87,8 +87,8 @@ class PointsFile:
                     remedy="remove the line, or choose another directory",
                 ) from error
             results[result.digest] = result
-        if torn:
-            self._file.truncate(self._path.stat().st_size - torn)
+        if incomplete:
+            self._file.truncate(self._path.stat().st_size - len(incomplete))
         return results
 
     def append(self, result: PointResult) -> None:
@@ -97,9 +97,3 @@ class PointsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _split(data: bytes) -> tuple[list[bytes], int]:
-    """Complete lines, and the number of bytes after them."""
-    *whole, rest = data.split(b"\n")
-    return whole, len(rest)

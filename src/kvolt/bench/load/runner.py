@@ -66,7 +66,6 @@ class LoadRun:
         maker: RequestMaker,
         pace: Pace,
         tally: Tally,
-        on_sample: Callable[[Sample, bool], None] = lambda sample, counted: None,
     ) -> None:
         self._client = client
         self._now = client.now
@@ -74,7 +73,8 @@ class LoadRun:
         self._maker = maker
         self._pace = pace
         self._tally = tally
-        self._on_sample = on_sample
+        self.on_sample: Callable[[Sample, bool], None] = lambda sample, counted: None
+        """Called with each sample and whether it counts."""
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         """Set when no request is running or due, or after `end`."""
@@ -244,7 +244,7 @@ class LoadRun:
             self._tally.add(sample)
         else:
             self._tally.num_warmup += 1
-        self._on_sample(sample, counted)
+        self.on_sample(sample, counted)
         self._next_turn(user, sample, exchange.answer.text)
         self._check_over()
 

@@ -18,7 +18,7 @@ from kvolt.bench.load.compare import compare, differing_settings
 from kvolt.bench.load.page import html_page
 from kvolt.bench.load.report import Report, RunFacts, decode_report, make_report
 from kvolt.bench.load.runner import LoadRun, Pace
-from kvolt.bench.load.sample import Rows, Sample
+from kvolt.bench.load.sample import Rows
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.load.workloads import Workload
@@ -149,8 +149,9 @@ async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> 
         max_idle=plan.max_connections,
         now=clock.monotonic,
     ) as client:
-        on_sample = _ignore if rows is None else rows.add
-        load = LoadRun(client, plan.workload, maker, plan.pace, tally, on_sample)
+        load = LoadRun(client, plan.workload, maker, plan.pace, tally)
+        if rows is not None:
+            load.on_sample = rows.add
         started_at = clock.wall()
         show = None if args.quiet else Progress(load, tally).show()
         await run_until_signal(load.run(), load.end, show)
@@ -186,10 +187,6 @@ async def _find_model(server: ServerUrl, requested: str | None) -> str:
         key="model",
         remedy="choose with --model NAME",
     )
-
-
-def _ignore(sample: Sample, counted: bool) -> None:
-    """Sample callback without an output file."""
 
 
 def _compare(args: argparse.Namespace) -> int:

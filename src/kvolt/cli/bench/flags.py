@@ -25,6 +25,7 @@ from kvolt.bench.load.workloads import (
 )
 from kvolt.bench.traces import ReadOptions, read_trace
 from kvolt.cli.flags import option, repeated
+from kvolt.cli.health import add_server_flags
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
@@ -35,19 +36,11 @@ _RESERVED_FILES = 64
 
 
 def add_server(group: argparse._ArgumentGroup) -> None:
-    option(
-        group,
-        "--url",
-        None,
-        "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
-    )
-    option(group, "--model", "NAME", "Model to request. Default: the only model that the server lists.")
-    option(group, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    add_server_flags(group)
     option(group, "--connect-timeout", "TIME", "Connect timeout.", default="10s")
     option(group, "--first-token-timeout", "TIME", "Maximum TTFT.", default="300s")
     option(group, "--timeout", "TIME", "Maximum duration of a request.", default="1800s")
     option(group, "--connections", "N", "Maximum number of connections. Default: the open file limit.", int)
-    option(group, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
 
 
 def add_load(group: argparse._ArgumentGroup) -> None:

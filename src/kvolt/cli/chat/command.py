@@ -19,7 +19,7 @@ from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.screen import Screen
 from kvolt.cli.chat.session import COMMANDS, Action, Composer, Session
 from kvolt.cli.flags import option, repeated
-from kvolt.cli.health import api_url
+from kvolt.cli.health import add_server_flags, api_url
 from kvolt.core.errors import ConfigError, ConnectFailed, Fault, KvoltError
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, nearest
@@ -47,18 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "question", nargs="*", metavar="QUESTION", help="Ask one question and exit; - reads stdin."
     )
-    option(
-        parser,
-        "--url",
-        None,
-        "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`.",
-    )
-    option(parser, "--model", "NAME", "Model to use. Default: the only model that the server lists.")
-    option(parser, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    add_server_flags(parser)
     option(parser, "--system", "TEXT", "System message.")
     repeated(parser, "--set", "NAME=VALUE", "Request field, such as temperature=0.2.")
     option(parser, "--timeout", "SECONDS", "Maximum time without data from the server.", float, default=300.0)
-    option(parser, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

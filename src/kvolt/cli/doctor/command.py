@@ -80,8 +80,8 @@ def examine(settings: Settings) -> list[Finding]:
         memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
         gpu_finding(gpus),
         package_finding("uvloop", "pip install uvloop"),
-        index_finding(_has_native_index()),
-        transfer_finding(_has_native_bytes()),
+        native_code_finding("router index", _has_native_index(), "several times slower and larger"),
+        native_code_finding("block transfer", _has_native_bytes(), "checksums are several times slower"),
         *transfer_findings(probe_machine(os.environ), settings.transfer.nixl),
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
@@ -134,20 +134,11 @@ def package_finding(package: str, remedy: str) -> Finding:
         return Finding(package, "missing", "not installed", remedy, blocks=True)
 
 
-def index_finding(is_native: bool) -> Finding:
-    """Whether the router's prefix index uses native code."""
+def native_code_finding(name: str, is_native: bool, cost: str) -> Finding:
+    """Whether a part uses native code. `cost`: of the code in Python."""
     if is_native:
-        return Finding("router index", "ok", "native")
-    remedy = "several times slower and larger: install gcc or clang, then reinstall kvolt"
-    return Finding("router index", "warn", "in Python", remedy)
-
-
-def transfer_finding(is_native: bool) -> Finding:
-    """Whether block transfer uses native code."""
-    if is_native:
-        return Finding("block transfer", "ok", "native")
-    remedy = "checksums are several times slower: install gcc or clang, then reinstall kvolt"
-    return Finding("block transfer", "warn", "in Python", remedy)
+        return Finding(name, "ok", "native")
+    return Finding(name, "warn", "in Python", f"{cost}: install gcc or clang, then reinstall kvolt")
 
 
 def uses_native(settings: Settings) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from kvolt.bench.load.sla import Sla, parse_sla
+from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table, unwritable
 from kvolt.cli.flags import option, repeated
 from kvolt.cli.progress import ending, progress
@@ -89,7 +89,9 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             for digest, point in points.items()
             if digest in previous
         }
-        is_interrupted, num_failed = _run(plan, results, _ignore if file is None else file.append, args.quiet)
+        is_interrupted, num_failed = _run(
+            plan, results, file.append if file is not None else lambda result: None, args.quiet
+        )
     completed = [results[digest] for digest in points if digest in results]
     report = SweepReport(
         settings=report_settings(args, settings_of(args)),
@@ -120,11 +122,12 @@ def _plan(args: argparse.Namespace) -> _Plan:
     points = points_of(axes, args.sample, args.seed)
     setups = [setup_of(base, point) for point in points]
     records = records_of(args)
+    trace = trace_digest(records)
     return _Plan(
         axes=axes,
         points=points,
         setups=setups,
-        digests=_digests(setups, trace_digest(records), sla),
+        digests=[point_digest(setup, trace, sla) for setup in setups],
         common=Common(records, sla),
         objectives=objectives,
         num_processes=args.processes or len(usable_cores().ids),
@@ -155,20 +158,12 @@ def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
     }
 
 
-def _digests(setups: list[Setup], trace: str, sla: Sla | None) -> list[str]:
-    return [point_digest(setup, trace, sla) for setup in setups]
-
-
 def _open(folder: Path) -> PointsFile:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return PointsFile(folder / "points.jsonl")
     except OSError as error:
         raise unwritable(folder, error) from error
-
-
-def _ignore(result: PointResult) -> None:
-    """Result callback without an output file."""
 
 
 def _interrupt() -> None:

@@ -274,7 +274,8 @@ def host_blocks(tiers: TierSettings, shape: BlockShape, num_device: int) -> int:
     num_blocks = max(_STAGING_BYTES // shape.slot_bytes, _MIN_BLOCKS)
     if tiers.host:
         num_blocks = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
-    _check_host(num_blocks, shape)
+    _check_size(num_blocks, shape, "host")
+    _check_memory(num_blocks, shape)
     return num_blocks
 
 
@@ -285,11 +286,6 @@ def _check_size(num_blocks: int, shape: BlockShape, tier: str) -> None:
             key=f"tiers.{tier}",
             remedy=f"use {_MIN_BLOCKS * shape.slot_bytes:,} bytes or more, or omit it",
         )
-
-
-def _check_host(num_blocks: int, shape: BlockShape) -> None:
-    _check_size(num_blocks, shape, "host")
-    _check_memory(num_blocks, shape)
 
 
 def _check_memory(num_blocks: int, shape: BlockShape) -> None:

@@ -85,7 +85,8 @@ def measured(script: Scripter, setup: Setup) -> Outcome:
             outcome.counted.append(counted)
 
         maker = RequestMaker("tiny", Endpoint.CHAT, setup.fields)
-        load = LoadRun(client, setup.workload, maker, setup.pace, tally, keep)
+        load = LoadRun(client, setup.workload, maker, setup.pace, tally)
+        load.on_sample = keep
         try:
             setup.meanwhile(load, network, server)
             await load.run()

@@ -89,22 +89,17 @@ def test_the_native_engine_is_looked_at_where_it_is_used() -> None:
     assert "torch" in {finding.name for finding in doctor.examine(settings)}
 
 
-def test_which_index_a_router_would_use() -> None:
-    assert doctor.index_finding(is_native=True) == Finding("router index", "ok", "native")
-    slow = doctor.index_finding(is_native=False)
-    assert (slow.state, slow.found, slow.blocks) == ("warn", "in Python", False)
-    assert "reinstall kvolt" in slow.remedy
+def test_slow_python_code_is_reported() -> None:
     settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
-    assert doctor.index_finding(IS_NATIVE) in doctor.examine(settings)
-
-
-def test_what_moves_blocks() -> None:
-    assert doctor.transfer_finding(is_native=True) == Finding("block transfer", "ok", "native")
-    slow = doctor.transfer_finding(is_native=False)
-    assert (slow.state, slow.found, slow.blocks) == ("warn", "in Python", False)
-    assert "reinstall kvolt" in slow.remedy
-    settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
-    assert doctor.transfer_finding(block_bytes.IS_NATIVE) in doctor.examine(settings)
+    assert doctor.native_code_finding("router index", True, "slow") == Finding("router index", "ok", "native")
+    slow = doctor.native_code_finding("router index", False, "several times slower")
+    assert (slow.state, slow.blocks) == ("warn", False)
+    assert slow.remedy.startswith("several times slower: install gcc")
+    states = {finding.name: finding.found for finding in doctor.examine(settings)}
+    assert (states["router index"] == "native", states["block transfer"] == "native") == (
+        IS_NATIVE,
+        block_bytes.IS_NATIVE,
+    )
 
 
 def test_no_compiler_is_slow_on_a_cpu_only() -> None:
