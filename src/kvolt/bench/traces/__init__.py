@@ -4,11 +4,11 @@
 `synthetic` uses its own seeded generator.
 """
 
-from kvolt.bench.traces.analysis import TraceAnalysis, analyze
+from kvolt.bench.traces.analysis import analyze
 from kvolt.bench.traces.prefixes import reblock
 from kvolt.bench.traces.reading import ReadOptions, read_trace
 from kvolt.bench.traces.reuse import Reuse, ReuseMeter
-from kvolt.bench.traces.sources import PUBLIC_TRACES, PublicTrace, find_public
+from kvolt.bench.traces.sources import PUBLIC_TRACES, find_public
 from kvolt.bench.traces.synthetic import RECIPES, Given, Lognormal, Recipe, make_trace, small_trace
 from kvolt.bench.traces.tokens import tokens_of
 from kvolt.bench.traces.transforms import (
@@ -33,12 +33,10 @@ __all__ = [
     "Given",
     "LengthBounds",
     "Lognormal",
-    "PublicTrace",
     "ReadOptions",
     "Recipe",
     "Reuse",
     "ReuseMeter",
-    "TraceAnalysis",
     "analyze",
     "cut",
     "filter_lengths",

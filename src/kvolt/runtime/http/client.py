@@ -282,8 +282,10 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
             failure = cause if isinstance(cause, KvoltError) else _invalid_response(error)
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
+        pieces, self._pieces = self._pieces, []
+        if call.is_over:  # abandoned by its receiver
+            return
+        if pieces:
             self._num_unparsed_bytes = 0
             call.last_byte_at = now
             call.arm()
@@ -295,7 +297,7 @@ class _Connection(asyncio.Protocol):
             self._num_unparsed_bytes += len(data)
             if self._num_unparsed_bytes > _MAX_HEAD_BYTES:
                 failure = ProtocolError(f"a response head exceeds {_MAX_HEAD_BYTES} bytes", rule="http head")
-        if call.is_over:  # abandoned by its receiver
+        if call.is_over:
             return
         if self._is_complete:
             self._end(call, now, failure is None)

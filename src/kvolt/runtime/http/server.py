@@ -3,8 +3,10 @@
 `protocol` has the messages, `reader` parses requests, `connection` serves one client. Independent of API formats,
 except for the shape of an error body.
 
-    routes = Routes() routes.add("GET", "/v1/models/{model}", show_model) server = HttpServer(SocketNetwork(),
-    routes, SystemClock()) address = await server.start("127.0.0.1:0")
+    routes = Routes()
+    routes.add("GET", "/v1/models/{model}", show_model)
+    server = HttpServer(SocketNetwork(), routes, SystemClock())
+    address = await server.start("127.0.0.1:0")
 """
 
 from __future__ import annotations

@@ -197,6 +197,22 @@ def test_an_end_in_the_middle_is_an_error(pieces: list[bytes | None]) -> None:
     assert "closed the connection before the response was complete" in error.message
 
 
+async def test_a_call_abandoned_at_its_head_gets_nothing_more() -> None:
+    class Leaver(Recorder):
+        def head(self, status: int, headers: Mapping[str, str]) -> None:
+            calls[0].abandon()
+            left.set()
+
+    left = asyncio.Event()
+    network = ScriptedNetwork([chunked([b"a", b"b"])])
+    async with HttpClient(URL, network=network) as client:
+        receiver = Leaver()
+        calls = [client.send("/v1/models", None, receiver)]
+        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.sleep(0)
+    assert (receiver.batches, receiver.over.is_set(), network.num_aborted) == ([], False, 1)
+
+
 async def test_a_coroutine_reads_a_response() -> None:
     network = ScriptedNetwork([CHUNKED, b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n"], [chunked([b"x" * 9])])
     async with HttpClient(URL, network=network) as client:
