@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import run_loop
-from kvolt.router.breaker_report import BREAKER_DETAILS
+from kvolt.router.metrics import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """

@@ -12,8 +12,7 @@ from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
-from kvolt.router.breaker_report import BREAKER_DETAILS, describe_breakers
-from kvolt.router.kv_metrics import KvCollector
+from kvolt.router.metrics import BREAKER_DETAILS, KvCollector, describe_breakers
 from kvolt.runtime.http.server import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network

@@ -7,8 +7,6 @@ import msgspec
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.models import Model
 from kvolt.frontend.openai_api.headers import RequestHints
-from kvolt.runtime.endpoint.address import Instance
-from kvolt.runtime.plane.wire import MALFORMED
 
 _REMEDIES = {
     "vllm_xargs": "omit it, or serve the model with --engine vllm",
@@ -17,19 +15,10 @@ _REMEDIES = {
 }
 
 
-class _Extras(msgspec.Struct, frozen=True):
-    """Partial EngineInfo."""
-
-    extras: tuple[str, ...] = ()
-
-
-_decode_extras = msgspec.msgpack.Decoder(_Extras).decode
-
-
 def require_extra(model: Model, hints: RequestHints, name: str) -> RequestHints:
     """Restrict the allowed workers to those that support an extra; raises InvalidRequest if there are none."""
-    candidates = model.candidates()
-    supporting = [each.id for each in candidates if name in _extras(each)]
+    candidates, infos = model.candidates(), model.registrations.infos()
+    supporting = [each.id for each in candidates if (info := infos.get(each.id)) and name in info.extras]
     if len(supporting) == len(candidates):
         return hints
     allowed = hints.routing.allowed
@@ -41,10 +30,3 @@ def require_extra(model: Model, hints: RequestHints, name: str) -> RequestHints:
         )
     routing = msgspec.structs.replace(hints.routing, allowed=tuple(supporting))
     return msgspec.structs.replace(hints, routing=routing)
-
-
-def _extras(instance: Instance) -> tuple[str, ...]:
-    try:
-        return _decode_extras(instance.info).extras
-    except MALFORMED:
-        return ()

@@ -37,8 +37,8 @@ from kvolt.journey.prefill_mode import (
     PrefillModeRules,
     PrefillModeSelector,
 )
-from kvolt.router.adapters import LoraIndex
 from kvolt.router.port import Router, RouterContext
+from kvolt.router.registrations import Registrations
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.discovery.port import Delete, Put, Synced
@@ -71,7 +71,7 @@ class Model:
     defaults: Sampling
     capacity: Capacity
     """Capacity of one worker; equal for all workers of a component."""
-    adapters: LoraIndex
+    registrations: Registrations
     role: Role = Role.AGGREGATED
     """Role of the workers that generate output."""
     get_prefill_target: Callable[[], RoleTarget | None] = lambda: None
@@ -90,7 +90,9 @@ class Model:
 
     def candidates(self) -> list[Instance]:
         """Reachable workers that can serve the model or adapter."""
-        return self.client.candidates() if self.lora is None else self.adapters.candidates(self.lora)
+        return (
+            self.client.candidates() if self.lora is None else self.registrations.candidates_with(self.lora)
+        )
 
     def workers(self) -> list[Instance]:
         """All registered workers of the model, prefill workers included."""
@@ -230,12 +232,12 @@ class Models:
         known = self._aliases.get(name, name) if name not in self._models else name
         if known in self._models:
             return self._newest(known)
-        matching = [model for model in self._all_revisions() if model.adapters.registered_instances(name)]
+        matching = [model for model in self._all_revisions() if model.registrations.registered_with(name)]
         if not matching and name in self.prefill_only():
             raise _no_workers(name, Role.DECODE)
         if not matching:
             raise self._unknown_model_error(name)
-        reached = (model for model in matching if model.adapters.candidates(name))
+        reached = (model for model in matching if model.registrations.candidates_with(name))
         return next(reached, matching[0]).with_adapter(name)
 
     def all(self) -> list[Model]:
@@ -252,7 +254,7 @@ class Models:
 
     def adapters(self) -> list[Model]:
         """Reachable adapters, sorted by name."""
-        names = {name for model in self._all_revisions() for name in model.adapters.reachable_names}
+        names = {name for model in self._all_revisions() for name in model.registrations.reachable_loras}
         return [self.find(name) for name in sorted(names) if not self._is_model_name(name)]
 
     def revisions(self, name: str) -> list[Model]:
@@ -384,7 +386,7 @@ class Models:
         self._register_aliases(card)
         log.info("model ready: %s", info.model)
         self._warn_hidden_adapters(
-            name for known in self._all_revisions() for name in known.adapters.reachable_names
+            name for known in self._all_revisions() for name in known.registrations.reachable_loras
         )
         await self._remove_old_revisions(revisions)
 
@@ -457,7 +459,7 @@ class Models:
             journey_context,
             defaults,
             info.capacity,
-            LoraIndex(client),
+            Registrations(client),
             role=info.role,
             get_prefill_target=prefill_target,
         )

@@ -11,7 +11,6 @@ import logging
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.adapters import LoraIndex
 from kvolt.router.breaker import Attempt, Breakers, BreakerState, BreakerView, Outcome
 from kvolt.router.registrations import Registrations
 from kvolt.router.worker_rank import ranks_of
@@ -34,7 +33,6 @@ class CandidateFilter:
         """Circuit breakers of these instances. The router reports each attempt and its outcome."""
         self.breakers.on_change = self._log_breaker
         client.on_change(self._drop_breakers)
-        self._adapters = LoraIndex(client)
         self.registrations = Registrations(client)
 
     def is_unrestricted(self, request: Request, excluded: frozenset[InstanceId]) -> bool:
@@ -53,7 +51,7 @@ class CandidateFilter:
     def candidates(self, request: Request, excluded: frozenset[InstanceId]) -> list[Instance]:
         """At least one candidate, in order of id. Raises Unavailable with the reason if there is none."""
         hints, lora = request.routing, request.lora
-        capable = self._adapters.candidates(lora) if lora else self._client.candidates()
+        capable = self.registrations.candidates_with(lora) if lora else self._client.candidates()
         candidates = [instance for instance in capable if instance.id not in excluded]
         pinned = hints.pins.get(self._role)
         if pinned is not None:
@@ -81,7 +79,7 @@ class CandidateFilter:
             return f"it is {instance.state.value} and accepts no new requests"
         if instance not in self._client.candidates():
             return "it is not reachable"
-        if lora and instance not in self._adapters.candidates(lora):
+        if lora and instance not in self.registrations.candidates_with(lora):
             return f"it does not have the adapter {lora!r}"
         if pinned is not None and instance.id != pinned:
             return f"the request is pinned to {pinned}"
@@ -134,7 +132,7 @@ class CandidateFilter:
             reason = "none_allowed"
         elif hints.required_taints or hints.pinned_dp_rank is not None:
             message, reason = f"no instance{having} can be reached", "none_fits"
-        elif lora and not self._adapters.candidates(lora):
+        elif lora and not self.registrations.candidates_with(lora):
             message, reason = f"no instance that can be reached has the adapter {lora!r}", "no_adapter"
         elif not excluded and not self._client.candidates():
             message = f"no instance of {self._client.endpoint} can be reached"

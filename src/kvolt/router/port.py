@@ -11,8 +11,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
-from kvolt.router.breaker import Attempt, Breakers, Outcome
-from kvolt.router.filters import CandidateFilter
+from kvolt.router.breaker import Attempt, Outcome
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -92,33 +91,3 @@ class Router(Protocol):
     async def close(self) -> None:
         """Stop the router. It receives no calls after this."""
         ...
-
-
-class RoundRobinRouter:
-    """Round-robin over the candidates. Respects pins and LoRA adapters and ignores everything else about the
-    request."""
-
-    def __init__(
-        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
-    ) -> None:
-        self._client = client
-        self.candidate_filter = CandidateFilter(client, role, breakers)
-        self._turn = 0
-
-    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if self.candidate_filter.is_unrestricted(request, excluded):
-            chosen = self._client.pick_round_robin()
-        else:
-            candidates = self.candidate_filter.candidates(request, excluded)
-            self._turn += 1
-            chosen = candidates[self._turn % len(candidates)]
-        return Decision(chosen, attempt=self.candidate_filter.breakers.start_attempt(chosen.id))
-
-    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
-        self.candidate_filter.breakers.mark_first_token(decision.instance.id, decision.attempt)
-
-    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.candidate_filter.end_attempt(decision.instance.id, decision.attempt, outcome)
-
-    async def close(self) -> None:
-        """Holds no resources."""

@@ -1,4 +1,4 @@
-"""Registered engine metadata of the workers of an endpoint.
+"""Registered engine metadata of the workers of an endpoint, and their LoRA adapters.
 
 Decoded once per change of the instances, not per request.
 """
@@ -22,11 +22,13 @@ _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 
 class Registrations:
-    """EngineInfo by instance; lives as long as its client."""
+    """EngineInfo by instance, and instances by adapter; lives as long as its client."""
 
     def __init__(self, client: EndpointClient) -> None:
         self._client = client
         self._infos: dict[InstanceId, EngineInfo | None] | None = None
+        self._loras: dict[str, list[Instance]] = {}
+        """Candidates by adapter, in order of id."""
         self.version = 0
         """Incremented when the registrations may have changed."""
         client.on_change(self._invalidate)
@@ -38,13 +40,33 @@ class Registrations:
     def infos(self) -> Mapping[InstanceId, EngineInfo | None]:
         """All registered instances, reachable or not; None if the metadata cannot be decoded."""
         if self._infos is None:
-            self._infos = {instance.id: _info_of(instance) for instance in self._client.instances()}
+            infos = self._infos = {instance.id: _info_of(instance) for instance in self._client.instances()}
+            self._loras = {}
+            for instance in self._client.candidates():
+                info = infos.get(instance.id)
+                for name in dict.fromkeys(info.loras) if info is not None else ():
+                    self._loras.setdefault(name, []).append(instance)
         return self._infos
 
     def has_taints(self, instance_id: InstanceId, taints: tuple[str, ...]) -> bool:
         """Whether the instance has all of these taints."""
         info = self.infos().get(instance_id)
         return info is not None and set(taints) <= set(info.taints)
+
+    def registered_with(self, lora: str) -> list[InstanceId]:
+        """All registered instances with an adapter, reachable or not."""
+        return [each for each, info in self.infos().items() if info is not None and lora in info.loras]
+
+    def candidates_with(self, lora: str) -> list[Instance]:
+        """Candidates with an adapter, in order of id."""
+        self.infos()
+        return self._loras.get(lora, [])
+
+    @property
+    def reachable_loras(self) -> list[str]:
+        """Adapters of the candidates."""
+        self.infos()
+        return list(self._loras)
 
 
 def _info_of(instance: Instance) -> EngineInfo | None:

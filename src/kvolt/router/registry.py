@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvolt.core.errors import ConfigError
+from kvolt.router.balancing import (
+    DirectRouter,
+    LeastLoadedRouter,
+    PowerOfTwoRouter,
+    RandomRouter,
+    RoundRobinRouter,
+)
 from kvolt.router.breaker import Breakers
-from kvolt.router.direct import DirectRouter
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
 from kvolt.router.policy.custom import CustomPolicy, is_custom
 from kvolt.router.policy.policy import Policy
 from kvolt.router.policy.registry import classic_policy, find_policy, latency_policy, shadow_policy
-from kvolt.router.port import RoundRobinRouter, Router, RouterContext
+from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter
 from kvolt.runtime.config.router_settings import RouterSettings
 

@@ -14,8 +14,9 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.journey.journey import JourneyContext
 from kvolt.journey.migration import ChoiceTokens, ReceivedTokens
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.breaker import Outcome
-from kvolt.router.port import Decision, RoundRobinRouter, Router
+from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import TaskGroup

@@ -19,8 +19,9 @@ from kvolt.core.request import Request, Role
 from kvolt.journey import remote_prompt
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import RoleTarget
-from kvolt.router.breaker_report import describe_breakers
-from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.router.balancing import RoundRobinRouter
+from kvolt.router.metrics import describe_breakers
+from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.worker import rendezvous as meetings
 

@@ -14,7 +14,7 @@ from kvolt.core.errors import EngineFailed, Overloaded
 from kvolt.core.request import Request
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.breaker import MAX_BACKOFF_S, Outcome
-from kvolt.router.breaker_report import breaker_families, describe_breakers
+from kvolt.router.metrics import breaker_families, describe_breakers
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registry import ROUTERS
 from kvolt.runtime.tasks import TaskGroup

@@ -21,7 +21,7 @@ from kvolt.core.request import LinkCosts, Request, Role
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import PrefillMode, PrefillPlan
-from kvolt.router.port import RoundRobinRouter
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.tasks import TaskGroup

@@ -21,7 +21,8 @@ from kvolt.journey import prefill as prefill_module
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import PrefillCall, RoleTarget
 from kvolt.journey.prefill_mode import PrefillMode, PrefillModePolicy, PrefillPlan
-from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.router.balancing import RoundRobinRouter
+from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.tasks import TaskGroup

@@ -14,9 +14,10 @@ from tests.unit.router.test_event_fed_router import BLOCK, PRICED, prompt
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.explanation import Explanation, explain_route
 from kvolt.router.ingest.feed import FeedState
-from kvolt.router.port import RoundRobinRouter, Router, RouterContext
+from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import QueueRouter, deciding_router
 from kvolt.router.registry import find_router
 from kvolt.router.service.client import RemoteRouter, RouterLink

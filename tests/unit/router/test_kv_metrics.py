@@ -12,8 +12,9 @@ from tests.unit.engines.lab import Lab, sim, until
 from tests.unit.router.test_event_fed_router import BLOCK, PRICED, Scene, prompt
 
 from kvolt.journey.journey import JourneyContext
-from kvolt.router.kv_metrics import KvCollector
-from kvolt.router.port import RoundRobinRouter, Router, RouterContext
+from kvolt.router.balancing import RoundRobinRouter
+from kvolt.router.metrics import KvCollector
+from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import deciding_router
 from kvolt.router.registry import find_router
 from kvolt.runtime.config.router_settings import RouterSettings

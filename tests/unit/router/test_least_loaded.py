@@ -11,7 +11,7 @@ from tests.unit.engines.lab import Lab, RunningWorker, make_request, until
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role, RoutingHints
-from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
+from kvolt.router.balancing import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.config.leaves import leaves

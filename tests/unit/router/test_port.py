@@ -12,7 +12,7 @@ from tests.unit.engines.lab import Lab, make_request, until
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.port import RoundRobinRouter
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.testing import run_virtual
 

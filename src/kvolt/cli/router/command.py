@@ -9,7 +9,7 @@ import logging
 from kvolt.cli.flags import option
 from kvolt.cli.process import Process, run_process
 from kvolt.cli.router.http import router_http
-from kvolt.router.kv_metrics import KvCollector
+from kvolt.router.metrics import KvCollector
 from kvolt.router.policy.registry import POLICIES
 from kvolt.router.registry import ROUTERS, find_router
 from kvolt.router.service.metrics import RouterCollector

@@ -133,7 +133,7 @@ async def _wait_known(generations: Sequence[Model], name: str, succeeded: set[st
 
     for _ in range(_MAX_POLLS):
         holders_now = {
-            holder for model in generations for holder in model.adapters.registered_instances(name)
+            holder for model in generations for holder in model.registrations.registered_with(name)
         }
         if succeeded <= holders_now if present else not succeeded & holders_now:
             return

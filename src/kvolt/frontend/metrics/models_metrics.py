@@ -11,9 +11,8 @@ from kvolt.frontend.models import Model, Models
 from kvolt.frontend.roles import count_workers
 from kvolt.frontend.tokenization.token_cache import EncoderStats
 from kvolt.journey.prefill_mode import PrefillModeSelector
-from kvolt.router.breaker_report import breaker_families
+from kvolt.router.metrics import breaker_families, queue_families
 from kvolt.router.port import Router
-from kvolt.router.queue.metrics import queue_families
 
 _PREFIX = "kvolt_frontend"
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvolt.router.breaker_report import breaker_families
-from kvolt.router.queue.metrics import queue_families
+from kvolt.router.metrics import breaker_families, queue_families
 from kvolt.router.service.client import RouterLink
 from kvolt.router.service.service import RouterService
+from kvolt.runtime.metric_families import counter
 
 
 class RouterCollector(Collector):
@@ -20,16 +20,17 @@ class RouterCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        decisions = CounterMetricFamily(
-            "kvolt_router_decisions", "Requests routed to a worker", labels=("endpoint",)
+        components = self._service.components
+        yield counter(
+            "kvolt_router_decisions",
+            "Requests routed to a worker",
+            ("endpoint",),
+            (((endpoint,), component.num_decisions) for endpoint, component in components.items()),
         )
-        for endpoint, component in self._service.components.items():
-            decisions.add_metric((endpoint,), component.num_decisions)
-        yield decisions
         yield CounterMetricFamily(
             "kvolt_router_refusals", "Requests refused by the router process", value=self._service.num_refused
         )
-        routers = [(name, component.router) for name, component in self._service.components.items()]
+        routers = [(name, component.router) for name, component in components.items()]
         yield from queue_families(routers)
         yield from breaker_families(routers)
 
@@ -48,11 +49,9 @@ class LinkCollector(Collector):
         yield CounterMetricFamily(
             "kvolt_router_answers", "Requests routed by the router process", value=stats.num_answered
         )
-        fallbacks = CounterMetricFamily(
+        yield counter(
             "kvolt_router_fallbacks",
             "Requests routed locally because the router process did not respond or its decision could not be used",
-            labels=("reason",),
+            ("reason",),
+            (((reason,), number) for reason, number in sorted(stats.fallbacks.items())),
         )
-        for reason, number in sorted(stats.fallbacks.items()):
-            fallbacks.add_metric((reason,), number)
-        yield fallbacks

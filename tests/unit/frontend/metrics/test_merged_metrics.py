@@ -27,7 +27,7 @@ from kvolt.frontend.metrics.merged_metrics import (
     snapshot,
 )
 from kvolt.frontend.metrics.models_metrics import ModelsCollector
-from kvolt.router.queue.metrics import queue_families
+from kvolt.router.metrics import queue_families
 from kvolt.router.queue.queue_router import QueueRouter
 from kvolt.router.service.client import LinkStats
 from kvolt.router.service.metrics import LinkCollector

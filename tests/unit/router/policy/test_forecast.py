@@ -13,10 +13,11 @@ from tests.unit.router.queue.test_queue_router import Rooms, asking
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.policy.policy import latency
-from kvolt.router.port import RoundRobinRouter, RouterContext
+from kvolt.router.port import RouterContext
 from kvolt.router.queue.queue_router import QueueRouter
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.testing import run_virtual

@@ -14,8 +14,8 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.router.metrics import queue_families
 from kvolt.router.port import Decision
-from kvolt.router.queue.metrics import queue_families
 from kvolt.router.queue.queue_router import (
     QueueOptions,
     QueueRouter,

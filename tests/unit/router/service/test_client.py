@@ -28,12 +28,12 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.router.balancing import LeastLoadedRouter, RoundRobinRouter
 from kvolt.router.breaker import Outcome
-from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.least_loaded import LeastLoadedRouter
+from kvolt.router.metrics import describe_breakers
 from kvolt.router.policy.forecast import SupportsForecast
-from kvolt.router.port import Decision, RoundRobinRouter, Router, RouterContext
+from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, deciding_router
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.router.service import service as service_module

@@ -17,7 +17,8 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import ConfigError, KvoltError, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.router.balancing import RoundRobinRouter
+from kvolt.router.port import Decision
 from kvolt.router.registry import ROUTERS
 from kvolt.router.service.client import RemoteRouter, RouterLink
 from kvolt.router.service.messages import RouteRequest, router_endpoint

@@ -1,0 +1,128 @@
+"""Routers without a cost model: round-robin, least loaded, power of two choices, random, and pinned.
+
+Those that balance load count this process's own requests only. They count at once, where a worker report would be late;
+other routers of the same workers are not seen.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvolt.core.delta import Usage
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Request, Role
+from kvolt.router.breaker import Breakers, Outcome
+from kvolt.router.filters import CandidateFilter
+from kvolt.router.port import Decision
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
+
+
+class RoundRobinRouter:
+    """Round-robin over the candidates. Respects pins and LoRA adapters and ignores everything else about the request.
+    A Router, like its subclasses."""
+
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
+        self._client = client
+        self._role = role
+        self._turn = 0
+        self.candidate_filter = CandidateFilter(client, role, breakers)
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        if self.candidate_filter.is_unrestricted(request, excluded):
+            return self._decide(self._client.pick_round_robin())
+        candidates = self.candidate_filter.candidates(request, excluded)
+        self._turn += 1
+        return self._decide(candidates[self._turn % len(candidates)])
+
+    def _decide(self, chosen: Instance, dp_rank: int | None = None) -> Decision:
+        attempt = self.candidate_filter.breakers.start_attempt(chosen.id)
+        return Decision(chosen, dp_rank=dp_rank, attempt=attempt)
+
+    def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.candidate_filter.breakers.mark_first_token(decision.instance.id, decision.attempt)
+
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.candidate_filter.end_attempt(decision.instance.id, decision.attempt, outcome)
+
+    async def close(self) -> None:
+        """Holds no resources."""
+
+
+class DirectRouter(RoundRobinRouter):
+    """Routes to the pinned instance, for gateways that choose workers themselves. Raises InvalidRequest without a pin.
+
+    No other instance may take a pinned request; the breakers serve metrics only.
+    """
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        if self._role not in request.routing.pins:
+            raise InvalidRequest(
+                "the direct router needs a worker in the request, for example in the header x-kvolt-worker-instance-id",
+                param="nvext.backend_instance_id",
+            )
+        (instance,) = self.candidate_filter.candidates(request, excluded)
+        return self._decide(instance, request.routing.pinned_dp_rank)
+
+
+class LeastLoadedRouter(RoundRobinRouter):
+    """Fewest requests in flight; round-robin among equals. A request counts the same before and after its first
+    token."""
+
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
+        super().__init__(client, role, breakers)
+        self._in_flight: dict[InstanceId, int] = {}
+        """Only instances with requests, so that removed ones leave nothing behind."""
+
+    @property
+    def num_in_flight(self) -> dict[InstanceId, int]:
+        """Decisions not released yet, by instance."""
+        return dict(self._in_flight)
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        chosen = self._choose(self.candidate_filter.candidates(request, excluded))
+        self._in_flight[chosen.id] = self._count(chosen) + 1
+        return self._decide(chosen)
+
+    def _choose(self, candidates: list[Instance]) -> Instance:
+        self._turn += 1
+        start = self._turn % len(candidates)
+        return min(candidates[start:] + candidates[:start], key=self._count)
+
+    def _count(self, instance: Instance) -> int:
+        return self._in_flight.get(instance.id, 0)
+
+    def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        super().release(decision, usage, outcome)
+        num_requests = self._in_flight.pop(decision.instance.id, 0) - 1
+        if num_requests > 0:
+            self._in_flight[decision.instance.id] = num_requests
+
+
+class PowerOfTwoRouter(LeastLoadedRouter):
+    """The less loaded of two random candidates: independent routers choose different ones."""
+
+    def __init__(
+        self,
+        client: EndpointClient,
+        rng: random.Random,
+        role: Role = Role.AGGREGATED,
+        breakers: Breakers | None = None,
+    ) -> None:
+        super().__init__(client, role, breakers)
+        self._rng = rng
+
+    def _choose(self, candidates: list[Instance]) -> Instance:
+        return min(self._rng.sample(candidates, min(2, len(candidates))), key=self._count)
+
+
+class RandomRouter(PowerOfTwoRouter):
+    """A random candidate."""
+
+    def _choose(self, candidates: list[Instance]) -> Instance:
+        return self._rng.choice(candidates)
