@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvolt.router.queue.waiting_queue import (
-    KEPT_ONE_IN,
-    PROMOTED_ONE_IN,
-    Order,
-    QueueEntry,
-    QueueLimits,
-    WaitingQueue,
-)
+from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
+from kvolt.router.queue.waiting_queue import KEPT_ONE_IN, PROMOTED_ONE_IN, Order, WaitingQueue
 
 KINDS = (None, "pinned", "adapter")
 TENANTS = (None, "a", "b", "c")
@@ -119,7 +113,7 @@ class Queues(RuleBasedStateMachine):
         assert all(each.is_queued for each in waiting)
         assert queue.num_waiting <= self.limits.max_requests
         assert queue.num_tokens <= self.limits.max_tokens or queue.num_waiting == 1
-        assert queue.num_constraints == len({each.constraints for each in waiting})
+        assert len(queue._constraints) == len({each.constraints for each in waiting})
         assert queue.next_deadline == min(
             (each.deadline for each in waiting if each.deadline < float("inf")), default=None
         )

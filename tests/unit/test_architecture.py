@@ -55,7 +55,7 @@ PURE_MODULES = {
     "router/index": "approximate health lookup pending_blocks prefix_index prefix_index_python",
     "router/ingest": "feed slots",
     "router/policy": "affinity cost_model learning load output_lengths roster shadow step_fit",
-    "router/queue": "priority_level stats waiting_queue",
+    "router/queue": "priority_level waiting_queue",
     "router/service": "builders gossip standalone_state",
     "runtime": "histogram metric_aliases",
     "runtime/config": "leaves router_settings settings",

@@ -19,6 +19,7 @@ them: it counts as answered unless the worker has failed mid-stream since its la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -79,16 +80,13 @@ def outcome_of(error: KvoltError | None) -> Outcome:
     return Outcome.FAILED if error.fault is Fault.SERVER else Outcome.UNKNOWN
 
 
+@dataclass(slots=True)
 class Attempt:
     """A request at an instance that has a breaker, from `Breakers.start_attempt` to `end_attempt`."""
 
-    __slots__ = ("awaits_first_token", "num_opened")
-
-    def __init__(self, num_opened: int) -> None:
-        self.num_opened = num_opened
-        """Number of times the breaker had opened when the request was sent."""
-        self.awaits_first_token = True
-        """No first token yet."""
+    num_opened: int
+    """Number of times the breaker had opened when the request was sent."""
+    awaits_first_token: bool = True
 
 
 class BreakerView(NamedTuple):
@@ -100,31 +98,20 @@ class BreakerView(NamedTuple):
     """Time until the next probe; 0 unless open."""
 
 
+@dataclass(slots=True)
 class _Breaker:
-    __slots__ = (
-        "answered",
-        "backoff_s",
-        "failed",
-        "fails_mid_stream",
-        "is_closed",
-        "num_awaiting",
-        "num_opened",
-        "retry_at",
-    )
-
-    def __init__(self) -> None:
-        self.is_closed = True
-        self.answered = 0.0
-        self.failed = 0.0
-        """Decayed counts of requests by outcome."""
-        self.fails_mid_stream = False
-        """A request failed after its first token, and none has completed since."""
-        self.num_opened = 0
-        self.backoff_s = FIRST_BACKOFF_S
-        """Duration of the next open period."""
-        self.retry_at = 0.0
-        self.num_awaiting = 0
-        """Attempts since it opened that have no first token."""
+    is_closed: bool = True
+    answered: float = 0.0
+    failed: float = 0.0
+    """Decayed counts of requests by outcome."""
+    fails_mid_stream: bool = False
+    """A request failed after its first token, and none has completed since."""
+    num_opened: int = 0
+    backoff_s: float = FIRST_BACKOFF_S
+    """Duration of the next open period."""
+    retry_at: float = 0.0
+    num_awaiting: int = 0
+    """Attempts since it opened that have no first token."""
 
     @property
     def failure_rate(self) -> float:

@@ -64,7 +64,7 @@ class EventFedRouter(KvRouter):
         self._load_events = runtime.events.subscribe(LOAD_TOPIC)
         self._task_group.start(self._read_loads(), "loads")
         self.custom_policies = [
-            each for each in (policy, *self._install_shadow(settings)) if isinstance(each, CustomPolicy)
+            each for each in (policy, self._install_shadow(settings)) if isinstance(each, CustomPolicy)
         ]
         """User-defined policies in use: the deciding one, the shadow, both or neither."""
         for custom in self.custom_policies if settings.reload_s else ():
@@ -89,12 +89,9 @@ class EventFedRouter(KvRouter):
         reason = self.ingest.rejection_reason(instance_id)
         return "own decisions" if reason is None else f"own decisions: {reason}"
 
-    def _install_shadow(self, settings: RouterSettings) -> list[Policy]:
-        shadow = shadow_policy(settings)
-        if shadow is None:
-            return []
-        self.selector.shadow = shadow[0]
-        return [shadow[1]]
+    def _install_shadow(self, settings: RouterSettings) -> Policy | None:
+        self.selector.shadow, policy = shadow_policy(settings) or (None, None)
+        return policy
 
     async def _reload_on_change(self, custom: CustomPolicy, context: RouterContext) -> None:
         ports = context.runtime.ports

@@ -51,7 +51,7 @@ class KvRouter:
         self._kv_sources: tuple[WorkerDpRank, ...] = ()
         """Worker ranks that share their KV with peers."""
         self._all_ids_cache: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
-        self.on_capacity_freed: Callable[[], None] = _no_queue
+        self.on_capacity_freed: Callable[[], None] = lambda: None
         """Called when capacity may have become free other than by `mark_first_token` or `release`. Set by a queue."""
         client.on_change(self._on_change)
         self.selector = Selector(
@@ -205,10 +205,6 @@ def _sources(choice: Choice, infos: Mapping[InstanceId, EngineInfo | None]) -> t
         return ()
     source = choice.source
     return (KvSource(source.instance_id, Tier.HOST, choice.source_blocks, source.dp_rank),)
-
-
-def _no_queue() -> None:
-    pass
 
 
 def _ids(instances: Sequence[Instance]) -> tuple[InstanceId, ...]:

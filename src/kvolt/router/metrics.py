@@ -7,15 +7,16 @@ registered workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.breaker import Breakers, BreakerState
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.filters import CandidateFilter
 from kvolt.router.ingest.feed import FeedState
+from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy.custom import FAILURE_REASONS
 from kvolt.router.port import Router
 from kvolt.router.queue.queue_router import QueueRouter, deciding_router
@@ -81,16 +82,9 @@ def queue_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
 # --- circuit breakers
 
 
-@runtime_checkable
-class _Choosing(Protocol):
-    """A router that filters candidates itself."""
-
-    candidate_filter: CandidateFilter
-
-
 def _breakers(router: Router) -> Breakers | None:
     deciding = deciding_router(router)
-    return deciding.candidate_filter.breakers if isinstance(deciding, _Choosing) else None
+    return deciding.candidate_filter.breakers if isinstance(deciding, KvRouter | RoundRobinRouter) else None
 
 
 def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:

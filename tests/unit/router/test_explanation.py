@@ -20,7 +20,8 @@ from kvolt.router.ingest.feed import FeedState
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import QueueRouter, deciding_router
 from kvolt.router.registry import find_router
-from kvolt.router.service.client import RemoteRouter, RouterLink
+from kvolt.router.service.client import RemoteRouter
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.messages import router_endpoint
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.config.router_settings import RouterSettings

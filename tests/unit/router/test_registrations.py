@@ -34,6 +34,9 @@ class Client:
             for name, told in self.infos.items()
         ]
 
+    def candidates(self) -> list[Instance]:
+        return []
+
 
 def test_read_once_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
     good = msgspec.msgpack.encode(info(taints=("gpu", "eu")))

@@ -27,7 +27,8 @@ from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import JourneyContext
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS
-from kvolt.router.service.client import RouterLink
+from kvolt.router.service.client import remote_router
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.join import JoinDiscovery
@@ -187,7 +188,7 @@ class Cluster:
     async def _ask(self, runtime: Runtime) -> None:
         client = await runtime.client(ENDPOINT)
         link = self.link = await RouterLink.to(runtime, "ns")
-        router = link.new_router(ROUTERS["round-robin"])(RouterContext(client, runtime, 16))
+        router = remote_router(link, ROUTERS["round-robin"])(RouterContext(client, runtime, 16))
         requests = TaskGroup("requests")
         self._journey_context = JourneyContext(router, client, requests)
         try:

@@ -29,7 +29,8 @@ from kvolt.frontend.tokenization.preprocess import ParserNames
 from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registry import NewRouter, find_router
-from kvolt.router.service.client import RouterLink
+from kvolt.router.service.client import remote_router
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.metrics import LinkCollector
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
@@ -141,7 +142,7 @@ def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
 def _new_router(settings: Settings, link: RouterLink | None) -> NewRouter:
     """Router of this process, or a client of the router process with a local fallback while it is unreachable."""
     new_router = find_router(settings.frontend.router, settings.router)
-    return new_router if link is None else link.new_router(partial(_without_events, new_router))
+    return new_router if link is None else remote_router(link, partial(_without_events, new_router))
 
 
 def _without_events(new_router: NewRouter, context: RouterContext) -> Router:

@@ -12,7 +12,7 @@ from kvolt.frontend.models import Models
 from kvolt.frontend.roles import count_workers
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
-from kvolt.router.service.client import RouterLink
+from kvolt.router.service.link import RouterLink
 
 EDGE_DETAILS = "edge"
 """Key of the status details of such a process: group, models with their workers, router."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Hashable
-from typing import Protocol
 
 import msgspec
 
@@ -19,10 +18,11 @@ from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
+from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision, Router, WithdrawHook
-from kvolt.router.queue.stats import DrainRate, QueueStats
-from kvolt.router.queue.waiting_queue import Order, QueueEntry, QueueLimits, WaitingQueue
+from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
+from kvolt.router.queue.waiting_queue import DrainRate, Order, QueueStats, WaitingQueue
 from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
 from kvolt.runtime.config.router_settings import RouterSettings
 
@@ -35,30 +35,6 @@ _RECHECK_S = 1.0
 """Interval between dispatches while requests wait, in case no event reports freed capacity."""
 _GUESSED_OUTPUT_TOKENS = 256
 _MAX_RETRY_AFTER_S = 60.0
-
-
-class SaturationAwareRouter(Router, Protocol):
-    """A router that can refuse while all workers are saturated, and predict the outcome of a decision."""
-
-    on_capacity_freed: Callable[[], None]
-    """Called when capacity may have become free other than by `mark_first_token` or `release`."""
-
-    def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """Route, or return None if all candidates are saturated."""
-        ...
-
-    def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
-        """Predicted TTFT if the request were routed now; None if `try_route` would return None. Reserves nothing."""
-        ...
-
-    def forecast(self, request: Request) -> Forecast:
-        """Predicted outcome if the request were routed now, saturated or not."""
-        ...
-
-    def queue_s(self, decision: Decision) -> float:
-        """Predicted time until all prompts sent to the decision's worker rank are computed, later ones
-        included. Once that time has passed: the predicted duration of the prompts still pending."""
-        ...
 
 
 class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +94,7 @@ class QueueRouter:
 
     def __init__(
         self,
-        inner: SaturationAwareRouter,
+        inner: KvRouter,
         now: Callable[[], float],
         options: QueueOptions | None = None,
     ) -> None:
@@ -192,7 +168,9 @@ class QueueRouter:
         """Route the waiting requests regardless of load: no later event would release them."""
         self._is_closed = True
         self._stop_timers()
-        self._stop_dispatching()
+        if self._dispatch_handle is not None:
+            self._dispatch_handle.cancel()
+            self._dispatch_handle = None
         self._blocked.clear()
         while (queued := self._next_queued()) is not None:
             self._queue.remove(queued)
@@ -343,11 +321,6 @@ class QueueRouter:
             self._timer.cancel()
             self._timer = None
 
-    def _stop_dispatching(self) -> None:
-        if self._dispatch_handle is not None:
-            self._dispatch_handle.cancel()
-            self._dispatch_handle = None
-
 
 def tokens_of(request: Request) -> int:
     """Tokens charged to the tenant: the prompt and the expected output."""
@@ -369,11 +342,7 @@ def constraints_of(request: Request, excluded: frozenset[InstanceId]) -> Hashabl
         routing.allowed,
         routing.required_taints,
     )
-    return (
-        constraints
-        if any(each is not None and each != () for each in constraints if each != frozenset())
-        else None
-    )
+    return constraints if any(each not in (None, (), frozenset()) for each in constraints) else None
 
 
 def _refuse(entry: QueueEntry, error: KvoltError) -> None:

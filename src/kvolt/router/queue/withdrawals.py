@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
-from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
+from kvolt.router.kv_router import KvRouter
 from kvolt.router.port import Decision, WithdrawHook
 from kvolt.router.worker_rank import WorkerDpRank
 
@@ -35,22 +34,6 @@ _STUCK_FACTOR = 2.0
 """A request alone at its worker counts as stuck after this multiple of its predicted TTFT."""
 _MAX_SLOWDOWN = 3.0
 """Upper bound of a worker's slowdown, as estimated from one request."""
-
-
-class MovingRouter(Protocol):
-    """The part of a router that the planner uses: see `queue_router.SaturationAwareRouter`."""
-
-    def try_route(
-        self, request: Request, excluded: frozenset[InstanceId] = frozenset()
-    ) -> Decision | None: ...
-
-    def release(self, decision: Decision, usage: Usage | None) -> None: ...
-
-    def predict_ttft_s(
-        self, request: Request, excluded: frozenset[InstanceId] = frozenset()
-    ) -> float | None: ...
-
-    def queue_s(self, decision: Decision) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +86,7 @@ class _RankQueue:
 class WithdrawalPlanner:
     """See the module."""
 
-    def __init__(self, router: MovingRouter, now: Callable[[], float], options: WithdrawalOptions) -> None:
+    def __init__(self, router: KvRouter, now: Callable[[], float], options: WithdrawalOptions) -> None:
         self._router = router
         self._now = now
         self._options = options

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
+from kvolt.router.kv_router import KvRouter
 from kvolt.router.service.gossip import GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
-from kvolt.router.worker_rank import ReservedLoad
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream
 from kvolt.runtime.plane.wire import MALFORMED
@@ -19,18 +17,6 @@ from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
-
-
-class LoadStore(Protocol):
-    """The loads of a router."""
-
-    def own_loads(self) -> Sequence[ReservedLoad]:
-        """Loads reserved by this router; worker ranks without any are omitted."""
-        ...
-
-    def set_replica_load(self, load: ReservedLoad) -> None:
-        """Set the load of all other replicas on a worker rank. Unknown ranks are ignored."""
-        ...
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -51,12 +37,12 @@ class GossipLink:
         self,
         client: EndpointClient,
         runtime: Runtime,
-        loads: LoadStore,
+        router: KvRouter,
         options: GossipOptions | None = None,
     ) -> None:
         self._client = client
         self._runtime = runtime
-        self._loads = loads
+        self._router = router
         self._options = options or GossipOptions()
         self._endpoint = str(client.endpoint)
         self._clock = runtime.ports.clock
@@ -107,7 +93,7 @@ class GossipLink:
             for name in replicas.expire(now):
                 log.info("router replica lost: replica=%s", name)
             self._apply()
-            vector = self._publisher.due(self._loads.own_loads(), now, is_alone=not replicas.num_replicas)
+            vector = self._publisher.due(self._router.own_loads(), now, is_alone=not replicas.num_replicas)
             if vector is not None:
                 self._publish(vector)
             if replicas.num_replicas or self._publisher.is_announcing:
@@ -131,4 +117,4 @@ class GossipLink:
     def _apply(self) -> None:
         now = self._clock.monotonic()
         for worker_rank in self.replicas.pop_changed():
-            self._loads.set_replica_load(self.replicas.total(worker_rank, now))
+            self._router.set_replica_load(self.replicas.total(worker_rank, now))

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvolt.router.metrics import breaker_families, queue_families
-from kvolt.router.service.client import RouterLink
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.metric_families import counter
 

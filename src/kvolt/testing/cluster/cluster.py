@@ -43,7 +43,8 @@ from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import deciding_router
 from kvolt.router.registry import NewRouter, find_router
-from kvolt.router.service.client import RouterLink
+from kvolt.router.service.client import remote_router
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.config.router_settings import RouterSettings
@@ -429,7 +430,7 @@ class Cluster:
         link: RouterLink | None = None
         if shape.has_router_process:
             link = await RouterLink.to(runtime, NAMESPACE)
-            new_router = link.new_router(new_router)
+            new_router = remote_router(link, new_router)
         answering = await self._role_target(runtime, new_router, shape.main_role)
         targets = [answering]
         prefill_modes = PrefillModePolicy()

@@ -12,7 +12,8 @@ from kvolt.core.errors import ConfigError
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.queue.queue_router import deciding_router
 from kvolt.router.registry import ROUTERS
-from kvolt.router.service.client import RemoteRouter, RouterLink
+from kvolt.router.service.client import RemoteRouter
+from kvolt.router.service.link import RouterLink
 from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.testing import run_virtual
 

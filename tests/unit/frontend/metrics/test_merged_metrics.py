@@ -29,7 +29,7 @@ from kvolt.frontend.metrics.merged_metrics import (
 from kvolt.frontend.metrics.models_metrics import ModelsCollector
 from kvolt.router.metrics import queue_families
 from kvolt.router.queue.queue_router import QueueRouter
-from kvolt.router.service.client import LinkStats
+from kvolt.router.service.link import LinkStats
 from kvolt.router.service.metrics import LinkCollector
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork

@@ -16,6 +16,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.metrics import queue_families
 from kvolt.router.port import Decision
+from kvolt.router.queue.priority_level import QueueLimits
 from kvolt.router.queue.queue_router import (
     QueueOptions,
     QueueRouter,
@@ -23,14 +24,14 @@ from kvolt.router.queue.queue_router import (
     deciding_router,
     tokens_of,
 )
-from kvolt.router.queue.waiting_queue import Order, QueueLimits
+from kvolt.router.queue.waiting_queue import Order
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing import run_virtual
 
 
 class Rooms:
-    """A SaturationAwareRouter over workers with so much room each."""
+    """A router over workers with so much room each."""
 
     def __init__(self, **rooms: int) -> None:
         self.rooms = dict(rooms)

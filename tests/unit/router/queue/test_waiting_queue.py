@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.router.queue.waiting_queue import Order, QueueEntry, QueueLimits, WaitingQueue
+from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
+from kvolt.router.queue.waiting_queue import Order, WaitingQueue
 
 
 def drained(queue: WaitingQueue) -> list[QueueEntry]:
@@ -24,7 +25,12 @@ def test_first_come_first_served_within_a_priority() -> None:
         assert queue.push(entry) == []
     assert (queue.num_waiting, queue.num_tokens, len(queue)) == (5, 500, 5)
     assert drained(queue) == [*high, *low]
-    assert (queue.num_waiting, queue.num_tokens, queue.num_constraints, queue.next_entry()) == (0, 0, 0, None)
+    assert (queue.num_waiting, queue.num_tokens, len(queue._constraints), queue.next_entry()) == (
+        0,
+        0,
+        0,
+        None,
+    )
 
 
 def test_tenants_take_turns_by_tokens_and_not_by_requests() -> None:
@@ -112,7 +118,7 @@ def test_blocked_entries_are_skipped_and_keep_their_position() -> None:
         assert entry.tenant == tenant
         queue.admit(entry)
         assert queue.next_entry() is pinned, "its turn is not over"
-    assert queue.num_constraints == 2
+    assert len(queue._constraints) == 2
 
 
 def test_an_entry_is_removed_once() -> None:

@@ -37,7 +37,8 @@ from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, deciding_router
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.router.service import service as service_module
-from kvolt.router.service.client import RemoteReservation, RemoteRouter, RouterLink
+from kvolt.router.service.client import RemoteRouter, remote_router
+from kvolt.router.service.link import RemoteReservation, RouterLink
 from kvolt.router.service.messages import (
     SESSION_ENDPOINT,
     OpenSession,
@@ -527,7 +528,7 @@ def test_a_pin_for_a_role_counts_among_the_workers_of_that_role(role: Role) -> N
         service = await here.start_router(latency)
         edge = await here.start_edge()
         context = RouterContext(edge.client, edge.runtime, BLOCK, role=role)
-        router = edge.link.new_router(ROUTERS["latency"])(context)
+        router = remote_router(edge.link, ROUTERS["latency"])(context)
         here.lab._closing.append(router.close)
         one, other = (each.id for each in edge.client.candidates())
         for number, pinned in enumerate((one, other) * 3):
@@ -577,7 +578,7 @@ def test_a_remote_router_forecasts_if_its_local_one_does() -> None:
         edge = await here.start_edge()
         context = RouterContext(edge.client, edge.runtime, BLOCK)
         alone = ROUTERS["latency"](context)
-        asking = edge.link.new_router(lambda context: alone)(context)
+        asking = remote_router(edge.link, lambda context: alone)(context)
         here.lab._closing.append(asking.close)
         assert isinstance(alone, SupportsForecast)
         assert isinstance(asking, SupportsForecast)
@@ -657,7 +658,7 @@ def test_a_route_request_carries_prior_token_counts() -> None:
 
 
 class Busy:
-    """A SaturationAwareRouter over all workers in turn that is saturated until released."""
+    """A router over all workers in turn that is saturated until released."""
 
     def __init__(self, context: RouterContext) -> None:
         self._client = context.client

@@ -20,7 +20,8 @@ from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.port import Decision
 from kvolt.router.registry import ROUTERS
-from kvolt.router.service.client import RemoteRouter, RouterLink
+from kvolt.router.service.client import RemoteRouter
+from kvolt.router.service.link import RouterLink
 from kvolt.router.service.messages import RouteRequest, router_endpoint
 from kvolt.router.service.metrics import LinkCollector, RouterCollector
 from kvolt.router.service.service import RouterService
@@ -89,7 +90,7 @@ def test_two_frontends_take_one_turn_over_four_workers() -> None:
 
 
 def test_without_a_router_process_it_routes_locally_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvolt.router.service.client")
+    caplog.set_level(logging.INFO, "kvolt.router.service.link")
 
     async def scenario() -> None:
         async with Lab() as lab:
