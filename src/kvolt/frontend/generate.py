@@ -322,7 +322,7 @@ class Generation:
     async def _run(
         self,
         context: GenerationContext,
-        answer: Answer,
+        answer: Answer[Any],
         receivers: Sequence[Receiver],
         requests: list[Request],
         done: asyncio.Future[None],
@@ -413,6 +413,6 @@ def _check_length(card: ModelCard, prompt: Sized, num_output: int) -> None:
         raise too_long(card, len(prompt), num_output, "prompt")
 
 
-def _record_usage(record: RequestRecord, answer: Answer) -> None:
+def _record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
     record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
     record.cached_tokens = answer.cached_tokens

@@ -37,18 +37,13 @@ async def query_body(
     if decision.predicted_ms is not None:
         routed["predicted_ttft_ms"] = decision.predicted_ms
     nvext = {"worker_id": workers, "token_ids": spec.prompts[0], "routed": routed}
-    serializer = spec.serializer
-    fields = {
-        "id": serializer.id_prefix + spec.request_id,
-        "object": serializer.chunk if streams else serializer.whole,
-        "created": spec.created,
-        "model": spec.model,
-    }
+    kind = spec.serializer.chunk if streams else spec.serializer.whole
+    envelope = Envelope(spec.envelope_fields(kind), False)
     if streams:
-        return Envelope(fields, False).last_event({"nvext": nvext}) + DONE
+        return envelope.last_event({"nvext": nvext}) + DONE
     num_tokens = len(spec.prompts[0])
     usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-    return Envelope(fields, False).body([], usage, {"nvext": nvext})
+    return envelope.body([], usage, {"nvext": nvext})
 
 
 async def _workers(journey_context: JourneyContext, request: Request) -> tuple[dict[str, Any], Decision]:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError
 from kvolt.frontend.answers.choice import Choice, PlacedToken, place_prompt_tokens
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.openai_api.serializer import ResponseSerializer, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.journey.journey import Journey
 from kvolt.journey.migration import ChoiceTokens
 from kvolt.router.port import Decision
+from kvolt.runtime.plane.streams import StepSink
 
 log = logging.getLogger(__name__)
 
 TOKEN = "q"
 """Array type of token ids: 8 bytes, which also holds an invalid id sent by a worker."""
-
-
-class TokenObserver(Protocol):
-    """Receives token timings for metrics."""
-
-    def on_first_token(self) -> None: ...
-
-    def on_token_gap(self, seconds: float, num_tokens: int) -> None:
-        """Report `num_tokens` tokens, each `seconds` after the previous token."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,8 +61,14 @@ class AnswerSpec:
     """Returns timings so far, in milliseconds."""
     timing_headers: Callable[[], Mapping[str, str]] = dict
     """Returns response headers with timings, known once the first token arrives."""
-    observer: TokenObserver
+    observer: RequestRecord
+    """Receives token timings for metrics."""
     now: Callable[[], float]
+
+    def envelope_fields(self, kind: str) -> dict[str, Any]:
+        """Fields around the choices; `kind`: `whole` or `chunk` of the serializer."""
+        request_id = self.serializer.id_prefix + self.request_id
+        return {"id": request_id, "object": kind, "created": self.created, "model": self.model}
 
 
 @dataclass(slots=True)
@@ -86,7 +85,53 @@ class ChoiceState:
     """All output tokens, needed for migration and for `completion_token_ids`."""
 
 
-class Answer(ABC):
+class PromptReceiver(ABC):
+    """Receives the deltas of one prompt. Base of StreamingReceiver and WholeReceiver."""
+
+    __slots__ = ("answer", "has_started", "last_at", "states", "steps")
+
+    def __init__(self, answer: Answer[Any], states: list[ChoiceState], steps: StepSink | None) -> None:
+        self.answer = answer
+        self.states = states
+        self.steps = steps
+        self.has_started = False
+        self.last_at = 0.0
+        """Arrival time of the last token."""
+
+    def on_item(self, delta: Delta) -> None:
+        try:
+            self.on_delta(delta)
+        except Exception as fault:  # of a parser or serializer: must not affect other streams of the worker
+            self.answer.fail_internal(fault)
+
+    @abstractmethod
+    def on_delta(self, delta: Delta) -> None:
+        """Process a delta that is more than a plain token."""
+
+    @abstractmethod
+    def truncate(self, state: ChoiceState, last: Delta) -> None:
+        """End a choice at a deadline."""
+
+    def on_end(self, error: KvoltError | None) -> None:
+        if self.answer.truncate_at_deadline(error):
+            error = None
+            try:
+                for number, state in enumerate(self.states):
+                    if state.choice.finish is None:
+                        self.truncate(state, Delta((), index=number, finish=FinishReason.LENGTH))
+            except Exception as fault:  # as in `on_item`
+                self.answer.fail_internal(fault)
+        self.answer.end_receiver(self, error)
+
+    def received_tokens(self) -> ChoiceTokens:
+        """Output tokens per choice for a migration; None for a finished choice (also by a stop string)."""
+        return [None if state.choice.finish is not None else state.token_ids for state in self.states]
+
+
+R = TypeVar("R", bound=PromptReceiver)
+
+
+class Answer(ABC, Generic[R]):
     """Base of StreamingAnswer and WholeAnswer. Has one receiver per prompt."""
 
     def __init__(self, spec: AnswerSpec) -> None:
@@ -96,12 +141,24 @@ class Answer(ABC):
         """Log probabilities of the first prompt."""
         self.deadline: DeadlineExceeded | None = None
         """Deadline that truncated the answer, if any."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.receivers: list[R] = [
+            self.new_receiver(self._new_choice_states(number)) for number in range(len(spec.prompts))
+        ]
+        self._num_running = len(self.receivers)
         self._journeys: list[Journey] = []
 
-    @property
     @abstractmethod
+    def new_receiver(self, states: list[ChoiceState]) -> R: ...
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All choices are complete."""
+
+    @property
     def states(self) -> list[ChoiceState]:
         """Choice states of all prompts, by index."""
+        return [state for receiver in self.receivers for state in receiver.states]
 
     def add_journey(self, journey: Journey) -> None:
         self._journeys.append(journey)
@@ -115,15 +172,33 @@ class Answer(ABC):
         """Cancel and break reference cycles, so that the answer is freed immediately."""
         self.cancel()
         self._journeys.clear()
+        self.receivers.clear()
+
+    def stop_receiver(self, receiver: R) -> None:
+        """Cancel the journey of a prompt whose choices have all met a stop string."""
+        self._journeys[self.receivers.index(receiver)].cancel()
+        self.end_receiver(receiver, None)
+
+    def end_receiver(self, receiver: R, error: KvoltError | None) -> None:
+        self._num_running -= 1
+        if self.done.done():
+            return
+        error = error or _missing_finish_error(receiver.states)
+        if error is not None:
+            self.fail(error)
+        elif self._num_running == 0:
+            self.finish()
 
     def fail_internal(self, fault: Exception) -> None:
         """End this answer after an internal error, without affecting others."""
         log.error("internal error while building an answer", exc_info=fault)
         self.fail(KvoltError("internal error"))
 
-    @abstractmethod
     def fail(self, error: KvoltError) -> None:
         """End the answer with an error, unless it has ended."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # mark as retrieved: the waiter may be gone
 
     def truncate_at_deadline(self, error: KvoltError | None) -> bool:
         """Truncate instead of failing if the error is a deadline and the answer has output; return whether it did."""
@@ -140,7 +215,7 @@ class Answer(ABC):
             )
         return True
 
-    def new_choice_states(self, prompt: int) -> list[ChoiceState]:
+    def _new_choice_states(self, prompt: int) -> list[ChoiceState]:
         spec = self.spec
         states = []
         for number in range(spec.num_choices):
@@ -242,20 +317,6 @@ class Answer(ABC):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def truncation_deltas(states: Sequence[ChoiceState]) -> list[tuple[ChoiceState, Delta]]:
-    """Running choices, each with a delta that ends it with finish reason `length`."""
-    return [
-        (state, Delta((), index=number, finish=FinishReason.LENGTH))
-        for number, state in enumerate(states)
-        if state.choice.finish is None
-    ]
-
-
-def tokens_by_choice(states: Sequence[ChoiceState]) -> ChoiceTokens:
-    """Output tokens per choice for a migration; None for a finished choice (also by a stop string)."""
-    return [None if state.choice.finish is not None else state.token_ids for state in states]
-
-
 def prefill_worker_fields(decision: Decision) -> dict[str, Any]:
     """Fields of `nvext.worker_id` for the prefill worker."""
     fields: dict[str, Any] = {"prefill_worker_id": decision.instance.id}
@@ -272,7 +333,7 @@ def decode_worker_fields(decision: Decision) -> dict[str, Any]:
     return fields
 
 
-def missing_finish_error(states: Sequence[ChoiceState]) -> KvoltError | None:
+def _missing_finish_error(states: Sequence[ChoiceState]) -> KvoltError | None:
     """Error if a choice ended without a finish reason from its worker."""
     if all(state.choice.finish not in (None, FinishReason.CANCELLED) for state in states):
         return None

@@ -6,27 +6,18 @@ everything else goes through `on_item`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answers.answer import (
-    Answer,
-    AnswerSpec,
-    ChoiceState,
-    TokenObserver,
-    missing_finish_error,
-    tokens_by_choice,
-    truncation_deltas,
-)
+from kvolt.frontend.answers.answer import Answer, AnswerSpec, ChoiceState, PromptReceiver
 from kvolt.frontend.answers.choice import ChoiceOutput
+from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.openai_api.errors import error_event
 from kvolt.frontend.openai_api.serializer import DONE, Envelope, encode
 from kvolt.frontend.parsers.port import Content
-from kvolt.journey.migration import ChoiceTokens
 from kvolt.runtime.http.writer import CHUNK_HEADS, NUM_CHUNK_HEADS, ResponseWriter, chunk_head
 from kvolt.runtime.plane.streams import Sink, StepSink
 
@@ -51,7 +42,7 @@ class TokenFanOut:
 
     def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
         now = self._now()
-        observer: TokenObserver | None = None
+        observer: RequestRecord | None = None
         last_at, num_alike = 0.0, 0
         for each, token_id in zip(sinks, token_ids, strict=True):
             receiver = cast(StreamingReceiver, each)
@@ -78,33 +69,15 @@ class TokenFanOut:
         self._observe(self._now() - now)
 
 
-class StreamingReceiver:
-    """Receives the deltas of one prompt."""
+class StreamingReceiver(PromptReceiver):
+    __slots__ = ("after", "before", "observer", "plain_json", "size", "token_ids", "write")
 
-    __slots__ = (
-        "_answer",
-        "after",
-        "before",
-        "has_started",
-        "last_at",
-        "observer",
-        "plain_json",
-        "size",
-        "states",
-        "steps",
-        "token_ids",
-        "write",
-    )
+    answer: StreamingAnswer
 
     def __init__(self, answer: StreamingAnswer, states: list[ChoiceState], steps: StepSink | None) -> None:
+        super().__init__(answer, states, steps)
         spec = answer.spec
-        self._answer = answer
-        self.states = states
-        self.steps = steps
-        self.observer: TokenObserver = spec.observer
-        self.has_started = False
-        self.last_at = 0.0
-        """Arrival time of the last token."""
+        self.observer = spec.observer
         self.plain_json = spec.vocabulary.plain_json
         before, after = answer.envelope.plain(spec.serializer, states[0].index)
         self.size = len(before) + len(after)
@@ -123,9 +96,9 @@ class StreamingReceiver:
             self._on_plain_tokens(delta.token_ids)
             return
         try:
-            self._on_delta(delta)
-        except Exception as fault:  # of a parser or serializer: must not affect other streams of the worker
-            self._answer.fail_internal(fault)
+            self.on_delta(delta)
+        except Exception as fault:  # as in the base class, without a call
+            self.answer.fail_internal(fault)
 
     def _on_plain_tokens(self, token_ids: tuple[int, ...]) -> None:
         """Write one event per token of a delta that has only tokens (several when deltas were merged)."""
@@ -138,13 +111,13 @@ class StreamingReceiver:
             self.token_ids.append(token_id)
             num_plain += 1
         if num_plain:
-            self.last_at = self._answer.observe(self.last_at, num_plain, first=False)
+            self.last_at = self.answer.observe(self.last_at, num_plain, first=False)
         if num_plain < len(token_ids):
             self.leave_fast_path()
             self.on_item(Delta(token_ids[num_plain:]))
 
-    def _on_delta(self, delta: Delta) -> None:
-        answer = self._answer
+    def on_delta(self, delta: Delta) -> None:
+        answer = self.answer
         if not 0 <= delta.index < len(self.states):
             return
         self.last_at = answer.observe(self.last_at, len(delta.token_ids), first=not self.has_started)
@@ -157,27 +130,20 @@ class StreamingReceiver:
         state.token_ids.extend(delta.token_ids)
         outputs = state.choice.feed_delta(delta)
         answer.write_outputs(state, outputs)
-        if outputs and state.choice.finish is not None and (delta.finish is None or len(self.states) > 1):
-            answer.stop_if_finished(self)
+        ended_here = state.choice.finish is not None and (delta.finish is None or len(self.states) > 1)
+        if outputs and ended_here and all(each.choice.finish is not None for each in self.states):
+            answer.stop_receiver(self)
         self.write = answer.plain_writer(self)
 
     def on_end(self, error: KvoltError | None) -> None:
         self.leave_fast_path()
-        if self._answer.truncate_at_deadline(error):
-            error = None
-            try:
-                self._cut_short()
-            except Exception as fault:  # of a parser, as in `on_item`
-                self._answer.fail_internal(fault)
-        self._answer.end_receiver(self, error)
+        super().on_end(error)
 
-    def _cut_short(self) -> None:
-        answer = self._answer
-        for state, last in truncation_deltas(self.states):
-            if not self.has_started:
-                self.has_started = True
-                answer.write_echo(self, last)
-            answer.write_outputs(state, state.choice.feed_delta(last))
+    def truncate(self, state: ChoiceState, last: Delta) -> None:
+        if not self.has_started:
+            self.has_started = True
+            self.answer.write_echo(self, last)
+        self.answer.write_outputs(state, state.choice.feed_delta(last))
 
     def leave_fast_path(self) -> None:
         """Update the choice with the tokens written on the fast path; the next token goes through the choice."""
@@ -185,41 +151,25 @@ class StreamingReceiver:
             self.states[0].choice.num_tokens = len(self.token_ids)
             self.write = None
 
-    def received_tokens(self) -> ChoiceTokens:
-        return tokens_by_choice(self.states)
 
-
-class StreamingAnswer(Answer):
+class StreamingAnswer(Answer[StreamingReceiver]):
     """Writes the events of one HTTP response. `done` is set when the last one is written."""
 
     def __init__(self, spec: AnswerSpec, writer: ResponseWriter, steps: StepSink | None) -> None:
-        super().__init__(spec)
-        serializer = spec.serializer
-        fields = {
-            "id": serializer.id_prefix + spec.request_id,
-            "object": serializer.chunk,
-            "created": spec.created,
-            "model": spec.model,
-        }
-        self.envelope = Envelope(fields, spec.include_usage)
+        self._steps = steps
         self._writer = writer
-        self.receivers = [
-            StreamingReceiver(self, self.new_choice_states(number), steps)
-            for number in range(len(spec.prompts))
-        ]
-        self._num_running = len(self.receivers)
+        self.envelope = Envelope(spec.envelope_fields(spec.serializer.chunk), spec.include_usage)
         self.failure: KvoltError | None = None
         """Error sent inside the stream."""
         self._only_text = not (
             spec.with_logprobs or spec.continuous_usage or "completion_token_ids" in spec.extra_fields
         )
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        super().__init__(spec)
         writer.on_pause = self._pause
         writer.on_resume = self._resume
 
-    @property
-    def states(self) -> list[ChoiceState]:
-        return [state for receiver in self.receivers for state in receiver.states]
+    def new_receiver(self, states: list[ChoiceState]) -> StreamingReceiver:
+        return StreamingReceiver(self, states, self._steps)
 
     def cancel(self) -> None:
         super().cancel()
@@ -229,7 +179,6 @@ class StreamingAnswer(Answer):
     def close(self) -> None:
         super().close()
         self._writer.on_pause = self._writer.on_resume = _ignore
-        self.receivers.clear()
 
     def send_headers(self) -> None:
         """Send headers and annotation events, once; later errors are sent inside the stream."""
@@ -284,22 +233,9 @@ class StreamingAnswer(Answer):
             return None
         return writer.write_framed
 
-    def stop_if_finished(self, receiver: StreamingReceiver) -> None:
-        """Cancel the journey when stop strings have ended all choices of the prompt."""
-        if all(state.choice.finish is not None for state in receiver.states):
-            self._journeys[self.receivers.index(receiver)].cancel()
-            self.end_receiver(receiver, None)
-
-    def end_receiver(self, receiver: StreamingReceiver, error: KvoltError | None) -> None:
-        self._num_running -= 1
-        if self.done.done():
-            return
-        error = error or missing_finish_error(receiver.states)
-        if error is not None:
-            self.fail(error)
-        elif self._num_running == 0:
-            self._write_last()
-            self.done.set_result(None)
+    def finish(self) -> None:
+        self._write_last()
+        self.done.set_result(None)
 
     def fail(self, error: KvoltError) -> None:
         """End with an error: raised from `done` before the headers are sent, else sent as the last event."""
@@ -307,8 +243,7 @@ class StreamingAnswer(Answer):
             return
         self.cancel()
         if not self._writer.head_sent:
-            self.done.set_exception(error)
-            self.done.exception()  # mark as retrieved: the waiter may be gone
+            super().fail(error)
             return
         self.failure = error
         log.warning(

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
-from kvolt.core.errors import KvoltError
-from kvolt.frontend.answers.answer import (
-    Answer,
-    AnswerSpec,
-    ChoiceState,
-    missing_finish_error,
-    tokens_by_choice,
-    truncation_deltas,
-)
+from kvolt.frontend.answers.answer import Answer, AnswerSpec, ChoiceState, PromptReceiver
 from kvolt.frontend.answers.choice import ChoiceOutput, PlacedToken
-from kvolt.frontend.openai_api.serializer import (
-    CallIds,
-    Envelope,
-    ToolCall,
-    WholeChoice,
-    prompt_logprobs,
-)
+from kvolt.frontend.openai_api.serializer import Envelope, ToolCall, WholeChoice, prompt_logprobs
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
-from kvolt.journey.migration import ChoiceTokens
 from kvolt.runtime.plane.streams import StepSink
 
 
-class WholeReceiver:
-    """Receives the deltas of one prompt; only collects tokens if there are no stop strings, parsers or logprobs."""
+class WholeReceiver(PromptReceiver):
+    """Only collects tokens if there are no stop strings, parsers or logprobs."""
 
-    __slots__ = (
-        "_answer",
-        "_only_collects",
-        "has_started",
-        "last_at",
-        "outputs",
-        "prompt_logprobs",
-        "states",
-        "steps",
-        "write",
-    )
+    __slots__ = ("_only_collects", "outputs", "prompt_logprobs", "write")
+
+    answer: WholeAnswer
 
     def __init__(self, answer: WholeAnswer, states: list[ChoiceState], steps: StepSink | None) -> None:
-        spec = answer.spec
-        self._answer = answer
-        self.states = states
-        self.steps = steps
+        super().__init__(answer, states, steps)
         self.write = None
         """No fast path: nothing is written before the end."""
-        self.last_at = 0.0
-        self.has_started = False
         self.outputs: list[list[ChoiceOutput]] = [[] for _ in states]
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        self._only_collects = not spec.with_logprobs and all(state.choice.is_plain for state in states)
+        self._only_collects = not answer.spec.with_logprobs and all(state.choice.is_plain for state in states)
 
     def on_token(self, token_id: int) -> None:
         """Process a plain token of the first choice."""
@@ -64,15 +35,9 @@ class WholeReceiver:
         else:
             self.on_item(Delta((token_id,)))
 
-    def on_item(self, delta: Delta) -> None:
-        try:
-            self._process(delta)
-        except Exception as fault:  # of a parser: must not affect other streams of the worker
-            self._answer.fail_internal(fault)
-
-    def _process(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
         self._observe(len(delta.token_ids))
-        self._answer.record_delta(delta)
+        self.answer.record_delta(delta)
         if not 0 <= delta.index < len(self.states):
             return
         if delta.prompt_logprobs is not None:
@@ -88,7 +53,7 @@ class WholeReceiver:
         ):
             return  # still running, already finished, or finished by the worker
         if all(each.choice.finish is not None for each in self.states):
-            self._answer.stop(self)
+            self.answer.stop_receiver(self)
 
     def _feed(self, state: ChoiceState, delta: Delta) -> list[ChoiceOutput]:
         if not self._only_collects:
@@ -98,84 +63,47 @@ class WholeReceiver:
         self.outputs[delta.index] += new
         return new
 
-    def on_end(self, error: KvoltError | None) -> None:
-        if self._answer.truncate_at_deadline(error):
-            error = None
-            try:
-                for state, last in truncation_deltas(self.states):
-                    self._feed(state, last)
-            except Exception as fault:  # of a parser, as in `on_item`
-                self._answer.fail_internal(fault)
-        self._answer.end_receiver(self, error)
-
-    def received_tokens(self) -> ChoiceTokens:
-        return tokens_by_choice(self.states)
+    def truncate(self, state: ChoiceState, last: Delta) -> None:
+        self._feed(state, last)
 
     def _decode(self, state: ChoiceState, delta: Delta) -> ChoiceOutput:
-        spec, visible_ids = self._answer.spec, state.token_ids.tolist()
+        spec, visible_ids = self.answer.spec, state.token_ids.tolist()
         if state.choice.hides_last(delta):
             del visible_ids[-1:]
         text = spec.vocabulary.decode(visible_ids, spec.skip_special_tokens)
         return state.choice.feed_whole(text, len(state.token_ids), delta)
 
     def _observe(self, num_tokens: int) -> None:
-        self.last_at = self._answer.observe(self.last_at, num_tokens, first=not self.has_started)
+        self.last_at = self.answer.observe(self.last_at, num_tokens, first=not self.has_started)
         self.has_started = True
 
 
-class WholeAnswer(Answer):
+class WholeAnswer(Answer[WholeReceiver]):
     """Collects the output of all receivers; call `body` when `done` is set."""
 
-    def __init__(self, spec: AnswerSpec, new_call_id: CallIds, steps: StepSink | None = None) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, spec: AnswerSpec, new_call_id: Callable[[], str], steps: StepSink | None = None
+    ) -> None:
         self._new_call_id = new_call_id
-        self.receivers = [
-            WholeReceiver(self, self.new_choice_states(number), steps) for number in range(len(spec.prompts))
-        ]
-        self._num_running = len(self.receivers)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._steps = steps
+        super().__init__(spec)
 
-    @property
-    def states(self) -> list[ChoiceState]:
-        return [state for receiver in self.receivers for state in receiver.states]
+    def new_receiver(self, states: list[ChoiceState]) -> WholeReceiver:
+        return WholeReceiver(self, states, self._steps)
 
-    def close(self) -> None:
-        super().close()
-        self.receivers.clear()
-
-    def stop(self, receiver: WholeReceiver) -> None:
-        """Cancel the journey of a prompt whose choices have all met a stop string."""
-        self._journeys[self.receivers.index(receiver)].cancel()
-        self.end_receiver(receiver, None)
-
-    def end_receiver(self, receiver: WholeReceiver, error: KvoltError | None) -> None:
-        self._num_running -= 1
-        error = error or missing_finish_error(receiver.states)
-        if error is not None:
-            self.fail(error)
-        elif self._num_running == 0 and not self.done.done():
-            self.done.set_result(None)
-
-    def fail(self, error: KvoltError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # mark as retrieved: the waiter may be gone
+    def finish(self) -> None:
+        self.done.set_result(None)
 
     def body(self) -> bytes:
         spec = self.spec
         serializer = spec.serializer
-        fields = {
-            "id": serializer.id_prefix + spec.request_id,
-            "object": serializer.whole,
-            "created": spec.created,
-            "model": spec.model,
-        }
         choices = [
             serializer.whole_choice(self._whole(echo, receiver, state, outputs))
             for receiver, echo in zip(self.receivers, spec.echo or [""] * len(self.receivers), strict=True)
             for state, outputs in zip(receiver.states, receiver.outputs, strict=True)
         ]
-        return Envelope(fields, False).body(choices, self.usage(self.states), self.extras(self.states))
+        envelope = Envelope(spec.envelope_fields(serializer.whole), False)
+        return envelope.body(choices, self.usage(self.states), self.extras(self.states))
 
     def _whole(
         self, echo: str, receiver: WholeReceiver, state: ChoiceState, outputs: list[ChoiceOutput]

@@ -6,8 +6,8 @@ fixed byte strings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,38 +19,6 @@ from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
-
-
-class CallIds(Protocol):
-    def __call__(self) -> str:
-        """Generate the id of a tool call."""
-        ...
-
-
-class ResponseSerializer(Protocol):
-    """Response format of one endpoint."""
-
-    id_prefix: str
-    whole: str
-    chunk: str
-
-    def plain(self, index: int) -> tuple[bytes, bytes]:
-        """Bytes before and after the escaped text of a choice that has nothing but text."""
-        ...
-
-    def text_choice(
-        self, index: int, text: str, finish: str | None, logprobs: Any, first: bool
-    ) -> dict[str, Any]:
-        """An event's choice with text, or with the finish reason."""
-        ...
-
-    def piece_choice(self, index: int, piece: Piece, first: bool) -> dict[str, Any]: ...
-
-    def whole_choice(self, choice: WholeChoice) -> dict[str, Any]: ...
-
-    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[PlacedToken], offset: int) -> Any:
-        """`offset`: characters before the text that contains the tokens."""
-        ...
 
 
 class ToolCall(msgspec.Struct):
@@ -105,20 +73,24 @@ class Envelope:
 
 
 class ChatSerializer:
+    """Response format of chats."""
+
     id_prefix = "chatcmpl-"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def __init__(self, new_call_id: CallIds, tokens_as_ids: bool = False) -> None:
+    def __init__(self, new_call_id: Callable[[], str], tokens_as_ids: bool = False) -> None:
         self._new_call_id = new_call_id
         self._name_token = _name_as_id if tokens_as_ids else Vocabulary.token_text
 
     def plain(self, index: int) -> tuple[bytes, bytes]:
+        """Bytes before and after the escaped text of a choice that has nothing but text."""
         return b'{"index":%d,"delta":{"content":"' % index, b'"},"logprobs":null,"finish_reason":null}'
 
     def text_choice(
         self, index: int, text: str, finish: str | None, logprobs: Any, first: bool
     ) -> dict[str, Any]:
+        """An event's choice with text, or with the finish reason."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if text or first:
             delta["content"] = text
@@ -162,6 +134,7 @@ class ChatSerializer:
         }
 
     def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[PlacedToken], offset: int) -> Any:
+        """`offset`: characters before the text that contains the tokens."""
         known = [token.logprobs for token in tokens if token.logprobs is not None]
         return {"content": [self._logprob(vocabulary, token) for token in known], "refusal": None}
 
@@ -193,6 +166,8 @@ def _likely_tokens(vocabulary: Vocabulary, logprobs: Mapping[int, float]) -> dic
 
 
 class CompletionSerializer:
+    """Response format of completions."""
+
     id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
@@ -234,6 +209,9 @@ class CompletionSerializer:
         return {
             self._name_token(vocabulary, token_id): max(logprob, -9999.0) for token_id, logprob in token.top
         }
+
+
+ResponseSerializer = ChatSerializer | CompletionSerializer
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:
