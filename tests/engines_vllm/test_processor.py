@@ -25,7 +25,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.frontend.openai_api.parse import parse_chat
+from kvolt.frontend.openai_api.checks import parse_chat
 from kvolt.frontend.openai_api.templating import TemplateInput, build_template_input
 from kvolt.frontend.parsers.port import (
     Content,

@@ -12,9 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Unsupported
-from kvolt.frontend.openai_api.checks import check_vocabulary
+from kvolt.frontend.openai_api.checks import (
+    check_vocabulary,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from kvolt.frontend.openai_api.generation import chat_options, completion_options, list_prompts
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from kvolt.frontend.openai_api.schemas import check_schema, schema_text
 from kvolt.frontend.openai_api.templating import build_template_input

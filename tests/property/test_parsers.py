@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvolt.frontend.parsers.calls import HermesParser, Llama3JsonParser
+from kvolt.frontend.parsers.calls import HermesParser, Llama3JsonParser, NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
-from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, TextParser, ToolArguments, ToolStart
 from kvolt.frontend.parsers.reasoning import ThinkParser
 

@@ -12,10 +12,9 @@ from kvolt.frontend.admission import Admission
 from kvolt.frontend.generate import Generation
 from kvolt.frontend.models import Model, Models
 from kvolt.frontend.openai_api import responses
-from kvolt.frontend.openai_api.checks import check_vocabulary
+from kvolt.frontend.openai_api.checks import check_vocabulary, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
 from kvolt.frontend.openai_api.headers import check_json
-from kvolt.frontend.openai_api.parse import parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi

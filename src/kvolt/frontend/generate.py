@@ -27,7 +27,7 @@ from kvolt.frontend.generation_context import GenerationContext, build_answer_sp
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.models import Models
-from kvolt.frontend.openai_api.checks import check_vocabulary
+from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
 from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
@@ -37,7 +37,6 @@ from kvolt.frontend.openai_api.generation import (
     with_client_param,
 )
 from kvolt.frontend.openai_api.headers import check_json, parse_hints
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSerializer, ResponseSerializer
 from kvolt.frontend.openai_api.templating import build_template_input

@@ -14,8 +14,8 @@ from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.serializer import ResponseSerializer
 from kvolt.frontend.openai_api.templating import TemplateInput
+from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
-from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
 from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
 from kvolt.frontend.worker_request import PROMPT_EMBEDS
 from kvolt.runtime.http.server import HttpRequest

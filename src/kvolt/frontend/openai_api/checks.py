@@ -1,6 +1,7 @@
-"""Validation of rules between the fields of a request, and of token ids against the model's vocabulary.
+"""Decodes and validates the bodies of the OpenAI endpoints and of /tokenize and /detokenize.
 
-The types in `requests` validate single fields.
+The types in `requests` validate single fields; here are the rules between fields, and the check of token ids against
+the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.frontend.openai_api.decoding import Parsed, RequestDecoder
 from kvolt.frontend.openai_api.messages import check_messages
 from kvolt.frontend.openai_api.requests import (
     ChatRequest,
@@ -41,7 +43,36 @@ _TEMPLATE_OWN = frozenset(
 """Template variables set by the server."""
 
 
-def check_chat(request: ChatRequest) -> None:
+_chat = RequestDecoder(ChatRequest)
+_completion = RequestDecoder(CompletionRequest)
+_tokenize = RequestDecoder(TokenizeRequest)
+_detokenize = RequestDecoder(DetokenizeRequest)
+
+
+def parse_chat(body: bytes) -> Parsed[ChatRequest]:
+    """Raises InvalidRequest or Unsupported with the invalid field as `param`."""
+    parsed = _chat.decode(body)
+    _check_chat(parsed.request)
+    return parsed
+
+
+def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
+    parsed = _completion.decode(body)
+    _check_completion(parsed.request)
+    return parsed
+
+
+def parse_tokenize(body: bytes) -> Parsed[TokenizeRequest]:
+    parsed = _tokenize.decode(body)
+    _check_tokenize(parsed.request)
+    return parsed
+
+
+def parse_detokenize(body: bytes) -> Parsed[DetokenizeRequest]:
+    return _detokenize.decode(body)
+
+
+def _check_chat(request: ChatRequest) -> None:
     _check_generation(request)
     check_messages(request.messages)
     _check_template(request)
@@ -66,7 +97,7 @@ def check_chat(request: ChatRequest) -> None:
             raise Unsupported(f"{name} is not supported", feature=name, param=name)
 
 
-def check_completion(request: CompletionRequest) -> None:
+def _check_completion(request: CompletionRequest) -> None:
     _check_generation(request)
     num_choices = request.n or 1
     num_prompts = _check_prompt(request)
@@ -84,7 +115,7 @@ def check_completion(request: CompletionRequest) -> None:
         _check_best_of(request.best_of, num_choices, bool(request.stream))
 
 
-def check_tokenize(request: TokenizeRequest) -> None:
+def _check_tokenize(request: TokenizeRequest) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if request.messages is not None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import ClassVar
 
 from kvolt.frontend.parsers.arguments import MAX_HELD, CallReader, Status
 from kvolt.frontend.parsers.markers import first_marker, may_become, partial_marker_length
-from kvolt.frontend.parsers.port import Content, Piece, joined
+from kvolt.frontend.parsers.port import Content, Piece, ToolArguments, ToolStart, joined
 
 MAX_GAP = 64
 """Limit of the characters buffered in a gap; a longer gap is content."""
@@ -47,6 +48,8 @@ class _At(Enum):
 class CallParser:
     """A TextParser for one CallSyntax."""
 
+    syntax: ClassVar[CallSyntax]
+
     __slots__ = (
         "_at",
         "_closing_due",
@@ -54,15 +57,13 @@ class CallParser:
         "_max_held",
         "_num_calls",
         "_reader",
-        "_syntax",
         "_unread",
     )
 
     passes_all = False
     """A call may start anywhere."""
 
-    def __init__(self, syntax: CallSyntax, max_held: int = MAX_HELD) -> None:
-        self._syntax = syntax
+    def __init__(self, max_held: int = MAX_HELD) -> None:
         self._max_held = max_held
         self._at = _At.GAP
         self._head = ""
@@ -107,11 +108,11 @@ class CallParser:
 
     def _is_closed_gap(self, unread: str) -> bool:
         """Whether the output ended between calls, or within the last call's closing marker."""
-        is_nothing = not unread or (self._closing_due and self._syntax.closing.startswith(unread))
+        is_nothing = not unread or (self._closing_due and self.syntax.closing.startswith(unread))
         return self._at is _At.GAP and self._num_calls > 0 and is_nothing
 
     def _gap(self, text: str, position: int, pieces: list[Piece]) -> int:
-        syntax = self._syntax
+        syntax = self.syntax
         start = position
         while position < len(text) and text[position] in syntax.separators:
             position += 1
@@ -142,7 +143,7 @@ class CallParser:
             return end
         end, marker = marker_match
         pieces.append(Content(text[position:end]))
-        if marker == self._syntax.opening:
+        if marker == self.syntax.opening:
             return self._to_call(end)
         self._closing_due = False
         return end + len(marker)
@@ -152,7 +153,7 @@ class CallParser:
         position += reader.feed(text[position : position + _WINDOW], pieces)
         if reader.status is Status.DONE:
             self._num_calls += 1
-            self._closing_due = bool(self._syntax.closing)
+            self._closing_due = bool(self.syntax.closing)
             self._head = ""
             self._at = _At.GAP
         elif reader.status is Status.NOT_A_CALL:
@@ -167,29 +168,25 @@ class CallParser:
 
     def _to_call(self, position: int) -> int:
         """Handle an opening marker: a call starts after it."""
-        self._head += self._syntax.opening
+        self._head += self.syntax.opening
         self._closing_due = False
         self._reader = self._new_reader()
         self._at = _At.CALL
-        return position + len(self._syntax.opening)
+        return position + len(self.syntax.opening)
 
     def _markers(self) -> list[str]:
-        markers = [self._syntax.opening] if self._syntax.opening else []
+        markers = [self.syntax.opening] if self.syntax.opening else []
         if self._closing_due:
-            markers.append(self._syntax.closing)
+            markers.append(self.syntax.closing)
         return markers
 
     def _new_reader(self) -> CallReader:
         return CallReader(
             self._num_calls,
-            closing=self._syntax.closing,
-            needs_arguments=self._syntax.needs_arguments,
+            closing=self.syntax.closing,
+            needs_arguments=self.syntax.needs_arguments,
             max_held=self._max_held,
         )
-
-
-_HERMES = CallSyntax(opening="<tool_call>", closing="</tool_call>")
-_LLAMA3_JSON = CallSyntax(opening="<|python_tag|>", separators=" \t\r\n;", bare=True, needs_arguments=True)
 
 
 class HermesParser(CallParser):
@@ -202,8 +199,7 @@ class HermesParser(CallParser):
 
     __slots__ = ()
 
-    def __init__(self, max_held: int = MAX_HELD) -> None:
-        super().__init__(_HERMES, max_held)
+    syntax = CallSyntax(opening="<tool_call>", closing="</tool_call>")
 
 
 class Llama3JsonParser(CallParser):
@@ -217,5 +213,39 @@ class Llama3JsonParser(CallParser):
 
     __slots__ = ()
 
-    def __init__(self, max_held: int = MAX_HELD) -> None:
-        super().__init__(_LLAMA3_JSON, max_held)
+    syntax = CallSyntax(opening="<|python_tag|>", separators=" \t\r\n;", bare=True, needs_arguments=True)
+
+
+class RequiredToolParser(CallParser):
+    """Parser of an array: `[{"name": ..., "parameters": {...}}, ...]`, under a grammar (`tool_choice` is `required`).
+
+    Output that violates the grammar is handled as usual: arguments in a started call, otherwise content.
+    """
+
+    __slots__ = ()
+
+    syntax = CallSyntax(separators=" \t\r\n[,]", bare=True)
+
+
+class NamedToolParser:
+    """TextParser whose whole input is the arguments of one function, which `tool_choice` names."""
+
+    __slots__ = ("_name", "_started")
+
+    passes_all = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._started = False
+
+    def feed(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        arguments = ToolArguments(0, text)
+        if self._started:
+            return [arguments]
+        self._started = True
+        return [ToolStart(0, self._name), arguments]
+
+    def finish(self) -> list[Piece]:
+        return []

@@ -54,9 +54,10 @@ class ParserChain:
     def _allowed(self, pieces: list[Piece]) -> list[Piece]:
         """Pieces without further calls."""
         limit = self._max_calls
-        allowed: list[Piece] = []
-        for piece in pieces:
-            if limit is not None and isinstance(piece, ToolStart | ToolArguments) and piece.index >= limit:
-                continue
-            allowed.append(piece)
-        return allowed
+        if limit is None:
+            return pieces
+        return [
+            piece
+            for piece in pieces
+            if not isinstance(piece, ToolStart | ToolArguments) or piece.index < limit
+        ]

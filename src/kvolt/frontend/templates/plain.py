@@ -14,77 +14,25 @@ from jinja2 import nodes
 MAX_NODES = 4096
 """Limit of the nodes of a plain template; bounds the work between two loop steps."""
 
-METHODS = frozenset(
-    [
-        "capitalize",
-        "count",
-        "endswith",
-        "find",
-        "get",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isdecimal",
-        "isdigit",
-        "islower",
-        "isnumeric",
-        "isspace",
-        "istitle",
-        "isupper",
-        "items",
-        "join",
-        "keys",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-        "values",
-    ]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+METHODS = _names(
+    """
+    capitalize count endswith find get index isalnum isalpha isdecimal isdigit islower isnumeric isspace
+    istitle isupper items join keys lower lstrip partition removeprefix removesuffix replace rfind rindex
+    rpartition rsplit rstrip split splitlines startswith strip swapcase title upper values
+    """
 )
 """Methods of strings and dicts. The cost of `join` and `replace` is measured before they run."""
 
-PLAIN_FILTERS = frozenset(
-    [
-        "abs",
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "first",
-        "float",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-        "string",
-        "title",
-        "tojson",
-        "trim",
-        "upper",
-    ]
+PLAIN_FILTERS = _names(
+    """
+    abs capitalize count d default first float int items join last length list lower map reject rejectattr
+    reverse select selectattr string title tojson trim upper
+    """
 )
 
 _FUNCTIONS = frozenset({"namespace", "raise_exception", "range", "strftime_now"})
@@ -98,45 +46,15 @@ _MAX_CONCATENATED = 16
 _MAX_INDENT = 8
 _MAX_FORMAT_CHARS = 64
 
-_NODES = (
-    nodes.Add,
-    nodes.And,
-    nodes.Assign,
-    nodes.AssignBlock,
-    nodes.Break,
-    nodes.Call,
-    nodes.Compare,
-    nodes.Concat,
-    nodes.CondExpr,
-    nodes.Const,
-    nodes.Continue,
-    nodes.Dict,
-    nodes.Div,
-    nodes.Filter,
-    nodes.FloorDiv,
-    nodes.For,
-    nodes.Getattr,
-    nodes.Getitem,
-    nodes.If,
-    nodes.Keyword,
-    nodes.List,
-    nodes.Macro,
-    nodes.Mod,
-    nodes.NSRef,
-    nodes.Name,
-    nodes.Neg,
-    nodes.Not,
-    nodes.Operand,
-    nodes.Or,
-    nodes.Output,
-    nodes.Pair,
-    nodes.Pos,
-    nodes.Scope,
-    nodes.Slice,
-    nodes.Sub,
-    nodes.TemplateData,
-    nodes.Test,
-    nodes.Tuple,
+_NODES = tuple(
+    getattr(nodes, name)
+    for name in _names(
+        """
+        Add And Assign AssignBlock Break Call Compare Concat CondExpr Const Continue Dict Div Filter
+        FloorDiv For Getattr Getitem If Keyword List Macro Mod NSRef Name Neg Not Operand Or Output Pair
+        Pos Scope Slice Sub TemplateData Test Tuple
+        """
+    )
 )
 
 

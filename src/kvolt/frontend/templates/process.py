@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import msgspec
 
@@ -46,7 +45,7 @@ _NO_MEMORY_STATUS = 77
 """Exit status of a process without memory to receive a job or to send its reply."""
 
 
-class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
+class RenderJob(msgspec.Struct, frozen=True):
     """One rendering: template and input."""
 
     source: str
@@ -54,17 +53,7 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str
     now: float | None
     """Wall time for `strftime_now`; None: the template does not have it."""
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def from_input(cls, template_input: TemplateInput, **template: Any) -> RenderJob:
-        fields = template_input._asdict()
-        fields.pop("is_large")
-        return cls(**template, **fields)
+    template_input: TemplateInput
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,11 +238,7 @@ def _rendered(job: RenderJob) -> Rendered:
     wall = None if now is None else lambda: now
     template = ChatTemplate(job.source, job.bos_token, job.eos_token, wall=wall)
     try:
-        text = template.render_input(
-            TemplateInput(
-                job.messages, job.tools, job.add_generation_prompt, job.continue_final_message, job.kwargs
-            )
-        )
+        text = template.render_input(job.template_input)
     except InvalidRequest as error:
         return Rendered(refusal=error.message, param=str(error.fields.get("param", "messages")))
     return Rendered(text=text)

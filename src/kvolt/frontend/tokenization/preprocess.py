@@ -188,12 +188,8 @@ class CardProcessor:
                 return template.render_inline(template_input)
             except Beyond as reason:
                 log.debug("rendering in a separate process: reason=%s", reason)
-        bos, eos = self._markers
         now = None if self._wall is None else self._wall()
-        job = RenderJob.from_input(
-            template_input, source=template.source, bos_token=bos, eos_token=eos, now=now
-        )
-        return await self._renderer.render(job)
+        return await self._renderer.render(RenderJob(template.source, *self._markers, now, template_input))
 
     async def encode(
         self, texts: Sequence[str], param: str, with_special: bool = False

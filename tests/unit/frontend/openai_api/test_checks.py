@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
-from kvolt.frontend.openai_api.checks import check_vocabulary
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize
+from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion, parse_detokenize
 
 
 def chat(**fields: Any) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 
 from kvolt.core.errors import ConfigError, InvalidRequest, PayloadTooLarge, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Sampling
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
 from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
@@ -17,7 +18,6 @@ from kvolt.frontend.openai_api.generation import (
     sampling_defaults,
     with_client_param,
 )
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 NAMED = {"type": "function", "function": {"name": "f"}}

@@ -9,8 +9,8 @@ import pytest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind
+from kvolt.frontend.openai_api.checks import parse_completion
 from kvolt.frontend.openai_api.grammar import is_guided, request_grammar
-from kvolt.frontend.openai_api.parse import parse_completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))

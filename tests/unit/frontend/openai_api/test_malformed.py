@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
 
 HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.frontend.openai_api.checks import parse_chat
 from kvolt.frontend.openai_api.messages import template_messages
-from kvolt.frontend.openai_api.parse import parse_chat
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0, "b": "é"}'}}
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvolt.core.request import GrammarKind
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
 from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
     list_prompts,
 )
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest
 from kvolt.frontend.openai_api.templating import build_template_input
 

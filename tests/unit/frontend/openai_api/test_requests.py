@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Unsupported
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.requests import (
     ChatRequest,
     CompletionRequest,

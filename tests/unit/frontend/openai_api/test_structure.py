@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.openai_api import structure
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
 from kvolt.frontend.openai_api.structure import check_structure, not_utf8_at
 
 HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'

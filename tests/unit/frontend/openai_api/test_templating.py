@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvolt.frontend.openai_api.checks import parse_chat, parse_tokenize
 from kvolt.frontend.openai_api.generation import chat_options
-from kvolt.frontend.openai_api.parse import parse_chat, parse_tokenize
 from kvolt.frontend.openai_api.requests import ChatRequest
 from kvolt.frontend.openai_api.templating import build_template_input
 

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import KvoltError, Unsupported
+from kvolt.frontend.openai_api.checks import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.grammar import request_grammar
 from kvolt.frontend.openai_api.headers import parse_hints
 from kvolt.frontend.openai_api.nvext import NOT_YET
-from kvolt.frontend.openai_api.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
+from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.port import Content, ToolArguments, ToolStart
 
 

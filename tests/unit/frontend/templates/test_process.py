@@ -31,7 +31,7 @@ HELLO = [{"role": "user", "content": "hello é"}]
 
 def job(source: str, now: float | None = None, **kwargs: Any) -> RenderJob:
     given = TemplateInput(HELLO, None, True, False, kwargs)
-    return RenderJob.from_input(given, source=source, bos_token="<s>", eos_token="</s>", now=now)
+    return RenderJob(source, "<s>", "</s>", now, given)
 
 
 @pytest.fixture
@@ -186,15 +186,14 @@ def test_closing_ends_a_rendering_instead_of_waiting_for_it(monkeypatch: pytest.
 
 LOW = """
 import resource, sys
+from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.templates import process as template_process
 
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 process = template_process.RenderProcess(memory_bytes=4 << 30)
-job = template_process.RenderJob(
-    source="fine", bos_token="", eos_token="", now=None, messages=[{"role": "user", "content": "x"}], tools=None,
-    add_generation_prompt=True, continue_final_message=False, kwargs={},
-)
+given = TemplateInput([{"role": "user", "content": "x"}], None, True, False, {})
+job = template_process.RenderJob("fine", "", "", None, given)
 print(process.render(job))
 process.close()
 """
