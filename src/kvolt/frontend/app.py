@@ -1,4 +1,5 @@
-"""Public HTTP API: routes and handlers. `generate` handles chat and completions; all other handlers are here."""
+"""Public HTTP API: routes, handlers and the server. `generate` handles chat and completions; all other handlers are
+here."""
 
 from __future__ import annotations
 
@@ -8,22 +9,31 @@ from typing import TypeVar
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
+from kvolt.core.request import Role
+from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
-from kvolt.frontend.generate import Generation
-from kvolt.frontend.models import Model, Models
+from kvolt.frontend.generate import GenerateOptions, Generation
+from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
+from kvolt.frontend.metrics.models_metrics import ModelsCollector
+from kvolt.frontend.model import Model, count_workers
+from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
-from kvolt.frontend.openai_api.headers import check_json
+from kvolt.frontend.openai_api.errors import openai_error
+from kvolt.frontend.openai_api.headers import REQUEST_ID, check_json
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi
-from kvolt.frontend.roles import count_workers, missing_roles, readiness
 from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
-from kvolt.runtime.http.server import Handler, HttpRequest, Response, Routes
+from kvolt.journey.prefill import RoleTarget
+from kvolt.router.metrics import BREAKER_DETAILS, KvCollector, describe_breakers
+from kvolt.runtime.http.server import Handler, HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import Network
+from kvolt.runtime.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -106,7 +116,7 @@ class FrontendApp:
         )
 
     async def _show_ready(self, request: HttpRequest) -> Response:
-        body = readiness(self._models, request.params["model"])
+        body = _readiness(self._models, request.params["model"])
         return Response(200 if body.ready else 503, _json(body))
 
     # --- tokens
@@ -187,7 +197,7 @@ class FrontendApp:
             models=[model.card.name for model in ready],
             workers={model.card.name: len(model.client.candidates()) for model in ready},
             roles={model.card.name: count_workers(model) for model in ready},
-            missing=missing_roles(self._models),
+            missing=_missing_roles(self._models),
         )
         return Response(200 if ready else 503, _json(health))
 
@@ -225,3 +235,75 @@ class FrontendApp:
         if self._docs is None:
             self._docs = docs_page(openapi())
         return Response(200, self._docs, content_type="text/html; charset=utf-8")
+
+
+def _missing_roles_of(model: Model) -> list[str]:
+    """Roles that the model lacks to serve requests."""
+    return [] if model.ready else [model.role.value]
+
+
+def _missing_roles(models: Models) -> dict[str, list[str]]:
+    """Missing roles of every model that cannot be served now."""
+    known = {model.card.name: _missing_roles_of(model) for model in models.all() if not model.ready}
+    return known | {name: [Role.DECODE.value] for name in models.prefill_only()}
+
+
+def _readiness(models: Models, name: str) -> responses.ModelReady:
+    """Readiness of a model by namespace; raises NotFound for an unknown name."""
+    targets = models.prefill_only().get(name)
+    if targets is not None:
+        return responses.ModelReady(
+            model=name,
+            ready=False,
+            namespaces={
+                prefill_target.client.endpoint.namespace: _prefill_only_readiness(prefill_target)
+                for prefill_target in targets
+            },
+        )
+    model = models.find(name)
+    namespace = responses.NamespaceReady(
+        ready=model.ready, workers=count_workers(model), missing=_missing_roles_of(model)
+    )
+    return responses.ModelReady(
+        model=model.name, ready=model.ready, namespaces={model.client.endpoint.namespace: namespace}
+    )
+
+
+def _prefill_only_readiness(prefill_target: RoleTarget) -> responses.NamespaceReady:
+    workers = {Role.PREFILL.value: len(prefill_target.client.candidates()), Role.DECODE.value: 0}
+    return responses.NamespaceReady(ready=False, workers=workers, missing=[Role.DECODE.value])
+
+
+def build_server(
+    runtime: Runtime,
+    models: Models,
+    admission: Admission,
+    metrics: Metrics,
+    options: GenerateOptions,
+    *,
+    limits: HttpLimits | None = None,
+    network: Network | None = None,
+    siblings: Siblings | None = None,
+    recorder: TraceRecorder | None = None,
+) -> HttpServer:
+    """Build the public HTTP server, not started, and register its metrics with `metrics`."""
+    own = FrontendMetrics()
+    own.add(ModelsCollector(models).collect)
+    own.add(KvCollector(models.routers).collect)
+    metrics.registry.register(own)
+    runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
+    generation = Generation(runtime, models, admission, own, options, recorder)
+    clock = runtime.ports.clock
+    app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)
+    server = HttpServer(
+        network or runtime.ports.network,
+        app.routes(),
+        clock,
+        limits,
+        openai_error,
+        metrics.http_observer("frontend"),
+        runtime.ports.rng,
+        REQUEST_ID,
+    )
+    server.tick.observe = own.stages["write"].observe
+    return server

@@ -15,17 +15,16 @@ import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest, KvoltError
-from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.answers.answer import Answer, AnswerSpec
 from kvolt.frontend.answers.streaming import StreamingAnswer, TokenFanOut
 from kvolt.frontend.answers.whole import WholeAnswer
-from kvolt.frontend.filters import require_extra
-from kvolt.frontend.generation_context import GenerationContext, build_answer_spec
+from kvolt.frontend.generation_context import GenerationContext, build_answer_spec, build_requests
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
+from kvolt.frontend.model import require_extra, with_allowed_by_role
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
@@ -41,14 +40,11 @@ from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, G
 from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSerializer, ResponseSerializer
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
-from kvolt.frontend.roles import with_allowed_by_role
 from kvolt.frontend.tokenization.embedded import embedded_prompts, placeholder_tokens
 from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
     VLLM_XARGS,
-    build_request,
-    check_prompt_logprobs,
     too_long,
 )
 from kvolt.journey.journey import Journey, Receiver
@@ -62,9 +58,6 @@ from kvolt.runtime.runtime import Runtime
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", ChatRequest, CompletionRequest)
-
-_COMPLETION_TOKENS = 16
-"""Default `max_tokens` of completions, as in OpenAI's and vLLM's APIs. For chats see `_default_max_tokens`."""
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -234,38 +227,16 @@ class Generation:
         for prompt in context.prompts:
             _check_length(card, prompt, limit)
 
-    def _requests(self, context: GenerationContext) -> list[Request]:
-        several = len(context.prompts) > 1
-        requests = []
-        sampling = context.options.sampling
-        check_prompt_logprobs(sum(map(len, context.prompts)), sampling.prompt_logprobs, sampling.num_choices)
-        for number, prompt in enumerate(context.prompts):
-            request_id = f"{context.request_id}-{number}" if several else context.request_id
-            requests.append(
-                build_request(
-                    RequestId(request_id),
-                    context.model.card,
-                    prompt,
-                    context.options,
-                    context.hints,
-                    context.param,
-                    _default_max_tokens(context, prompt),
-                    context.model.lora,
-                    None if context.embeds is None else context.embeds[number],
-                )
-            )
-        return requests
-
     # --- the answer
 
     async def _answer(self, context: GenerationContext) -> Response | WrittenResponse:
         record = context.record
         num_tokens = sum(map(len, context.prompts))
         if num_tokens <= INLINE_TOKENS:
-            requests, spec = self._requests(context), self._answer_spec(context)
+            requests, spec = build_requests(context), self._answer_spec(context)
         else:
             requests, spec = await self.off_loop.run(
-                lambda: (self._requests(context), self._answer_spec(context))
+                lambda: (build_requests(context), self._answer_spec(context))
             )
         record.prompt_tokens(num_tokens)
         if context.hints.routing.query_only:
@@ -369,17 +340,6 @@ class Generation:
 
     def _new_call_id(self) -> str:
         return f"call_{new_id(self._rng)[:24]}"
-
-
-def _default_max_tokens(context: GenerationContext, prompt: tuple[int, ...]) -> int:
-    """Output limit of a request without `max_tokens`."""
-    if not isinstance(context.body, ChatRequest):
-        return _COMPLETION_TOKENS
-    num_left, of_model = (
-        context.model.max_sequence_tokens - len(prompt),
-        context.model.card.default_max_tokens,
-    )
-    return num_left if of_model is None else min(num_left, max(of_model, context.options.min_tokens))
 
 
 def _plain_text(content: Any) -> str:

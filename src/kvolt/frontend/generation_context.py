@@ -1,13 +1,15 @@
-"""State of one HTTP request for chat or completions, and the AnswerSpec built from it."""
+"""State of one HTTP request for chat or completions; the worker requests and the AnswerSpec built from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request
 from kvolt.frontend.answers.answer import AnswerSpec
 from kvolt.frontend.metrics.request_record import RequestRecord
-from kvolt.frontend.models import Model
+from kvolt.frontend.model import Model
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import RequestHints
 from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
@@ -17,8 +19,11 @@ from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
-from kvolt.frontend.worker_request import PROMPT_EMBEDS
+from kvolt.frontend.worker_request import PROMPT_EMBEDS, build_request, check_prompt_logprobs
 from kvolt.runtime.http.server import HttpRequest
+
+_COMPLETION_TOKENS = 16
+"""Default `max_tokens` of completions, as in OpenAI's and vLLM's APIs. For chats see `_default_max_tokens`."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,41 @@ class GenerationContext:
     def warn(self, text: str) -> None:
         known = self.headers.get("x-kvolt-warning")
         self.headers["x-kvolt-warning"] = f"{known}; {text}" if known else text
+
+
+def build_requests(context: GenerationContext) -> list[Request]:
+    """Build the worker request of each prompt; raises InvalidRequest if one does not fit."""
+    several = len(context.prompts) > 1
+    requests = []
+    sampling = context.options.sampling
+    check_prompt_logprobs(sum(map(len, context.prompts)), sampling.prompt_logprobs, sampling.num_choices)
+    for number, prompt in enumerate(context.prompts):
+        request_id = f"{context.request_id}-{number}" if several else context.request_id
+        requests.append(
+            build_request(
+                RequestId(request_id),
+                context.model.card,
+                prompt,
+                context.options,
+                context.hints,
+                context.param,
+                _default_max_tokens(context, prompt),
+                context.model.lora,
+                None if context.embeds is None else context.embeds[number],
+            )
+        )
+    return requests
+
+
+def _default_max_tokens(context: GenerationContext, prompt: tuple[int, ...]) -> int:
+    """Output limit of a request without `max_tokens`."""
+    if not isinstance(context.body, ChatRequest):
+        return _COMPLETION_TOKENS
+    num_left, of_model = (
+        context.model.max_sequence_tokens - len(prompt),
+        context.model.card.default_max_tokens,
+    )
+    return num_left if of_model is None else min(num_left, max(of_model, context.options.min_tokens))
 
 
 def build_answer_spec(context: GenerationContext, created: int, now: Callable[[], float]) -> AnswerSpec:

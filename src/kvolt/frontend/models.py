@@ -10,23 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, ModelCard, card_hash
-from kvolt.core.endpoints import CARD, GENERATE
-from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
+from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard
+from kvolt.core.endpoints import GENERATE
+from kvolt.core.errors import InvalidRequest, KvoltError, NotFound
 from kvolt.core.ids import CardHash
-from kvolt.core.request import Role, Sampling
+from kvolt.core.request import Role
 from kvolt.frontend.kv_pair_filter import with_kv_filter
+from kvolt.frontend.model import Model, ModelOptions, fetch_card, no_workers_error, starting_error
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.templates.process import Renderer
 from kvolt.frontend.tokenization.preprocess import (
-    CardProcessor,
-    NewProcessor,
-    ParserNames,
-    Processor,
     ProcessorSpec,
     new_large_texts,
 )
@@ -34,17 +30,14 @@ from kvolt.journey.journey import JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import (
     PrefillModePolicy,
-    PrefillModeRules,
     PrefillModeSelector,
 )
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registrations import Registrations
 from kvolt.router.registry import ROUTERS, NewRouter
-from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.discovery.port import Delete, Put, Synced
-from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, Instance, decode_instance
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
-from kvolt.runtime.plane.port import Destination
+from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, decode_instance
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
@@ -53,65 +46,8 @@ log = logging.getLogger(__name__)
 
 _CARD_RETRY_S = 0.2
 _CARD_RETRY_MAX_S = 5.0
-_STARTING_RETRY_S = 1.0
-"""Retry-After of requests for a model that is starting."""
 
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
-_decode_card = msgspec.msgpack.Decoder(ModelCard).decode
-
-
-@dataclass(slots=True)
-class Model:
-    """A served model or LoRA adapter."""
-
-    card: ModelCard
-    processor: Processor
-    client: EndpointClient
-    journey_context: JourneyContext
-    defaults: Sampling
-    capacity: Capacity
-    """Capacity of one worker; equal for all workers of a component."""
-    registrations: Registrations
-    role: Role = Role.AGGREGATED
-    """Role of the workers that generate output."""
-    get_prefill_target: Callable[[], RoleTarget | None] = lambda: None
-    """Returns the prefill workers of the model; None until one has registered."""
-    lora: str | None = None
-    """Selected adapter; None: the base model."""
-
-    @property
-    def name(self) -> str:
-        """Served name: the adapter's if one is selected, else the model's."""
-        return self.card.name if self.lora is None else self.lora
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.candidates())
-
-    def candidates(self) -> list[Instance]:
-        """Reachable workers that can serve the model or adapter."""
-        return (
-            self.client.candidates() if self.lora is None else self.registrations.candidates_with(self.lora)
-        )
-
-    def workers(self) -> list[Instance]:
-        """All registered workers of the model, prefill workers included."""
-        prefill_target = self.get_prefill_target()
-        return [
-            *self.client.instances(),
-            *(prefill_target.client.instances() if prefill_target is not None else ()),
-        ]
-
-    def with_adapter(self, name: str) -> Model:
-        return replace(self, lora=name)
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Maximum length of a sequence: the context, or a worker's KV capacity if that is smaller."""
-        kv_capacity = (
-            self.capacity.kv_total_blocks * self.card.block_size + 1
-        )  # the last token is not computed
-        return min(self.card.context_length, kv_capacity)
 
 
 _PrefillKey = tuple[str, str, CardHash]
@@ -120,38 +56,6 @@ _PrefillKey = tuple[str, str, CardHash]
 def _prefill_key(endpoint: EndpointAddress, info: EngineInfo) -> _PrefillKey:
     """Key of prefill and decode workers that belong together: same namespace, model and card."""
     return endpoint.namespace, info.model, info.card
-
-
-class ModelOptions(msgspec.Struct, frozen=True):
-    """Operator settings for all models of a frontend."""
-
-    cache_bytes: int = 8 * 1024 * 1024
-    """Size of the tokenization cache per model."""
-    parsers: ParserNames = ParserNames(None, None)
-    """Override of the parsers named by the card or detected from its chat template."""
-    max_attempts: int = 3
-    router: RouterSettings = RouterSettings()
-    migration_limit: int = 3
-    """Maximum number of migrations of a started request."""
-    prefill: PrefillModeRules = PrefillModeRules()
-    """Rules that select prompts for prefill workers."""
-    decode_first: tuple[str, ...] = ()
-    """Models served decode-first, where a decode worker is reserved before the prompt is prefilled; `*`: all."""
-    new_processor: NewProcessor = CardProcessor
-    """Factory of the pre- and postprocessor."""
-
-
-def _no_workers(name: str, role: Role) -> Unavailable:
-    return Unavailable(
-        f"no {role} worker of model {name!r} is reachable; try again later",
-        endpoint=name,
-        reason="no_workers",
-        role=role.value,
-    )
-
-
-def _starting_error(message: str) -> Unavailable:
-    return Unavailable(f"{message}; try again", reason="starting", retry_after_s=_STARTING_RETRY_S)
 
 
 class Models:
@@ -214,8 +118,7 @@ class Models:
             self._settled.set()
 
     def ready(self) -> list[Model]:
-        newest = [self._newest(name) for name in sorted(self._models)]
-        return [model for model in newest if model.ready]
+        return [model for model in self.all() if model.ready]
 
     def get(self, name: str) -> Model:
         """Return a model with reachable (or reconnecting) workers.
@@ -224,7 +127,7 @@ class Models:
         """
         model = self.find(name)
         if not model.ready and not model.client.recovering():
-            raise _no_workers(name, model.role)
+            raise no_workers_error(name, model.role)
         return model
 
     def find(self, name: str) -> Model:
@@ -234,7 +137,7 @@ class Models:
             return self._newest(known)
         matching = [model for model in self._all_revisions() if model.registrations.registered_with(name)]
         if not matching and name in self.prefill_only():
-            raise _no_workers(name, Role.DECODE)
+            raise no_workers_error(name, Role.DECODE)
         if not matching:
             raise self._unknown_model_error(name)
         reached = (model for model in matching if model.registrations.candidates_with(name))
@@ -272,7 +175,7 @@ class Models:
         """Return the only ready model, for requests that omit the model name."""
         ready = self.ready()
         if not self._models:
-            raise _starting_error("no model is ready yet")
+            raise starting_error("no model is ready yet")
         if len(ready) != 1:
             raise InvalidRequest(f"model is required: {len(ready)} models are ready", param="model")
         return ready[0]
@@ -281,9 +184,9 @@ class Models:
         """Error for a name that is unknown or not known yet."""
         starting = {each for info in self._loading.values() for each in (info.model, *info.loras)}
         if name in starting:
-            return _starting_error(f"the model {name!r} is starting")
+            return starting_error(f"the model {name!r} is starting")
         if not self._models or not self._settled.is_set():
-            return _starting_error(
+            return starting_error(
                 f"the model {name!r} is not known yet: the frontend or its workers are starting"
             )
         return NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
@@ -383,7 +286,8 @@ class Models:
             return
         revisions = self._models.setdefault(info.model, {})
         revisions[endpoint] = model
-        self._register_aliases(card)
+        for alias in card.aliases:
+            self._aliases.setdefault(alias, card.name)
         log.info("model ready: %s", info.model)
         self._warn_hidden_adapters(
             name for known in self._all_revisions() for name in known.registrations.reachable_loras
@@ -464,10 +368,6 @@ class Models:
             get_prefill_target=prefill_target,
         )
 
-    def _register_aliases(self, card: ModelCard) -> None:
-        for alias in card.aliases:
-            self._aliases.setdefault(alias, card.name)
-
     async def _remove_old_revisions(self, revisions: dict[EndpointAddress, Model]) -> None:
         """Remove components before the newest that have no workers left."""
         for endpoint in list(revisions)[:-1]:
@@ -483,7 +383,7 @@ class Models:
         is_logged = False
         while client.endpoint in self._registered:
             try:
-                return await self._fetch_card(client, info.card)
+                return await fetch_card(self._runtime, client, info.card)
             except KvoltError as error:
                 if not is_logged:
                     is_logged = True
@@ -491,16 +391,3 @@ class Models:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _CARD_RETRY_MAX_S)
         return None
-
-    async def _fetch_card(self, client: EndpointClient, expected: CardHash) -> ModelCard:
-        address = client.pick_round_robin().address
-        endpoint = EndpointAddress(client.endpoint.namespace, client.endpoint.component, CARD)
-        limits = self._runtime.options.deadlines
-        to = Destination(address, str(endpoint))
-        async with await open_stream(self._runtime.plane, to, expected, limits, _decode_card) as stream:
-            card: ModelCard | None = await anext(stream, None)
-        if card is None:
-            raise KvoltError(f"{address} returned no card")
-        if card_hash(card) != expected:
-            raise KvoltError(f"the card of {card.name} is not the one announced")
-        return card

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvolt.core.errors import KvoltError
@@ -25,6 +24,7 @@ from kvolt.runtime.config.settings import AliasScheme
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.metric_families import gauge
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
@@ -159,13 +159,13 @@ class Siblings:
         missing = self._last_expositions.keys() - {answer.process for answer in answers}
         self._last_expositions.update((answer.process, answer) for answer in answers)
         metrics = merge([*answers, *(self._last_expositions[name] for name in sorted(missing))])
-        processes = GaugeMetricFamily(
+        num_missing = max(self._group.num_processes - len(answers), 0)
+        processes = gauge(
             "kvolt_frontend_processes",
             "HTTP processes of this frontend, by whether they responded to this scrape (received) or not (missing)",
-            labels=("response",),
+            ("response",),
+            [(("received",), len(answers)), (("missing",), num_missing)],
         )
-        processes.add_metric(("received",), len(answers))
-        processes.add_metric(("missing",), max(self._group.num_processes - len(answers), 0))
         return render([*metrics, processes], self._aliases), CONTENT_TYPE_LATEST
 
     # ---

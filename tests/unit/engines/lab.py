@@ -26,9 +26,10 @@ from kvolt.engines.contract import EngineSpec, KvAddressable
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission, WorkerLoads
-from kvolt.frontend.edge import build_server
+from kvolt.frontend.app import build_server
 from kvolt.frontend.generate import GenerateOptions
-from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.model import ModelOptions
+from kvolt.frontend.models import Models
 from kvolt.router.registry import find_router
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore

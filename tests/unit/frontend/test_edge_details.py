@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, processors
 from kvolt.core.errors import ConfigError
 from kvolt.engines.sim.model import sim_card, tokenizer_json
 from kvolt.frontend.answers import streaming
-from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.model import ModelOptions
+from kvolt.frontend.models import Models
 from kvolt.frontend.tokenization.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.testing import run_virtual

@@ -36,7 +36,7 @@ from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import sim_card, word_token_ids
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.generate import GenerateOptions
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import NO_HINTS, RequestHints
 from kvolt.frontend.tokenization import preprocess

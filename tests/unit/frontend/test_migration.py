@@ -18,7 +18,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.testing import run_virtual
 
 

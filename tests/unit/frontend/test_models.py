@@ -18,7 +18,8 @@ from kvolt.core.errors import InvalidRequest, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.model import ModelOptions
+from kvolt.frontend.models import Models
 from kvolt.frontend.tokenization.preprocess import ParserNames
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.runtime import Runtime

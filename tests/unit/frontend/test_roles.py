@@ -11,7 +11,7 @@ from tests.unit.worker.test_roles import Air, engine_of, start
 
 from kvolt.core.errors import Unavailable
 from kvolt.core.request import Request, Role
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.testing import run_virtual
 

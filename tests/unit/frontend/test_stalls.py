@@ -10,7 +10,7 @@ from tests.unit.frontend.serving import served
 from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.request import Role
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual

@@ -18,7 +18,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.frontend.admin.explain import RouteExplainer
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual

@@ -21,9 +21,10 @@ from kvolt.frontend.admin.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.frontend.admission import Admission, WorkerLoads
-from kvolt.frontend.edge import build_server
+from kvolt.frontend.app import build_server
 from kvolt.frontend.generate import GenerateOptions
-from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.model import ModelOptions
+from kvolt.frontend.models import Models
 from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.tokenization.preprocess import ParserNames
 from kvolt.journey.prefill_mode import PrefillModeRules

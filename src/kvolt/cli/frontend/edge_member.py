@@ -8,8 +8,8 @@ import msgspec
 
 from kvolt.cli.process import Process
 from kvolt.frontend.admission import Admission
+from kvolt.frontend.model import count_workers
 from kvolt.frontend.models import Models
-from kvolt.frontend.roles import count_workers
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
 from kvolt.router.service.link import RouterLink

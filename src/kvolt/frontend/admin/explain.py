@@ -13,13 +13,13 @@ import msgspec
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
-from kvolt.frontend.models import Model, Models
+from kvolt.frontend.model import Model, with_allowed_by_role
+from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
 from kvolt.frontend.openai_api.generation import chat_options, completion_options, list_prompts
 from kvolt.frontend.openai_api.headers import parse_hints
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.templating import build_template_input
-from kvolt.frontend.roles import with_allowed_by_role
 from kvolt.frontend.worker_request import build_request
 from kvolt.router.explanation import Explanation, explain_route
 from kvolt.router.service.client import RemoteRouter

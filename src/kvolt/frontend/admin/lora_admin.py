@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from kvolt.frontend.admin.worker_commands import Outcome, send_to_workers
-from kvolt.frontend.models import Model, Models
+from kvolt.frontend.model import Model
+from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.control import LoadLora, UnloadLora

@@ -9,7 +9,8 @@ import msgspec
 
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import KvoltError, Unsupported
-from kvolt.frontend.models import Model, Models
+from kvolt.frontend.model import Model
+from kvolt.frontend.models import Models
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import open_stream

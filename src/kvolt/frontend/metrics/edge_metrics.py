@@ -7,13 +7,13 @@ Prometheus families at each scrape.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kvolt.runtime.histogram import SECONDS, Histogram
-
-Labels = tuple[str, ...]
+from kvolt.runtime.metric_families import Labels, counter, gauge, histogram
 
 _PREFIX = "kvolt_frontend"
 
@@ -24,29 +24,18 @@ MAX_MODELS = 256
 """Label values for models; a name beyond them is counted as `other`."""
 
 
+@dataclass(slots=True)
 class ModelSeries:
     """The series of one model."""
 
-    __slots__ = (
-        "active",
-        "cached_tokens",
-        "gap",
-        "input_tokens",
-        "output_tokens",
-        "output_tokens_total",
-        "request_duration",
-        "time_to_first_token",
-    )
-
-    def __init__(self) -> None:
-        self.active = 0
-        self.request_duration = Histogram(SECONDS)
-        self.time_to_first_token = Histogram(SECONDS)
-        self.gap = Histogram(_SHORT)
-        self.input_tokens = Histogram(_TOKENS)
-        self.output_tokens = Histogram(_TOKENS)
-        self.cached_tokens = Histogram((0, *_TOKENS))
-        self.output_tokens_total = 0
+    active: int = 0
+    request_duration: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    gap: Histogram = field(default_factory=lambda: Histogram(_SHORT))
+    input_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    output_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    cached_tokens: Histogram = field(default_factory=lambda: Histogram((0, *_TOKENS)))
+    output_tokens_total: int = 0
 
 
 class FrontendMetrics:
@@ -83,50 +72,33 @@ class FrontendMetrics:
 
     def collect(self) -> Iterator[Metric]:
         labels = ("model", "endpoint", "request_type")
-        yield _counter(
-            f"{_PREFIX}_requests",
-            "Requests that have ended",
-            (*labels, "status", "error_type"),
-            self.requests,
-        )
-        yield _counter(f"{_PREFIX}_requests_started", "Requests that have started", labels, self.started)
-        yield _counter(
-            f"{_PREFIX}_model_cancellation", "Requests cancelled by the client", labels, self.cancelled
-        )
-        yield _counter(
-            f"{_PREFIX}_model_rejection",
-            "Requests refused because of load",
-            ("model", "endpoint"),
-            self.rejected,
-        )
-        gone = GaugeMetricFamily(
+        for name, help_text, label_names, values in (
+            ("requests", "Requests that have ended", (*labels, "status", "error_type"), self.requests),
+            ("requests_started", "Requests that have started", labels, self.started),
+            ("model_cancellation", "Requests cancelled by the client", labels, self.cancelled),
+            ("model_rejection", "Requests refused because of load", labels[:2], self.rejected),
+        ):
+            yield counter(f"{_PREFIX}_{name}", help_text, label_names, values.items())
+        yield GaugeMetricFamily(
             f"{_PREFIX}_disconnected_clients",
             "Connections closed by the client before the response was complete",
+            value=self.disconnected,
         )
-        gone.add_metric((), self.disconnected)
-        yield gone
-        active = GaugeMetricFamily(f"{_PREFIX}_active_requests", "Requests in progress", labels=("model",))
-        for model, series in self._models.items():
-            active.add_metric((model,), series.active)
-        yield active
+        models = [((name,), series) for name, series in self._models.items()]
+        by_model = ("model",)
+        active = ((at, series.active) for at, series in models)
+        yield gauge(f"{_PREFIX}_active_requests", "Requests in progress", by_model, active)
         for name, help_text, pick in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"{_PREFIX}_{name}", help_text, labels=("model",))
-            for model, series in self._models.items():
-                histogram = pick(series)
-                family.add_metric((model,), histogram.buckets(), histogram.total)
-            yield family
-        tokens = CounterMetricFamily(f"{_PREFIX}_output_tokens", "Tokens sent to clients", labels=("model",))
-        for model, series in self._models.items():
-            tokens.add_metric((model,), series.output_tokens_total)
-        yield tokens
-        stages = HistogramMetricFamily(
+            picked = ((at, pick(series)) for at, series in models)
+            yield histogram(f"{_PREFIX}_{name}", help_text, by_model, picked)
+        sent = ((at, series.output_tokens_total) for at, series in models)
+        yield counter(f"{_PREFIX}_output_tokens", "Tokens sent to clients", by_model, sent)
+        yield histogram(
             f"{_PREFIX}_stage_duration_seconds",
             "Time of the frontend's stages of a request",
-            labels=("stage",),
+            ("stage",),
+            (((stage,), each) for stage, each in self.stages.items()),
         )
-        for stage, histogram in self.stages.items():
-            stages.add_metric((stage,), histogram.buckets(), histogram.total)
-        yield stages
         for collect in self._more:
             yield from collect()
 
@@ -145,18 +117,5 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelSeries], Histogram]], ...] = (
     ("inter_token_latency_seconds", "Time between two tokens of a choice", lambda series: series.gap),
     ("input_sequence_tokens", "Prompt tokens per request", lambda series: series.input_tokens),
     ("output_sequence_tokens", "Output tokens per request", lambda series: series.output_tokens),
-    (
-        "cached_tokens",
-        "Cached prompt tokens per request",
-        lambda series: series.cached_tokens,
-    ),
+    ("cached_tokens", "Cached prompt tokens per request", lambda series: series.cached_tokens),
 )
-
-
-def _counter(
-    name: str, help_text: str, labels: Sequence[str], values: Counter[Labels]
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, value)
-    return family

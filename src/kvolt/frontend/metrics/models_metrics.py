@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from kvolt.core.request import Role
-from kvolt.frontend.models import Model, Models
-from kvolt.frontend.roles import count_workers
-from kvolt.frontend.tokenization.token_cache import EncoderStats
+from kvolt.frontend.model import Model, count_workers
+from kvolt.frontend.models import Models
+from kvolt.journey.context import JourneyStats
 from kvolt.journey.prefill_mode import PrefillModeSelector
 from kvolt.router.metrics import breaker_families, queue_families
 from kvolt.router.port import Router
+from kvolt.runtime.metric_families import Labels, counter, gauge, histogram
 
 _PREFIX = "kvolt_frontend"
 
@@ -40,26 +41,28 @@ _GAUGES: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
         "Maximum migrations per request",
         lambda model: model.journey_context.migration_limit,
     ),
-)
-
-_CACHE: tuple[tuple[str, str, Callable[[EncoderStats], int]], ...] = (
-    ("tokenizer_cache_hits", "Tokenizer cache hits", lambda stats: stats.hits),
-    ("tokenizer_cache_misses", "Tokenizer cache misses", lambda stats: stats.misses),
     (
-        "tokenizer_cache_cached_tokens",
-        "Tokens taken from the tokenizer cache",
-        lambda stats: stats.cached_tokens,
-    ),
-    (
-        "tokenizer_cache_uncached_tokens",
-        "Tokens tokenized without the cache",
-        lambda stats: stats.uncached_tokens,
+        "tokenizer_cache_bytes",
+        "Memory of the tokenizer cache",
+        lambda model: model.processor.stats.bytes,
     ),
 )
 
+_CACHE = (
+    ("hits", "Tokenizer cache hits"),
+    ("misses", "Tokenizer cache misses"),
+    ("cached_tokens", "Tokens taken from the tokenizer cache"),
+    ("uncached_tokens", "Tokens tokenized without the cache"),
+)
+"""Fields of EncoderStats."""
 
 _MIGRATION_TYPES = {False: "new_request", True: "ongoing_request"}
 """Dynamo's words for whether anything of the answer had been told."""
+_REROUTES = (
+    ("retries", _MIGRATION_TYPES[False], "Requests retried on another worker, by reason"),
+    ("migrations", _MIGRATION_TYPES[True], "Requests migrated to another worker, by reason"),
+)
+"""Fields of JourneyStats."""
 
 
 class ModelsCollector:
@@ -69,110 +72,99 @@ class ModelsCollector:
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        models = self._models.all()
-        for name, help_text, figure in _GAUGES:
-            gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", help_text, labels=("model",))
-            for model in models:
-                gauge.add_metric((model.card.name,), figure(model))
-            yield gauge
-        for name, help_text, count in _CACHE:
-            counter = CounterMetricFamily(f"{_PREFIX}_{name}", help_text, labels=("model",))
-            for model in models:
-                counter.add_metric((model.card.name,), count(model.processor.stats))
-            yield counter
-        held = GaugeMetricFamily(
-            f"{_PREFIX}_tokenizer_cache_bytes", "Memory of the tokenizer cache", labels=("model",)
+        models = [((model.card.name,), model) for model in self._models.all()]
+        labels = ("model",)
+        for name, help_text, value in _GAUGES:
+            yield gauge(f"{_PREFIX}_{name}", help_text, labels, ((at, value(model)) for at, model in models))
+        for name, help_text in _CACHE:
+            values = ((at, getattr(model.processor.stats, name)) for at, model in models)
+            yield counter(f"{_PREFIX}_tokenizer_cache_{name}", help_text, labels, values)
+        stats = [(at, model.journey_context.stats) for at, model in models]
+        yield from _reroutes(stats)
+        yield counter(
+            "kvolt_journey_moves",
+            "Requests moved to another worker before they started",
+            labels,
+            ((at, each.num_moves) for at, each in stats),
         )
-        for model in models:
-            held.add_metric((model.card.name,), model.processor.stats.bytes)
-        yield held
-        yield from self._elsewhere(models)
-        moves = CounterMetricFamily(
-            "kvolt_journey_moves", "Requests moved to another worker before they started", labels=("model",)
-        )
-        for model in models:
-            moves.add_metric((model.card.name,), model.journey_context.stats.num_moves)
-        yield moves
-        yield from self._prefills(models)
-        routers = list(_routers(models))
+        yield from _prefills(models)
+        routers = list(_routers(model for _, model in models))
         yield from queue_families(routers)
         yield from breaker_families(routers)
 
-    def _prefills(self, models: list[Model]) -> Iterator[Metric]:
-        """Prompts that others compute than answer; nothing where every worker computes its own."""
-        workers = GaugeMetricFamily(
-            "kvolt_model_workers", "Reachable workers by role", labels=("model", "role")
-        )
-        done = CounterMetricFamily(
-            "kvolt_journey_prefills", "Prompts computed by prefill workers", labels=("model",)
-        )
-        failures = CounterMetricFamily(
-            "kvolt_journey_prefill_failures",
-            "Prompts that a prefill worker failed to compute, by reason",
-            labels=("model", "reason"),
-        )
-        unfit = GaugeMetricFamily(
-            "kvolt_model_incompatible_prefill_workers",
-            "Prefill workers that cannot exchange KV with the decode workers and get no prompts",
-            labels=("model",),
-        )
-        modes = CounterMetricFamily(
-            "kvolt_journey_prefill_modes",
-            "Requests by prefill mode",
-            labels=("model", "mode"),
-        )
-        for model in models:
-            name, stats = model.card.name, model.journey_context.stats
-            for role, number in count_workers(model).items():
-                workers.add_metric((name, role), number)
-            if model.role is not Role.DECODE:
-                continue
-            prefill_target = model.get_prefill_target()
-            unfit.add_metric((name,), 0 if prefill_target is None else len(prefill_target.incompatible()))
-            done.add_metric((name,), stats.num_prefills)
-            for code, number in stats.prefill_failures.items():
-                failures.add_metric((name, code), number)
-            if isinstance(model.journey_context.prefill_modes, PrefillModeSelector):
-                for mode, number in model.journey_context.prefill_modes.counts.items():
-                    modes.add_metric((name, mode.value), number)
-        yield from (workers, unfit, done, failures, modes)
 
-    def _elsewhere(self, models: list[Model]) -> Iterator[Metric]:
-        """Requests that another worker was asked for, from the beginning or amid the answer."""
-        total = CounterMetricFamily(
-            f"{_PREFIX}_model_migration",
-            "Requests retried on or migrated to another worker",
-            labels=("model", "migration_type"),
-        )
-        took = HistogramMetricFamily(
-            f"{_PREFIX}_model_migration_duration_seconds",
-            "Time from a failure to the next token or the end of the request",
-            labels=("model", "migration_type", "outcome"),
-        )
-        retries, migrations = (
-            CounterMetricFamily(f"kvolt_journey_{name}", help_text, labels=("model", "reason"))
-            for name, help_text in (
-                ("retries", "Requests retried on another worker, by reason"),
-                ("migrations", "Requests migrated to another worker, by reason"),
-            )
-        )
-        for model in models:
-            name, stats = model.card.name, model.journey_context.stats
-            for kind, by_code, family in (
-                (_MIGRATION_TYPES[False], stats.retries, retries),
-                (_MIGRATION_TYPES[True], stats.migrations, migrations),
-            ):
-                if by_code:
-                    total.add_metric((name, kind), sum(by_code.values()))
-                for code, number in by_code.items():
-                    family.add_metric((name, code), number)
-            for each, histogram in stats.reroute_s.items():
-                labels = (name, _MIGRATION_TYPES[each.is_migration], each.outcome.value)
-                took.add_metric(labels, histogram.buckets(), histogram.total)
-        yield from (total, took, retries, migrations)
+def _prefills(models: Sequence[tuple[Labels, Model]]) -> Iterator[Metric]:
+    """Prompts that others compute than answer; nothing where every worker computes its own."""
+    yield gauge(
+        "kvolt_model_workers",
+        "Reachable workers by role",
+        ("model", "role"),
+        (((*at, role), number) for at, model in models for role, number in count_workers(model).items()),
+    )
+    decoding = [(at, model) for at, model in models if model.role is Role.DECODE]
+    targets = [(at, model.get_prefill_target()) for at, model in decoding]
+    yield gauge(
+        "kvolt_model_incompatible_prefill_workers",
+        "Prefill workers that cannot exchange KV with the decode workers and get no prompts",
+        ("model",),
+        ((at, 0 if target is None else len(target.incompatible())) for at, target in targets),
+    )
+    stats = [(at, model.journey_context.stats) for at, model in decoding]
+    yield counter(
+        "kvolt_journey_prefills",
+        "Prompts computed by prefill workers",
+        ("model",),
+        ((at, each.num_prefills) for at, each in stats),
+    )
+    yield counter(
+        "kvolt_journey_prefill_failures",
+        "Prompts that a prefill worker failed to compute, by reason",
+        ("model", "reason"),
+        (((*at, code), number) for at, each in stats for code, number in each.prefill_failures.items()),
+    )
+    modes = [(at, model.journey_context.prefill_modes) for at, model in decoding]
+    yield counter(
+        "kvolt_journey_prefill_modes",
+        "Requests by prefill mode",
+        ("model", "mode"),
+        (
+            ((*at, mode.value), number)
+            for at, selector in modes
+            if isinstance(selector, PrefillModeSelector)
+            for mode, number in selector.counts.items()
+        ),
+    )
 
 
-def _routers(models: list[Model]) -> Iterator[tuple[str, Router]]:
+def _reroutes(stats: Sequence[tuple[Labels, JourneyStats]]) -> Iterator[Metric]:
+    """Requests that another worker was asked for, from the beginning or amid the answer."""
+    yield counter(
+        f"{_PREFIX}_model_migration",
+        "Requests retried on or migrated to another worker",
+        ("model", "migration_type"),
+        (
+            ((*at, kind), sum(by_code.values()))
+            for at, each in stats
+            for name, kind, _ in _REROUTES
+            if (by_code := getattr(each, name))
+        ),
+    )
+    yield histogram(
+        f"{_PREFIX}_model_migration_duration_seconds",
+        "Time from a failure to the next token or the end of the request",
+        ("model", "migration_type", "outcome"),
+        (
+            ((*at, _MIGRATION_TYPES[key.is_migration], key.outcome.value), took)
+            for at, each in stats
+            for key, took in each.reroute_s.items()
+        ),
+    )
+    for name, _, help_text in _REROUTES:
+        counts = (((*at, code), num) for at, each in stats for code, num in getattr(each, name).items())
+        yield counter(f"kvolt_journey_{name}", help_text, ("model", "reason"), counts)
+
+
+def _routers(models: Iterable[Model]) -> Iterator[tuple[str, Router]]:
     """With the endpoint that each decides for."""
     for model in models:
         yield str(model.client.endpoint), model.journey_context.router

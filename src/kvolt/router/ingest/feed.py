@@ -101,15 +101,8 @@ class DigestsCompared:
     comparison: Comparison
 
 
-Input = (
-    BatchReceived
-    | ReplayReceived
-    | SnapshotReceived
-    | RecoveryRefused
-    | QuietPeriod
-    | ResyncRequested
-    | DigestsCompared
-)
+Response = ReplayReceived | SnapshotReceived | RecoveryRefused
+Input = BatchReceived | Response | QuietPeriod | ResyncRequested | DigestsCompared
 
 
 # --- actions

@@ -21,23 +21,8 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch
 from kvolt.router.index.prefix_index import BlockIndex
-from kvolt.router.ingest.feed import (
-    BUFFER_BYTES,
-    Action,
-    ApplyEvents,
-    BatchReceived,
-    ClearContents,
-    CompareDigests,
-    DigestsCompared,
-    EventFeed,
-    FeedState,
-    IngestStats,
-    Input,
-    QuietPeriod,
-    RecoveryRefused,
-    ReplaceContents,
-    ResyncRequested,
-)
+from kvolt.router.ingest import feed
+from kvolt.router.ingest.feed import EventFeed, FeedState, IngestStats
 from kvolt.router.ingest.pools import POOL_RANKS, PoolSharing, WorkerPools, is_pool
 from kvolt.router.ingest.recovery import request_recovery
 from kvolt.router.ingest.slots import InstanceSlots
@@ -71,7 +56,7 @@ class IngestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time without events after which a worker is polled for missed ones."""
     max_recoveries: int = 16
     """Concurrent recoveries."""
-    buffer_bytes: int = BUFFER_BYTES
+    buffer_bytes: int = feed.BUFFER_BYTES
     """Buffer for events of one worker during a recovery."""
     first_pause_s: float = 0.1
     """Delay before a failed recovery request is repeated; doubles with each failure."""
@@ -160,7 +145,7 @@ class KvIngest:
         """Request a snapshot from a worker. Ignored if its events are not indexed."""
         source = self._sources.get(instance_id)
         if source is not None:
-            self._handle(source, ResyncRequested())
+            self._handle(source, feed.ResyncRequested())
 
     def state_of(self, instance_id: InstanceId) -> FeedState:
         source = self._sources.get(instance_id)
@@ -226,8 +211,8 @@ class KvIngest:
             )
             return
         self.slots_version += 1
-        feed = EventFeed(self.stats, self._options.buffer_bytes)
-        source = self._sources[instance.id] = _EventSource(instance, feed, slots)
+        events = EventFeed(self.stats, self._options.buffer_bytes)
+        source = self._sources[instance.id] = _EventSource(instance, events, slots)
         self._recover_if_needed(source)
 
     def _checked_info(self, instance: Instance) -> EngineInfo:
@@ -274,32 +259,32 @@ class KvIngest:
             log.debug("KV event batch dropped: %s", error)
             return
         source.has_news = True
-        self._handle(source, BatchReceived(batch, len(payload)))
+        self._handle(source, feed.BatchReceived(batch, len(payload)))
 
     async def _poll_quiet_sources(self) -> None:
         while True:
             await asyncio.sleep(self._options.quiet_s * self._rng.uniform(0.75, 1.25))
             for source in list(self._sources.values()):
                 if not source.has_news:
-                    self._handle(source, QuietPeriod())
+                    self._handle(source, feed.QuietPeriod())
                 source.has_news = False
 
-    def _handle(self, source: _EventSource, event: Input) -> None:
+    def _handle(self, source: _EventSource, event: feed.Input) -> None:
         """Apply all actions of an input in one loop tick."""
         for action in source.feed.handle(event):
             self._perform(source, action)
         self._recover_if_needed(source)
 
-    def _perform(self, source: _EventSource, action: Action) -> None:
+    def _perform(self, source: _EventSource, action: feed.Action) -> None:
         match action:
-            case ApplyEvents(events):
+            case feed.ApplyEvents(events):
                 source.slots.apply(events)
-            case ReplaceContents(blocks):
+            case feed.ReplaceContents(blocks):
                 source.slots.replace(blocks)
-            case ClearContents():
+            case feed.ClearContents():
                 source.slots.clear()
-            case CompareDigests(digests):
-                source.feed.handle(DigestsCompared(source.slots.compare(digests)))
+            case feed.CompareDigests(digests):
+                source.feed.handle(feed.DigestsCompared(source.slots.compare(digests)))
 
     # --- recovery
 
@@ -342,7 +327,7 @@ class KvIngest:
                 return False
         source.has_news = True
         self._handle(source, response)
-        if isinstance(response, RecoveryRefused) and source.feed.recovery_request is None:
+        if isinstance(response, feed.RecoveryRefused) and source.feed.recovery_request is None:
             log.warning(
                 "KV snapshot not supported: worker=%s instance=%s: only blocks stored from now on are indexed",
                 instance.process,

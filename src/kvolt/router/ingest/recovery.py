@@ -17,7 +17,7 @@ from kvolt.core.kv_recovery import (
     KvSnapshot,
     KvSnapshotPart,
 )
-from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, SnapshotReceived
+from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, Response, SnapshotReceived
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import open_stream
@@ -37,7 +37,7 @@ _UNSUPPORTED = (Unsupported, NotFound, InvalidRequest)
 
 async def request_recovery(
     plane: RequestPlane, instance: Instance, recovery_request: KvRecoveryRequest, deadlines: Deadlines
-) -> ReplayReceived | SnapshotReceived | RecoveryRefused:
+) -> Response:
     """Raises KvoltError if there is no response now; a retry may succeed."""
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
     to = Destination(instance.address, str(endpoint))

@@ -325,3 +325,12 @@ def read(body: bytes, kind: type[T]) -> T:
         path = _PATH.search(str(error))
         param = None if path is None else (path[1] or path[2]).lstrip(".")
         raise InvalidRequest(f"cannot decode the body: {error}", param=param) from None
+
+
+def read_number(text: str | None, name: str) -> int | None:
+    """Decode a query parameter; None if it is absent."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise InvalidRequest(f"{name} must be a whole number", param=name)
+    return int(text)

@@ -26,13 +26,13 @@ from kvolt.router.service.http_messages import (
     EventsBody,
     FirstTokenBody,
     LoadBody,
-    Placement,
     PlacementQuery,
     Registration,
     ReleaseBody,
     RenewalBody,
     placement_of,
     read,
+    read_number,
 )
 from kvolt.router.service.standalone import Standalone
 from kvolt.router.service.standalone_state import EventsMissed, StandaloneEvent
@@ -148,8 +148,7 @@ class RouterHttp:
     async def _unregister(self, request: HttpRequest) -> Response:
         name, model, worker = self._worker_of(request)
         model.unregister(worker)
-        for key in [key for key in self._converters if key[:2] == (name, worker)]:
-            del self._converters[key]
+        self._converters = {key: each for key, each in self._converters.items() if key[:2] != (name, worker)}
         if not model.workers:
             del self.models[name]
         return _json({"worker": worker, "model": name})
@@ -184,7 +183,7 @@ class RouterHttp:
         if engine not in self._translators:
             engines = ", ".join(self._translators) or "none"
             raise InvalidRequest(f"format must be one of: {engines}", param="format")
-        rank = _number(request, "dp_rank")
+        rank = read_number(request.query.get("dp_rank"), "dp_rank")
         # An engine's block ids are its own: each rank has a converter with its state.
         key = (name, worker, rank, engine)
         translate = self._converters.get(key)
@@ -238,14 +237,14 @@ class RouterHttp:
         return _json({"candidates": rows})
 
     async def _route(self, request: HttpRequest) -> Response:
-        return _json(self._reserve_choice(*self._choose(request)), 201)
+        return self._reserved_choice(*self._choose(request))
 
     async def _reserve(self, request: HttpRequest) -> Response:
         """Reserve a worker that the caller has chosen."""
         model, choice, query = self._choose(request)
         if query.worker is None:
             raise InvalidRequest("name a worker, or use /v1/route", param="worker")
-        return _json(self._reserve_choice(model, choice, query), 201)
+        return self._reserved_choice(model, choice, query)
 
     def _choose(self, request: HttpRequest) -> tuple[Standalone, Choice, PlacementQuery]:
         query = read(request.body, PlacementQuery)
@@ -258,9 +257,9 @@ class RouterHttp:
             )
         return model, choice, query
 
-    def _reserve_choice(self, model: Standalone, choice: Choice, query: PlacementQuery) -> Placement:
+    def _reserved_choice(self, model: Standalone, choice: Choice, query: PlacementQuery) -> Response:
         reservation = model.reserve(choice, query.ttl_s)
-        return placement_of(choice, reservation.id, query.ttl_s)
+        return _json(placement_of(choice, reservation.id, query.ttl_s), 201)
 
     # --- reservations
 
@@ -319,15 +318,13 @@ class RouterHttp:
         model = self._model(request.query.get("model", DEFAULT_MODEL))
         if worker not in model.workers:
             raise NotFound(f"there is no worker {worker!r}", kind="worker", name=worker)
+        index = model.event_index
         blocks = [
             {
-                "dp_rank": each.dp_rank,
-                "tier": each.tier,
-                "num_blocks": each.num_blocks,
-                "digest": each.digest,
-                "hashes": _base64(model.event_index.contents(worker, each.dp_rank, each.tier)),
+                **msgspec.structs.asdict(each),
+                "hashes": _base64(index.contents(worker, each.dp_rank, each.tier)),
             }
-            for each in model.event_index.digests(worker)
+            for each in index.digests(worker)
         ]
         return _json({"worker": worker, "blocks": blocks})
 
@@ -385,15 +382,6 @@ def _json(content: Any, status: int = 200) -> Response:
 
 def _base64(hashes: Sequence[int]) -> str:
     return base64.b64encode(pack_hashes(sorted(hashes))).decode()
-
-
-def _number(request: HttpRequest, name: str) -> int | None:
-    text = request.query.get(name)
-    if text is None:
-        return None
-    if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise InvalidRequest(f"{name} must be a whole number", param=name)
-    return int(text)
 
 
 def _not_for_web_pages(handler: Handler) -> Handler:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from kvolt.core.delta import Delta, FinishReason
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.engines.sim.model import sim_card
-from kvolt.frontend.models import ModelOptions
+from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 from kvolt.frontend.processors.vllm_parser import VllmParser
