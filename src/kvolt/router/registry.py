@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvolt.core.errors import ConfigError
-from kvolt.router.balancing import (
-    DirectRouter,
-    LeastLoadedRouter,
-    PowerOfTwoRouter,
-    RandomRouter,
-    RoundRobinRouter,
-)
+from kvolt.router import balancing
 from kvolt.router.breaker import Breakers
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.policy.custom import CustomPolicy, is_custom
@@ -31,15 +25,19 @@ NewRouter = Callable[[RouterContext], Router]
 ROUTERS: dict[str, NewRouter] = {
     "latency": lambda context: _kv_aware(context, "latency", latency_policy(context.settings)),
     "classic": lambda context: _kv_aware(context, "classic", classic_policy(context.settings)),
-    "round-robin": lambda context: RoundRobinRouter(context.client, context.role, _breakers(context)),
-    "least-loaded": lambda context: LeastLoadedRouter(context.client, context.role, _breakers(context)),
-    "power-of-two": lambda context: PowerOfTwoRouter(
+    "round-robin": lambda context: balancing.RoundRobinRouter(
+        context.client, context.role, _breakers(context)
+    ),
+    "least-loaded": lambda context: balancing.LeastLoadedRouter(
+        context.client, context.role, _breakers(context)
+    ),
+    "power-of-two": lambda context: balancing.PowerOfTwoRouter(
         context.client, context.runtime.ports.rng, context.role, _breakers(context)
     ),
-    "random": lambda context: RandomRouter(
+    "random": lambda context: balancing.RandomRouter(
         context.client, context.runtime.ports.rng, context.role, _breakers(context)
     ),
-    "direct": lambda context: DirectRouter(context.client, context.role, _breakers(context)),
+    "direct": lambda context: balancing.DirectRouter(context.client, context.role, _breakers(context)),
 }
 """The first is the default."""
 

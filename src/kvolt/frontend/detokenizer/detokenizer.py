@@ -34,18 +34,7 @@ class Detokenizer(Protocol):
         ...
 
 
-class _Decoding(Protocol):
-    """A decoder type with the tables of one vocabulary."""
-
-    @property
-    def plain_json(self) -> Mapping[int, bytes | None]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer: ...
-
+_Decoding = ByteLevelDecoding | SentencePieceDecoding | WindowDecoding
 
 _INLINE_TOKENS = 4096
 
@@ -61,7 +50,7 @@ class Vocabulary:
         tokens = Tokens(self.tokenizer)
         self.special_ids = tokens.special_ids
         self._decoding = _choose_decoding(self.tokenizer, tokens)
-        self.plain_json = self._decoding.plain_json
+        self.plain_json: Mapping[int, bytes | None] = self._decoding.plain_json
         """By token id: JSON-escaped text of a token that is complete by itself, b"" for special tokens and unknown
         ids, None if a Detokenizer is needed. Filled on lookup: use only subscripts. Valid while the Detokenizer is
         `clean`."""

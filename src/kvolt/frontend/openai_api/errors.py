@@ -11,26 +11,8 @@ from __future__ import annotations
 
 import math
 
-from kvolt.core.errors import (
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    EngineDied,
-    EngineFailed,
-    ErrorInfo,
-    Fault,
-    FieldValue,
-    InvalidRequest,
-    KvoltError,
-    NetworkFault,
-    NotFound,
-    Overloaded,
-    PayloadTooLarge,
-    ProtocolError,
-    Unavailable,
-    Unsupported,
-    to_info,
-)
+from kvolt.core import errors
+from kvolt.core.errors import KvoltError
 from kvolt.runtime.http.server import Response, json_error
 
 CANCELLED_STATUS = 499
@@ -42,25 +24,25 @@ _MAX_RETRY_AFTER_S = 3600
 _HEADER_OF = {"gpu_work": "x-kvolt-gpu-work"}
 
 
-class UnsupportedMediaType(InvalidRequest):
+class UnsupportedMediaType(errors.InvalidRequest):
     """The content type is not JSON. Fields: content_type."""
 
     code = "unsupported_media_type"
 
 
 _STATUS_OF: dict[type[KvoltError], int] = {
-    InvalidRequest: 400,
-    NotFound: 404,
-    PayloadTooLarge: 413,
+    errors.InvalidRequest: 400,
+    errors.NotFound: 404,
+    errors.PayloadTooLarge: 413,
     UnsupportedMediaType: 415,
-    Overloaded: 429,
-    Cancelled: CANCELLED_STATUS,
-    Unsupported: 501,
-    NetworkFault: 503,
-    EngineDied: 503,
-    ProtocolError: 500,
-    Unavailable: 503,
-    DeadlineExceeded: 504,
+    errors.Overloaded: 429,
+    errors.Cancelled: CANCELLED_STATUS,
+    errors.Unsupported: 501,
+    errors.NetworkFault: 503,
+    errors.EngineDied: 503,
+    errors.ProtocolError: 500,
+    errors.Unavailable: 503,
+    errors.DeadlineExceeded: 504,
     KvoltError: 500,
 }
 
@@ -77,16 +59,16 @@ _LABEL_OF = {
     504: "response_timeout",
 }
 
-_SAFE_MESSAGES = (Overloaded, Unavailable, DeadlineExceeded)
+_SAFE_MESSAGES = (errors.Overloaded, errors.Unavailable, errors.DeadlineExceeded)
 """Server-side errors whose messages are meant for clients: a queue, a model, a retry delay."""
 
 _REPLACEMENTS: dict[type[KvoltError], tuple[str, str]] = {
-    NetworkFault: ("a worker could not be reached; try again", "worker_unreachable"),
-    ProtocolError: ("internal error", "internal"),
-    EngineDied: ("the engine died before the response was complete; try again", "engine_died"),
-    EngineFailed: ("the engine failed to process the request", "engine_failed"),
-    Cancelled: ("the request was cancelled before it was complete; try again", "cancelled"),
-    ConfigError: ("internal error", "internal"),
+    errors.NetworkFault: ("a worker could not be reached; try again", "worker_unreachable"),
+    errors.ProtocolError: ("internal error", "internal"),
+    errors.EngineDied: ("the engine died before the response was complete; try again", "engine_died"),
+    errors.EngineFailed: ("the engine failed to process the request", "engine_failed"),
+    errors.Cancelled: ("the request was cancelled before it was complete; try again", "cancelled"),
+    errors.ConfigError: ("internal error", "internal"),
     KvoltError: ("internal error", "internal"),
 }
 """(message, code) that replace messages meant for operators."""
@@ -111,7 +93,7 @@ def openai_error(error: BaseException) -> Response:
     status = status_of(error)
     if status == CANCELLED_STATUS:
         status = 503  # the client is still connected, so it did not cancel
-    info = to_info(error)
+    info = errors.to_info(error)
     message, code = _message_and_code(error, info)
     param = info.fields.get("param")
     details = _details(error, status)
@@ -124,20 +106,20 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + openai_error(error).body + b"\n\n"
 
 
-def _message_and_code(error: KvoltError, info: ErrorInfo) -> tuple[str, str]:
-    if error.fault is not Fault.CALLER and not isinstance(error, _SAFE_MESSAGES):
+def _message_and_code(error: KvoltError, info: errors.ErrorInfo) -> tuple[str, str]:
+    if error.fault is not errors.Fault.CALLER and not isinstance(error, _SAFE_MESSAGES):
         return next(_REPLACEMENTS[kind] for kind in type(error).__mro__ if kind in _REPLACEMENTS)
     return info.message, _code(error, info)
 
 
-def _code(error: KvoltError, info: ErrorInfo) -> str:
+def _code(error: KvoltError, info: errors.ErrorInfo) -> str:
     """OpenAI's error code if there is one; the error's `code` field overrides it."""
     own = info.fields.get("code")
     if isinstance(own, str) and own:
         return own
-    if isinstance(error, NotFound) and error.fields.get("kind") == "model":
+    if isinstance(error, errors.NotFound) and error.fields.get("kind") == "model":
         return "model_not_found"
-    if isinstance(error, DeadlineExceeded):
+    if isinstance(error, errors.DeadlineExceeded):
         return "timeout"
     return error.code
 
@@ -156,7 +138,7 @@ def _headers(error: KvoltError, status: int) -> dict[str, str]:
     return {}
 
 
-def _wait_s(retry_after_s: FieldValue) -> int:
+def _wait_s(retry_after_s: errors.FieldValue) -> int:
     if isinstance(retry_after_s, int | float) and 1 <= retry_after_s < math.inf:
         return math.ceil(min(retry_after_s, _MAX_RETRY_AFTER_S))
     return 1

@@ -15,8 +15,7 @@ from kvolt.frontend.openapi import examples
 EVERYWHERE = (400, 405, 408, 413, 431, 500, 503, 505)
 """Statuses that any path can return before a handler is called."""
 _TAKES_JSON = (415,)
-_INFERENCE = (*_TAKES_JSON, 404, 429, 501, 504)
-_TOKENS = (*_TAKES_JSON, 404, 429, 501, 504)
+_OF_MODEL = (*_TAKES_JSON, 404, 429, 501, 504)
 
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: ("BadRequest", "Invalid request; `param` names the field or header.", "invalid_request"),
@@ -59,8 +58,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    method: str
-    path: str
+    route: str
+    """Method and path."""
     tag: str
     name: str
     summary: str
@@ -70,6 +69,14 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[dict[str, Any], ...] = ()
     answers: dict[int, Answer]
     errors: tuple[int, ...] = ()
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0].lower()
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
 
 
 _VISIBLE = {"type": "string", "pattern": f"^[!-~]{{1,{headers.MAX_NAME_CHARS}}}$"}
@@ -114,10 +121,14 @@ _MODEL = {
     "example": "my-model",
 }
 
+
+def _json(description: str, schema: Any, example: Any = None) -> Answer:
+    return Answer(description=description, schemas=(schema,), example=example)
+
+
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
-        method="post",
-        path="/v1/chat/completions",
+        route="POST /v1/chat/completions",
         tag="Inference",
         name="create_chat_completion",
         summary="Create a chat completion",
@@ -135,11 +146,10 @@ OPERATIONS: tuple[Operation, ...] = (
                 traced=True,
             )
         },
-        errors=_INFERENCE,
+        errors=_OF_MODEL,
     ),
     Operation(
-        method="post",
-        path="/v1/completions",
+        route="POST /v1/completions",
         tag="Inference",
         name="create_completion",
         summary="Create a completion",
@@ -157,81 +167,66 @@ OPERATIONS: tuple[Operation, ...] = (
                 traced=True,
             )
         },
-        errors=_INFERENCE,
+        errors=_OF_MODEL,
     ),
     Operation(
-        method="post",
-        path="/tokenize",
+        route="POST /tokenize",
         tag="Tokens",
         name="tokenize",
         summary="Tokenize a text or a chat",
         request=requests.TokenizeRequest,
         examples={"text": {"model": "my-model", "prompt": "Hello"}},
         answers={
-            200: Answer(
-                description="The tokens.",
-                schemas=(responses.TokenizeResponse,),
-                example={"count": 1, "max_model_len": 4096, "tokens": [9906], "token_strs": None},
+            200: _json(
+                "The tokens.",
+                responses.TokenizeResponse,
+                {"count": 1, "max_model_len": 4096, "tokens": [9906], "token_strs": None},
             )
         },
-        errors=_TOKENS,
+        errors=_OF_MODEL,
     ),
     Operation(
-        method="post",
-        path="/detokenize",
+        route="POST /detokenize",
         tag="Tokens",
         name="detokenize",
         summary="Convert token ids to text",
         request=requests.DetokenizeRequest,
         examples={"tokens": {"model": "my-model", "tokens": [9906]}},
-        answers={
-            200: Answer(
-                description="The text.", schemas=(responses.DetokenizeResponse,), example={"prompt": "Hello"}
-            )
-        },
-        errors=_TOKENS,
+        answers={200: _json("The text.", responses.DetokenizeResponse, {"prompt": "Hello"})},
+        errors=_OF_MODEL,
     ),
     Operation(
-        method="get",
-        path="/v1/models",
+        route="GET /v1/models",
         tag="Models",
         name="list_models",
         summary="List available models",
         description="Models first, then LoRA adapters, whose `parent` is their base model. Requests select either by "
         "its `id`.",
         answers={
-            200: Answer(
-                description="All models and adapters that can serve requests now.",
-                schemas=(responses.ModelList,),
-                example={"object": "list", "data": [examples.MODEL_ANSWER, examples.ADAPTER_ANSWER]},
+            200: _json(
+                "All models and adapters that can serve requests now.",
+                responses.ModelList,
+                {"object": "list", "data": [examples.MODEL_ANSWER, examples.ADAPTER_ANSWER]},
             )
         },
     ),
     Operation(
-        method="get",
-        path="/v1/models/{model}",
+        route="GET /v1/models/{model}",
         tag="Models",
         name="get_model",
         summary="Show a model or adapter",
         parameters=(_MODEL,),
-        answers={
-            200: Answer(description="The model.", schemas=(responses.Model,), example=examples.MODEL_ANSWER)
-        },
+        answers={200: _json("The model.", responses.Model, examples.MODEL_ANSWER)},
         errors=(404,),
     ),
     Operation(
-        method="get",
-        path="/v1/models/{model}/ready",
+        route="GET /v1/models/{model}/ready",
         tag="Models",
         name="get_model_ready",
         summary="Show whether a model is ready, and what is missing",
         parameters=(_MODEL,),
         answers={
-            200: Answer(
-                description="The model is ready.",
-                schemas=(responses.ModelReady,),
-                example=examples.MODEL_READY,
-            ),
+            200: _json("The model is ready.", responses.ModelReady, examples.MODEL_READY),
             503: Answer(
                 description="Workers are missing, or the server is draining.",
                 schemas=(responses.ModelReady, responses.ErrorBody),
@@ -240,90 +235,72 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(404,),
     ),
     Operation(
-        method="get",
-        path="/health",
+        route="GET /health",
         tag="Server",
         name="get_health",
         summary="Models and workers",
         answers={
-            200: Answer(
-                description="At least one model is ready.",
-                schemas=(responses.Health,),
-                example={"status": "ready", "models": ["my-model"], "workers": {"my-model": 2}},
+            200: _json(
+                "At least one model is ready.",
+                responses.Health,
+                {"status": "ready", "models": ["my-model"], "workers": {"my-model": 2}},
             ),
             503: Answer(description="No model is ready.", schemas=(responses.Health, responses.ErrorBody)),
         },
     ),
     Operation(
-        method="get",
-        path="/live",
+        route="GET /live",
         tag="Server",
         name="get_live",
         summary="Liveness of the process",
-        answers={200: Answer(description="Live.", schemas=(responses.Live,), example={"status": "live"})},
+        answers={200: _json("Live.", responses.Live, {"status": "live"})},
     ),
     Operation(
-        method="get",
-        path="/ready",
+        route="GET /ready",
         tag="Server",
         name="get_ready",
         summary="Readiness of the server",
         answers={
-            200: Answer(description="Ready.", schemas=(responses.Health,)),
+            200: _json("Ready.", responses.Health),
             503: Answer(description="Not ready.", schemas=(responses.Health, responses.ErrorBody)),
         },
     ),
     Operation(
-        method="get",
-        path="/metrics",
+        route="GET /metrics",
         tag="Server",
         name="get_metrics",
         summary="Prometheus metrics",
         answers={200: Answer(description="Prometheus text format.", media_type="text/plain")},
     ),
     Operation(
-        method="get",
-        path="/busy_threshold",
+        route="GET /busy_threshold",
         tag="Server",
         name="list_busy_thresholds",
         summary="List busy thresholds",
         answers={
-            200: Answer(
-                description="One entry per model.",
-                schemas=(responses.BusyThresholds,),
-                example={"thresholds": [examples.THRESHOLD]},
-            )
+            200: _json("One entry per model.", responses.BusyThresholds, {"thresholds": [examples.THRESHOLD]})
         },
         errors=(501,),
     ),
     Operation(
-        method="post",
-        path="/busy_threshold",
+        route="POST /busy_threshold",
         tag="Server",
         name="set_busy_threshold",
         summary="Set or show the busy thresholds of a model",
         request=responses.BusyThreshold,
         examples={"set": examples.THRESHOLD, "ask": {"model": "my-model"}},
-        answers={
-            200: Answer(
-                description="Current thresholds.",
-                schemas=(responses.BusyThreshold,),
-                example=examples.THRESHOLD,
-            )
-        },
+        answers={200: _json("Current thresholds.", responses.BusyThreshold, examples.THRESHOLD)},
         errors=(*_TAKES_JSON, 404, 501),
     ),
     Operation(
-        method="get",
-        path="/openapi.json",
+        route="GET /openapi.json",
         tag="Server",
         name="get_openapi",
         summary="OpenAPI document",
         answers={200: Answer(description="OpenAPI 3.1.", schemas=(dict[str, Any],))},
     ),
     Operation(
-        method="get",
-        path="/docs",
+        route="GET /docs",
         tag="Server",
         name="get_docs",
         summary="Documentation page",

@@ -64,19 +64,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     loras: list[str] = []
 
     def engine_info(self) -> EngineInfo:
-        return worker_info(
-            self.block_size,
-            dp_ranks=self.dp_ranks,
-            max_num_seqs=self.max_num_seqs,
-            max_batch_tokens=self.max_batch_tokens,
-            kv_total_blocks=self.kv_total_blocks,
-            kv_events=self.kv_events,
-            latency=self.latency,
-            taints=self.taints,
-            loras=self.loras,
-            hash_scheme=self.hash_scheme,
-            model=self.model,
-        )
+        fields = msgspec.structs.asdict(self)
+        del fields["worker"]
+        return worker_info(**fields)
 
 
 # --- KV events
