@@ -62,7 +62,7 @@ class Prefills:
         self._scheduler = scheduler
         self._abort = abort
         self._now = now
-        self._hold_s = hold_s
+        self.hold_s = hold_s
         self._in_progress: dict[RequestId, _Prefill] = {}
         self._expiry: dict[RequestId, float] = {}
         self._watches: dict[RequestId, _Watch] = {}
@@ -70,7 +70,7 @@ class Prefills:
     @property
     def expires_at(self) -> float:
         """Expiry of a hold that starts now."""
-        return self._now() + self._hold_s
+        return self._now() + self.hold_s
 
     @property
     def num_in_progress(self) -> int:
@@ -135,11 +135,6 @@ class Prefills:
         self._scheduler.release_kept(request_id)
         self._scheduler.release_prefetched(request_id)
         self._unwatch(request_id)
-
-    @property
-    def hold_s(self) -> float:
-        """Duration of a hold."""
-        return self._hold_s
 
     def start_hold(self, name: RequestId) -> None:
         """Start the hold time of blocks that are held under `name`."""
@@ -209,7 +204,7 @@ class Prefills:
             ticket=msgspec.msgpack.encode([request.request_id, names.keys]),
             prefill_instance=InstanceId(""),
             block_hashes=tuple(names.sequence_hashes),
-            expires_in_s=self._hold_s,
+            expires_in_s=self.hold_s,
             token_ids=request.token_ids,
             media=request.media,
             first_tokens=tokens if prefill.can_forward_tokens else None,

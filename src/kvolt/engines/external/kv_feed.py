@@ -56,18 +56,13 @@ class KvFeed:
             self.close()
             raise
         self._translator = self._new_translator()
-        self._next = 0
-        """Number of the next batch. Engines start with 0, perhaps before this is connected."""
+        self.num_processed = 0
+        """Batches since the engine's first one that were read or lost; the number of the next batch."""
         self._num_repeated = 0
         """Batches before this number were read by `read_missed` and may also be in the socket."""
         self.num_batches = 0
         self.num_lost = 0
         """Batches that were missed and could not be replayed."""
-
-    @property
-    def num_processed(self) -> int:
-        """Batches since the engine's first one that were read or lost."""
-        return self._next
 
     def _new_translator(self) -> Translator:
         return Translator(self._engine, self._block_size, self._lora_name)
@@ -79,10 +74,10 @@ class KvFeed:
     async def read_missed(self) -> list[tuple[KvChange, ...]]:
         """Replay the batches published before the connection, if possible. Call before `changes`, which would otherwise
         do so with the next batch only."""
-        missed = await self._replay(self._next, _ALL)
+        missed = await self._replay(self.num_processed, _ALL)
         batches = [self._read(each) for each in missed]
-        self._next += len(missed)
-        self._num_repeated = self._next
+        self.num_processed += len(missed)
+        self._num_repeated = self.num_processed
         return [changes for changes in batches if changes]
 
     async def changes(self) -> AsyncIterator[tuple[KvChange, ...]]:
@@ -102,7 +97,7 @@ class KvFeed:
             return []
         self._num_repeated = 0
         batches: list[tuple[KvChange, ...]] = []
-        due = self._next
+        due = self.num_processed
         if number < due:  # numbers start again: the engine was restarted
             batches.append(self._reset())
             due = 0
@@ -115,7 +110,7 @@ class KvFeed:
                 log.warning("KV events lost, blocks cleared: batches=%d", number - due)
                 batches.append(self._reset())
         batches.append(self._read(payload))
-        self._next = number + 1
+        self.num_processed = number + 1
         return batches
 
     def _reset(self) -> tuple[KvChange, ...]:

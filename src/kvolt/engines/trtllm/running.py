@@ -29,6 +29,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)
+
 _FIRST_STATS_S = 10.0
 """Timeout of the first statistics after the first answer."""
 

@@ -49,10 +49,9 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.host.environment import environment
 
 log = logging.getLogger(__name__)
+
 _STOP_S = 10.0
 """Timeout of vLLM's shutdown."""
-
-
 _LEVELS = (1, 2)
 _WITHOUT_WEIGHTS = 2
 """Level at which weights are discarded and must be reloaded."""

@@ -14,19 +14,17 @@ from typing import Any
 
 import zmq
 
-from kvolt.engines.vllm.plugins.kv_holds import HOLD_S, renew_message
+from kvolt.engines.vllm.plugins.kv_holds import HOLD_S, Address, connect, renew_message
 
 _PER_HOLD = 3
 """Renewals per hold time."""
 _MIN_S, _MAX_S = 0.01, 1.0
 """Bounds of the renewal interval. The maximum is short since a shorter hold may be added."""
 
-_Address = tuple[str, int]
-
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    owner: _Address
+    owner: Address
     engine_id: str
     name: str
     hold_s: float
@@ -37,7 +35,7 @@ class HoldRenewals:
 
     def __init__(self) -> None:
         self._holds: dict[str, _Hold] = {}
-        self._sockets: dict[_Address, Any] = {}
+        self._sockets: dict[Address, Any] = {}
         self._context: Any = None
         self._is_waiting = asyncio.Event()
 
@@ -70,7 +68,7 @@ class HoldRenewals:
             self._close_sockets()
 
     def _renew(self, holds: list[_Hold]) -> None:
-        names: dict[tuple[_Address, str], list[str]] = {}
+        names: dict[tuple[Address, str], list[str]] = {}
         for hold in holds:
             names.setdefault((hold.owner, hold.engine_id), []).append(hold.name)
         for (owner, engine_id), held in names.items():
@@ -78,19 +76,10 @@ class HoldRenewals:
             with contextlib.suppress(zmq.ZMQError):  # not sent: the hold expires, and the reader finds out
                 self._socket(owner).send_multipart((b"", message), zmq.DONTWAIT)
 
-    def _socket(self, owner: _Address) -> Any:
+    def _socket(self, owner: Address) -> Any:
         if owner not in self._sockets:
-            host, port = owner
             self._context = self._context or zmq.Context()
-            socket = self._context.socket(zmq.DEALER)
-            try:
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.IPV6, ":" in host)
-                socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-            except zmq.ZMQError:
-                socket.close()
-                raise
-            self._sockets[owner] = socket
+            self._sockets[owner] = connect(self._context, *owner)
         return self._sockets[owner]
 
     def _close_sockets(self) -> None:

@@ -23,24 +23,28 @@ import msgspec
 import zmq
 
 log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
 HOLD_S = "kvolt_hold_s"
 """Transfer parameter: how long the owner holds blocks without renewal. In a ticket: its owner answers checks."""
-RELEASE = "kvolt_release"
-"""Transfer parameter: the request whose blocks are to be released."""
 DEADLINE_S = "kvolt_deadline_s"
 """Transfer parameter: no renewal extends the hold beyond."""
-_CHECK, _RENEW = b"kvolt_check", b"kvolt_renew"
-_MAX_BYTES = 1 << 20
-_encode = msgspec.msgpack.Encoder().encode
+RELEASE = "kvolt_release"
+"""Transfer parameter: the request whose blocks are to be released."""
+READS = "kvolt_reads"
+"""Key of vLLM's connector statistics: a list of `Read`."""
 CHECK_S = 5.0
 """Timeout of the owner's answer; equal to vLLM's handshake timeout."""
+
+_CHECK, _RENEW = b"kvolt_check", b"kvolt_renew"
+_MAX_BYTES = 1 << 20
 _MAX_IDLE_OWNERS = 64
 """Idle connections to owners."""
-Address = tuple[str, int]
-READS = "kvolt_reads"
-"""Key of the statistics: a list of `Read`."""
 _CONNECTOR = "KvoltNixlConnector"
 """Name of its statistics when several connectors report."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -118,6 +122,19 @@ class _Message(msgspec.Struct, array_like=True):
 _decode_message = msgspec.msgpack.Decoder(_Message).decode
 _decode_check = msgspec.msgpack.Decoder(_Check).decode
 _decode_renew = msgspec.msgpack.Decoder(_Renew).decode
+
+
+def connect(context: Any, host: str, port: int) -> Any:
+    """A DEALER socket to an owner's side channel. ZMQError."""
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
 
 
 def check_message(engine_id: str, number: int, name: str) -> bytes:

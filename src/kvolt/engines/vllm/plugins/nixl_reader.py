@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
-from vllm.utils.network_utils import make_zmq_path
 
-from kvolt.engines.vllm.plugins.kv_holds import READS, HoldChecks
+from kvolt.engines.vllm.plugins.kv_holds import READS, HoldChecks, connect
 from kvolt.engines.vllm.plugins.nixl_owner import RELEASED, require
 from kvolt.runtime.clock import SystemClock
 
@@ -58,15 +58,9 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = ReaderStats()
         self._zmq = zmq.Context()
-        self._checks = HoldChecks(self._connect, _now)
+        self._checks = HoldChecks(partial(connect, self._zmq), _now)
         self._reads: dict[str, _Read] = {}
         """Reads in progress, including the check of the hold."""
-
-    def _connect(self, host: str, port: int) -> Any:
-        socket = self._zmq.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(make_zmq_path("tcp", host, port))
-        return socket
 
     def _read_blocks(self, read_spec: Any, **kwargs: Any) -> bool:
         """As vLLM's, but the notification of the completed read does not end the hold: it is sent as a heartbeat, which
