@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.cli.flags import GROUPS, add_settings, flag_name
+from kvolt.cli.flags import GROUPS, add_settings, flag_name, optional, switch
 from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.leaves import Leaf, leaves, leaves_of, sections, worker_leaves
@@ -41,13 +41,11 @@ _WIDTH = 100
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="show|describe|check|env", required=True, dest="config_verb")
     show = verbs.add_parser("show", help="print effective values and their origins")
-    show.add_argument("key", nargs="?", metavar="KEY", help="Setting or section to show. Default: all.")
-    show.add_argument("--toml", action="store_true", help="Print a config file instead of a table.")
+    optional(show, "key", "KEY", "Setting or section to show. Default: all.")
+    switch(show, "--toml", "Print a config file instead of a table.")
     add_settings(show, tuple(GROUPS))
     describe = verbs.add_parser("describe", help="print type, default and documentation of settings")
-    describe.add_argument(
-        "key", nargs="?", metavar="SECTION", help="Section or setting to describe. Default: all."
-    )
+    optional(describe, "key", "SECTION", "Section or setting to describe. Default: all.")
     describe.set_defaults(without_config=_describe)
     check = verbs.add_parser("check", help="print all errors of a config file")
     check.add_argument("file", metavar="FILE")

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 import msgspec
 from msgspec.inspect import StructType, type_info
 
-from kvolt.cli.flags import option, repeated
+from kvolt.cli.flags import option, optional, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.field_docs import field_texts
 from kvolt.engines.registry import GROUP, engine_names, find_engine
@@ -35,7 +35,7 @@ _MAX_COLUMN = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="list|check", required=True, dest="engine_verb")
     listing = verbs.add_parser("list", help="list engines and their arguments")
-    listing.add_argument("engine", nargs="?", metavar="NAME", help="Engine to show. Default: all.")
+    optional(listing, "engine", "NAME", "Engine to show. Default: all.")
     listing.set_defaults(without_config=_list)
     check = verbs.add_parser("check", help="run the conformance suite, one line per case")
     check.add_argument("engine", metavar="NAME", help="Engine name (`kvolt engine list`).")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, optional, switch
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, decode_step_log
@@ -62,9 +62,7 @@ class FitReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "log", metavar="LOG", nargs="?", help="Step log of an engine (engine argument step_log=FILE)."
-    )
+    optional(parser, "log", "LOG", "Step log of an engine (engine argument step_log=FILE).")
     parser.add_argument(
         "--aiconfigurator",
         nargs=3,
@@ -80,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--tensor-parallel", "N", "Tensor parallel size for --aiconfigurator.", int, default=1)
     option(parser, "--name", None, "Name of the preset. Default: from engine, model and device.")
     option(parser, "--out", "FILE", "Write the preset to FILE, for --arg preset=FILE.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    switch(parser, "--json", "Print JSON.")
     parser.set_defaults(without_config=_fit)
 
 

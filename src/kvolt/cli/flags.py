@@ -117,6 +117,16 @@ def repeated(parser: argparse._ActionsContainer, flag: str, metavar: str, text: 
     parser.add_argument(flag, metavar=metavar, action="append", default=[], help=text)
 
 
+def switch(parser: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(flag, action="store_true", help=text)
+
+
+def optional(parser: argparse._ActionsContainer, name: str, metavar: str, text: str) -> None:
+    """Add a positional argument that may be omitted."""
+    parser.add_argument(name, metavar=metavar, nargs="?", help=text)
+
+
 class _RecordOverride(argparse.Action):
     """Record the text of a setting; the last flag for a setting wins."""
 

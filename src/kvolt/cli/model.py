@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvolt.cli.flags import switch
 from kvolt.core.errors import ConfigError
 from kvolt.models import resolve
 from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for each in (fetch, show):
         each.add_argument("name", metavar="NAME", help="Built-in name, Hugging Face name or path.")
     for each in (listing, show):
-        each.add_argument("--json", action="store_true", help="Print JSON.")
+        switch(each, "--json", "Print JSON.")
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.cli.cluster import ProcessView, visit
+from kvolt.cli.flags import switch
 from kvolt.cli.process import run_loop
 from kvolt.router.metrics import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
@@ -29,7 +30,7 @@ Examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    switch(parser, "--json", "Print JSON.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvolt.cli.cluster import Cluster, ProcessView, visit
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.cli.process import run_loop
 from kvolt.cli.status import console, picture
 from kvolt.core.errors import DiscoveryLost
@@ -28,7 +28,7 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--interval", "SECONDS", "Refresh interval.", float, default=1.0)
-    parser.add_argument("--once", action="store_true", help="Print once and exit.")
+    switch(parser, "--once", "Print once and exit.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

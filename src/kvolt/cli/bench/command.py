@@ -38,7 +38,7 @@ from kvolt.cli.bench.flags import (
 )
 from kvolt.cli.bench.screen import Progress, open_rows, output_report, print_changes, print_report
 from kvolt.cli.chat.client import ChatClient
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
 from kvolt.cli.progress import run_until_signal
@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("first", metavar="A", help="First report.json, or its directory.")
     comparing.add_argument("second", metavar="B", help="Second report.json, or its directory.")
     option(comparing, "--seed", None, "Seed of the bootstrap samples.", int, default=0)
-    comparing.add_argument("--json", action="store_true", help="Print JSON.")
+    switch(comparing, "--json", "Print JSON.")
     comparing.set_defaults(without_config=_compare)
 
 

@@ -24,7 +24,7 @@ from kvolt.bench.load.workloads import (
     sessions_of,
 )
 from kvolt.bench.traces import ReadOptions, read_trace
-from kvolt.cli.flags import option, repeated
+from kvolt.cli.flags import option, repeated, switch
 from kvolt.cli.health import add_server_flags
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
@@ -101,9 +101,9 @@ def add_prompts(group: argparse._ArgumentGroup) -> None:
 def add_results(group: argparse._ArgumentGroup) -> None:
     option(group, "--sla", "LIMITS", "Limits for goodput, such as ttft=500ms,itl=50ms,e2e=10s.")
     option(group, "--out", "DIR", "Write report.json, report.html and requests.csv to this directory.")
-    group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
-    group.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    group.add_argument("--quiet", action="store_true", help="Show no progress.")
+    switch(group, "--force", "Overwrite an existing report.")
+    switch(group, "--json", "Print the report as JSON.")
+    switch(group, "--quiet", "Show no progress.")
     option(group, "--drain", "TIME", "Time for running requests to finish after Ctrl-C.", default="5s")
     option(group, "--seed", None, "Seed of arrivals, lengths and prompts.", int, default=0)
 

@@ -17,7 +17,7 @@ from kvolt.cli.cache.object_store import (
     stat_objects,
 )
 from kvolt.cli.cache.shared_pool import configure_serve, serve_pool, stat_pool
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.view import DiskPart, decode_block, evict, find_parts, read_blocks, verify
@@ -69,11 +69,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
                 help="Socket of a `kvolt cache serve` pool. Default: its default socket.",
             )
         if name in ("stat", "ls"):
-            verb.add_argument("--json", action="store_true", help="Print JSON.")
+            switch(verb, "--json", "Print JSON.")
         if name == "evict":
             which = verb.add_mutually_exclusive_group(required=True)
-            which.add_argument("--all", action="store_true", help="Remove all blocks.")
-            which.add_argument("--corrupt", action="store_true", help="Remove blocks with a wrong checksum.")
+            switch(which, "--all", "Remove all blocks.")
+            switch(which, "--corrupt", "Remove blocks with a wrong checksum.")
             option(which, "--older-than", "AGE", "Remove objects older than this: 30m, 12h or 7d.")
             which.add_argument(
                 "--key",

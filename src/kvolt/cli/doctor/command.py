@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.doctor.transfer import Finding, transfer_findings
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
 from kvolt.cli.serve.command import check_shared
@@ -54,7 +54,7 @@ _MARKS = {"ok": "green", "warn": "yellow", "missing": "red", "untested": "cyan"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    switch(parser, "--json", "Print JSON.")
     option(parser, "--workers", "N", "Number of worker processes to check for.", int)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.cli.cluster import visit
-from kvolt.cli.flags import CLIENT_GROUPS, option
+from kvolt.cli.flags import CLIENT_GROUPS, option, switch
 from kvolt.cli.process import run_loop
 from kvolt.cli.trace.record import find_frontends
 from kvolt.core.errors import ConfigError, KvoltError
@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--tokens", "IDS", "Comma-separated token ids, or @FILE.")
     option(parser, "--model", None, "Model or adapter. Default: the only model served.")
     option(parser, "--url", None, "URL of the frontend to query. Default: any.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    switch(parser, "--json", "Print JSON.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

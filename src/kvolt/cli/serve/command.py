@@ -15,7 +15,7 @@ import msgspec
 
 from kvolt.cli.cache.shared_pool import pools_of
 from kvolt.cli.cluster import visit
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, optional, switch
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import Served, base_url, served_models
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
@@ -65,30 +65,21 @@ _MAX_PORT_ATTEMPTS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="Hugging Face name, folder or GGUF file. Default: smollm2-135m.",
-    )
+    optional(parser, "model", "MODEL", "Hugging Face name, folder or GGUF file. Default: smollm2-135m.")
     add_engine_flags(parser)
     workers = parser.add_argument_group("workers (of the first [[workers]] entry)")
     option(workers, "--workers", "N", "Number of worker processes.", int)
     option(workers, "--prefill", "N", "Number of prefill workers. Requires --decode.", int)
     option(workers, "--decode", "N", "Number of decode workers.", int)
     option(workers, "--aggregated", "N", "Number of aggregated workers (prefill and decode).", int)
-    add_tier_flags(parser, is_brief=True).add_argument(
+    switch(
+        add_tier_flags(parser, is_brief=True),
         "--kv-shared",
-        action="store_true",
-        help="Create one KV pool for all workers instead of one per worker.",
+        "Create one KV pool for all workers instead of one per worker.",
     )
     output = parser.add_argument_group("terminal")
-    output.add_argument("--quiet", action="store_true", help="Show only warnings and errors.")
-    output.add_argument(
-        "--interactive",
-        action="store_true",
-        help="Chat in this terminal, log to files, and stop when the chat ends.",
-    )
+    switch(output, "--quiet", "Show only warnings and errors.")
+    switch(output, "--interactive", "Chat in this terminal, log to files, and stop when the chat ends.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -34,7 +34,7 @@ from kvolt.bench.traces.analysis import LRU_BLOCKS
 from kvolt.bench.traces.sources import FileState, FoundTrace
 from kvolt.bench.traces.synthetic import Lognormal
 from kvolt.cli import flags
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, optional, switch
 from kvolt.cli.trace.page import analysis_text, sources_text
 from kvolt.cli.trace.tiers import add_tier_flags, tier_findings, tiers_text
 from kvolt.core.errors import ConfigError
@@ -81,16 +81,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sources = verbs.add_parser("sources", help="list public traces and verify those in KVOLT_TRACES")
     sources.set_defaults(without_config=_sources)
     for each in (analyzing, sources):
-        each.add_argument("--json", action="store_true", help="Print JSON.")
+        switch(each, "--json", "Print JSON.")
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        nargs="?",
-        help="URL of one frontend. Default: all frontends of the namespace.",
-    )
+    optional(parser, "url", "URL", "URL of one frontend. Default: all frontends of the namespace.")
     option(parser, "--out", "FILE", "Output file; compressed if it ends in .gz.", default="trace.jsonl")
     option(
         parser,
@@ -99,8 +94,8 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         "Record requests that arrive within this time, such as 60s or 5m. Default: until Ctrl-C.",
     )
     option(parser, "--model", "NAME", "Record only this model or adapter. Default: all.")
-    parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
-    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
+    switch(parser, "--force", "Overwrite an existing file.")
+    switch(parser, "--quiet", "Show no progress.")
     flags.add_settings(parser, flags.CLIENT_GROUPS)
 
 
@@ -132,10 +127,8 @@ def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentPa
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     option(parser, "--seed", None, "Seed of --sample.", int, default=0)
-    parser.add_argument(
-        "--sort", action="store_true", help="Sort by arrival time; reads the whole trace into memory."
-    )
-    parser.add_argument("--renumber", action="store_true", help="Renumber hash ids from 0.")
+    switch(parser, "--sort", "Sort by arrival time; reads the whole trace into memory.")
+    switch(parser, "--renumber", "Renumber hash ids from 0.")
     parser.set_defaults(without_config=_convert)
 
 

@@ -10,7 +10,7 @@ from kvolt.bench.load.report import RunFacts
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import WRITTEN, open_rows, output_report
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.cli.progress import ending, progress
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import print_twin
@@ -45,9 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     group = parser.add_argument_group("results")
     option(group, "--out", "DIR", f"Write {WRITTEN} to this directory.")
-    group.add_argument("--force", action="store_true", help="Overwrite an existing report.")
-    group.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    group.add_argument("--quiet", action="store_true", help="Show no progress.")
+    switch(group, "--force", "Overwrite an existing report.")
+    switch(group, "--json", "Print the report as JSON.")
+    switch(group, "--quiet", "Show no progress.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

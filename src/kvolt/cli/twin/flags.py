@@ -10,7 +10,7 @@ import msgspec
 from kvolt.bench.load.report import Setting
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start_at_zero
-from kvolt.cli.flags import option, repeated
+from kvolt.cli.flags import option, optional, repeated
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.registry import check_arguments, parse_argument
@@ -23,11 +23,8 @@ from kvolt.twin.trace_block_tiers import TwinTiers
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "trace",
-        nargs="?",
-        metavar="TRACE",
-        help="Trace in any format of `kvolt trace`. Default: a small built-in trace.",
+    optional(
+        parser, "trace", "TRACE", "Trace in any format of `kvolt trace`. Default: a small built-in trace."
     )
     group = parser.add_argument_group("cluster")
     option(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table, unwritable
-from kvolt.cli.flags import option, repeated
+from kvolt.cli.flags import option, repeated, switch
 from kvolt.cli.progress import ending, progress
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.core.errors import ConfigError
@@ -60,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     option(group, "--processes", "N", "Number of parallel processes. Default: one per core.", int)
     option(group, "--out", "DIR", f"Write {_WRITTEN} to this directory.")
-    group.add_argument("--json", action="store_true", help="Print all points as JSON.")
-    group.add_argument("--quiet", action="store_true", help="Show no progress.")
+    switch(group, "--json", "Print all points as JSON.")
+    switch(group, "--quiet", "Show no progress.")
 
 
 @dataclass(frozen=True, slots=True)

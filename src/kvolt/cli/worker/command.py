@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.cli.flags import option, repeated
+from kvolt.cli.flags import option, optional, repeated
 from kvolt.cli.process import Process, run_process
 from kvolt.cli.worker.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of, with_tiers
 from kvolt.cli.worker.transfers import Transfers
@@ -48,12 +48,7 @@ Examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="Hugging Face name, folder or GGUF file. Default: from the config.",
-    )
+    optional(parser, "model", "MODEL", "Hugging Face name, folder or GGUF file. Default: from the config.")
     add_engine_flags(parser)
     worker = parser.add_argument_group("worker")
     option(worker, "--group", "NAME", "Name of the [[workers]] entry to run. Default: the first entry.")

@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from kvolt.cli.flags import option
+from kvolt.cli.flags import option, switch
 from kvolt.core.card import EngineInfo
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
@@ -72,10 +72,10 @@ def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> a
         choices=("none", "fp8"),
         help=rare("fp8 stores 8 bits per value: lossy, two to four times the capacity. Default: none."),
     )
-    group.add_argument(
+    switch(
+        group,
         "--kv-disk-direct",
-        action="store_true",
-        help=rare(
+        rare(
             "Onboard blocks from disk to the device with NIXL and GPUDirect Storage, bypassing host memory."
         ),
     )
@@ -87,11 +87,7 @@ def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> a
         metavar="SOCKET",
         help=rare("Use the KV pool of a `kvolt cache serve` process on this host."),
     )
-    group.add_argument(
-        "--kv-peers",
-        action="store_true",
-        help="Onboard blocks from the tiers of other workers, and serve blocks to them.",
-    )
+    switch(group, "--kv-peers", "Onboard blocks from the tiers of other workers, and serve blocks to them.")
     return group
 
 
