@@ -21,7 +21,13 @@ from kvolt.frontend.admission import Admission
 from kvolt.frontend.answers.answer import Answer, AnswerSpec
 from kvolt.frontend.answers.streaming import StreamingAnswer, TokenFanOut
 from kvolt.frontend.answers.whole import WholeAnswer
-from kvolt.frontend.generation_context import GenerationContext, build_answer_spec, build_requests
+from kvolt.frontend.generation_context import (
+    GenerationContext,
+    build_answer_spec,
+    build_requests,
+    embedded_prompts,
+    placeholder_tokens,
+)
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.model import require_extra, with_allowed_by_role
@@ -40,7 +46,6 @@ from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, G
 from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSerializer, ResponseSerializer
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
-from kvolt.frontend.tokenization.embedded import embedded_prompts, placeholder_tokens
 from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvolt.core.card import ModelCard
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.frontend.answers.answer import AnswerSpec
@@ -12,18 +13,24 @@ from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.model import Model
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import RequestHints
-from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
+from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds, read_embeds
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.serializer import ResponseSerializer
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
+from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
-from kvolt.frontend.worker_request import PROMPT_EMBEDS, build_request, check_prompt_logprobs
+from kvolt.frontend.worker_request import PROMPT_EMBEDS, build_request, check_prompt_logprobs, too_long
 from kvolt.runtime.http.server import HttpRequest
 
 _COMPLETION_TOKENS = 16
 """Default `max_tokens` of completions, as in OpenAI's and vLLM's APIs. For chats see `_default_max_tokens`."""
+
+
+_INLINE_EMBEDS_CHARACTERS = 256 * 1024
+"""Longer ones are decoded in a thread, off the event loop."""
+_NO_TOKEN = 0
 
 
 @dataclass(slots=True)
@@ -164,3 +171,25 @@ def _annotations(context: GenerationContext) -> list[tuple[str, object]]:
         "token_ids": lambda: context.prompts[0] if len(context.prompts) == 1 else context.prompts,
     }
     return [(name, values[name]()) for name in context.hints.annotations if name in values]
+
+
+async def embedded_prompts(
+    embeds_fields: str | list[str], card: ModelCard, num_output: int, off_loop: OffLoop
+) -> list[PromptEmbeds]:
+    """Decode embeddings; raises InvalidRequest if one is invalid or has more rows than the context has tokens."""
+    texts = [embeds_fields] if isinstance(embeds_fields, str) else embeds_fields
+
+    def read() -> list[PromptEmbeds]:
+        return [read_embeds(text) for text in texts]
+
+    is_short = sum(map(len, texts)) <= _INLINE_EMBEDS_CHARACTERS
+    decoded = read() if is_short else await off_loop.run(read)
+    for each in decoded:
+        if each.num_rows >= card.context_length:
+            raise too_long(card, each.num_rows, num_output, PROMPT_EMBEDS)
+    return decoded
+
+
+def placeholder_tokens(embeds: PromptEmbeds) -> tuple[int, ...]:
+    """One placeholder token per row."""
+    return (_NO_TOKEN,) * embeds.num_rows

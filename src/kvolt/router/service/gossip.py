@@ -117,9 +117,6 @@ class ReplicaLoads:
         self._max_replicas = max_replicas
         self._replicas: dict[str, _Replica] = {}
         self._changed: dict[WorkerDpRank, None] = {}
-        self.num_received = 0
-        self.num_old = 0
-        """Vectors that arrived after a newer one."""
         self.num_refused = 0
         """Vectors of replicas beyond the limit."""
 
@@ -133,12 +130,10 @@ class ReplicaLoads:
             return
         replica = self._replicas.get(vector.replica)
         if replica is not None and (vector.epoch, vector.version) <= (replica.epoch, replica.version):
-            self.num_old += 1
-            return
+            return  # it arrived after a newer one
         if replica is None and len(self._replicas) >= self._max_replicas:
             self.num_refused += 1
             return
-        self.num_received += 1
         ttl_s = min(vector.ttl_s, _MAX_TTL_S)
         if ttl_s == 0.0:
             self._drop_replica(vector.replica)

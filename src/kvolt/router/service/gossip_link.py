@@ -55,7 +55,6 @@ class GossipLink:
         """Another replica was received."""
         self.replicas = ReplicaLoads(runtime.events.publisher)
         self.num_published = 0
-        self.num_malformed = 0
 
     def start(self) -> None:
         self._stream = self._runtime.events.subscribe(ROUTER_LOAD_TOPIC)
@@ -78,7 +77,6 @@ class GossipLink:
                     continue
                 vector = _decode_vector(event.payload)
             except MALFORMED as error:
-                self.num_malformed += 1
                 log.debug("load vector dropped: %s", error)
                 continue
             self.replicas.receive(vector, self._clock.monotonic())

@@ -250,7 +250,6 @@ def test_what_cannot_be_read_or_is_of_another_endpoint_is_passed_over() -> None:
         stranger.events.publish(ROUTER_LOAD_TOPIC, msgspec.msgpack.encode(foreign))
         await asyncio.sleep(SLACK_S)
         for replica in replicas:
-            assert replica.router.gossip.num_malformed == 2
             assert replica.router.gossip.replicas.num_replicas == 1
 
     scene(body)
