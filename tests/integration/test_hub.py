@@ -127,7 +127,9 @@ def test_ctrl_c_ends_it_and_keeps_what_came(machine: Machine, hub: FakeHub) -> N
     assert process.returncode == 130, err
     assert "Traceback" not in err
     # On a busy machine the rest may have come before the signal was handled.
-    assert max(path.stat().st_size for path in machine.home.rglob("*") if path.is_file()) >= len(WEIGHTS) * 0.4
+    assert (
+        max(path.stat().st_size for path in machine.home.rglob("*") if path.is_file()) >= len(WEIGHTS) * 0.4
+    )
 
 
 def test_gated_by_token_and_unknown(machine: Machine) -> None:

@@ -108,7 +108,11 @@ def test_text_completion(given: dict[str, Any]) -> None:
         ({"messages": ask("x " * 40_000)}, litellm.ContextWindowExceededError, 400),
         ({"model": "openai/nobody"}, litellm.NotFoundError, 404),
         ({"response_format": {"type": "json_object"}}, litellm.APIError, 501),
-        ({"messages": ask("a story " * 8_000), "extra_headers": {"x-kvolt-timeout-ms": "1"}}, litellm.Timeout, 504),
+        (
+            {"messages": ask("a story " * 8_000), "extra_headers": {"x-kvolt-timeout-ms": "1"}},
+            litellm.Timeout,
+            504,
+        ),
     ],
     ids=["wrong", "too long", "no model", "no grammar", "no time"],
 )
