@@ -118,7 +118,7 @@ static uint64_t scratch_bits[NUM_TIERS * MAX_WORDS];
 
 static PyObject *numpy_empty, *int32_dtype;
 
-static inline uint64_t mix(uint64_t value) { /* SplitMix64's finalizer, like core.kv_events */
+static inline uint64_t mix(uint64_t value) { /* SplitMix64's finalizer, like core.kv_digest */
     value += 0x9E3779B97F4A7C15u;
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
