@@ -13,8 +13,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Sampling
-from kvolt.testing.engines.harness import Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Run, block_hashes, engine_run
 
 GREEDY = Sampling(temperature=0.0)
 

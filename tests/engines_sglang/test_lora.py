@@ -13,8 +13,7 @@ from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.request import Sampling
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.testing.engines.harness import engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import block_hashes, engine_run
 
 _TARGETS = {"q_proj": 64, "v_proj": 32}
 _RANK = 4

@@ -18,8 +18,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
-from kvolt.testing.engines.harness import Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Run, block_hashes, engine_run
 
 TARGETS = {"q_proj": 128, "v_proj": 64}
 RANK = 4

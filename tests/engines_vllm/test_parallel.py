@@ -19,8 +19,7 @@ from kvolt.core.request import Request, Role, RoutingHints, Sampling, StopCondit
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
-from kvolt.testing.engines.harness import Run, engine_run
-from kvolt.testing.engines.replica import Replica, block_hashes
+from kvolt.testing.engines.harness import Replica, Run, block_hashes, engine_run
 
 BLOCK = SMALL["block_size"]
 NUM_BLOCKS = SMALL["num_gpu_blocks_override"] - 1

@@ -23,8 +23,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import launch
 from kvolt.runtime.clock import SystemClock
-from kvolt.testing.engines.harness import Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Run, block_hashes, engine_run
 
 PROMPT = tuple(range(20, 60))
 MAX_SEQS = 2

@@ -15,8 +15,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
 from kvolt.engines.vllm.arguments import VllmArguments, VllmTiers
 from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, whole_answer
-from kvolt.testing.engines.harness import Answer, Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Answer, Run, block_hashes, engine_run
 
 NUM_BLOCKS = 25
 """In vLLM's memory: three prompts, no more."""

@@ -19,6 +19,7 @@ from typing import Protocol
 from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.events.port import Event, EventPlane, EventStream
 from kvolt.runtime.tasks import Scope
+from kvolt.testing.cases import cases_in
 
 _DEADLINE_S = 10.0
 _QUIET_S = 0.1
@@ -333,22 +334,4 @@ async def rejects_bad_topics(harness: Harness) -> None:
                 raise AssertionError(f"topic {topic!r} was accepted")
 
 
-CASES: tuple[Callable[[Harness], Awaitable[None]], ...] = (
-    keeps_order_per_publisher,
-    connects_all_publishers_and_subscribers,
-    delivers_to_own_subscribers,
-    separates_topics,
-    numbers_topics_separately,
-    reports_a_gap,
-    gaps_are_per_publisher,
-    slow_reader_drops_oldest,
-    late_subscriber_sees_no_gap,
-    restarted_publisher_shows_no_gap,
-    carries_empty_and_large_payloads,
-    cancelled_read_drops_nothing,
-    aclose_ends_one_stream,
-    close_ends_the_iterators,
-    publishes_without_subscribers,
-    publishing_after_close_is_ignored,
-    rejects_bad_topics,
-)
+CASES: tuple[Callable[[Harness], Awaitable[None]], ...] = cases_in(__name__)

@@ -19,8 +19,10 @@ from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
-from kvolt.testing.discovery.observer import expect
+from kvolt.testing.cases import cases_in, expect, name
 from kvolt.transfer.memory.slabs import Numbers
+
+__all__ = ["CASES", "Case", "Harness", "chain", "name", "run_case"]
 
 SHAPE = BlockShape(3000, 2, "float16")
 """Two ranks; not a whole number of pages."""
@@ -244,20 +246,7 @@ async def reads_during_writes_are_correct(harness: Harness) -> None:
             other.memory.close()
 
 
-CASES: tuple[Case, ...] = (
-    written_blocks_are_read_back,
-    blocks_survive_reopening,
-    partial_prefix_is_found,
-    corrupt_block_is_not_returned,
-    removed_blocks_are_not_found,
-    rewriting_is_idempotent,
-    cancelled_write_stops_before_returning,
-    reads_during_writes_are_correct,
-)
-
-
-def name(case: Case) -> str:
-    return getattr(case, "__name__", repr(case))
+CASES: tuple[Case, ...] = cases_in(__name__)
 
 
 async def run_case(case: Case, harness: Harness, timeout_s: float = 120.0) -> None:

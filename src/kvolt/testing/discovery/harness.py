@@ -43,10 +43,6 @@ _LASTING_S = 10.0
 Case = Callable[[Harness], Awaitable[None]]
 
 
-def name(case: Case) -> str:
-    return getattr(case, "__name__", repr(case))
-
-
 async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 60.0) -> None:
     """Run one case with a new harness on the running loop."""
     harness = make_harness()

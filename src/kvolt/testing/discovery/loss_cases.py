@@ -11,8 +11,9 @@ from contextlib import suppress
 
 from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.tasks import TaskGroup
+from kvolt.testing.cases import SOON_S, cases_in, expect
 from kvolt.testing.discovery.harness import Case, Harness, leased
-from kvolt.testing.discovery.observer import SOON_S, Observer, expect, observing
+from kvolt.testing.discovery.observer import Observer, observing
 
 _RETRY_S = 0.05
 
@@ -158,14 +159,4 @@ async def crash_before_wipe(harness: Harness) -> None:
         await observer.until_content({})
 
 
-LOSS_CASES: tuple[Case, ...] = (
-    loss_deletes_nothing,
-    refused_changes_are_undone,
-    watch_started_while_lost,
-    crash_while_lost,
-    revoke_while_lost,
-    close_while_lost,
-    wipe_is_put_back,
-    wipe_while_lost,
-    crash_before_wipe,
-)
+LOSS_CASES: tuple[Case, ...] = cases_in(__name__)

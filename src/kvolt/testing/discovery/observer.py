@@ -8,15 +8,7 @@ from contextlib import asynccontextmanager
 
 from kvolt.runtime.discovery.port import Delete, Discovery, Put, Synced, WatchEvent
 from kvolt.runtime.tasks import TaskGroup
-
-SOON_S = 30.0
-"""Timeout of waits for an expected event."""
-
-
-def expect(condition: bool, message: str) -> None:
-    # Not an assert statement: users may run the suite with -O, where assertions are removed.
-    if not condition:
-        raise AssertionError(message)
+from kvolt.testing.cases import SOON_S, expect
 
 
 class Observer:

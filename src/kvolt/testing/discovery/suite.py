@@ -15,14 +15,14 @@ Must not know any implementation. Timeouts are generous, so that a slow machine 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, NotFound
 from kvolt.runtime.discovery.port import LeaseId, Put, Synced
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.testing.discovery.harness import Case, Harness, lasting, leased, name, run_case
+from kvolt.testing.cases import SOON_S, cases_in, expect, fails, name
+from kvolt.testing.discovery.harness import Case, Harness, lasting, leased, run_case
 from kvolt.testing.discovery.loss_cases import LOSS_CASES
-from kvolt.testing.discovery.observer import SOON_S, Observer, expect, observing
+from kvolt.testing.discovery.observer import Observer, observing
 
 __all__ = ["CASES", "Case", "Harness", "name", "run_case"]
 
@@ -229,8 +229,8 @@ async def put_over_a_live_lease_is_refused(harness: Harness) -> None:
     async with observing(await harness.client(), "o/") as [observer]:
         await first.put("o/1", b"first", old)
         sibling = await first.lease(10.0)
-        await _raises(KeyConflict, second.put("o/1", b"second", new), "a put over another client's key")
-        await _raises(KeyConflict, first.put("o/1", b"sibling", sibling), "a put over a sibling lease's key")
+        await fails(KeyConflict, second.put("o/1", b"second", new))
+        await fails(KeyConflict, first.put("o/1", b"sibling", sibling))
         await second.delete("o/1")
         await second.revoke(old)
         await first.put("o/1", b"still first", old)
@@ -273,10 +273,10 @@ async def misuse_raises_typed_errors(harness: Harness) -> None:
     owner, lease = await lasting(harness)
     _, others = await lasting(harness)
     for key in ("", "\ud800"):
-        await _raises(InvalidRequest, owner.put(key, b"", lease), f"a put of {key!r}")
-    await _raises(NotFound, owner.put("m/1", b"", others), "a put under another client's lease")
+        await fails(InvalidRequest, owner.put(key, b"", lease))
+    await fails(NotFound, owner.put("m/1", b"", others))
     await owner.revoke(lease)
-    await _raises(NotFound, owner.put("m/1", b"", lease), "a put under a revoked lease")
+    await fails(NotFound, owner.put("m/1", b"", lease))
     expect(await owner.get_prefix("") == {}, "no refused put is visible")
 
 
@@ -284,40 +284,13 @@ async def closed_client_raises_lost(harness: Harness) -> None:
     owner, lease = await leased(harness)
     await owner.put("m/1", b"", lease)
     await owner.close()
-    await _raises(DiscoveryLost, owner.lease(harness.ttl_s), "a lease after close")
-    await _raises(DiscoveryLost, owner.put("m/1", b"", lease), "a put after close")
-    await _raises(DiscoveryLost, owner.delete("m/1"), "a delete after close")
-    await _raises(DiscoveryLost, owner.get_prefix(""), "a get after close")
+    await fails(DiscoveryLost, owner.lease(harness.ttl_s))
+    await fails(DiscoveryLost, owner.put("m/1", b"", lease))
+    await fails(DiscoveryLost, owner.delete("m/1"))
+    await fails(DiscoveryLost, owner.get_prefix(""))
     expect([event async for event in owner.watch_prefix("")] == [], "a watch after close ends at once")
     await owner.revoke(lease)
     await owner.close()
 
 
-async def _raises(kind: type[KvoltError], call: Awaitable[object], what: str) -> None:
-    try:
-        await call
-    except kind:
-        return
-    raise AssertionError(f"{what} did not raise {kind.__name__}")
-
-
-CASES: tuple[Case, ...] = (
-    put_get_overwrite_delete,
-    deleted_key_stays_deleted,
-    prefix_and_order,
-    odd_keys,
-    odd_values,
-    watch_initial_then_changes,
-    two_watchers,
-    watch_of_nothing_yet,
-    slow_reader_gets_the_last_state,
-    close_ends_watches,
-    revoke_deletes_at_once,
-    lease_is_kept_alive,
-    crash_expires_after_ttl,
-    put_over_a_live_lease_is_refused,
-    key_of_a_crashed_owner_is_free_after_its_ttl,
-    misuse_raises_typed_errors,
-    closed_client_raises_lost,
-    *LOSS_CASES,
-)
+CASES: tuple[Case, ...] = (*cases_in(__name__), *LOSS_CASES)

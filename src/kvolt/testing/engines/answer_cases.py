@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.harness import Answer, Case, Harness, Run, engine_run
 
 
@@ -174,14 +175,4 @@ def _unused(tokens: list[int]) -> int:
     return next(token for token in range(len(tokens) + 1) if token not in tokens)
 
 
-ANSWER_CASES: tuple[Case, ...] = (
-    ends_at_eos,
-    respects_ignore_eos,
-    stops_at_a_stop_token,
-    eos_as_a_stop_token,
-    respects_min_tokens,
-    short_answer_resumes,
-    choices_end_separately,
-    logprobs_match_the_request,
-    prompt_logprobs_come_once,
-)
+ANSWER_CASES: tuple[Case, ...] = cases_in(__name__)

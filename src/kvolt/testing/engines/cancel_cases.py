@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvolt.core.ids import RequestId
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.harness import Case, Harness, engine_run
 
 _LONG_PROMPT = 200
@@ -95,10 +96,4 @@ async def abort_storms(harness: Harness) -> None:
         await run.assert_empty()
 
 
-CANCEL_CASES: tuple[Case, ...] = (
-    abort_frees_everything,
-    abort_of_unknown_request_is_ignored,
-    abort_while_waiting,
-    abort_during_prefill,
-    abort_storms,
-)
+CANCEL_CASES: tuple[Case, ...] = cases_in(__name__)

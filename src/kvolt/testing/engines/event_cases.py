@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents
-from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, block_hashes, engine_run
 
 _ROOM = 200
 """Longest prompt in tokens: the cases fit a context of 256."""
@@ -194,13 +194,4 @@ async def aborted_blocks_are_published_correctly(harness: Harness) -> None:
             assert (await answer_matching_events(run, probe)).tokens == expected
 
 
-CASES: tuple[Case, ...] = (
-    repeated_prompt_is_cached,
-    common_prefix_is_shared,
-    answer_blocks_are_published,
-    salts_isolate_blocks,
-    clear_removes_all_blocks,
-    clear_while_computing,
-    evicted_blocks_are_not_found,
-    aborted_blocks_are_published_correctly,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

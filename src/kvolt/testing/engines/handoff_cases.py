@@ -14,6 +14,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.contract import KvMovable, Prefill
 from kvolt.runtime.tasks import Scope
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
 from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, deadline_of, engine_run
 
@@ -186,13 +187,4 @@ async def prefill_rejects_bad_requests(harness: Harness) -> None:
         await run.assert_empty()
 
 
-CASES: tuple[Case, ...] = (
-    decode_continues_after_prefill,
-    each_choice_has_its_first_token,
-    single_token_is_left_to_decode,
-    unknown_ticket_gives_no_wrong_tokens,
-    blocks_are_held_until_released,
-    ticket_expires,
-    cancelled_prefill_frees_everything,
-    prefill_rejects_bad_requests,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, short_expiry, whole_answer
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run
@@ -115,12 +116,4 @@ async def _fill(run: Run) -> None:
         await run.answer(blocks_request(run, f"other{index}", num_blocks, tokens=2, variant=2 + index))
 
 
-CASES: tuple[Case, ...] = (
-    kept_blocks_stay_for_their_request,
-    cached_prefix_is_kept_too,
-    release_prefill_releases_kept_blocks,
-    kept_blocks_expire,
-    abort_releases_kept_blocks,
-    kept_blocks_yield_to_running_requests,
-    clear_removes_kept_blocks,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

@@ -10,9 +10,9 @@ from kvolt.core.block_key import KvBlock
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents, KvMovable
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run
 
 
 def kv_movable(run: Run) -> KvMovable:
@@ -144,11 +144,4 @@ async def import_while_computing(harness: Harness) -> None:
         await target.assert_empty()
 
 
-CASES: tuple[Case, ...] = (
-    keys_identify_contents,
-    exports_are_sealed_and_in_order,
-    blocks_move_between_engines,
-    partial_prefix_moves,
-    corrupt_block_is_a_miss,
-    import_while_computing,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

@@ -15,6 +15,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import HeldKv, KvEvents
 from kvolt.runtime.tasks import Scope
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, prefilled
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, deadline_of, engine_run
@@ -183,11 +184,4 @@ async def _error_of(call: Awaitable[object]) -> KvoltError | None:
     return None
 
 
-CASES: tuple[Case, ...] = (
-    parts_are_reported_while_computing,
-    cached_blocks_are_reported_first,
-    parts_with_several_choices,
-    parts_stay_while_other_requests_run,
-    released_prompt_has_no_parts,
-    parts_can_be_requested_again,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

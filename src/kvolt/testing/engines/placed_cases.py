@@ -15,10 +15,10 @@ from kvolt.core.errors import NotFound, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.contract import HeldKv, KvAddressable, KvAllocation, KvEvents, KvMovable
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, prefilled, short_expiry, whole_answer
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run
-from kvolt.testing.engines.replica import block_hashes
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.slabs import Slab
 
@@ -302,14 +302,4 @@ def unknown_blocks(index: int, num_blocks: int) -> tuple[list[BlockKey], list[Se
     return keys, [SequenceHash(number) for number in numbers]
 
 
-CASES: tuple[Case, ...] = (
-    copied_blocks_are_used,
-    only_missing_blocks_are_allocated,
-    missing_blocks_are_computed,
-    allocation_is_exclusive,
-    allocations_never_overlap,
-    same_blocks_are_imported_twice,
-    clear_during_import,
-    held_blocks_stay,
-    expired_blocks_are_not_held,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

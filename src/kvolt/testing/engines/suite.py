@@ -19,6 +19,7 @@ from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling
 from kvolt.engines.contract import Engine, check_sampling_fields
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.answer_cases import ANSWER_CASES
 from kvolt.testing.engines.cancel_cases import CANCEL_CASES
 from kvolt.testing.engines.harness import Case, Harness, NotRun, engine_run
@@ -210,20 +211,4 @@ async def close_ends_the_steps(harness: Harness) -> None:
         await run.engine.close()
 
 
-CASES: tuple[Case, ...] = (
-    info_agrees_with_card,
-    declares_sampling_fields,
-    streams_in_order_and_stops_at_max_tokens,
-    tokens_are_streamed,
-    same_seed_same_tokens,
-    resumes_after_prior_tokens,
-    each_choice_resumes_after_its_own_tokens,
-    every_choice_ends,
-    withdraws_only_waiting_requests,
-    two_hundred_concurrent_requests,
-    rejects_bad_requests,
-    request_id_can_be_reused,
-    close_ends_the_steps,
-    *CANCEL_CASES,
-    *ANSWER_CASES,
-)
+CASES: tuple[Case, ...] = (*cases_in(__name__), *CANCEL_CASES, *ANSWER_CASES)

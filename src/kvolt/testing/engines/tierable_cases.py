@@ -6,11 +6,11 @@ import asyncio
 
 from kvolt.core.ids import RequestId
 from kvolt.engines.contract import KvEvents, KvMovable, KvTierable, SealedKv
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of
-from kvolt.testing.engines.harness import Case, Harness, Run, engine_run
+from kvolt.testing.engines.harness import Case, Harness, Run, block_hashes, engine_run
 from kvolt.testing.engines.placed_cases import MOST_TO_FILL, computed, contents, copy_blocks, placed
-from kvolt.testing.engines.replica import block_hashes
 
 _NAME = RequestId("offload")
 
@@ -105,8 +105,4 @@ async def attached_blocks_are_skipped(harness: Harness) -> None:
         await target.assert_empty()
 
 
-CASES: tuple[Case, ...] = (
-    complete_blocks_are_pinned_once,
-    pinned_blocks_stay,
-    attached_blocks_are_skipped,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

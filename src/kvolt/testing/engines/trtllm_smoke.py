@@ -22,9 +22,9 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, Prefill
 from kvolt.engines.registry import build_engine, parse_argument
+from kvolt.testing.engines.check import Prompts
 from kvolt.testing.engines.event_cases import answer_matching_events
 from kvolt.testing.engines.harness import Run, engine_run
-from kvolt.testing.engines.prompts import Prompts
 
 _GREEDY = Sampling(temperature=0)
 _NUM_TOKENS = 24

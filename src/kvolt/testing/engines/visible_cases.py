@@ -6,14 +6,14 @@ from msgspec.structs import replace
 
 from kvolt.core.ids import RequestId
 from kvolt.engines.contract import KvVisible
+from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import (
     answer_matching_events,
     blocks_request,
     blocks_that_fit,
     kv_events,
 )
-from kvolt.testing.engines.harness import Case, Harness, Run, engine_run
-from kvolt.testing.engines.replica import Replica
+from kvolt.testing.engines.harness import Case, Harness, Replica, Run, engine_run
 
 
 def kv_visible(run: Run) -> KvVisible:
@@ -93,4 +93,4 @@ async def reads_change_nothing(harness: Harness) -> None:
         await run.assert_empty()
 
 
-CASES: tuple[Case, ...] = (match_counts_held_blocks, contents_match_events, reads_change_nothing)
+CASES: tuple[Case, ...] = cases_in(__name__)

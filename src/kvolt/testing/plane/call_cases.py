@@ -10,7 +10,7 @@ from kvolt.core.delta import Delta, FinishReason, Usage
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.logs import bind, current_context
 from kvolt.runtime.tasks import Scope
-from kvolt.testing.discovery.observer import expect
+from kvolt.testing.cases import cases_in, expect
 from kvolt.testing.plane.harness import ENDPOINT, Case, Harness, answers, client_of, collect, count_to, served
 
 
@@ -162,15 +162,4 @@ async def context_is_propagated(harness: Harness) -> None:
         expect(await answers(client, None) == [{}], "ids of another call are not kept")
 
 
-CALL_CASES: tuple[Case, ...] = (
-    one_answer,
-    no_answer,
-    values_round_trip,
-    stream_keeps_its_order,
-    deltas_round_trip,
-    thousand_concurrent_streams,
-    calls_in_both_directions,
-    reverse_call_reuses_connection,
-    round_robin_takes_turns,
-    context_is_propagated,
-)
+CALL_CASES: tuple[Case, ...] = cases_in(__name__)

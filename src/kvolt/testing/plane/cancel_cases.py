@@ -9,18 +9,8 @@ from typing import Any
 from kvolt.core.errors import Cancelled
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.tasks import Scope
-from kvolt.testing.discovery.observer import expect
-from kvolt.testing.plane.harness import (
-    Case,
-    Harness,
-    Probe,
-    answers,
-    client_of,
-    count_to,
-    fails,
-    served,
-    until,
-)
+from kvolt.testing.cases import cases_in, expect, fails
+from kvolt.testing.plane.harness import Case, Harness, Probe, answers, client_of, count_to, served, until
 
 
 async def cancel_before_the_first_item(harness: Harness) -> None:
@@ -107,11 +97,4 @@ async def cancel_during_long_answer(harness: Harness) -> None:
         await stream.aclose()
 
 
-CANCEL_CASES: tuple[Case, ...] = (
-    cancel_before_the_first_item,
-    cancel_after_the_first_item,
-    cancel_at_once,
-    leaving_the_block_cancels,
-    cancelling_the_reader_cancels,
-    cancel_during_long_answer,
-)
+CANCEL_CASES: tuple[Case, ...] = cases_in(__name__)

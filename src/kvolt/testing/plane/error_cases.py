@@ -19,18 +19,8 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.runtime.endpoint.address import EndpointAddress
-from kvolt.testing.discovery.observer import SOON_S, expect
-from kvolt.testing.plane.harness import (
-    ENDPOINT,
-    Case,
-    Harness,
-    answers,
-    client_of,
-    collect,
-    count_to,
-    fails,
-    served,
-)
+from kvolt.testing.cases import SOON_S, cases_in, expect, fails
+from kvolt.testing.plane.harness import ENDPOINT, Case, Harness, answers, client_of, collect, count_to, served
 
 
 async def errors_round_trip(harness: Harness) -> None:
@@ -145,13 +135,4 @@ async def request_of_another_type(harness: Harness) -> None:
         expect(await answers(client, 3) == [0, 1, 2], "the next request is served")
 
 
-ERROR_CASES: tuple[Case, ...] = (
-    errors_round_trip,
-    handler_bug_hides_its_message,
-    handler_timeout_is_no_deadline,
-    errors_that_are_hard_to_send,
-    unknown_endpoint,
-    stale_instance,
-    no_instances,
-    request_of_another_type,
-)
+ERROR_CASES: tuple[Case, ...] = cases_in(__name__)

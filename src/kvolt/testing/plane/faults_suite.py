@@ -14,9 +14,9 @@ from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltE
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import Scope, TaskGroup
-from kvolt.testing.discovery.observer import SOON_S, expect
+from kvolt.testing.cases import SOON_S, cases_in, expect, fails
 from kvolt.testing.plane import stall_cases as plane_stall_cases
-from kvolt.testing.plane.suite import (
+from kvolt.testing.plane.harness import (
     ENDPOINT,
     Case,
     Harness,
@@ -25,7 +25,6 @@ from kvolt.testing.plane.suite import (
     client_of,
     collect,
     count_to,
-    fails,
     served,
     until,
 )
@@ -339,26 +338,4 @@ async def _ignore_end(stream: Any) -> None:
         await anext(stream)
 
 
-CASES: tuple[Case, ...] = (
-    connect_deadline,
-    total_deadline_while_connecting,
-    first_deadline,
-    between_deadline,
-    total_deadline,
-    slow_reader_is_no_silent_sender,
-    server_enforces_deadline,
-    killed_peer_is_lost_at_once,
-    items_before_loss_are_delivered,
-    idle_connection_stays,
-    lost_instance_leaves_and_returns,
-    lost_instance_leaves_before_its_streams_end,
-    one_lost_instance_of_two,
-    instances_come_and_go,
-    cordon_and_resume,
-    drain_finishes_running_streams,
-    close_with_timeout_finishes_running_streams,
-    close_without_timeout_is_retryable,
-    closed_caller_ends_its_calls,
-    close_leaves_no_task,
-    *plane_stall_cases.CASES,
-)
+CASES: tuple[Case, ...] = (*cases_in(__name__), *plane_stall_cases.CASES)

@@ -11,7 +11,7 @@ from kvolt.core.errors import KvoltError, Overloaded, PayloadTooLarge
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.tasks import Scope
-from kvolt.testing.discovery.observer import SOON_S, expect
+from kvolt.testing.cases import SOON_S, cases_in, expect, fails
 from kvolt.testing.plane.harness import (
     ENDPOINT,
     Case,
@@ -21,7 +21,6 @@ from kvolt.testing.plane.harness import (
     client_of,
     collect,
     count_to,
-    fails,
     served,
     until,
 )
@@ -182,13 +181,4 @@ async def too_many_items_for_a_slow_reader(harness: Harness) -> None:
     await until(lambda: len(errors) == 1, "the producer is notified")
 
 
-FLOW_CASES: tuple[Case, ...] = (
-    long_messages_beside_short_ones,
-    many_long_messages,
-    request_too_long,
-    item_that_cannot_be_encoded,
-    slow_reader_slows_its_handler,
-    slow_reader_slows_no_other,
-    deltas_merge_for_a_slow_reader,
-    too_many_items_for_a_slow_reader,
-)
+FLOW_CASES: tuple[Case, ...] = cases_in(__name__)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
@@ -22,11 +22,9 @@ from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.network import Network
 from kvolt.runtime.plane.port import PlaneFactory, RequestPlane, ServeStream
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.testing.discovery.observer import SOON_S, expect
+from kvolt.testing.cases import SOON_S, expect
 
 _POLL_S = 0.005
-
-E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +120,6 @@ class Harness(ABC):
 Case = Callable[[Harness], Awaitable[None]]
 
 
-def name(case: Case) -> str:
-    return getattr(case, "__name__", repr(case))
-
-
 async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 50.0) -> None:
     """Run one case with a new harness on the running loop; it must leave no task behind."""
     before = asyncio.all_tasks()
@@ -180,17 +174,6 @@ async def until(condition: Callable[[], bool], what: str, within_s: float = SOON
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise AssertionError(f"not seen in {within_s:g} s: {what}") from None
-
-
-async def fails(kind: type[E], work: Awaitable[Any]) -> E:
-    """Return the error that `work` raises; its type must be `kind`, not a subclass."""
-    try:
-        result = await work
-    except BaseException as error:
-        if type(error) is kind:
-            return error
-        raise
-    raise AssertionError(f"no {kind.__name__} but {result!r:.200}")
 
 
 async def count_to(number: int) -> AsyncIterator[int]:

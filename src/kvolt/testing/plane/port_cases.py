@@ -9,8 +9,8 @@ import msgspec
 
 from kvolt.core.errors import ConnectFailed, KvoltError, NetworkFault, Unavailable
 from kvolt.runtime.plane.port import Destination, IncomingStream, OutgoingStream, RequestPlane
-from kvolt.testing.discovery.observer import SOON_S, expect
-from kvolt.testing.plane.harness import Case, Harness, fails, until
+from kvolt.testing.cases import SOON_S, cases_in, expect, fails
+from kvolt.testing.plane.harness import Case, Harness, until
 
 _TARGET = "ns.worker.generate"
 _decode = msgspec.msgpack.Decoder().decode
@@ -313,18 +313,4 @@ async def gauges_count_open_streams(harness: Harness) -> None:
     expect(server.stats.served_ended == {"ok": 1, "cancelled": 2}, f"{server.stats.served_ended}")
 
 
-PORT_CASES: tuple[Case, ...] = (
-    open_carries_the_request,
-    open_to_closed_plane_fails,
-    open_to_connected_peer_does_not_wait,
-    cancel_reaches_the_peer,
-    fail_overtakes_queued_items,
-    paused_stream_gets_at_most_its_window,
-    credit_follows_consumption,
-    losses_are_reported_by_address,
-    go_away_refuses_new_streams,
-    stop_listening_keeps_open_streams,
-    close_ends_both_sides,
-    first_address_is_advertised,
-    gauges_count_open_streams,
-)
+PORT_CASES: tuple[Case, ...] = cases_in(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvolt.core.errors import KvoltError, WorkerLost
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.testing.discovery.observer import expect
+from kvolt.testing.cases import cases_in, expect, fails
 from kvolt.testing.plane.harness import (
     ENDPOINT,
     Case,
@@ -17,7 +17,6 @@ from kvolt.testing.plane.harness import (
     answers,
     client_of,
     collect,
-    fails,
     served,
     until,
 )
@@ -137,10 +136,4 @@ def _most_of_the_grace(harness: Harness) -> float:
     return (harness.stall_grace_s - harness.dead_after_s) / 2
 
 
-CASES: tuple[Case, ...] = (
-    silent_peer_is_lost_after_grace,
-    stalled_server_keeps_its_streams,
-    stalled_caller_keeps_its_streams,
-    calls_to_silent_peer_end_if_another_instance_is_reachable,
-    two_silent_peers_keep_their_streams,
-)
+CASES: tuple[Case, ...] = cases_in(__name__)

@@ -12,44 +12,14 @@ deadlines, losses and shutdown are in `faults_suite`.
 
 from __future__ import annotations
 
+from kvolt.testing.cases import name
 from kvolt.testing.plane.call_cases import CALL_CASES
 from kvolt.testing.plane.cancel_cases import CANCEL_CASES
 from kvolt.testing.plane.error_cases import ERROR_CASES
 from kvolt.testing.plane.flow_cases import FLOW_CASES
-from kvolt.testing.plane.harness import (
-    ENDPOINT,
-    Case,
-    Harness,
-    Probe,
-    ProcessPorts,
-    answers,
-    client_of,
-    collect,
-    count_to,
-    fails,
-    name,
-    run_case,
-    served,
-    until,
-)
+from kvolt.testing.plane.harness import Case, Harness, ProcessPorts, run_case
 from kvolt.testing.plane.port_cases import PORT_CASES
 
-__all__ = [
-    "CASES",
-    "ENDPOINT",
-    "Case",
-    "Harness",
-    "Probe",
-    "ProcessPorts",
-    "answers",
-    "client_of",
-    "collect",
-    "count_to",
-    "fails",
-    "name",
-    "run_case",
-    "served",
-    "until",
-]
+__all__ = ["CASES", "Case", "Harness", "ProcessPorts", "name", "run_case"]
 
 CASES: tuple[Case, ...] = (*PORT_CASES, *CALL_CASES, *ERROR_CASES, *FLOW_CASES, *CANCEL_CASES)

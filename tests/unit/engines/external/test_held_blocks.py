@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.engines.external.held_blocks import HeldBlocks
-from kvolt.testing.engines.replica import Replica
+from kvolt.testing.engines.harness import Replica
 
 
 def stored(*blocks: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> Stored:

@@ -6,7 +6,7 @@ from kvolt.core.hashing import BASE_SEED, local_hashes, request_seed, sequence_h
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
 from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
 from kvolt.engines.kv_formats.trtllm_translator import TrtllmTranslator
-from kvolt.testing.engines.replica import Replica
+from kvolt.testing.engines.harness import Replica
 
 SIZE = 4
 TOKENS = tuple(range(50, 50 + 3 * SIZE))

@@ -24,7 +24,7 @@ from kvolt.engines.vllm.plugins import tier_events, tier_names
 from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun, TierEvents
 from kvolt.engines.vllm.plugins.tier_names import BlockDescription, NamesFile, packed_tokens
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
-from kvolt.testing.engines.replica import Replica, block_hashes
+from kvolt.testing.engines.harness import Replica, block_hashes
 
 HOST, DISK = Tier.HOST, Tier.DISK
 
