@@ -9,6 +9,32 @@ from prometheus_client.registry import Collector
 
 from kvolt.runtime.plane.port import RequestPlane
 
+_HELP = {
+    "connections": "Open request plane connections",
+    "streams_active": "Streams open now",
+    "send_buffer_bytes": "Bytes in connection send buffers",
+    "queue_depth": "Queued work: streams with a backlog, chunked messages, opens waiting to start",
+    "unfinished_message_bytes": "Bytes buffered for incomplete messages of peers",
+    "unfinished_message_limit_bytes": "Byte limit for incomplete messages of all peers; one address may use half"
+    " of it",
+    "unfinished_messages_shed": "Times that a peer's incomplete messages were dropped because the byte limit was"
+    " exceeded",
+    "refused_connections": "Connections refused because of the limit per process or per peer address",
+    "refused_streams": "Streams refused because of the limit per process or per peer address",
+    "connects": "Connection attempts",
+    "connection_losses": "Connections lost",
+    "bytes": "Bytes transferred",
+    "frames": "Frames transferred",
+    "items": "Stream items transferred",
+    "items_merged": "Stream items merged for a slow reader",
+    "refused_versions": "Connections without a common version",
+    "heartbeat_timeouts": "Connections closed because the peer missed its heartbeats",
+    "stalls": "Stalls of this process",
+    "stalled_seconds": "Seconds in which this process was stalled",
+}
+
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
 
 class PlaneCollector(Collector):
     """Exports a plane's PlaneStats and PlaneGauges."""
@@ -18,92 +44,33 @@ class PlaneCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, now = self._plane.stats, self._plane.gauges()
-        yield _gauge(
-            "connections",
-            "Open request plane connections",
-            "direction",
-            {"in": now.num_accepted, "out": now.num_dialed},
-        )
-        yield _gauge(
-            "streams_active",
-            "Streams open now",
-            "side",
-            {"client": now.num_calls, "server": now.num_served},
-        )
-        yield _gauge(
-            "send_buffer_bytes",
-            "Bytes in connection send buffers",
-            None,
-            {"": now.send_buffer_bytes},
-        )
-        yield _gauge(
-            "queue_depth",
-            "Queued work: streams with a backlog, chunked messages, opens waiting to start",
-            "queue",
-            {
-                "streams_held_back": now.num_backlogged,
-                "bulk_messages": now.num_bulk,
-                "opens": now.num_opens_waiting,
-            },
-        )
-        yield _gauge(
-            "unfinished_message_bytes",
-            "Bytes buffered for incomplete messages of peers",
-            None,
-            {"": now.unfinished_bytes},
-        )
-        yield _gauge(
-            "unfinished_message_limit_bytes",
-            "Byte limit for incomplete messages of all peers; one address may use half of it",
-            None,
-            {"": now.unfinished_limit_bytes},
-        )
-        yield _counter(
-            "unfinished_messages_shed",
-            "Times that a peer's incomplete messages were dropped because the byte limit was exceeded",
-            None,
-            {"": now.num_shed},
-        )
-        yield _counter(
-            "refused_connections",
-            "Connections refused because of the limit per process or per peer address",
-            None,
-            {"": stats.refused_connections},
-        )
-        yield _counter(
-            "refused_streams",
-            "Streams refused because of the limit per process or per peer address",
-            None,
-            {"": now.num_refused_streams},
-        )
-        yield _counter("connects", "Connection attempts", "outcome", stats.connects)
-        yield _counter("connection_losses", "Connections lost", "reason", stats.losses)
-        yield _counter(
-            "bytes", "Bytes transferred", "direction", {"in": stats.bytes_in, "out": stats.bytes_out}
-        )
-        yield _counter(
-            "frames", "Frames transferred", "direction", {"in": stats.frames_in, "out": stats.frames_out}
-        )
-        yield _counter(
-            "items", "Stream items transferred", "direction", {"in": stats.items_in, "out": stats.items_out}
-        )
-        yield _counter("items_merged", "Stream items merged for a slow reader", None, {"": stats.merged})
-        yield _counter(
-            "refused_versions", "Connections without a common version", None, {"": stats.refused_versions}
-        )
-        yield _counter(
-            "heartbeat_timeouts",
-            "Connections closed because the peer missed its heartbeats",
-            None,
-            {"": stats.heartbeat_timeouts},
-        )
-        yield _counter("stalls", "Stalls of this process", None, {"": stats.stalls})
-        yield _counter(
-            "stalled_seconds",
-            "Seconds in which this process was stalled",
-            None,
-            {"": stats.stalled_s},
-        )
+        connections = {"in": now.num_accepted, "out": now.num_dialed}
+        streams = {"client": now.num_calls, "server": now.num_served}
+        queues = {
+            "streams_held_back": now.num_backlogged,
+            "bulk_messages": now.num_bulk,
+            "opens": now.num_opens_waiting,
+        }
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield _family(gauge, "connections", connections, "direction")
+        yield _family(gauge, "streams_active", streams, "side")
+        yield _family(gauge, "send_buffer_bytes", now.send_buffer_bytes)
+        yield _family(gauge, "queue_depth", queues, "queue")
+        yield _family(gauge, "unfinished_message_bytes", now.unfinished_bytes)
+        yield _family(gauge, "unfinished_message_limit_bytes", now.unfinished_limit_bytes)
+        yield _family(counter, "unfinished_messages_shed", now.num_shed)
+        yield _family(counter, "refused_connections", stats.refused_connections)
+        yield _family(counter, "refused_streams", now.num_refused_streams)
+        yield _family(counter, "connects", stats.connects, "outcome")
+        yield _family(counter, "connection_losses", stats.losses, "reason")
+        yield _family(counter, "bytes", {"in": stats.bytes_in, "out": stats.bytes_out}, "direction")
+        yield _family(counter, "frames", {"in": stats.frames_in, "out": stats.frames_out}, "direction")
+        yield _family(counter, "items", {"in": stats.items_in, "out": stats.items_out}, "direction")
+        yield _family(counter, "items_merged", stats.merged)
+        yield _family(counter, "refused_versions", stats.refused_versions)
+        yield _family(counter, "heartbeat_timeouts", stats.heartbeat_timeouts)
+        yield _family(counter, "stalls", stats.stalls)
+        yield _family(counter, "stalled_seconds", stats.stalled_s)
         ended = CounterMetricFamily("kvolt_plane_streams", "Streams ended", labels=("side", "outcome"))
         for side, outcomes in (("client", stats.calls_ended), ("server", stats.served_ended)):
             for outcome, count in sorted(outcomes.items()):
@@ -111,15 +78,11 @@ class PlaneCollector(Collector):
         yield ended
 
 
-def _gauge(name: str, text: str, label: str | None, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kvolt_plane_{name}", text, labels=(label,) if label else ())
+def _family(kind: Family, name: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+    """A family with one number, or with one per value of its label."""
+    if not isinstance(values, Mapping):
+        return kind(f"kvolt_plane_{name}", _HELP[name], values)
+    family = kind(f"kvolt_plane_{name}", _HELP[name], labels=(label,))
     for value, number in sorted(values.items()):
-        family.add_metric((value,) if label else (), number)
-    return family
-
-
-def _counter(name: str, text: str, label: str | None, values: Mapping[str, float]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"kvolt_plane_{name}", text, labels=(label,) if label else ())
-    for value, number in sorted(values.items()):
-        family.add_metric((value,) if label else (), number)
+        family.add_metric((value,), number)
     return family
