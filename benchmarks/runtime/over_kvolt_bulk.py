@@ -16,7 +16,7 @@ from benchmarks.runtime.workload import Arrivals, Job, Tally, Work
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.plane.streams import ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream
 
 BULK = "kvolt bulk"
 

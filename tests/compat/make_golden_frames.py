@@ -25,10 +25,10 @@ import msgspec
 from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs, Usage
 from kvolt.core.errors import EngineFailed, ErrorInfo, InvalidRequest, NotFound, to_info
 from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.steps import pack_u32
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import FrameKind, Hello, Open
 
 OUT = Path(__file__).parent / "data" / "golden_frames.json"

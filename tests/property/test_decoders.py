@@ -25,9 +25,9 @@ from kvolt.runtime.discovery import join_server
 from kvolt.runtime.endpoint.address import decode_instance
 from kvolt.runtime.events import zmq_plane as events_zmq
 from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.peer import wire as transfer_wire
 from kvolt.transfer.peer.wire import FrameReader, decode_ticket

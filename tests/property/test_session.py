@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, EngineFailed, KvoltError
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.steps import StepSender
-from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import CHUNK_BYTES, Hello
 
 WINDOW = 4
@@ -409,7 +410,7 @@ def check(reader: Reader, producer: Producer | None) -> None:
 
 
 def check_empty(session: Session) -> None:
-    assert (session.num_calls, session.num_served, session.has_bulk) == (0, 0, False)
+    assert (session.num_calls, session.num_served, session.num_bulk) == (0, 0, 0)
     assert not session._pending_opens
     assert not session._backlogged
     assert not session._credits

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta, FinishReason
 from kvolt.core.errors import KvoltError
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.steps import StepSender
-from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import Hello
 
 ACTIONS = [

@@ -15,9 +15,9 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, KvoltError, ProtocolError
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.bulk import BULK_STREAMS
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import HEADER, FrameDecoder, FrameKind, Hello, Open, encode, frame
 
 MAX_FRAME_BYTES = 4096
@@ -101,7 +101,7 @@ class Victim:
         self.session.close(error)
         assert sorted(self.ends) == list(range(self.num_calls)), "each call ends exactly once"
         assert all(stream.closed for stream in self.served)
-        assert (self.session.num_calls, self.session.num_served, self.session.has_bulk) == (0, 0, False)
+        assert (self.session.num_calls, self.session.num_served, self.session.num_bulk) == (0, 0, 0)
         assert self.session._bulk_receiver.buffered_bytes == 0
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from kvolt.core.ids import RequestId
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
-from kvolt.runtime.plane import backlog
+from kvolt.runtime.plane import served_stream as backlog
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.scheduler.scheduler import Scheduler
 from kvolt.testing.cluster import faults
 from kvolt.testing.cluster.cluster import Violation

@@ -16,9 +16,9 @@ from typing import cast
 from kvolt.core.errors import KvoltError, NetworkFault, ProtocolError, VersionMismatch, WorkerLost
 from kvolt.runtime.network import split_host, tune_socket
 from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import Hello
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from kvolt.core.errors import Overloaded
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.port import ServeStream
-from kvolt.runtime.plane.streams import ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError, PayloadTooLarge
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.bulk import BulkSender, MessageKind
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.steps import unpack_u32
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import FrameKind
 
 _ITEMS_PER_FRAME = 4096

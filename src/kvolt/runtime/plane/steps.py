@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import ProtocolError
 from kvolt.runtime.plane.port import IncomingStream
-from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream
+from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import CHUNK_BYTES, HEADER, FrameKind
 
 _SWAP = sys.byteorder == "big"

@@ -36,8 +36,9 @@ from kvolt.runtime.plane.port import (
     ServeStream,
     SilentListener,
 )
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.stats import PlaneGauges, PlaneStats
-from kvolt.runtime.plane.streams import Decode, ServedStream, Sink
+from kvolt.runtime.plane.streams import Decode, Sink
 from kvolt.runtime.plane.wire import VERSIONS, Hello
 from kvolt.runtime.tasks import TaskGroup
 

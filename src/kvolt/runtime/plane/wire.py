@@ -20,7 +20,7 @@ from struct import Struct
 import msgspec
 
 from kvolt.core.delta import Delta
-from kvolt.core.errors import ErrorInfo, ProtocolError
+from kvolt.core.errors import ErrorInfo, ProtocolError, VersionMismatch, from_info
 
 VERSIONS = (2,)
 """Protocol versions that this build speaks, best first."""
@@ -169,6 +169,21 @@ class FrameDecoder:
         return self._broken
 
 
-def negotiate(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
-    """The highest common version, or None."""
-    return max((version for version in ours if version in theirs), default=None)
+def negotiate(ours: tuple[int, ...], hello: Hello) -> int:
+    """The highest version common with a peer. Raises ProtocolError for a peer that cannot be talked to."""
+    version = max((version for version in ours if version in hello.versions), default=None)
+    if version is None:
+        raise VersionMismatch(
+            f"no common protocol version: one side speaks {list(ours)}, the other {list(hello.versions)}; "
+            "upgrade the older one",
+            ours=str(list(ours)),
+            theirs=str(list(hello.versions)),
+        )
+    if hello.max_frame_bytes < MIN_FRAME_LIMIT_BYTES:
+        raise ProtocolError("the peer's frame limit is below the chunk size", rule="hello")
+    return version
+
+
+def decode_refusal(payload: bytes) -> ProtocolError:
+    error = from_info(decode_error(payload))
+    return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")

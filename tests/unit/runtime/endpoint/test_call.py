@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, WorkerLost
 from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream
-from kvolt.runtime.plane.stalls import Stalls
+from kvolt.runtime.plane.streams import Stalls
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.virtual.loop import VirtualLoop, in_process, run_virtual
 

@@ -12,7 +12,7 @@ import pytest
 from kvolt.core.errors import Cancelled, KvoltError, NotFound
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
-from kvolt.runtime.plane.streams import ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.wire import Open
 
 decode = msgpack_decoder(Any)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta, FinishReason
-from kvolt.runtime.plane.backlog import Backlog
+from kvolt.runtime.plane.served_stream import Backlog
 
 
 def drained(backlog: Backlog) -> list[object]:

@@ -13,9 +13,9 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, KvoltError, ProtocolError, WorkerLost
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import FrameDecoder, FrameKind, Hello, Open, encode, frame
 from kvolt.testing.virtual.loop import run_virtual
 

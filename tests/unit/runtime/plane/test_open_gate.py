@@ -15,7 +15,7 @@ from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.runtime.plane import open_gate
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.open_gate import OPENS_PER_TURN, OpenGate
-from kvolt.runtime.plane.streams import ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream
 
 
 class Stream:

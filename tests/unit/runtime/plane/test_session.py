@@ -22,10 +22,11 @@ from kvolt.core.errors import (
     WorkerLost,
 )
 from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.steps import StepSender
-from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import CHUNK_BYTES, FrameDecoder, FrameKind, Hello, encode, frame
 
 decode = msgspec.msgpack.Decoder().decode
@@ -421,7 +422,7 @@ def test_close_ends_every_stream_once() -> None:
     for side in (dialer, acceptor):
         side.session.close(error)
         side.session.close(error)
-        assert (side.session.num_calls, side.session.num_served, side.session.has_bulk) == (0, 0, False)
+        assert (side.session.num_calls, side.session.num_served, side.session.num_bulk) == (0, 0, 0)
     assert [sink.ends for sink in sinks] == [[error]] * 3
     assert told == [error] * 3
     assert dialer.stats.calls_ended == {"worker_lost": 3}
@@ -477,7 +478,7 @@ def test_cancel_of_a_request_on_its_way() -> None:
     acceptor.session.receive(chunk)
     assert acceptor.session._bulk_receiver.buffered_bytes > 0
     stream.cancel()
-    assert not dialer.session.has_bulk
+    assert not dialer.session.num_bulk
     move(dialer, acceptor)
     assert acceptor.session._bulk_receiver.buffered_bytes == 0
     assert acceptor.streams == []
@@ -496,7 +497,7 @@ def test_cancel_of_a_long_answer_on_its_way() -> None:
     stream.cancel()
     assert dialer.session._bulk_receiver.buffered_bytes == 0
     move(dialer, acceptor)
-    assert not acceptor.session.has_bulk
+    assert not acceptor.session.num_bulk
     assert acceptor.streams[0].closed
     chunk_on_its_way = frame(FrameKind.CHUNK, stream.id, b"\x01rest")
     dialer.session.receive(chunk_on_its_way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvolt.runtime.plane.stalls import MAX_STALLS, Stalls
+from kvolt.runtime.plane.streams import MAX_STALLS, Stalls
 
 
 def test_only_the_time_after_the_start_counts() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta
+from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.steps import StepSender
-from kvolt.runtime.plane.streams import ServedStream
 from kvolt.runtime.plane.wire import NIL, Open
 
 

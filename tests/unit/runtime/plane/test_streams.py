@@ -17,7 +17,8 @@ from kvolt.core.errors import (
     Overloaded,
     ProtocolError,
 )
-from kvolt.runtime.plane.streams import BACKLOG_ITEMS, CallerStream, ServedStream
+from kvolt.runtime.plane.served_stream import BACKLOG_ITEMS, ServedStream
+from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import NIL, Open
 
 
