@@ -35,8 +35,8 @@ from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
-from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.plane.served_stream import ServedStream
+from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.plane.streams import Sink
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime

@@ -11,13 +11,15 @@ from pathlib import Path
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.discovery.file import FileDiscovery
 from kvolt.runtime.events.port import Event
-from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
+from kvolt.runtime.events.zmq_plane import ZmqEvents
+from kvolt.runtime.events.zmq_sockets import ZmqOptions
 
 ECHO = """
 import asyncio, random, sys
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.discovery.file import FileDiscovery
-from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
+from kvolt.runtime.events.zmq_plane import ZmqEvents
+from kvolt.runtime.events.zmq_sockets import ZmqOptions
 from kvolt.runtime.tasks import Scope
 
 async def main():

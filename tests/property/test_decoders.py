@@ -23,7 +23,7 @@ from kvolt.router.service import messages as service_messages
 from kvolt.runtime.discovery import directory as discovery_directory
 from kvolt.runtime.discovery import join_server
 from kvolt.runtime.endpoint.address import decode_instance
-from kvolt.runtime.events import zmq_plane as events_zmq
+from kvolt.runtime.events import zmq_sockets as events_zmq
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits

@@ -62,7 +62,7 @@ PURE_MODULES = {
     "runtime/discovery": "view",
     "runtime/endpoint": "address",
     "runtime/http": "sse",
-    "runtime/plane": "backlog bulk outbox port session stalls stats steps streams wire",
+    "runtime/plane": "bulk outbox port sending served_stream session stats steps streams wire",
     "runtime/supervisor": "plan",
     "scheduler": "*",
     "transfer": "operation",

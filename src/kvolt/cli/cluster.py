@@ -15,8 +15,7 @@ from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, Instance, decode_instance
-from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.plane.port import Destination, RequestPlane

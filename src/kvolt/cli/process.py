@@ -33,7 +33,8 @@ from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.events.subscriber_queue import EventCounters
-from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
+from kvolt.runtime.events.zmq_plane import ZmqEvents
+from kvolt.runtime.events.zmq_sockets import ZmqOptions
 from kvolt.runtime.host.private_directory import make_private, untrusted_reason
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics

@@ -23,7 +23,8 @@ from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.router.registrations import Registrations
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 

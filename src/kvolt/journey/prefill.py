@@ -23,8 +23,8 @@ from kvolt.journey.links import with_link_costs
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
-from kvolt.runtime.endpoint.call import Call, Deadlines
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import Call, Deadlines, open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import TaskGroup

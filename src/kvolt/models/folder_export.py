@@ -16,7 +16,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.models.config import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 from kvolt.models.model_files import ModelKind
 from kvolt.models.resolve import Resolved
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 log = logging.getLogger(__name__)
 

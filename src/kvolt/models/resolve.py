@@ -33,7 +33,7 @@ from kvolt.models.model_files import (
 )
 from kvolt.models.package_weights import SMOLLM2_135M, PackageWeights
 from kvolt.runtime.config.loader import nearest
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 _log = logging.getLogger(__name__)
 

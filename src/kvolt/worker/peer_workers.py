@@ -18,8 +18,8 @@ from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
 from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.runtime.endpoint.address import EndpointAddress
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime

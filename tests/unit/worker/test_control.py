@@ -40,7 +40,8 @@ from kvolt.core.kv_recovery import (
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual

@@ -39,8 +39,7 @@ from kvolt.core.request import Grammar, GrammarKind, Sampling
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
 from kvolt.runtime.endpoint.address import EndpointAddress
-from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual

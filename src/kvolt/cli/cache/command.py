@@ -23,7 +23,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.view import DiskPart, decode_block, evict, find_parts, read_blocks, verify
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 HELP = """
 Inspect and clean up KV blocks on disk (--kv-disk) and in object stores (--kv-object), and serve a KV pool to the

@@ -28,7 +28,7 @@ from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 from kvolt.runtime.supervisor.supervisor import ChildSpec
 from kvolt.worker.pool_event_publisher import PoolEventPublisher
 

@@ -31,7 +31,7 @@ from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.config.settings import TierSettings, WorkerSettings
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 from kvolt.runtime.host.memory import free_bytes
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import TransferAgent

@@ -14,7 +14,7 @@ from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 

@@ -12,8 +12,7 @@ from kvolt.core.errors import KvoltError, Unsupported
 from kvolt.frontend.model import Model
 from kvolt.frontend.models import Models
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.control import ClearKv, CommandResult, WorkerCommand

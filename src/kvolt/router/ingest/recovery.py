@@ -19,8 +19,7 @@ from kvolt.core.kv_recovery import (
 )
 from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, Response, SnapshotReceived
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.wire import MALFORMED
 

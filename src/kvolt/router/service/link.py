@@ -31,8 +31,8 @@ from kvolt.router.service.messages import (
 )
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.endpoint.address import Instance
-from kvolt.runtime.endpoint.call import Call, Deadlines
-from kvolt.runtime.endpoint.client import EndpointClient, open_call, open_stream
+from kvolt.runtime.endpoint.call import Call, Deadlines, open_call, open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup

@@ -29,8 +29,7 @@ from kvolt.runtime.discovery import join_server as join
 from kvolt.runtime.discovery.join_mirror import Mirror
 from kvolt.runtime.discovery.join_state import Backoff, ServerState
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
-from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.tasks import TaskGroup

@@ -1,4 +1,4 @@
-"""Client side of one call: deadlines, and an async iterator over the responses."""
+"""Client side of one call: opening it, deadlines, and an async iterator over the responses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any, Self
 
 import msgspec
 
-from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
-from kvolt.runtime.plane.port import OutgoingStream
-from kvolt.runtime.plane.streams import Sink, StepSink
+from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, InvalidRequest, KvoltError
+from kvolt.runtime.logs import current_context
+from kvolt.runtime.plane.port import Destination, OutgoingStream, RequestPlane
+from kvolt.runtime.plane.streams import Decode, Sink, StepSink
 
 _LATE_S = 0.5
 """A timer that fires this much late means that this process was stalled."""
+_TIMER_GRAIN_S = 0.002
+"""A loop timer may fire this much early."""
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_any: Decode = msgspec.msgpack.Decoder().decode
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,3 +231,54 @@ class ResponseStream(AsyncIterator[Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _encode_request(request: Any) -> bytes:
+    try:
+        return _encode(request)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"the request cannot be encoded: {error}", param="body") from error
+
+
+async def open_call(
+    plane: RequestPlane,
+    to: Destination,
+    request: Any,
+    call: Call,
+    decode: Decode,
+) -> None:
+    """Open a stream for a call. If it raises, nothing was sent and the call is over.
+
+    Raises DeadlineExceeded when the call's total deadline expired first, which is no evidence against the peer.
+    """
+    try:
+        body = _encode_request(request)
+        remaining_s = call.remaining_s
+        stream = await plane.open(
+            to,
+            body,
+            call,
+            decode,
+            connect_s=min(call.deadlines.connect_s, remaining_s),
+            deadline_s=remaining_s,
+            context=current_context(),
+            automatic_credit=call.automatic_credit,
+        )
+    except BaseException as error:
+        call.abandon()
+        if isinstance(error, ConnectFailed) and call.remaining_s <= _TIMER_GRAIN_S:
+            total_s = call.deadlines.total_s
+            raise DeadlineExceeded(
+                f"no connection within {total_s:g} s (total)", stage="total", after_s=total_s
+            ) from error
+        raise
+    call.attach(stream)
+
+
+async def open_stream(
+    plane: RequestPlane, to: Destination, request: Any, deadlines: Deadlines, decode: Decode = decode_any
+) -> ResponseStream:
+    """Call a known process directly, without discovery."""
+    responses = ResponseStream(deadlines)
+    await open_call(plane, to, request, responses.call, decode)
+    return responses

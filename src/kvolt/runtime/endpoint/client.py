@@ -16,29 +16,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
-from kvolt.core.errors import (
-    ConnectFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvoltError,
-    NetworkFault,
-    Unavailable,
-)
+from kvolt.core.errors import KvoltError, NetworkFault, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, decode_instance
-from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream
-from kvolt.runtime.logs import current_context
+from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream, decode_any, open_call
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode, Sink
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
-
-_TIMER_GRAIN_S = 0.002
-"""A loop timer may fire this much early."""
 
 _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
@@ -50,60 +37,6 @@ recognised as stalled. Longer than it takes to detect a silent connection."""
 _FAILOVER_DELAY_S = 1.0
 """Delay between the silence of an instance and moving its calls: instances that stall together (same machine) recover
 at slightly different times. They also fall silent at different times: see `_fail_over_silent`."""
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_any: Decode = msgspec.msgpack.Decoder().decode
-
-
-def _encode_request(request: Any) -> bytes:
-    try:
-        return _encode(request)
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise InvalidRequest(f"the request cannot be encoded: {error}", param="body") from error
-
-
-async def open_call(
-    plane: RequestPlane,
-    to: Destination,
-    request: Any,
-    call: Call,
-    decode: Decode,
-) -> None:
-    """Open a stream for a call. If it raises, nothing was sent and the call is over.
-
-    Raises DeadlineExceeded when the call's total deadline expired first, which is no evidence against the peer.
-    """
-    try:
-        body = _encode_request(request)
-        remaining_s = call.remaining_s
-        stream = await plane.open(
-            to,
-            body,
-            call,
-            decode,
-            connect_s=min(call.deadlines.connect_s, remaining_s),
-            deadline_s=remaining_s,
-            context=current_context(),
-            automatic_credit=call.automatic_credit,
-        )
-    except BaseException as error:
-        call.abandon()
-        if isinstance(error, ConnectFailed) and call.remaining_s <= _TIMER_GRAIN_S:
-            total_s = call.deadlines.total_s
-            raise DeadlineExceeded(
-                f"no connection within {total_s:g} s (total)", stage="total", after_s=total_s
-            ) from error
-        raise
-    call.attach(stream)
-
-
-async def open_stream(
-    plane: RequestPlane, to: Destination, request: Any, deadlines: Deadlines, decode: Decode = _decode_any
-) -> ResponseStream:
-    """Call a known process directly, without discovery."""
-    responses = ResponseStream(deadlines)
-    await open_call(plane, to, request, responses.call, decode)
-    return responses
 
 
 class EndpointClient:
@@ -266,7 +199,7 @@ class EndpointClient:
         request: Any,
         instance: Instance | None = None,
         deadlines: Deadlines | None = None,
-        decode: Decode = _decode_any,
+        decode: Decode = decode_any,
     ) -> ResponseStream:
         """Call an instance (default: round-robin); responses come from the returned stream.
 
@@ -282,7 +215,7 @@ class EndpointClient:
         sink: Sink,
         instance: Instance | None = None,
         deadlines: Deadlines | None = None,
-        decode: Decode = _decode_any,
+        decode: Decode = decode_any,
     ) -> Call:
         """Like `stream`, but responses go to a sink as they arrive, without a task switch.
 

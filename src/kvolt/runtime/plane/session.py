@@ -34,8 +34,7 @@ from kvolt.runtime.plane.streams import CallerStream, Decode, Sink, Stalls
 from kvolt.runtime.plane.wire import FrameKind
 
 UNFINISHED_S = 60.0
-"""Time limit for a frame or a message to arrive completely, and for the first piece of an announced message.
-Longer than any tolerated stall."""
+"""Time limit for a frame or a message to arrive completely. Longer than any tolerated stall."""
 
 _STREAM_BYTES = 512
 
@@ -135,9 +134,8 @@ class Session(SendingSide):
 
     def _drop_step_reader(self) -> None:
         """Discard the cached step members after one of them ended."""
-        if self._step_reader is not None:
-            self._step_reader.settle()
-            self._step_reader = None
+        self.settle_steps_read()
+        self._step_reader = None
 
     # --- the connection
 
@@ -158,18 +156,12 @@ class Session(SendingSide):
         self._backlogged.clear()
         self.stats.calls_ended[outcome(error)] += len(calls)
         self.stats.served_ended[outcome(error)] += len(served)
-        for call in calls.values():
+        calls_ending = [call.finish for call in calls.values()]
+        for end_stream in (*calls_ending, *(stream.abort for stream in served.values())):
             try:
-                call.finish(error)
-            except Exception as fault:  # a faulty sink must not keep the other streams from ending
+                end_stream(error)
+            except Exception as fault:  # a faulty owner must not keep the other streams from ending
                 self._host.report_callback_error(fault)
-        for stream in served.values():
-            try:
-                stream.abort(error)
-            except Exception as fault:
-                self._host.report_callback_error(fault)
-
-    # --- sending
 
     def _discard_stream(self, stream_id: int) -> None:
         """Discard all state of a stream that is over."""
@@ -331,7 +323,7 @@ class Session(SendingSide):
         if kind != FrameKind.HELLO:
             raise ProtocolError("the first frame is not a hello", rule="hello")
         hello = wire.decode_hello(payload)
-        self.version = wire.negotiate(self._hello.versions, hello)
+        self.version = wire.check_hello(hello, self._hello.versions)
         self.peer = hello
         self._host.on_hello(hello)
         self._host.wake()

@@ -169,9 +169,14 @@ class FrameDecoder:
         return self._broken
 
 
-def negotiate(ours: tuple[int, ...], hello: Hello) -> int:
-    """The highest version common with a peer. Raises ProtocolError for a peer that cannot be talked to."""
-    version = max((version for version in ours if version in hello.versions), default=None)
+def negotiate(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+    """The highest common version, or None."""
+    return max((version for version in ours if version in theirs), default=None)
+
+
+def check_hello(hello: Hello, ours: tuple[int, ...]) -> int:
+    """The version to speak with a peer. Raises ProtocolError if there is none."""
+    version = negotiate(ours, hello.versions)
     if version is None:
         raise VersionMismatch(
             f"no common protocol version: one side speaks {list(ours)}, the other {list(hello.versions)}; "

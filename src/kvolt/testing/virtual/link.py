@@ -214,14 +214,13 @@ class VirtualTransport(asyncio.Transport):
         self._linger: asyncio.TimerHandle | None = None
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        protocol: asyncio.BaseProtocol = self._protocol
-        return protocol
+        return self._protocol  # type: ignore[no-any-return]
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
     def open(self, protocol: asyncio.Protocol) -> None:
-        self._protocol = protocol
+        self.set_protocol(protocol)
         self._call_protocol(protocol.connection_made, self)
 
     def _call_protocol(self, callback: Callable[..., Any], *args: Any) -> Any:
@@ -334,9 +333,6 @@ class VirtualTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self._unsent_bytes
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return self._low_bytes, self._high_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         if high is None:

@@ -25,8 +25,7 @@ from kvolt.core.kv_events import KvEventBatch
 from kvolt.core.load import LoadReport
 from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.endpoint.address import Instance, InstanceState, decode_instance
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.health import State
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime

@@ -13,8 +13,7 @@ from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
 from kvolt.frontend.models import Models
 from kvolt.router.explanation import Explanation
 from kvolt.router.registry import find_router
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.testing import run_virtual
 

@@ -24,8 +24,7 @@ from kvolt.frontend.admin.trace_recorder import (
     Recording,
     RecordTrace,
 )
-from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 

@@ -49,8 +49,8 @@ from kvolt.router.service.messages import (
 )
 from kvolt.router.service.metrics import RouterCollector
 from kvolt.router.service.service import RouterService
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup

@@ -32,8 +32,7 @@ from kvolt.runtime.discovery.join_server import (
 )
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.network import Network, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions

@@ -14,8 +14,8 @@ from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import LeaseId
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, encode_instance
-from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
-from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions
 from kvolt.runtime.plane.port import Destination, IncomingStream
 from kvolt.runtime.plane.session import SessionLimits

@@ -37,8 +37,6 @@ class FakeSession:
     def mark_backlogged(self, stream: ServedStream) -> None:
         self.held.append(stream)
 
-    def count_merge(self) -> None: ...
-
     def settle_step(self) -> None: ...
 
 

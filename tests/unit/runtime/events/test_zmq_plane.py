@@ -16,10 +16,11 @@ import zmq
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.events import zmq_plane as events_zmq
+from kvolt.runtime.events import zmq_sockets as events_zmq
 from kvolt.runtime.events.port import Event, EventStream
 from kvolt.runtime.events.subscriber_queue import EventCounters
-from kvolt.runtime.events.zmq_plane import Registration, ZmqEvents, ZmqOptions, decode, encode
+from kvolt.runtime.events.zmq_plane import ZmqEvents
+from kvolt.runtime.events.zmq_sockets import Registration, ZmqOptions, decode, encode
 from kvolt.testing.events_suite import CASES, probe
 
 PREFIX = "events/ns/"
@@ -241,14 +242,14 @@ async def test_bad_registrations_are_counted_and_ignored(harness, value, reason)
 
 async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(harness, monkeypatch, caplog):
     plane = await harness.plane()
-    connect = events_zmq._Receiver._connect
+    connect = events_zmq.Receiver._connect
 
     def fail_once(self, address: str) -> bool:
         if address == "tcp://127.0.0.1:1":
             raise OSError("no descriptors left")
         return connect(self, address)
 
-    monkeypatch.setattr(events_zmq._Receiver, "_connect", fail_once)
+    monkeypatch.setattr(events_zmq.Receiver, "_connect", fail_once)
     stream = plane.subscribe("kv")
     value = msgspec.msgpack.encode(Registration("tcp://127.0.0.1:1", 1))
     await harness.discovery.put(PREFIX + "unlucky", value, await harness.discovery.lease(1))

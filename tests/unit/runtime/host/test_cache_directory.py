@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 
 def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import ErrorInfo, KvoltError
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane import open_gate, tcp_plane, wire
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.open_gate import OPENS_PER_TURN

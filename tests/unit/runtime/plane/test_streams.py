@@ -18,6 +18,7 @@ from kvolt.core.errors import (
     ProtocolError,
 )
 from kvolt.runtime.plane.served_stream import BACKLOG_ITEMS, ServedStream
+from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import NIL, Open
 
@@ -28,7 +29,8 @@ class FakeSession:
         self.open_deltas: list[tuple[int, Any]] | None = None
         self.step_owner: object | None = None
         self.items: list[Any] = []
-        self.num_ends = self.num_merged = self.num_settled = 0
+        self.num_ends = self.num_settled = 0
+        self.stats = PlaneStats()
         self.held: dict[int, ServedStream] = {}
         self.granted: list[int] = []
         self.cancelled: list[int] = []
@@ -41,9 +43,6 @@ class FakeSession:
 
     def mark_backlogged(self, stream: ServedStream) -> None:
         self.held[stream.id] = stream
-
-    def count_merge(self) -> None:
-        self.num_merged += 1
 
     def settle_step(self) -> None:
         self.num_settled += 1
@@ -114,7 +113,7 @@ def test_deltas_merge_while_there_is_no_credit() -> None:
         Delta((4, 5), finish=FinishReason.STOP),
         Delta((6,)),
     ]
-    assert session.num_merged == 3
+    assert session.stats.merged == 3
 
 
 def test_a_full_transport_keeps_items_back() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import ConnectFailed, DeadlineExceeded, KvoltError, NetworkFault, WorkerLost
-from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.logs import bind, current_context
 from kvolt.runtime.network import Listener, ProtocolFactory
 from kvolt.runtime.plane.connection import ConnectionOptions

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvolt.runtime.host.cache_directory import cache_directory
+from kvolt.runtime.host.environment import cache_directory
 
 log = logging.getLogger(__name__)
 
