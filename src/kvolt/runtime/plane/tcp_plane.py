@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import Any
 
 from kvolt import __version__
-from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError, WorkerLost
-from kvolt.runtime.logs import unbind
+from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError
 from kvolt.runtime.network import (
     Listener,
     Network,
@@ -27,6 +25,7 @@ from kvolt.runtime.network import (
 )
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions, silent_error
+from kvolt.runtime.plane.dials import Dials
 from kvolt.runtime.plane.open_gate import OpenGate
 from kvolt.runtime.plane.port import (
     ClosedListener,
@@ -43,8 +42,6 @@ from kvolt.runtime.plane.wire import VERSIONS, Hello
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
-
-_DIAL_S = 5.0
 
 MAX_CONNECTIONS = 8192
 """Limit per process; more are refused."""
@@ -77,10 +74,10 @@ class TcpPlane:
         self._by_address: dict[str, Connection] = {}
         self._all: dict[Connection, None] = {}
         self._silent: dict[Connection, None] = {}
-        self._dialing: dict[str, asyncio.Future[Connection]] = {}
-        self._dials: dict[str, asyncio.Task[Any]] = {}
-        self._hello_waiters: dict[Connection, asyncio.Future[None]] = {}
         self._task_group = TaskGroup("connections")
+        self._dials = Dials(
+            network, self.stats, self._task_group, self._dialed, self._set_current, self._drop
+        )
         self._closed_listeners: list[ClosedListener] = []
         self._silent_listeners: list[SilentListener] = []
         self._closed = False
@@ -171,26 +168,14 @@ class TcpPlane:
     async def get(self, address: str, timeout_s: float) -> Connection:
         """A ready connection to the address, dialed if necessary.
 
-        Concurrent callers for one address share a dial. Raises ConnectFailed when there is none in time.
+        Raises ConnectFailed when there is none in time.
         """
         connection = self.ready_to(address)
         if connection is not None:
             return connection
         if self._closed:
             raise ConnectFailed("this process is stopping", address=address)
-        dial = self._dialing.get(address)
-        if dial is None:
-            dial = asyncio.get_running_loop().create_future()
-            self._dialing[address] = dial
-            # A short time-out of the first caller must not fail the others that share the dial.
-            work = self._dial(address, dial, max(timeout_s, _DIAL_S))
-            with unbind():  # the connection's log records do not belong to the request that dialed it
-                self._dials[address] = self._task_group.start(work, f"dial {address}")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(dial)
-        except TimeoutError:
-            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+        return await self._dials.connect(address, timeout_s)
 
     def ready_to(self, address: str) -> Connection | None:
         """An open connection to the address, without dialing."""
@@ -218,6 +203,13 @@ class TcpPlane:
 
     def _accept(self) -> asyncio.Protocol:
         return self._create_connection(dialer=False)
+
+    def _dialed(self) -> Connection:
+        return self._create_connection(dialer=True)
+
+    def _drop(self, connection: Connection) -> None:
+        """Forget a connection that was never opened."""
+        self._all.pop(connection, None)
 
     def _on_made(self, connection: Connection) -> ProtocolError | None:
         if connection.dialer:
@@ -267,63 +259,6 @@ class TcpPlane:
         self._all[connection] = None
         return connection
 
-    async def _dial(self, address: str, dial: asyncio.Future[Connection], timeout_s: float) -> None:
-        connection: Connection | None = None
-        created: list[Connection] = []
-
-        def factory() -> Connection:
-            created.append(self._create_connection(dialer=True))
-            return created[-1]
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._network.connect(address, factory, timeout_s)
-                connection = created[-1]
-                if connection.session.peer is None and connection.closed is None:
-                    waiter = self._hello_waiters[connection] = asyncio.get_running_loop().create_future()
-                    await waiter
-            if connection.closed is not None:
-                raise connection.closed
-        except TimeoutError:
-            self._fail_dial(
-                dial, address, created, ConnectFailed(f"{address} sent no hello", address=address)
-            )
-        except KvoltError as error:
-            self._fail_dial(dial, address, created, error)
-        except asyncio.CancelledError:
-            self._fail_dial(
-                dial, address, created, ConnectFailed("this process is stopping", address=address)
-            )
-            raise
-        except Exception as error:  # e.g. a name that the resolver rejects: waiters must get an error
-            reason = f"cannot connect to {address}: {error}"
-            self._fail_dial(dial, address, created, ConnectFailed(reason, address=address))
-        else:
-            self.stats.connects["ok"] += 1
-            self._remove_dial(address, dial)
-            self._set_current(connection, address)
-            if not dial.done():
-                dial.set_result(connection)
-        finally:
-            self._remove_dial(address, dial)
-            for connection in created:
-                self._hello_waiters.pop(connection, None)
-
-    def _fail_dial(
-        self, dial: asyncio.Future[Connection], address: str, created: list[Connection], error: KvoltError
-    ) -> None:
-        self.stats.connects[error.code] += 1
-        self._remove_dial(address, dial)
-        for connection in created:
-            if connection.closed is None:
-                connection.abort(error)
-            self._all.pop(connection, None)
-        if isinstance(error, WorkerLost):  # nothing was sent yet
-            error = ConnectFailed(f"{address} closed the connection", address=address)
-        if not dial.done():
-            dial.set_exception(error)
-            dial.exception()  # mark as retrieved: a dial without waiters is no error
-
     def _on_open(self, connection: Connection, stream: ServedStream) -> None:
         stream.peer_host = connection.peer_host
         self._gate.start_stream(connection, connection.peer_host, stream)
@@ -332,9 +267,7 @@ class TcpPlane:
         if self._going_away:
             connection.session.go_away()
         peer = connection.session.peer
-        waiter = self._hello_waiters.pop(connection, None)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._dials.wake(connection)
         if peer is None:
             return
         for other in self._silent:
@@ -375,27 +308,9 @@ class TcpPlane:
             )
         for address in addresses:
             if not connection.silent:
-                self._cancel_dial(address, connection)
+                self._dials.cancel(address, connection)
             for listener in list(self._silent_listeners):
                 listener(address, connection.silent)
-
-    def _cancel_dial(self, address: str, connection: Connection) -> None:
-        """Cancel a dial: a connection to the address answers again."""
-        dial, task = self._dialing.get(address), self._dials.get(address)
-        if dial is None or task is None:
-            return
-        self._remove_dial(
-            address, dial
-        )  # here, because a task cancelled before its first step runs no cleanup
-        if not dial.done():
-            dial.set_result(connection)
-        task.cancel()
-
-    def _remove_dial(self, address: str, dial: asyncio.Future[Connection]) -> None:
-        """Remove a dial unless another one has replaced it."""
-        if self._dialing.get(address) is dial:
-            del self._dialing[address]
-            self._dials.pop(address, None)
 
     def _addresses_of(self, connection: Connection) -> list[str]:
         return [address for address, known in self._by_address.items() if known is connection]
@@ -409,9 +324,7 @@ class TcpPlane:
             self._accepted[group] -= 1
             if not self._accepted[group]:
                 del self._accepted[group]
-        waiter = self._hello_waiters.pop(connection, None)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._dials.wake(connection)
         for address in self._addresses_of(connection):
             del self._by_address[address]
             for listener in self._closed_listeners:
