@@ -17,30 +17,20 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-import msgspec
-
-from kvolt.core.card import EngineInfo, card_hash
-from kvolt.core.endpoints import GENERATE, KV_TOPIC, component_name
+from kvolt.core.endpoints import GENERATE
 from kvolt.core.ids import RequestId
-from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
-from kvolt.engines.contract import Engine, EngineSpec, KvAddressable
-from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.contract import KvAddressable
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.kv import BLOCK_BYTES
 from kvolt.journey.journey import JourneyContext
-from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import PrefillModePolicy, PrefillModeSelector
-from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.port import Router, RouterContext
+from kvolt.router.port import Router
 from kvolt.router.queue.queue_router import deciding_router
 from kvolt.router.registry import NewRouter, find_router
 from kvolt.router.service.client import remote_router
@@ -52,9 +42,8 @@ from kvolt.runtime.discovery.join import JoinDiscovery
 from kvolt.runtime.discovery.join_server import JoinServer
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.events.mem import MemBus
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import RequestPlane
@@ -63,10 +52,18 @@ from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing.cluster.checked_router import CheckedRouter
-from kvolt.testing.cluster.client_requests import BLOCK_SIZE, MODEL, SLACK_S, ClientRequest
+from kvolt.testing.cluster.client_requests import BLOCK_SIZE, SLACK_S, ClientRequest
 from kvolt.testing.cluster.kv_check import KvCheck
 from kvolt.testing.cluster.kv_mover import KvBoard, VirtualMover
 from kvolt.testing.cluster.leftovers import lasting_leftovers
+from kvolt.testing.cluster.members import (
+    NAMESPACE,
+    Member,
+    ObservedEvents,
+    role_target,
+    sim_engine,
+    tiering_factory,
+)
 from kvolt.testing.cluster.process import TTL_S, ClusterProcess
 from kvolt.testing.cluster.shape import ClusterShape, Flow
 from kvolt.testing.cluster.tally import Tally
@@ -74,11 +71,9 @@ from kvolt.testing.virtual.link import LinkProfile
 from kvolt.testing.virtual.network import VirtualNetwork
 from kvolt.testing.virtual.ports import VirtualProcess
 from kvolt.testing.virtual.tier_executor import without_threads
-from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
 from kvolt.worker.worker import Worker
 
 _IN_MEMORY = Path("/dev/shm")
-NAMESPACE = "twin"
 JOIN_PORT = 7400
 DISCOVERY_HOST = "disc"
 
@@ -100,27 +95,6 @@ class Violation(AssertionError):
 
 _KV_CHECK_S = 1.0
 """Virtual time between two checks of block contents and indexes."""
-
-
-class _ObservedEvents(MemEvents):
-    """Event plane that also passes KV events to KvCheck, before any is lost."""
-
-    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck) -> None:
-        super().__init__(bus, publisher)
-        self._kv = kv
-
-    def publish(self, topic: str, payload: bytes) -> None:
-        if topic == KV_TOPIC:
-            self._kv.events.add_batch(payload)
-        super().publish(topic, payload)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A running worker."""
-
-    engine: SimEngine
-    worker: Worker
 
 
 class Cluster:
@@ -258,37 +232,14 @@ class Cluster:
                 self.fail(f"{worker} still computes for {name}, which disconnected {_CANCEL_S} s ago")
 
     def _check_engines(self) -> None:
-        """Check idle pools and tiers: every block is either free or cached, and no longer in use."""
+        """Check that nothing is held in idle engines and tiers."""
         if self.board.num_open:
             self.fail(f"{self.board.num_open} offers of KV or readers of messages are left")
         for name, member in self.members.items():
             self.kv.check_released(name, member.worker)
-            try:
-                member.engine._scheduler.check_integrity()
-                if member.worker.tiering is not None:
-                    self._check_tiers(name, member.worker.tiering)
-            except AssertionError as error:
-                self.fail(f"{name}: {error or 'inconsistent block accounting'}")
-
-    def _check_tiers(self, name: str, tiering: Tiering) -> None:
-        host = tiering.cache.host
-        host.check_integrity()
-        num_corrupt = sum(stats.failures["corrupt"] for stats in host.stats.values())
-        if num_corrupt and not self.kv.damaged:
-            self.fail(f"{name} found {num_corrupt} corrupt blocks in its tiers without an injected fault")
 
     def damage_tier(self, rng: random.Random) -> None:
-        """Flip a bit of one block in a host tier."""
-        tiers = [
-            (member.worker._instance, member.worker.tiering.cache.host)
-            for member in self.members.values()
-            if member.worker.tiering is not None
-        ]
-        blocks = [(instance, host, key) for instance, host in tiers for key in host.slot_table]
-        if blocks:
-            instance, host, key = rng.choice(blocks)
-            host.memory.block(host.slot_table.slot(key))[0] ^= 1
-            self.kv.damaged.add((instance, key))
+        self.kv.damage_tier(rng, [member.worker for member in self.members.values()])
 
     def _event_fed_routers(self) -> Iterator[tuple[str, EventFedRouter]]:
         """Routers that follow KV events, with the names of their processes."""
@@ -341,7 +292,7 @@ class Cluster:
         def events(discovery: Discovery) -> EventPlane:
             publisher = new_id(rng)
             self._publishers[publisher] = name
-            return _ObservedEvents(self._bus, publisher, self.kv)
+            return ObservedEvents(self._bus, publisher, self.kv)
 
         plane = tcp_plane(process.network, _CONNECTION)
         return Ports(process.clock, rng, process.network, process.blocking, plane, discovery, events)
@@ -357,13 +308,13 @@ class Cluster:
     async def _work(self, runtime: Runtime, role: Role) -> None:
         without_threads()
         name = runtime.options.name
-        engine = self._engine(role)
+        engine = sim_engine(role, self.shape.kv_blocks)
         worker = Worker(
             runtime,
             engine,
             NAMESPACE,
             new_mover=partial(self._new_mover, name),
-            create_tiering=self._tiering(name),
+            create_tiering=tiering_factory(self.shape, self._folder and self._folder / name),
         )
         await worker.start()
         self.members[name] = Member(engine, worker)
@@ -376,39 +327,9 @@ class Cluster:
                 for tier, num_blocks in worker.tiering.onboarded.items():
                     self.seen[f"from {tier}"] += num_blocks
 
-    def _engine(self, role: Role) -> SimEngine:
-        arguments = SimArguments(
-            max_num_seqs=32,
-            block_size=BLOCK_SIZE,
-            kv_blocks=self.shape.kv_blocks,
-            context_length=1024,
-            latency=LatencyModel(base_s=0.03, prefill_token_s=0.0002),
-            hold_s=10.0,
-        )
-        return SimEngine(EngineSpec(model=MODEL, role=role), arguments)
-
     def _new_mover(self, name: str, engine: KvAddressable) -> VirtualMover:
         assert isinstance(engine, SimEngine)
         return VirtualMover(self.board, name, engine._memory, BLOCK_BYTES)
-
-    def _tiering(self, name: str) -> TieringFactory | None:
-        shape = self.shape
-        if not shape.host_blocks:
-            return None
-
-        def new(engine: Engine, info: EngineInfo, now, publish) -> Tiering:  # type: ignore[no-untyped-def]
-            tiered = cast("TieredEngine", engine)
-            slabs = tiered.kv_slabs()
-            lower = []
-            if self._folder is not None:
-                files = DiskFiles(self._folder / name, BlockShape.of(slabs), shape.disk_blocks)
-                lower.append((DiskTier(files), 1))
-            cache = TieredCache.for_slabs(slabs, shape.host_blocks, lower)
-            return Tiering(
-                tiered, cache, now, publish, info.step_model, BLOCK_SIZE, info.capacity.max_batch_tokens
-            )
-
-        return new
 
     async def _route(self, runtime: Runtime) -> None:
         """Router process for all frontends."""
@@ -431,11 +352,11 @@ class Cluster:
         if shape.has_router_process:
             link = await RouterLink.to(runtime, NAMESPACE)
             new_router = remote_router(link, new_router)
-        answering = await self._role_target(runtime, new_router, shape.main_role)
+        answering = await role_target(runtime, new_router, shape.main_role, self.fail)
         targets = [answering]
         prefill_modes = PrefillModePolicy()
         if shape.flow is not Flow.AGGREGATED:
-            prefill = await self._role_target(runtime, new_router, Role.PREFILL)
+            prefill = await role_target(runtime, new_router, Role.PREFILL, self.fail)
             prefill.client.has_fallback = True
             targets.append(prefill)
             now = runtime.ports.clock.monotonic
@@ -446,7 +367,7 @@ class Cluster:
             answering.client,
             requests,
             max_attempts=3,
-            eos_token_ids=self._engine(Role.AGGREGATED).card.eos_token_ids,
+            eos_token_ids=sim_engine(Role.AGGREGATED, shape.kv_blocks).card.eos_token_ids,
             prefill_modes=prefill_modes,
             is_decode_first=shape.flow is Flow.DECODE_FIRST,
         )
@@ -472,21 +393,3 @@ class Cluster:
                 await target.router.close()
             if link is not None:
                 await link.close()
-
-    async def _role_target(self, runtime: Runtime, new_router: NewRouter, role: Role) -> RoleTarget:
-        component = component_name(MODEL, role, card_hash(self._engine(role).card))
-        client = await runtime.client(EndpointAddress(NAMESPACE, component, GENERATE))
-        settings = RouterSettings(reload_s=0.0)
-        inner = new_router(RouterContext(client, runtime, BLOCK_SIZE, settings, role))
-        return RoleTarget(CheckedRouter(inner, client, self.fail), client)
-
-
-class RunReport(msgspec.Struct, frozen=True):
-    seed: int
-    log: tuple[str, ...]
-    started: int
-    ok: int
-    failed: dict[str, int]
-    cut_short: int
-    seen: dict[str, int]
-    """Counts of events that the faults should cause."""

@@ -22,9 +22,10 @@ from typing import IO, Any
 
 from kvolt.runtime.supervisor.process import reap, start_blocking
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.testing.cluster.cluster import Cluster, RunReport
+from kvolt.testing.cluster.cluster import Cluster
 from kvolt.testing.cluster.process import TTL_S, ClusterProcess
 from kvolt.testing.cluster.shape import draw_shape
+from kvolt.testing.cluster.tally import RunReport
 from kvolt.testing.virtual.loop import run_virtual
 
 DURATION_S = 60.0

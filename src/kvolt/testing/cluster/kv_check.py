@@ -2,11 +2,12 @@
 
 Expected values come from the requests and the published events, not from the code under test: block contents follow
 from the tokens of all requests, an index from a replica of each worker's event stream. Reads internals of engines,
-tiers and routers; changes nothing.
+tiers and routers.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -180,8 +181,33 @@ class KvCheck:
                     self._fail(f"{name}: {tier} index of {instance} differs from its blocks")
 
     def check_released(self, name: str, worker: Worker) -> None:
+        """Check that every block of a worker is either free or cached, and that nothing is held."""
         for what in _held(worker):
             self._fail(f"{name} still has {what}")
+        try:
+            _engine(worker)._scheduler.check_integrity()
+            if worker.tiering is not None:
+                self._check_tiers(name, worker.tiering)
+        except AssertionError as error:
+            self._fail(f"{name}: {error or 'inconsistent block accounting'}")
+
+    def _check_tiers(self, name: str, tiering: Tiering) -> None:
+        host = tiering.cache.host
+        host.check_integrity()
+        num_corrupt = sum(stats.failures["corrupt"] for stats in host.stats.values())
+        if num_corrupt and not self.damaged:
+            self._fail(f"{name} found {num_corrupt} corrupt blocks in its tiers without an injected fault")
+
+    # --- faults
+
+    def damage_tier(self, rng: random.Random, workers: Iterable[Worker]) -> None:
+        """Flip a bit of one block in a host tier."""
+        tiers = [(each._instance, each.tiering.cache.host) for each in workers if each.tiering is not None]
+        blocks = [(instance, host, key) for instance, host in tiers for key in host.slot_table]
+        if blocks:
+            instance, host, key = rng.choice(blocks)
+            host.memory.block(host.slot_table.slot(key))[0] ^= 1
+            self.damaged.add((instance, key))
 
 
 def _engine(worker: Worker) -> SimEngine:

@@ -1,8 +1,10 @@
-"""Counts of request outcomes in a virtual cluster."""
+"""Counts of request outcomes in a virtual cluster, and the report of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 
 @dataclass(slots=True)
@@ -17,3 +19,14 @@ class Tally:
     @property
     def ended(self) -> int:
         return self.ok + sum(self.failed.values()) + self.cut_short
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    seed: int
+    log: tuple[str, ...]
+    started: int
+    ok: int
+    failed: dict[str, int]
+    cut_short: int
+    seen: dict[str, int]
+    """Counts of events that the faults should cause."""

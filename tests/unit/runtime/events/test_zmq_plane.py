@@ -16,6 +16,7 @@ import zmq
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.events import zmq_plane
 from kvolt.runtime.events import zmq_sockets as events_zmq
 from kvolt.runtime.events.port import Event, EventStream
 from kvolt.runtime.events.subscriber_queue import EventCounters
@@ -400,7 +401,7 @@ async def test_counts_published_received_and_dropped(harness):
 
 
 async def test_too_large_a_payload_is_refused_and_takes_no_number(harness, monkeypatch):
-    monkeypatch.setattr(events_zmq, "MAX_PAYLOAD_BYTES", 10)
+    monkeypatch.setattr(zmq_plane, "MAX_PAYLOAD_BYTES", 10)
     plane = ZmqEvents(ZmqOptions(namespace="ns"), "p", harness.discovery)
     with pytest.raises(PayloadTooLarge):
         plane.publish("kv", bytes(11))
