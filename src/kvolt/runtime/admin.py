@@ -6,6 +6,7 @@ Defines the paths and responses. `Controls` implements cordon, drain, resume and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -89,9 +90,9 @@ class AdminServer:
 
     def _routes(self) -> Routes:
         routes = Routes()
-        routes.add("GET", "/health", self._show_health)
-        routes.add("GET", "/live", self._show_live)
-        routes.add("GET", "/ready", self._show_ready)
+        routes.add("GET", "/health", self._report(self._health.healthy))
+        routes.add("GET", "/live", self._report(lambda: True))
+        routes.add("GET", "/ready", self._report(self._health.ready))
         routes.add("GET", "/metrics", self._show_metrics)
         routes.add("GET", "/status", self._show_status)
         routes.add("POST", "/cordon", _not_for_web_pages(self._cordon))
@@ -107,17 +108,11 @@ class AdminServer:
     async def close(self, drain_s: float = 0.0) -> None:
         await self._server.close(drain_s)
 
-    async def _show_health(self, request: HttpRequest) -> Response:
-        return self._report(self._health.healthy())
+    def _report(self, is_ok: Callable[[], bool]) -> Handler:
+        async def show(request: HttpRequest) -> Response:
+            return Response(200 if is_ok() else 503, msgspec.json.encode(self._health.report()))
 
-    async def _show_live(self, request: HttpRequest) -> Response:
-        return self._report(True)
-
-    async def _show_ready(self, request: HttpRequest) -> Response:
-        return self._report(self._health.ready())
-
-    def _report(self, ok: bool) -> Response:
-        return Response(200 if ok else 503, msgspec.json.encode(self._health.report()))
+        return show
 
     async def _show_metrics(self, request: HttpRequest) -> Response:
         body, content_type = self._metrics.render()

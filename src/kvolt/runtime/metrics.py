@@ -95,18 +95,15 @@ class Metrics:
         self.discovery_losses = self._counter("discovery_losses", "Times that discovery became unreachable")
 
     def _event_plane(self) -> None:
-        published = self._counter("events_published", "Events published", "topic")
-        self.events_published: ByLabel[Counter] = ByLabel(published.labels)
-        received = self._counter("events_received", "Events received", "topic")
-        self.events_received: ByLabel[Counter] = ByLabel(received.labels)
-        dropped = self._counter("events_dropped", "Events that could not be sent", "topic")
-        self.events_dropped: ByLabel[Counter] = ByLabel(dropped.labels)
-        rejected = self._counter(
+        self.events_published = self._by_label("events_published", "Events published", "topic")
+        self.events_received = self._by_label("events_received", "Events received", "topic")
+        self.events_dropped = self._by_label("events_dropped", "Events that could not be sent", "topic")
+        self.events_rejected = self._by_label(
             "events_rejected", "Event messages and publishers rejected, by reason", "reason"
         )
-        self.events_rejected: ByLabel[Counter] = ByLabel(rejected.labels)
-        missed = self._counter("events_missed", "Events lost between publisher and subscriber", "topic")
-        self.events_missed: ByLabel[Counter] = ByLabel(missed.labels)
+        self.events_missed = self._by_label(
+            "events_missed", "Events lost between publisher and subscriber", "topic"
+        )
 
     def _http(self) -> None:
         self._http_requests = self._counter("http_requests", "HTTP responses", "server", "method", "status")
@@ -136,6 +133,9 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""
         return generate_latest(WithAliases(self.registry.collect(), self.aliases)), CONTENT_TYPE_LATEST
+
+    def _by_label(self, name: str, help_text: str, label: str) -> ByLabel[Counter]:
+        return ByLabel(self._counter(name, help_text, label).labels)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"kvolt_{name}", help_text, labels, registry=self.registry)

@@ -36,6 +36,7 @@ from kvolt.runtime.blocking_lane import BlockingLane
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.directory import MAX_VALUE_BYTES, Directory, OwnedKey, Signature
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
+from kvolt.runtime.discovery.store_state import StoreState
 from kvolt.runtime.discovery.view import DEAD_TTLS_KEPT, LeaseObservation, Record, View
 from kvolt.runtime.discovery.watch import Watches
 from kvolt.runtime.tasks import TaskGroup
@@ -86,7 +87,8 @@ class FileDiscovery:
         # Guards the lane and the record of own leases. Waiting for it is bounded by the lane's time-out: once a
         # call hangs, the calls behind it fail at once.
         self._lock = asyncio.Lock()
-        self._health = _Health(self._root, on_state)
+        # Reads and writes are tracked separately: on a full disk reads still work and must not hide failing writes.
+        self._state = StoreState(f"directory={self._root}", on_state)
         self._view = View(max_step_s=4 * poll_s)
         self._watches = Watches()
         self._leases: dict[LeaseId, _OwnLease] = {}
@@ -208,7 +210,7 @@ class FileDiscovery:
             if own is None:
                 return
             keys, stamp_ns = dict(own.keys), self._stamp()
-            rewrite = own.has_uncertain_write or self._health.failing("write")
+            rewrite = own.has_uncertain_write or self._state.is_failing("write")
             renewal = await self._do(
                 "write", lambda: self._directory.renew(lease, own.ttl_s, keys, stamp_ns, rewrite)
             )
@@ -301,12 +303,12 @@ class FileDiscovery:
         except (OSError, DeadlineExceeded, Overloaded, Unavailable) as error:
             self._is_directory_ready = False
             reason = str(error)
-            self._health.mark_failed(side, reason)
+            self._state.mark_failed(side, reason)
             raise DiscoveryLost(
                 f"discovery directory {self._root}: {reason}", address=str(self._root)
             ) from error
         self._is_directory_ready = True
-        self._health.mark_working(side)
+        self._state.mark_working(side)
         return result
 
     def _check_open(self) -> None:
@@ -316,43 +318,6 @@ class FileDiscovery:
     def _stamp(self) -> int:
         """Current time as mtime in nanoseconds; the bits below one millisecond are random."""
         return (int(self._clock.wall() * 1e9) & ~0xFFFFF) | self._rng.getrandbits(20)
-
-
-class _Health:
-    """Whether the directory is readable and writable; reports each change once.
-
-    Reads and writes are tracked separately: on a full disk reads still work and must not hide failing writes.
-    """
-
-    def __init__(self, root: Path, on_state: Callable[[bool], None] | None) -> None:
-        self._root = root
-        self._on_state = on_state
-        self._connected: bool | None = None
-        self._failing: dict[str, None] = {}
-
-    def failing(self, side: str) -> bool:
-        return side in self._failing
-
-    def mark_failed(self, side: str, reason: str) -> None:
-        self._failing[side] = None
-        if self._connected is not False:
-            log.warning(
-                "discovery lost: directory=%s reason=%s; using the last known state", self._root, reason
-            )
-            self._set_connected(connected=False)
-
-    def mark_working(self, side: str) -> None:
-        self._failing.pop(side, None)
-        if self._failing or self._connected:
-            return
-        if self._connected is False:
-            log.warning("discovery restored: directory=%s", self._root)
-        self._set_connected(connected=True)
-
-    def _set_connected(self, connected: bool) -> None:
-        self._connected = connected
-        if self._on_state is not None:
-            self._on_state(connected)
 
 
 def _check_entry(key: str, value: bytes) -> None:

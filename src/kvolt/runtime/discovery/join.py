@@ -27,8 +27,8 @@ import msgspec
 from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound, WorkerLost
 from kvolt.runtime.discovery import join_server as join
 from kvolt.runtime.discovery.join_mirror import Mirror
-from kvolt.runtime.discovery.join_state import Backoff, ServerState
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
+from kvolt.runtime.discovery.store_state import Backoff, StoreState
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
@@ -87,7 +87,7 @@ class JoinDiscovery:
         self._stream_deadlines = Deadlines(
             connect_s=timeout_s, first_s=timeout_s, between_s=_FOREVER_S, total_s=_FOREVER_S
         )
-        self._state = ServerState(address, on_state)
+        self._state = StoreState(f"join_server={address}", on_state)
         self._leases: dict[LeaseId, _OwnLease] = {}
         self._num_leases = 0
         self._mirrors: dict[str, Mirror] = {}

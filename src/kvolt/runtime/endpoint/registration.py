@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvolt.core.errors import DiscoveryLost, KeyConflict
-from kvolt.runtime.discovery.join_state import Backoff
 from kvolt.runtime.discovery.port import Discovery, LeaseId
+from kvolt.runtime.discovery.store_state import Backoff
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)

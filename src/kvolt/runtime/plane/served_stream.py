@@ -81,12 +81,12 @@ class ServerHost(Protocol):
         """The DELTAS frame being filled, when it is the last thing queued."""
         ...
 
-    @property
-    def step_owner(self) -> object | None:
-        """The batch with combined credit counting; call `settle_step` before reading a stream's own credit."""
-        ...
+    step_owner: Any
+    """The StepBatch with combined credit counting; call `settle_step` before reading a stream's own credit."""
 
     def settle_step(self) -> None: ...
+
+    def queue_step(self, frame: bytes, num_items: int) -> None: ...
 
     def queue_item(self, stream: ServedStream, item: Any) -> None: ...
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from struct import unpack, unpack_from
-from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import ProtocolError
 from kvolt.runtime.plane.port import IncomingStream
-from kvolt.runtime.plane.served_stream import ServedStream
+from kvolt.runtime.plane.served_stream import ServedStream, ServerHost
 from kvolt.runtime.plane.streams import CallerStream
 from kvolt.runtime.plane.wire import CHUNK_BYTES, HEADER, FrameKind
 
@@ -44,24 +44,12 @@ def unpack_u32(data: bytes) -> tuple[int, ...]:
     return unpack(f"<{len(data) // 4}I", data)
 
 
-class StepHost(Protocol):
-    """Interface of the session that a batch needs."""
-
-    paused: bool
-    step_owner: StepBatch | None
-    """The batch with combined credit counting."""
-
-    def queue_step(self, frame: bytes, num_items: int) -> None: ...
-
-    def settle_step(self) -> None: ...
-
-
 class StepBatch:
     """The members of a batch on one connection."""
 
     __slots__ = ("_budget", "_head", "_pending", "_session", "_streams")
 
-    def __init__(self, session: StepHost, streams: list[ServedStream]) -> None:
+    def __init__(self, session: ServerHost, streams: list[ServedStream]) -> None:
         self._session = session
         self._streams = streams
         ids = pack_u32([stream.id for stream in streams])
@@ -75,7 +63,7 @@ class StepBatch:
     def send(self, token_ids: Sequence[int]) -> None:
         session = self._session
         if ((session.step_owner is not self or self._budget == 0) and not self._begin()) or session.paused:
-            self._send_singly(token_ids)
+            _send_singly(self._streams, token_ids)
         else:
             self._budget -= 1
             self._pending += 1
@@ -91,10 +79,6 @@ class StepBatch:
         self._budget = min(stream.credit for stream in self._streams)
         return True
 
-    def _send_singly(self, token_ids: Sequence[int]) -> None:
-        for stream, token_id in zip(self._streams, token_ids, strict=True):
-            stream.send(plain_delta(token_id))
-
     def settle(self) -> None:
         """Subtract the steps sent from the members' credit."""
         pending, self._pending, self._budget = self._pending, 0, 0
@@ -103,17 +87,9 @@ class StepBatch:
                 stream.credit -= pending
 
 
-class _Singly:
-    """Streams of another plane, without step frames."""
-
-    __slots__ = ("_streams",)
-
-    def __init__(self, streams: list[IncomingStream]) -> None:
-        self._streams = streams
-
-    def send(self, token_ids: Sequence[int]) -> None:
-        for stream, token_id in zip(self._streams, token_ids, strict=True):
-            stream.send(plain_delta(token_id))
+def _send_singly(streams: Sequence[IncomingStream], token_ids: Sequence[int]) -> None:
+    for stream, token_id in zip(streams, token_ids, strict=True):
+        stream.send(plain_delta(token_id))
 
 
 class StepSender:
@@ -122,7 +98,7 @@ class StepSender:
     __slots__ = ("_parts",)
 
     def __init__(self, streams: Sequence[IncomingStream | None]) -> None:
-        by_session: dict[int, tuple[Any, list[ServedStream], list[int]]] = {}
+        by_session: dict[int, tuple[ServerHost, list[ServedStream], list[int]]] = {}
         others: list[IncomingStream] = []
         others_at: list[int] = []
         for position, stream in enumerate(streams):
@@ -134,17 +110,17 @@ class StepSender:
             elif stream is not None:
                 others.append(stream)
                 others_at.append(position)
-        self._parts: list[tuple[StepBatch | _Singly, _Picker | None]] = [
-            (StepBatch(session, members), _picker(positions, len(streams)))
+        self._parts: list[tuple[Callable[[Sequence[int]], None], _Picker | None]] = [
+            (StepBatch(session, members).send, _picker(positions, len(streams)))
             for session, members, positions in by_session.values()
         ]
         if others:
-            self._parts.append((_Singly(others), _picker(others_at, len(streams))))
+            self._parts.append((partial(_send_singly, others), _picker(others_at, len(streams))))
 
     def send(self, token_ids: Sequence[int]) -> None:
         """Send one token to each stream, in constructor order."""
-        for batch, pick in self._parts:
-            batch.send(token_ids if pick is None else pick(token_ids))
+        for send, pick in self._parts:
+            send(token_ids if pick is None else pick(token_ids))
 
 
 def _picker(positions: list[int], total: int) -> _Picker | None:

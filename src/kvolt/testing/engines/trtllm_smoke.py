@@ -21,8 +21,8 @@ from kvolt.core.errors import ConfigError, KvoltError, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, Prefill
-from kvolt.engines.registry import build_engine, parse_argument
-from kvolt.testing.engines.check import Prompts
+from kvolt.engines.registry import parse_argument
+from kvolt.testing.engines.check import CheckHarness
 from kvolt.testing.engines.event_cases import answer_matching_events
 from kvolt.testing.engines.harness import Run, engine_run
 
@@ -30,25 +30,13 @@ _GREEDY = Sampling(temperature=0)
 _NUM_TOKENS = 24
 
 
-class SmokeHarness:
-    """Harness of the trtllm engine, with prompts from its model's vocabulary."""
+class SmokeHarness(CheckHarness):
+    """Harness of the trtllm engine, which publishes its KV events late."""
+
+    settle_s = 0.5
 
     def __init__(self, model: str, arguments: dict[str, Any], deadline_s: float, role: Role) -> None:
-        self._spec = EngineSpec(model=model, role=role)
-        self._arguments = arguments
-        self.deadline_s = deadline_s
-        self.settle_s = 0.5
-        self.prompts: Prompts | None = None
-
-    def engine(self) -> Any:
-        return build_engine("trtllm", self._spec, self._arguments)
-
-    def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        assert self.prompts is not None, "start an engine first: its card has the vocabulary"
-        return self.prompts.ordinary(num_tokens)
-
-    def ending_prompt(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        super().__init__("trtllm", EngineSpec(model=model, role=role), arguments, deadline_s)
 
 
 def _greedy(run: Run, name: str, *, prompt: int = 40, tokens: int = _NUM_TOKENS) -> Request:
@@ -174,14 +162,15 @@ async def smoke(model: str, arguments: dict[str, Any], deadline_s: float, with_h
     harness = SmokeHarness(model, arguments, deadline_s, Role.AGGREGATED)
     results: list[bool] = []
     async with engine_run(harness) as run:
-        harness.prompts = Prompts(run.engine.card)
+        harness.set_card(run.engine.card)
         print(f"offers  {', '.join(run.info.features) or 'the core only'}", flush=True)
         for check in _CHECKS:
             results.append(await _report(check.__name__, check(run)))
     if with_handoff:
         sides = [SmokeHarness(model, arguments, deadline_s, role) for role in (Role.PREFILL, Role.DECODE)]
         async with engine_run(sides[0]) as source, engine_run(sides[1]) as target:
-            sides[0].prompts = sides[1].prompts = harness.prompts
+            for side, side_run in zip(sides, (source, target), strict=True):
+                side.set_card(side_run.engine.card)
             name = prefill_handoff_works.__name__
             results.append(await _report(name, prefill_handoff_works(source, target)))
     return all(results)

@@ -403,7 +403,7 @@ def test_loss_and_return_are_reported_once(caplog: pytest.LogCaptureFixture) -> 
         await harness.close()
 
     run_virtual(main, until_s=300)
-    assert len([record for record in caplog.records if record.name.endswith("join_state")]) == 2
+    assert len([record for record in caplog.records if record.name.endswith("store_state")]) == 2
 
 
 # -- who owns what

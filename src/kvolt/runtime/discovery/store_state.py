@@ -1,4 +1,4 @@
-"""Connection state of a join server as seen by its client, and the client's retry back-off."""
+"""State of a discovery store as seen by its client, and the client's retry back-off."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ class Backoff:
         await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
 
 
-class ServerState:
-    """Lost as soon as one task fails, restored when none fails; each change is reported once."""
+class StoreState:
+    """Whether a store is reachable: lost as soon as one task fails, restored when none fails; each change is reported
+    once."""
 
-    def __init__(self, address: str, on_state: Callable[[bool], None] | None) -> None:
-        self._address = address
+    def __init__(self, store: str, on_state: Callable[[bool], None] | None) -> None:
+        self._store = store
         self._on_state = on_state
         self._works: dict[str, bool] = {}
         self._connected: bool | None = None
 
+    def is_failing(self, task: str) -> bool:
+        return self._works.get(task) is False
+
     def mark_failed(self, task: str, reason: str) -> None:
         self._works[task] = False
         if self._connected is not False:
-            log.warning("discovery lost: %s; using the last known state", reason)
+            log.warning("discovery lost: %s reason=%s; using the last known state", self._store, reason)
             self._set_connected(connected=False)
 
     def mark_working(self, task: str) -> None:
@@ -56,7 +60,7 @@ class ServerState:
         if self._connected or not self._works or not all(self._works.values()):
             return
         if self._connected is False:
-            log.warning("discovery restored: join_server=%s", self._address)
+            log.warning("discovery restored: %s", self._store)
         self._set_connected(connected=True)
 
     def _set_connected(self, connected: bool) -> None:

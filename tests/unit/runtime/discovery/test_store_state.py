@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 
-from kvolt.runtime.discovery.join_state import Backoff, ServerState
+from kvolt.runtime.discovery.store_state import Backoff, StoreState
 from kvolt.testing.virtual.loop import run_virtual
 
 
 def test_lost_with_the_first_failure_back_with_the_last_recovery() -> None:
     told: list[bool] = []
-    state = ServerState("host:1", told.append)
+    state = StoreState("host:1", told.append)
     state.mark_working("keeper")
     state.mark_working("follower")
     state.mark_failed("keeper", "gone")
@@ -25,7 +25,7 @@ def test_lost_with_the_first_failure_back_with_the_last_recovery() -> None:
 
 def test_a_task_that_ends_while_it_fails_does_not_leave_the_server_lost() -> None:
     told: list[bool] = []
-    state = ServerState("host:1", told.append)
+    state = StoreState("host:1", told.append)
     state.mark_working("follower")
     state.mark_failed("keeper", "gone")
     state.remove_task("keeper")
@@ -34,7 +34,7 @@ def test_a_task_that_ends_while_it_fails_does_not_leave_the_server_lost() -> Non
 
 def test_with_no_task_left_nothing_is_known() -> None:
     told: list[bool] = []
-    state = ServerState("host:1", told.append)
+    state = StoreState("host:1", told.append)
     state.mark_failed("keeper", "gone")
     state.remove_task("keeper")
     assert told == [False]
