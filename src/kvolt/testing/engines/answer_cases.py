@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
-from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
 from kvolt.testing.cases import cases_in
-from kvolt.testing.engines.harness import Answer, Case, Harness, Run, engine_run
+from kvolt.testing.engines.harness import Answer, Case, Harness, Run, engine_run, renamed
 
 
 async def ends_at_eos(harness: Harness) -> None:
@@ -44,9 +43,7 @@ async def stops_at_a_stop_token(harness: Harness) -> None:
         for at in (0, 1, 7, len(whole) - 1):
             stop = whole[at]
             first = whole.index(stop)
-            stopping = _with_stop(
-                replace(request, request_id=RequestId(f"at{at}")), stop_token_ids=(_unused(whole), stop)
-            )
+            stopping = _with_stop(renamed(request, f"at{at}"), stop_token_ids=(_unused(whole), stop))
             answer = await run.answer(stopping)
             assert answer.tokens[0] == whole[: first + 1]
             assert (answer.finishes[0], answer.stop_reasons[0]) == (FinishReason.STOP, stop)
@@ -74,7 +71,7 @@ async def respects_min_tokens(harness: Harness) -> None:
             answer = await run.answer(request)
             assert len(answer.tokens[0]) > num_tokens or answer.finishes[0] is FinishReason.LENGTH
         request = run.request("stops", tokens=24)
-        stops = tuple((await run.answer(replace(request, request_id=RequestId("whole")))).tokens[0])
+        stops = tuple((await run.answer(renamed(request, "whole"))).tokens[0])
         answer = await run.answer(_with_stop(request, stop_token_ids=stops, min_tokens=9))
         assert len(answer.tokens[0]) > 9
 
@@ -85,7 +82,7 @@ async def short_answer_resumes(harness: Harness) -> None:
         request = run.short_request("whole")
         whole = (await _ended(run, request)).tokens[0]
         for cut in range(1, len(whole)):
-            moved = replace(request, request_id=RequestId(f"cut{cut}"), prior_tokens=tuple(whole[:cut]))
+            moved = renamed(request, f"cut{cut}", prior_tokens=tuple(whole[:cut]))
             assert whole[:cut] + (await _ended(run, moved)).tokens[0] == whole
 
 
@@ -99,7 +96,7 @@ async def choices_end_separately(harness: Harness) -> None:
         lengths = {index: len(tokens) for index, tokens in answer.tokens.items()}
         assert lengths[0] != lengths[1], "both choices ended at once"
         assert {index: usage.completion_tokens for index, usage in answer.usage.items()} == lengths
-        gone = run.submit(replace(request, request_id=RequestId("gone")))
+        gone = run.submit(renamed(request, "gone"))
         await run.until(lambda: bool(gone.finishes))
         run.abort(gone)
         await run.assert_empty()
@@ -112,7 +109,7 @@ async def logprobs_match_the_request(harness: Harness) -> None:
         assert not silent.logprobs
         for num_top in (0, 1, 5):
             sampling = replace(request.sampling, logprobs=num_top)
-            asking = replace(request, request_id=RequestId(f"top{num_top}"), sampling=sampling)
+            asking = renamed(request, f"top{num_top}", sampling=sampling)
             answer = await run.answer(asking)
             assert answer.tokens == silent.tokens, "requesting logprobs changed the answer"
             _check_logprobs(answer.logprobs[0], num_top)
@@ -131,7 +128,7 @@ async def prompt_logprobs_come_once(harness: Harness) -> None:
         entries = [entry for entry in logprobs[1:] if entry is not None]
         assert tuple(entry.token_id for entry in entries) == request.token_ids[1:]
         _check_logprobs(entries, 2)
-        again = replace(asking, request_id=RequestId("again"), prior_tokens=tuple(answer.tokens[0][:1]))
+        again = renamed(asking, "again", prior_tokens=tuple(answer.tokens[0][:1]))
         assert (await run.answer(again)).prompt_logprobs is None, "prompt logprobs are repeated"
 
 

@@ -12,7 +12,16 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents
 from kvolt.testing.cases import cases_in
-from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, block_hashes, engine_run
+from kvolt.testing.engines.harness import (
+    Answer,
+    Case,
+    Harness,
+    NotRun,
+    Run,
+    block_hashes,
+    engine_run,
+    renamed,
+)
 
 _ROOM = 200
 """Longest prompt in tokens: the cases fit a context of 256."""
@@ -66,7 +75,7 @@ async def repeated_prompt_is_cached(harness: Harness) -> None:
         request = blocks_request(run, "first", blocks_that_fit(run, 3), tokens=6)
         first = await answer_matching_events(run, request)
         assert first.cached == 0
-        second = await answer_matching_events(run, replace(request, request_id=RequestId("second")))
+        second = await answer_matching_events(run, renamed(request, "second"))
         assert second.cached
         assert second.tokens == first.tokens, "the answer from cached blocks differs"
         usage = second.usage[0]
@@ -82,9 +91,9 @@ async def common_prefix_is_shared(harness: Harness) -> None:
         await answer_matching_events(run, request)
         ids = request.token_ids
         for length in sorted({max(block_size - 1, 1), block_size, block_size + 1, num_blocks * block_size}):
-            part = replace(request, request_id=RequestId(f"part{length}"), token_ids=ids[:length])
+            part = renamed(request, f"part{length}", token_ids=ids[:length])
             await answer_matching_events(run, part)
-        turned = replace(request, request_id=RequestId("turned"), token_ids=ids[1:] + ids[:1])
+        turned = renamed(request, "turned", token_ids=ids[1:] + ids[:1])
         assert (await answer_matching_events(run, turned)).cached == 0, (
             "a different prefix was found in the cache"
         )
@@ -100,7 +109,7 @@ async def answer_blocks_are_published(harness: Harness) -> None:
         possible = set(block_hashes(request, block_size, output))
         unexpected = run.replica.blocks - possible
         assert not unexpected, f"{len(unexpected)} blocks belong neither to the prompt nor to the answer"
-        longer = replace(request, request_id=RequestId("on"), token_ids=(*request.token_ids, *output[:-1]))
+        longer = renamed(request, "on", token_ids=(*request.token_ids, *output[:-1]))
         await answer_matching_events(run, longer)
 
 
@@ -113,7 +122,7 @@ async def salts_isolate_blocks(harness: Harness) -> None:
             answer = await answer_matching_events(run, salted)
             assert answer.cached == 0, "a tenant found blocks of another tenant"
             assert answer.tokens == plain.tokens
-        again = replace(request, request_id=RequestId("again"), salt="one")
+        again = renamed(request, "again", salt="one")
         assert (await answer_matching_events(run, again)).cached
 
 
@@ -126,7 +135,7 @@ async def clear_removes_all_blocks(harness: Harness) -> None:
         assert await kv_events(run).clear_kv() == num_blocks
         await run.until(lambda: run.replica.num_cleared > num_cleared)
         assert not run.replica.blocks
-        second = await answer_matching_events(run, replace(request, request_id=RequestId("second")))
+        second = await answer_matching_events(run, renamed(request, "second"))
         assert (second.cached, second.tokens) == (0, first.tokens)
         await run.assert_empty()
 
@@ -137,15 +146,12 @@ async def clear_while_computing(harness: Harness) -> None:
         request = blocks_request(run, "expected", blocks_that_fit(run, 3), tokens=20)
         expected = (await run.answer(request)).tokens
         for num_steps in range(4):
-            answers = [
-                run.submit(replace(request, request_id=RequestId(f"r{num_steps}-{index}")))
-                for index in range(3)
-            ]
+            answers = [run.submit(renamed(request, f"r{num_steps}-{index}")) for index in range(3)]
             await run.advance(num_steps)
             await kv_events(run).clear_kv()
             await run.finish(*answers)
             assert all(answer.tokens == expected for answer in answers)
-            probe = replace(request, request_id=RequestId(f"probe{num_steps}"))
+            probe = renamed(request, f"probe{num_steps}")
             assert (await answer_matching_events(run, probe)).tokens == expected
         await run.assert_empty()
 
@@ -167,7 +173,7 @@ async def evicted_blocks_are_not_found(harness: Harness) -> None:
         num_published = len(run.replica.blocks)
         assert num_published <= total, f"{num_published} blocks are published, the pool has {total}"
         for request, tokens in zip(requests[::-1], expected[::-1], strict=True):
-            again = replace(request, request_id=RequestId(f"{request.request_id}-again"))
+            again = renamed(request, f"{request.request_id}-again")
             assert (await answer_matching_events(run, again)).tokens == tokens
         await run.assert_empty()
 
@@ -190,7 +196,7 @@ async def aborted_blocks_are_published_correctly(harness: Harness) -> None:
             for answer in goes:
                 run.abort(answer)
             await run.assert_empty()
-            probe = replace(request, request_id=RequestId(f"probe{num_steps}"))
+            probe = renamed(request, f"probe{num_steps}")
             assert (await answer_matching_events(run, probe)).tokens == expected
 
 

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput, TokenLogprobs, Usage, plain_delta
@@ -294,6 +296,11 @@ class Run:
         assert len(plain) == len(step.plain_ids) == len(step.plain_tokens), "plain ids and tokens differ"
         both = plain.intersection(request_id for request_id, _ in step.deltas)
         assert not both, f"a plain token and a delta in one step: {sorted(both)}"
+
+
+def renamed(request: Request, name: str, **changes: Any) -> Request:
+    """The request under another id, with changed fields."""
+    return replace(request, request_id=RequestId(name), **changes)
 
 
 def deadline_of(harness: Harness) -> float:

@@ -12,7 +12,7 @@ from kvolt.engines.contract import KvEvents
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, short_expiry, whole_answer
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run, renamed
 from kvolt.testing.engines.placed_cases import MOST_TO_FILL, move, placed, to_fill, unknown_blocks
 
 
@@ -36,7 +36,7 @@ async def cached_prefix_is_kept_too(harness: Harness) -> None:
     async with engine_run(harness) as source, engine_run(harness) as target:
         request = _request(source)
         start = request.token_ids[: source.info.block_size + 1]
-        await target.answer(replace(request, request_id=RequestId("start"), token_ids=start))
+        await target.answer(renamed(request, "start", token_ids=start))
         moved = await move(source, target, request, keep=True)
         await _fill(target)
         answer = await target.answer(moved)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvolt.core.block_key import KvBlock
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents, KvMovable
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run, renamed
 
 
 def kv_movable(run: Run) -> KvMovable:
@@ -81,7 +81,7 @@ async def blocks_move_between_engines(harness: Harness) -> None:
         if isinstance(target.engine, KvEvents):
             num_published = target.replica.num_leading([block.sequence_hash for block in blocks])
             assert num_published == len(blocks), "imported blocks were not published"
-        again = replace(request, request_id=RequestId("again"))
+        again = renamed(request, "again")
         assert (await export_of(target, request)) == blocks, "the bytes changed"
         await assert_answer(source, again, tokens, len(blocks))
         await target.assert_empty()
@@ -135,7 +135,7 @@ async def import_while_computing(harness: Harness) -> None:
             target.submit(blocks_request(target, f"other{i}", 1, tokens=20, seed=i, variant=1))
             for i in range(3)
         ]
-        same = target.submit(replace(request, request_id=RequestId("same")))
+        same = target.submit(renamed(request, "same"))
         await target.advance(2)
         assert await kv_movable(target).import_kv(blocks) == len(blocks)
         await target.finish(same, *others)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from msgspec.structs import replace
-
 from kvolt.core.errors import Cancelled, KvoltError, NotFound
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
@@ -18,7 +16,7 @@ from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, prefilled
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, deadline_of, engine_run
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, deadline_of, engine_run, renamed
 from kvolt.testing.engines.placed_cases import computed, contents, placed, released
 
 _TRIES = 20
@@ -51,7 +49,7 @@ async def cached_blocks_are_reported_first(harness: Harness) -> None:
             request = long_request(source, f"r{number}", variant=number)
             num_cached = len(request.token_ids) // source.info.block_size // 2
             start = request.token_ids[: num_cached * source.info.block_size + 1]
-            await source.answer(replace(request, request_id=RequestId(f"start{number}"), token_ids=start))
+            await source.answer(renamed(request, f"start{number}", token_ids=start))
             other = source.submit(source.request(f"other{number}", prompt=9, tokens=60, variant=1))
             await source.advance(1)
             (first, _), *_ = await _computed_in_parts(source, request, is_alone=False)

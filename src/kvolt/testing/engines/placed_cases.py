@@ -18,7 +18,7 @@ from kvolt.engines.contract import HeldKv, KvAddressable, KvAllocation, KvEvents
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
 from kvolt.testing.engines.handoff_cases import prefill_of, prefilled, short_expiry, whole_answer
-from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run
+from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run, renamed
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.slabs import Slab
 
@@ -123,7 +123,7 @@ async def only_missing_blocks_are_allocated(harness: Harness) -> None:
         request = blocks_request(source, "r", _several_blocks(source), tokens=5)
         await move(source, all_of_it, request)
         start = request.token_ids[: source.info.block_size + 1]
-        await some.answer(replace(request, request_id=RequestId("start"), token_ids=start))
+        await some.answer(renamed(request, "start", token_ids=start))
         _, held = await computed(source, request)
         allocation = await placed(some).allocate_kv(held.keys, held.hashes)
         assert (allocation.num_present, len(allocation.blocks)) == (1, len(held.keys) - 1), (
@@ -232,7 +232,7 @@ async def clear_during_import(harness: Harness) -> None:
         request = blocks_request(source, "r", _several_blocks(source), tokens=9)
         _, held = await computed(source, request)
         start = request.token_ids[: source.info.block_size + 1]
-        await target.answer(replace(request, request_id=RequestId("start"), token_ids=start))
+        await target.answer(renamed(request, "start", token_ids=start))
         allocation = await placed(target).allocate_kv(held.keys, held.hashes)
         copy_blocks(source, held, target, allocation)
         await target.engine.clear_kv()

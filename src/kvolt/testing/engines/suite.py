@@ -22,7 +22,7 @@ from kvolt.engines.contract import Engine, check_sampling_fields
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.answer_cases import ANSWER_CASES
 from kvolt.testing.engines.cancel_cases import CANCEL_CASES
-from kvolt.testing.engines.harness import Case, Harness, NotRun, engine_run
+from kvolt.testing.engines.harness import Case, Harness, NotRun, engine_run, renamed
 
 __all__ = ["CASES", "Case", "Harness", "NotRun"]
 
@@ -97,7 +97,7 @@ async def resumes_after_prior_tokens(harness: Harness) -> None:
         request = run.request("whole", tokens=9, seed=3)
         whole = (await run.answer(request)).tokens[0]
         for cut in range(1, len(whole)):
-            moved = replace(request, request_id=RequestId(f"cut{cut}"), prior_tokens=tuple(whole[:cut]))
+            moved = renamed(request, f"cut{cut}", prior_tokens=tuple(whole[:cut]))
             answer = await run.answer(moved)
             assert whole[:cut] + answer.tokens[0] == whole
             assert answer.usage[0].completion_tokens == len(whole)
@@ -112,9 +112,7 @@ async def each_choice_resumes_after_its_own_tokens(harness: Harness) -> None:
             prior_tokens = tuple(
                 None if cut is None else tuple(whole[index][:cut]) for index, cut in enumerate(cuts)
             )
-            moved = replace(
-                request, request_id=RequestId(f"moved{number}"), prior_tokens_by_choice=prior_tokens
-            )
+            moved = renamed(request, f"moved{number}", prior_tokens_by_choice=prior_tokens)
             try:
                 answer = run.submit(moved)
             except Unsupported as error:

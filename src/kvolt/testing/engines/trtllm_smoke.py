@@ -18,13 +18,12 @@ from msgspec.structs import replace
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, KvoltError, Unsupported
-from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, Prefill
 from kvolt.engines.registry import parse_argument
 from kvolt.testing.engines.check import CheckHarness
 from kvolt.testing.engines.event_cases import answer_matching_events
-from kvolt.testing.engines.harness import Run, engine_run
+from kvolt.testing.engines.harness import Run, engine_run, renamed
 
 _GREEDY = Sampling(temperature=0)
 _NUM_TOKENS = 24
@@ -93,10 +92,8 @@ async def events_match_cache(run: Run) -> str:
     request = _greedy(run, "first", prompt=3 * size + 1, tokens=4)
     request = replace(request, token_ids=request.token_ids[::-1])  # not cached yet
     await answer_matching_events(run, request)
-    second = await answer_matching_events(run, replace(request, request_id=RequestId("second")))
-    salted = await answer_matching_events(
-        run, replace(request, request_id=RequestId("salted"), salt="tenant")
-    )
+    second = await answer_matching_events(run, renamed(request, "second"))
+    salted = await answer_matching_events(run, renamed(request, "salted", salt="tenant"))
     assert not salted.cached, "a tenant found blocks of another tenant"
     skipped = dict(run.engine._launched.poll.translator.skipped)  # type: ignore[attr-defined]  # private
     return f"{len(run.replica.blocks)} blocks, {second.cached} tokens cached; skipped events: {skipped or 'none'}"
@@ -109,12 +106,10 @@ async def seeds_are_deterministic(run: Run) -> str:
         whole = (await run.answer(request)).tokens[0]
     except Unsupported:
         return "not tested; run again with --arg seeds=kept"
-    again = (await run.answer(replace(request, request_id=RequestId("again")))).tokens[0]
+    again = (await run.answer(renamed(request, "again"))).tokens[0]
     assert again == whole, "the same seed gives different tokens: keep seeds=none"
     try:
-        moved = await run.answer(
-            replace(request, request_id=RequestId("moved"), prior_tokens=tuple(whole[:4]))
-        )
+        moved = await run.answer(renamed(request, "moved", prior_tokens=tuple(whole[:4])))
     except Unsupported:
         return "deterministic; run again with --arg seeds=by_position to test resumed requests"
     assert whole[:4] + moved.tokens[0] == whole, "a resumed request gives different tokens: keep seeds=kept"
@@ -123,7 +118,7 @@ async def seeds_are_deterministic(run: Run) -> str:
 
 async def prefill_handoff_works(source: Run, target: Run) -> str:
     request = _greedy(source, "moved", prompt=3 * source.info.block_size + 1, tokens=12)
-    expected = (await source.answer(replace(request, request_id=RequestId("whole")))).tokens[0]
+    expected = (await source.answer(renamed(request, "whole"))).tokens[0]
     prefill = source.engine
     assert isinstance(prefill, Prefill)
     handoff = await prefill.prefill(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvolt.core.ids import RequestId
 from kvolt.engines.contract import KvVisible
 from kvolt.testing.cases import cases_in
 from kvolt.testing.engines.event_cases import (
@@ -13,7 +12,7 @@ from kvolt.testing.engines.event_cases import (
     blocks_that_fit,
     kv_events,
 )
-from kvolt.testing.engines.harness import Case, Harness, Replica, Run, engine_run
+from kvolt.testing.engines.harness import Case, Harness, Replica, Run, engine_run, renamed
 
 
 def kv_visible(run: Run) -> KvVisible:
@@ -89,7 +88,7 @@ async def reads_change_nothing(harness: Harness) -> None:
         for _ in range(3):
             await visible.match(request)
             assert await visible.kv_contents() == before
-        await answer_matching_events(run, replace(request, request_id=RequestId("again")))
+        await answer_matching_events(run, renamed(request, "again"))
         await run.assert_empty()
 
 
