@@ -18,6 +18,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
 from kvolt.router.index.approximate import MAX_WORKER_RANKS, ApproximateIndex, ApproximateOptions
 from kvolt.router.index.health import HealthChange, IndexHealth, IndexHealthOptions, PredictedBlocks
+from kvolt.router.index.overlap import PrefixIndex
 from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
 if TYPE_CHECKING:
@@ -28,17 +29,8 @@ log = logging.getLogger(__name__)
 _NOTHING: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
-class EventFedIndex(Protocol):
+class EventFedIndex(PrefixIndex, Protocol):
     """A prefix index that is fed by KV events."""
-
-    @property
-    def slots_version(self) -> int: ...
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]: ...
-
-    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None: ...
-
-    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None: ...
 
     def resync(self, instance_id: InstanceId) -> None:
         """Request a snapshot from the worker."""

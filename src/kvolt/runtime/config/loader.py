@@ -132,7 +132,7 @@ class _Layers:
                 self._apply_file_value(name, value, origin, base)
             elif not isinstance(value, dict):
                 problem = f"expected a table, got {_format_value(value)}"
-                self._add_problem(_location(origin, name), name, problem, f"write it as [{name}]")
+                self._add_problem(origin, name, problem, f"write it as [{name}]")
             else:
                 for inner, item in value.items():
                     self._apply_file_value(f"{name}.{inner}", item, origin, base)
@@ -140,26 +140,22 @@ class _Layers:
     def _apply_file_value(self, key: str, value: Any, origin: str, base: Path) -> None:
         leaf = leaves().get(key)
         if leaf is None:
-            self._unknown_key(_location(origin, key), key, [*leaves(), *sections(), "workers"])
+            self._unknown_key(origin, key, [*leaves(), *sections(), "workers"])
         else:
             self._apply(leaf, value, origin, base)
 
     def _apply_workers(self, entries: Any, origin: str) -> None:
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             problem = f"expected a list of tables, got {_format_value(entries)}"
-            self._add_problem(
-                _location(origin, "workers"), "workers", problem, "write each entry under a [[workers]] line"
-            )
+            self._add_problem(origin, "workers", problem, "write each entry under a [[workers]] line")
             return
         self._workers, self._origins["workers"] = [], origin
         for index, entry in enumerate(entries):
             worker: dict[str, Any] = {}
             for name in entry:
                 if name not in worker_leaves():
-                    key = f"workers.{index}.{name}"
-                    self._unknown_key(
-                        _location(origin, key), key, [f"workers.{index}.{known}" for known in worker_leaves()]
-                    )
+                    known = [f"workers.{index}.{known}" for known in worker_leaves()]
+                    self._unknown_key(origin, f"workers.{index}.{name}", known)
             for name, leaf in worker_leaves().items():
                 key = f"workers.{index}.{name}"
                 self._origins[key] = origin if name in entry else "default"
@@ -167,7 +163,7 @@ class _Layers:
                     try:
                         worker[name] = _checked(leaf, entry[name])
                     except ValueError as error:
-                        self._add_problem(_location(origin, key), key, str(error), _remedy(leaf))
+                        self._add_problem(origin, key, str(error), _remedy(leaf))
             self._workers.append(worker)
 
     def apply_environment(self, cwd: Path) -> None:
@@ -178,15 +174,11 @@ class _Layers:
             if name in by_name:
                 self._apply(by_name[name], _from_text(by_name[name], self._environ[name]), f"env {name}", cwd)
             elif name.startswith("KVOLT_WORKERS"):
-                self._add_problem(
-                    name,
-                    "workers",
-                    "workers cannot be set by environment",
-                    "write [[workers]] in a config file",
-                )
+                problem = "workers cannot be set by environment"
+                self._add_problem(f"env {name}", "workers", problem, "write [[workers]] in a config file")
             else:
                 problem = "unknown setting" + nearest(name, [*by_name, *ENV_OTHER])
-                self._add_problem(name, name, problem, _LIST_NAMES)
+                self._add_problem(f"env {name}", name, problem, _LIST_NAMES)
 
     def apply_flags(self, overrides: Sequence[Override], cwd: Path) -> None:
         for override in overrides:
@@ -197,7 +189,7 @@ class _Layers:
         try:
             value = _checked(leaf, value)
         except ValueError as error:
-            self._add_problem(_location(origin, leaf.key), leaf.key, str(error), _remedy(leaf))
+            self._add_problem(origin, leaf.key, str(error), _remedy(leaf))
             return
         if leaf.extra.get("path") and value is not None:
             value = _absolute(value, base, self._environ)
@@ -223,7 +215,7 @@ class _Layers:
         for keys, problem, remedy in _conflicts(settings):
             # Report the key of the strongest layer, which is probably the one changed last.
             key = max(keys, key=lambda name: _rank(self._origins[name]))
-            self._add_problem(_location(self._origins[key], key), key, problem, remedy)
+            self._add_problem(self._origins[key], key, problem, remedy)
         return LoadedConfig(settings, self._origins)
 
     def _resolve_discovery_kind(self) -> None:
@@ -242,11 +234,11 @@ class _Layers:
         if self._values.get("supervisor.log_dir") is None:
             self._values["supervisor.log_dir"] = os.path.join(os.path.dirname(path), "logs")
 
-    def _unknown_key(self, where: str, key: str, known: list[str]) -> None:
-        self._add_problem(where, key, "unknown key" + nearest(key, known), _LIST_NAMES)
+    def _unknown_key(self, origin: str, key: str, known: list[str]) -> None:
+        self._add_problem(origin, key, "unknown key" + nearest(key, known), _LIST_NAMES)
 
-    def _add_problem(self, where: str, key: str, problem: str, remedy: str) -> None:
-        self.problems.append(ConfigError(f"{where}: {problem}", key=key, remedy=remedy))
+    def _add_problem(self, origin: str, key: str, problem: str, remedy: str) -> None:
+        self.problems.append(ConfigError(f"{_location(origin, key)}: {problem}", key=key, remedy=remedy))
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str, str]]:
