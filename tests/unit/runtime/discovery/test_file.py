@@ -77,7 +77,7 @@ def test_loss_and_recovery_are_said_once(tmp_path: Path, caplog: pytest.LogCaptu
 
     run_virtual(main, until_s=600)
     assert states == [True, False, True]
-    assert [record.levelname for record in caplog.records if record.name.endswith("discovery.file")] == [
+    assert [record.levelname for record in caplog.records if record.name.endswith("store_state")] == [
         "WARNING",
         "WARNING",
     ]
