@@ -108,8 +108,6 @@ class DeadlineExceeded(KvoltError):
     """A deadline expired. Fields: stage (route, connect, first, between, total), after_s."""
 
     code = "deadline_exceeded"
-    fault = Fault.SERVER
-    retryable = False
 
 
 class EngineFailed(KvoltError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from kvolt.runtime.discovery.join_server import WatchDelete, WatchItem, WatchPut
-from kvolt.runtime.discovery.port import WatchEvent
+from kvolt.runtime.discovery.join_server import WatchItem
+from kvolt.runtime.discovery.port import Delete, Put, WatchEvent
 from kvolt.runtime.discovery.watch import Watches
 
 
@@ -46,9 +46,9 @@ class Mirror:
         grace: asyncio.TimerHandle | None = None
         try:
             async for item in stream:
-                if isinstance(item, WatchPut):
+                if isinstance(item, Put):
                     self._set(item.key, item.value)
-                elif isinstance(item, WatchDelete):
+                elif isinstance(item, Delete):
                     self._set(item.key, None)
                 elif grace is None:
                     on_synced()

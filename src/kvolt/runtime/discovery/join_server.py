@@ -35,7 +35,7 @@ from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Overloaded, 
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery.join_shares import LeaseShares
-from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put
+from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put, Synced
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.tasks import TaskGroup
@@ -94,20 +94,7 @@ class WatchStart(msgspec.Struct, frozen=True, tag="start"):
     settles_in_s: float
 
 
-class WatchPut(msgspec.Struct, frozen=True, tag="put"):
-    key: str
-    value: bytes
-
-
-class WatchDelete(msgspec.Struct, frozen=True, tag="delete"):
-    key: str
-
-
-class WatchSynced(msgspec.Struct, frozen=True, tag="synced"):
-    pass
-
-
-WatchItem = WatchStart | WatchPut | WatchDelete | WatchSynced
+WatchItem = WatchStart | Put | Delete | Synced
 
 
 @dataclass(slots=True, eq=False)
@@ -368,9 +355,4 @@ class JoinServer:
     async def _watch(self, prefix: str) -> AsyncIterator[WatchItem]:
         yield WatchStart(max(self._settled_at - self._clock.monotonic(), 0.0))
         async for event in self._store.watch_prefix(prefix):
-            if isinstance(event, Put):
-                yield WatchPut(event.key, event.value)
-            elif isinstance(event, Delete):
-                yield WatchDelete(event.key)
-            else:
-                yield WatchSynced()
+            yield event

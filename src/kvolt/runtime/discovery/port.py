@@ -23,24 +23,25 @@ from kvolt.core.errors import InvalidRequest
 LeaseId = NewType("LeaseId", str)
 
 
-class Put(msgspec.Struct, frozen=True):
+class Put(msgspec.Struct, frozen=True, tag="put"):
     """A key was created or changed its value."""
 
     key: str
     value: bytes
 
 
-class Delete(msgspec.Struct, frozen=True):
+class Delete(msgspec.Struct, frozen=True, tag="delete"):
     """A key was deleted: its lease was revoked or expired, or its owner deleted it."""
 
     key: str
 
 
-class Synced(msgspec.Struct, frozen=True):
+class Synced(msgspec.Struct, frozen=True, tag="synced"):
     """The initial content of the watch has been reported. Sent once per watch."""
 
 
 WatchEvent = Put | Delete | Synced
+"""Tagged, because a join server sends them."""
 
 
 def check_key(key: str) -> None:

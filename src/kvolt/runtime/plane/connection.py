@@ -60,7 +60,6 @@ class Connection(asyncio.Protocol):
         self.dialer = dialer
         self.peer_name = "?"
         self.peer_host = "?"
-        self.local_name = "?"
         self.is_admitted = False
         """Counted in the connections of the peer's address."""
         self.closed: KvoltError | None = None
@@ -132,7 +131,6 @@ class Connection(asyncio.Protocol):
         tune_socket(transport)
         self.peer_name = _name(transport.get_extra_info("peername"))
         self.peer_host = split_host(self.peer_name)[0]
-        self.local_name = _name(transport.get_extra_info("sockname"))
         now = self._loop.time()
         self._made_at = self._last_received = now
         self.is_admitted = True
