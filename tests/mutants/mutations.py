@@ -115,7 +115,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- cancelling and ends
     Mutation(
         name="a cancel is ignored",
-        path="worker/worker.py",
+        path="worker/request_intake.py",
         old="        if self._open.close(request_id, CANCELLED) is not None:\n            self._abort(request_id)\n",
         new="        self._open.close(request_id, CANCELLED)\n",
         why="engines compute for clients that have left",

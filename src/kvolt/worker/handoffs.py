@@ -24,8 +24,7 @@ from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvAllocation
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.worker.kv_moving import KvMover, KvOffer
-from kvolt.worker.kv_settling import KvSettling
+from kvolt.worker.kv_moving import KvMover, KvOffer, KvSettling
 from kvolt.worker.rendezvous import (
     WAIT_S,
     PartReceiver,

@@ -31,6 +31,8 @@ _encode = msgspec.msgpack.Encoder().encode
 HISTORY_BYTES = 4 * 1024 * 1024
 _DIGEST_EVERY = 16
 """Interval of digests, in batches."""
+_MAX_EVENT_BLOCKS = 1 << 15
+"""Blocks in one event of a tier, which may change by millions."""
 
 
 class KvJournal:
@@ -134,3 +136,20 @@ class KvJournal:
                     self.counts["removed"] += change.num_blocks
                 case Cleared():
                     self.counts["cleared"] += 1
+
+
+def split_change(change: KvChange) -> Iterator[KvChange]:
+    """Split a change that is too large for one event."""
+    if isinstance(change, Cleared) or change.num_blocks <= _MAX_EVENT_BLOCKS:
+        yield change
+        return
+    hashes, position = change.sequence_hashes, 0
+    parent = change.parent if isinstance(change, Stored) else None
+    for start in range(0, len(hashes), _MAX_EVENT_BLOCKS):
+        part = hashes[start : start + _MAX_EVENT_BLOCKS]
+        if isinstance(change, Removed):
+            yield Removed.from_hashes(part, change.tier)
+        else:
+            position = (change.start_position or 0) + start
+            yield Stored.from_hashes(part, parent, position, change.tier)
+            parent = part[-1]

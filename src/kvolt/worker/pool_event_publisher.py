@@ -21,8 +21,7 @@ from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.control import kv_recovery
 from kvolt.worker.held_blocks import HeldBlocks
-from kvolt.worker.kv_event_publisher import KvJournal
-from kvolt.worker.tier_event_publisher import split_change
+from kvolt.worker.kv_event_publisher import KvJournal, split_change
 
 
 class PoolEventPublisher:

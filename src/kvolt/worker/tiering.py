@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError
@@ -42,9 +40,9 @@ from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute
-from kvolt.worker.kv_settling import KvSettling
+from kvolt.worker.kv_event_publisher import split_change
+from kvolt.worker.kv_moving import KvSettling
 from kvolt.worker.onboard_pipeline import OnboardPipeline
-from kvolt.worker.tier_event_publisher import split_change
 
 log = logging.getLogger(__name__)
 
@@ -66,21 +64,6 @@ _ONBOARD_S = 10.0
 
 class TieredEngine(KvVisible, KvMovable, KvAddressable, KvTierable, Prefill, Protocol):
     """Engine interface of tiering."""
-
-
-class Onboarded(msgspec.Struct, frozen=True):
-    """Blocks onboarded for a request."""
-
-    num_blocks: int = 0
-    by_tier: tuple[tuple[Tier, int], ...] = ()
-    took_s: float = 0.0
-
-    @property
-    def stages(self) -> StageTimes:
-        return StageTimes(onboard_ms=self.took_s * 1e3, onboard_blocks=self.num_blocks)
-
-
-_NOTHING = Onboarded()
 
 
 class _ConcurrentOnboarding(NamedTuple):
@@ -238,13 +221,13 @@ class Tiering:
         self._count(request, len(keys), OnboardResult())
         return ()
 
-    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
+    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> StageTimes | None:
         """Onboard blocks of the prompt, if that is faster than computing them. `keys`: result of `find_offloaded`.
 
-        Submit the request next, then call `onboard_concurrently`; otherwise call `release_kept`. Raises nothing but
-        CancelledError, which releases all blocks."""
+        Returns the times if any block was onboarded. Submit the request next, then call `onboard_concurrently`;
+        otherwise call `release_kept`. Raises nothing but CancelledError, which releases all blocks."""
         if self._num_onboarding >= _MAX_ONBOARDING:  # more would only wait for each other and hold blocks
-            return _NOTHING
+            return None
         started_at = self._now()
         self._num_onboarding += 1
         try:
@@ -252,11 +235,11 @@ class Tiering:
             self.publish_changes()
         except Exception as error:  # the prompt can be computed
             log.warning("onboarding failed: request=%s error=%r", request.request_id, error)
-            return _NOTHING
+            return None
         finally:
             self._num_onboarding -= 1
         self.onboarded.update(dict(result.by_tier))
-        return Onboarded(result.num_blocks, result.by_tier, self._now() - started_at)
+        return self._stages(result, started_at)
 
     async def _onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> OnboardResult:
         num_present = await self._engine.match(request) // self._block_size
@@ -316,13 +299,19 @@ class Tiering:
         """Whether `onboard_concurrently` has blocks to onboard."""
         return request_id in self._concurrent
 
-    async def onboard_concurrently(self, request_id: RequestId) -> Onboarded:
+    def _stages(self, result: OnboardResult, started_at: float) -> StageTimes | None:
+        if not result.num_blocks:
+            return None
+        took_s = self._now() - started_at
+        return StageTimes(onboard_ms=took_s * 1e3, onboard_blocks=result.num_blocks)
+
+    async def onboard_concurrently(self, request_id: RequestId) -> StageTimes | None:
         """Onboard while the engine computes the prompt of a submitted request; nothing for most requests.
 
         Cancel it when the request ends. Raises nothing but CancelledError."""
         concurrent = self._concurrent.pop(request_id, None)
         if concurrent is None:
-            return _NOTHING
+            return None
         pipeline = OnboardPipeline(self._engine, self.cache, request_id, concurrent.allocation)
         started_at = self._now()
         self._num_onboarding += 1
@@ -338,7 +327,7 @@ class Tiering:
             with contextlib.suppress(KvoltError):  # the engine is dead
                 await self._settling.settle(concurrent.allocation, pipeline.num_filled, None)
         self.publish_changes()
-        return Onboarded(result.num_blocks, result.by_tier, self._now() - started_at)
+        return self._stages(result, started_at)
 
     def release_kept(self, request_id: RequestId) -> None:
         """Release blocks onboarded for a request that is not submitted."""

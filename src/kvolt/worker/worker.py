@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,64 +26,41 @@ from kvolt.core.endpoints import (
     Withdraw,
     WithdrawResult,
     component_name,
-    withdrawn_error,
 )
-from kvolt.core.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    EngineDied,
-    EngineFailed,
-    KvoltError,
-    NotFound,
-    Unavailable,
-    Unsupported,
-    from_info,
-)
-from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.errors import EngineDied, EngineFailed, NotFound
+from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY, Request
-from kvolt.engines.contract import (
-    Calibrated,
-    Engine,
-    KvAddressable,
-    MetricsProvider,
-    check_sampling_fields,
-    features_of,
-)
+from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY
+from kvolt.engines.contract import Calibrated, Engine, KvAddressable, MetricsProvider, features_of
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.health import State
-from kvolt.runtime.plane.port import IncomingStream
-from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import models_differ
-from kvolt.worker.control import ClearKv, CommandResult, ControlRequest, adapter_names, kv_recovery, perform
+from kvolt.worker.control import (
+    ClearKv,
+    CommandResult,
+    ControlRequest,
+    WorkerCommand,
+    adapter_names,
+    kv_recovery,
+    perform,
+)
 from kvolt.worker.engine_handoffs import EngineHandoffs
 from kvolt.worker.handoffs import Handoffs, HandoffStats
 from kvolt.worker.kv_compatibility import check_peers, with_slabs
 from kvolt.worker.kv_event_publisher import HISTORY_BYTES, KvJournal
 from kvolt.worker.kv_moving import KvMover
-from kvolt.worker.metrics import (
-    CANCELLED,
-    DEADLINE,
-    FAILED,
-    FINISHED,
-    REFUSED,
-    WITHDRAWN,
-    Labels,
-    WorkerMetrics,
-)
-from kvolt.worker.onboarding import onboard_then_submit
-from kvolt.worker.open_requests import OpenRequests
+from kvolt.worker.metrics import WITH_VLLM_NAMES, Labels, WorkerMetrics, vllm_names
+from kvolt.worker.open_requests import OpenRequests, Progress
 from kvolt.worker.peer_workers import PeerWorkers
 from kvolt.worker.pool_event_publisher import watch_pool
-from kvolt.worker.prefill_requests import new_handoffs, run_handoff, with_expanded_prompt, without_transferred
-from kvolt.worker.progress import Progress
+from kvolt.worker.preparation import new_handoffs
+from kvolt.worker.request_intake import RequestIntake
 from kvolt.worker.tiering import Tiering, TieringFactory
-from kvolt.worker.vllm_metric_names import WITH_VLLM_NAMES, vllm_names
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +69,6 @@ _LATENCY_INTERVAL_S = 10.0
 _CREATE_TIERS_S = 600.0
 """Time to create the tiers; allocating terabytes on a disk takes minutes."""
 
-_decode_request = msgspec.msgpack.Decoder(Request).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -134,10 +110,6 @@ class Worker:
         self._instance = InstanceId("")
         self._generate: EndpointAddress | None = None
         self._registration_lock = asyncio.Lock()
-        self._plain_ids: tuple[RequestId, ...] = ()
-        self._plain = StepSender(())
-        self._has_engine_ended = False
-        """No more steps come; new requests are refused."""
         self._progress = Progress(
             self._clock, self._options.stuck_after_s, self._on_stuck, lambda: self._set_health(State.READY)
         )
@@ -149,6 +121,7 @@ class Worker:
         self.journal: KvJournal | None = None
         self.handoffs: Handoffs | EngineHandoffs | None = None
         self.tiering: Tiering | None = None
+        self._intake: RequestIntake | None = None
         self._peer_workers: PeerWorkers | None = None
 
     async def start(self) -> None:
@@ -186,8 +159,12 @@ class Worker:
         if self.tiering is not None and self.tiering.peers is not None:
             self._peer_workers = PeerWorkers(self._runtime, self._generate, *self.tiering.peers)
             await self._peer_workers.start()
-        instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
-        self._instance = instance.id
+        self._open.block_size = info.block_size
+        if isinstance(self.handoffs, EngineHandoffs):
+            self._open.on_stages = self.handoffs.count
+        intake = self._intake = RequestIntake(self._engine, info, self._open, self.handoffs, self.tiering)
+        instance = await self._runtime.serve_streams(self._generate, intake.on_stream, info=info)
+        self._instance = intake.instance = instance.id
         self._start_metrics(info, component, began_at)
         if self.tiering is not None:
             self.tiering.publish_changes()
@@ -252,11 +229,15 @@ class Worker:
         except Exception as error:  # any error of `steps` means that the engine is dead
             failure = self._engine_death(error)
             self._set_health(State.UNHEALTHY, failure.message)
-            self._fail_all(failure)
+            self._end_requests(failure)
             raise failure from error
         finally:
             self._progress.close()
-        self._fail_all(EngineDied("the engine was closed", engine=self._engine_name))
+        self._end_requests(EngineDied("the engine was closed", engine=self._engine_name))
+
+    def _end_requests(self, error: EngineDied) -> None:
+        if self._intake is not None:
+            self._intake.end_all(error)
 
     def _engine_death(self, error: Exception) -> EngineDied:
         """The error for requests. EngineFailed explains itself; anything else is logged with its traceback."""
@@ -274,6 +255,8 @@ class Worker:
         if self._peer_workers is not None:
             await self._peer_workers.close()
         await self._task_group.close()
+        if self._intake is not None:
+            await self._intake.close()
         if self.handoffs is not None:
             await self.handoffs.close()
         if self.tiering is not None:
@@ -282,166 +265,20 @@ class Worker:
 
     async def clear_kv_blocks(self) -> dict[str, int | None]:
         """Drop all cached blocks and return their number. Unsupported if the engine cannot."""
-        cleared = (await perform(self._engine, self.features, ClearKv())).cleared_blocks
-        if self.tiering is not None:
-            cleared = (cleared or 0) + self.tiering.clear()
-        return {"cleared_blocks": cleared}
+        return {"cleared_blocks": (await self._perform(ClearKv())).cleared_blocks}
 
-    # --- requests
-
-    def _on_stream(self, stream: IncomingStream) -> None:
-        try:
-            self._accept(stream)
-        except EngineFailed:
-            self.metrics.on_end(FAILED, None)
-            raise
-        except KvoltError:
-            self.metrics.on_end(REFUSED, None)
-            raise
-
-    def _accept(self, stream: IncomingStream) -> None:
-        request = with_expanded_prompt(stream.decode_body(_decode_request))
-        request_id = request.request_id
-        if self._has_engine_ended:  # the request has not started: another worker can take it
-            raise Unavailable("the worker's engine has ended", reason="no_engine")
-        if self.info is None or request.model != self.info.model:
-            raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
-        if request.lora and request.lora not in adapter_names(self._engine, self.features):
-            # Unloaded since the router chose this worker; another worker may have it.
-            raise Unavailable(
-                f"the adapter {request.lora!r} is not loaded on this worker", reason="no_adapter"
-            )
-        check_sampling_fields(request.sampling, self._engine.sampling_fields, self._engine_name)
-        dp_rank = request.routing.pinned_dp_rank
-        if dp_rank is not None and dp_rank not in self.info.dp_ranks:
-            raise Unavailable(f"this worker has no data-parallel rank {dp_rank}", reason="no_rank")
-        self._end_stale(request_id, stream)
-        deadline_s = stream.deadline_s
-        if deadline_s is not None:  # the request has the rest of the call's time
-            request = msgspec.structs.replace(request, deadline_s=deadline_s)
-        if request.prefill_only and self.handoffs is None:
-            raise Unsupported(f"a worker with role {self.info.role} does not serve remote prefill")
-        work = self._prepare(request)
-        if work is None:
-            self._submit(request)
-        entry = self._open.add(request, stream, self._on_deadline, work is None or request.prefill_only)
-        if work is not None:
-            entry.preparation = self._task_group.start(work, f"handoff {request_id}")
-        stream.on_cancel = lambda error: self._cancel(request_id)
-
-    def _end_stale(self, request_id: RequestId, stream: IncomingStream) -> None:
-        """End an older stream of the same request whose connection is dead. Unavailable if that stream may be alive.
-
-        After a network cut a frontend may send its request again before this side has closed the old connection.
-        """
-        entry = self._open.get(request_id)
-        if entry is None:
-            return
-        old, work = entry.stream, entry.preparation
-        is_stale = old.is_peer_silent and old.peer_host == stream.peer_host
-        if not is_stale or (work is not None and not work.done()):
-            raise Unavailable(f"request {request_id} is still running on this worker", reason="id_in_use")
-        old.on_cancel = None  # the end of its connection must not drop the new stream
-        self._cancel(request_id)
-        self._plain_ids = ()  # the streams of the last batch include the old one
-        old.end(Cancelled("the request continues on another connection"))
-
-    def _prepare(self, request: Request) -> Coroutine[Any, Any, None] | None:
-        """Work before the engine gets the request, or instead: handoffs and onboarding. None for most requests."""
-        work: Callable[[], Coroutine[Any, Any, None]] | None = None
-        is_handoff = request.handoff is not None or request.rendezvous is not None
-        if self.handoffs is not None and (request.prefill_only or is_handoff):
-            work = partial(run_handoff, self.handoffs, request, self._open, self._submit, self._instance)
-        is_decode_first = request.rendezvous is not None and not request.prefill_only
-        if (
-            self.tiering is not None
-            and not is_decode_first
-            and (keys := self.tiering.find_offloaded(request))
-        ):
-            return onboard_then_submit(self.tiering, request, keys, self._open, self._submit, work)
-        return None if work is None else work()
-
-    def _submit(self, request: Request) -> None:
-        """Submit to the engine. An unexpected error fails this request only."""
-        try:
-            self._engine.submit(request)
-        except KvoltError:
-            raise
-        except Exception as error:
-            log.exception("engine submit failed: request=%s", request.request_id)
-            self._abort(request.request_id)  # the engine may hold parts of it
-            message = f"the engine failed to accept the request ({type(error).__name__})"
-            raise EngineFailed(message, engine=self._engine_name) from error
-
-    def _abort(self, request_id: RequestId) -> None:
-        try:
-            self._engine.abort(request_id)
-        except Exception:  # the request is over either way
-            log.exception("engine abort failed: request=%s", request_id)
-
-    def _cancel(self, request_id: RequestId) -> None:
-        if self._open.close(request_id, CANCELLED) is not None:
-            self._abort(request_id)
-
-    async def _withdraw(self, request_id: RequestId) -> bool:
-        """End a request that has not started, or release a prompt held for a handoff. Returns whether it did."""
-        if request_id not in self._open:
-            return self.handoffs is not None and self.handoffs.drop(request_id)
-        waiting = self._open.get(request_id)
-        is_preparing = waiting is not None and not waiting.is_submitted  # waits for its KV
-        if not is_preparing and not await self._engine.withdraw(request_id):
-            return False
-        entry = self._open.close(request_id, WITHDRAWN)
-        if entry is not None:
-            entry.stream.end(withdrawn_error())
-        return True
-
-    def _on_deadline(self, request_id: RequestId, after_s: float) -> None:
-        entry = self._open.close(request_id, DEADLINE)
-        if entry is not None:
-            self._abort(request_id)
-            entry.stream.end(
-                DeadlineExceeded("the request's deadline has passed", stage="total", after_s=after_s)
-            )
+    async def _perform(self, command: WorkerCommand) -> CommandResult:
+        result = await perform(self._engine, self.features, command)
+        if isinstance(command, ClearKv) and self.tiering is not None:
+            num_cleared = (result.cleared_blocks or 0) + self.tiering.clear()
+            return msgspec.structs.replace(result, cleared_blocks=num_cleared)
+        return result
 
     # --- step outputs
 
     def _deliver(self, step: StepOutput) -> None:
         now = self._clock.monotonic()
-        num_tokens = len(step.plain_tokens)
-        if step.plain_ids:
-            if step.plain_ids is not self._plain_ids:
-                self._plain_ids = step.plain_ids
-                self._plain = StepSender([self._open.stream_of(each) for each in step.plain_ids])
-            self._plain.send(step.plain_tokens)
-        for request_id, engine_delta in step.deltas:
-            num_tokens += len(engine_delta.token_ids)
-            entry = self._open.get(request_id)
-            if entry is None:
-                continue  # closed since the step began
-            delta = engine_delta
-            if entry.transferred_blocks and self.info is not None:
-                delta = without_transferred(delta, entry.transferred_blocks * self.info.block_size)
-            if entry.stages is None:
-                entry.stream.send(delta)
-                if delta.stages is not None and isinstance(self.handoffs, EngineHandoffs):
-                    self.handoffs.count(delta.stages)
-            else:
-                entry.stream.send(msgspec.structs.replace(delta, stages=entry.stages))
-                entry.stages = None
-            if delta.cached_tokens is not None and not delta.index:
-                self._open.on_first_token(entry, delta.cached_tokens)
-            if delta.finish is not None:
-                entry.num_choices_left -= 1
-                if entry.num_choices_left == 0:
-                    self._open.close(request_id, FINISHED)
-                    self.metrics.finish_counts[delta.finish] += 1
-                    entry.stream.end()
-        for request_id, failure in step.failed:
-            entry = self._open.close(request_id, FAILED)
-            if entry is not None:
-                entry.stream.end(from_info(failure))
-        self.metrics.on_tokens(num_tokens)
+        self.metrics.on_tokens(self._open.deliver(step))
         self._progress.on_step(now, bool(self._open.num_submitted))
         dp_rank = 0
         if step.load is not None:
@@ -465,13 +302,6 @@ class Worker:
             sent_at = now
             self._runtime.events.publish(LOAD_TOPIC, _encode(LoadReport(self._instance, load)))
         self._loads[load.dp_rank] = (load, sent_at)
-
-    def _fail_all(self, error: EngineDied) -> None:
-        self._has_engine_ended = True
-        for request_id in self._open:
-            entry = self._open.close(request_id, FAILED)
-            if entry is not None:
-                entry.stream.end(error)
 
     # --- health
 
@@ -518,17 +348,15 @@ class Worker:
         self, request: ControlRequest
     ) -> AsyncIterator[CommandResult | KvRecoveryResponse | WithdrawResult]:
         if isinstance(request, Withdraw):
-            yield WithdrawResult(await self._withdraw(request.request_id))
+            intake = self._intake
+            yield WithdrawResult(intake is not None and await intake.withdraw(request.request_id))
             return
         if isinstance(request, KvRecoveryRequest):
             for part in kv_recovery(self.journal, self.info, request):
                 yield part
             return
         try:
-            result = await perform(self._engine, self.features, request)
-            if isinstance(request, ClearKv) and self.tiering is not None:
-                num_cleared = (result.cleared_blocks or 0) + self.tiering.clear()
-                result = msgspec.structs.replace(result, cleared_blocks=num_cleared)
+            result = await self._perform(request)
         finally:  # also if the caller was cancelled
             await self._register_loras()
         yield result

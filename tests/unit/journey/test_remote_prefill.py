@@ -210,7 +210,8 @@ def test_unreachable_worker_causes_no_delay() -> None:
     async def body(pair: Pair) -> None:
         router = Fixed(Unavailable("nobody", reason="none_reachable"))
         journey = Journey(pair.journey_context(router), asked(), Inbox(), Deadlines())
-        pair.prefill.worker._withdraw = _never  # type: ignore[method-assign]
+        assert pair.prefill.worker._intake is not None
+        pair.prefill.worker._intake.withdraw = _never  # type: ignore[method-assign]
         loop = asyncio.get_running_loop()
         with pytest.raises(Unavailable):
             await journey.start()

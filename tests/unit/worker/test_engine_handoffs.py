@@ -34,7 +34,7 @@ from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 from kvolt.worker.engine_handoffs import EngineHandoffs
 from kvolt.worker.handoffs import Handoffs
-from kvolt.worker.prefill_requests import new_handoffs
+from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.worker import stats_of
 
 INSTANCE = InstanceId("w0")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, StageTimes
 from kvolt.core.errors import KvoltError
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import RequestId
@@ -29,10 +29,14 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 from kvolt.worker import tiering as tiering_module
-from kvolt.worker.tiering import Onboarded, Tiering
+from kvolt.worker.tiering import Tiering
 
 BLOCK = 16
 ENGINE = SimArguments(speed=1000.0, block_size=BLOCK, kv_blocks=24)
+
+
+def _num_blocks(stages: StageTimes | None) -> int:
+    return 0 if stages is None else stages.onboard_blocks or 0
 
 
 @dataclass
@@ -44,15 +48,15 @@ class Tiered:
     tiering: Tiering
     said: dict[RequestId, list[Delta]] = field(default_factory=dict)
     told: list[KvChange] = field(default_factory=list)
-    came: list[Onboarded] = field(default_factory=list)
-    """While prompts were computed."""
+    came: list[int] = field(default_factory=list)
+    """Blocks onboarded while prompts were computed."""
     expected: list[int] = field(default_factory=list)
 
-    async def answer(self, request: Request) -> tuple[list[int], Onboarded]:
-        """As a worker does it."""
-        onboarded = Onboarded()
+    async def answer(self, request: Request) -> tuple[list[int], int]:
+        """As a worker does it. Returns the tokens and the number of onboarded blocks."""
+        stages: StageTimes | None = None
         if keys := self.tiering.find_offloaded(request):
-            onboarded = await self.tiering.onboard(request, keys)
+            stages = await self.tiering.onboard(request, keys)
         said = self.said[request.request_id] = []
         self.engine.submit(request)
         async with asyncio.timeout(20), Scope("ahead") as scope:
@@ -60,12 +64,12 @@ class Tiered:
             while not (said and said[-1].finish):
                 await asyncio.sleep(0.001)
             bringing.cancel()
-        return [token for delta in said for token in delta.token_ids], onboarded
+        return [token for delta in said for token in delta.token_ids], _num_blocks(stages)
 
     async def onboard_concurrently(self, request: Request) -> None:
         came = await self.tiering.onboard_concurrently(request.request_id)
-        if came.num_blocks:
-            self.came.append(came)
+        if came is not None:
+            self.came.append(_num_blocks(came))
 
     def cached(self, name: str) -> int | None:
         return self.said[RequestId(name)][0].cached_tokens
@@ -154,14 +158,14 @@ async def at_rest(at: Tiered) -> None:
 async def test_a_prompt_that_left_the_device_comes_back_from_the_host() -> None:
     async with tiered() as at:
         expected, onboarded = await at.answer(request("first", 10))
-        assert onboarded.num_blocks == 0
+        assert onboarded == 0
         await until_offloaded(at, 8)
         for number in range(4):  # the device holds 24 blocks
             await at.answer(request(f"other {number}", 1000 + 200 * number))
         assert await at.engine.match(request("again", 10)) == 0
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
-        assert (onboarded.num_blocks, onboarded.by_tier) == (8, ((Tier.HOST, 8),))
+        assert (onboarded, at.tiering.onboarded) == (8, {Tier.HOST: 8})
         assert at.cached("again") == 8 * BLOCK
         await at_rest(at)
 
@@ -176,17 +180,17 @@ async def test_answers_are_kept_as_prompts_are() -> None:
             await at.answer(request(f"other {number}", 1000 + 200 * number))
         again = asked("turn", (*first.token_ids, *tokens, *range(5)), 4)
         _, onboarded = await at.answer(again)
-        assert onboarded.num_blocks == 6
+        assert onboarded == 6
 
 
 async def test_only_missing_blocks_are_onboarded() -> None:
     async with tiered() as at:
         await at.answer(request("long", 10))
         await until_offloaded(at, 8)
-        assert (await at.answer(request("again", 10)))[1].num_blocks == 0, "the device has it"
+        assert (await at.answer(request("again", 10)))[1] == 0, "the device has it"
         await at.engine.clear_kv()
         await at.answer(request("short", 10, 3 * BLOCK))
-        assert (await at.answer(request("once more", 10)))[1].num_blocks >= 5
+        assert (await at.answer(request("once more", 10)))[1] >= 5
 
 
 async def test_a_restart_finds_what_the_disk_has(tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ async def test_a_restart_finds_what_the_disk_has(tmp_path: Path) -> None:
     async with tiered(folder=tmp_path) as at:
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
-        assert (onboarded.num_blocks, onboarded.by_tier) == (8, ((Tier.DISK, 8),))
+        assert (onboarded, at.tiering.onboarded) == (8, {Tier.DISK: 8})
         stored = [change for change in at.told if isinstance(change, Stored) and change.tier is Tier.DISK]
         assert sum(change.num_blocks for change in stored) >= 8, "who routes hears of it"
 
@@ -209,14 +213,14 @@ async def test_blocks_that_are_faster_to_compute_are_not_onboarded() -> None:
         await at.engine.clear_kv()
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
-        assert onboarded.num_blocks == 0
+        assert onboarded == 0
         assert at.tiering.num_declined == 8
     slow = LatencyModel(base_s=1e-3, prefill_token_s=1e-2)
     async with tiered(model=slow) as at:
         await at.answer(request("first", 10))
         await until_offloaded(at, 8)
         await at.engine.clear_kv()
-        assert (await at.answer(request("again", 10)))[1].num_blocks == 8
+        assert (await at.answer(request("again", 10)))[1] == 8
 
 
 async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
@@ -264,7 +268,7 @@ async def test_whatever_goes_wrong_below_the_prompt_is_computed(monkeypatch: pyt
         monkeypatch.setattr(at.cache, "onboard", broken)
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
-        assert onboarded.num_blocks == 0
+        assert onboarded == 0
         await at_rest(at)
 
 
@@ -276,7 +280,7 @@ async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
         brought = []
         for number in range(40):
             await at.engine.clear_kv()
-            brought.append((await at.answer(request(f"again {number}", 10)))[1].num_blocks)
+            brought.append((await at.answer(request(f"again {number}", 10)))[1])
         assert brought[0] == 0
         assert brought[-1] == 8, "by then it is known to be quick"
 
@@ -291,7 +295,7 @@ async def test_only_what_is_admitted_goes_down() -> None:
         assert len(at.cache.host.slot_table) == 3
         await at.engine.clear_kv()
         tokens, onboarded = await at.answer(replace(gold, request_id=RequestId("again")))
-        assert (tokens, onboarded.num_blocks) == (expected, 3)
+        assert (tokens, onboarded) == (expected, 3)
 
 
 async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,12 +377,12 @@ async def test_blocks_come_while_a_prompt_is_computed_until_both_meet() -> None:
     async with computing() as at:
         tokens, onboarded = await at.answer(request("again", 10, LONG_PROMPT))
         assert tokens == at.expected
-        assert onboarded.num_blocks == 0, "nothing was waited for"
+        assert onboarded == 0, "nothing was waited for"
         await until(lambda: bool(at.came))
         cached = at.cached("again")
         assert cached is not None
         assert 0 < cached < 32 * BLOCK, "some were computed, and some came"
-        assert at.came[0].num_blocks == cached // BLOCK
+        assert at.came[0] == cached // BLOCK
         await at_rest(at)
 
 

@@ -14,8 +14,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.testing import run_virtual
-from kvolt.worker.metrics import WorkerMetrics
-from kvolt.worker.vllm_metric_names import vllm_names
+from kvolt.worker.metrics import WorkerMetrics, vllm_names
 
 ENGINE = "{engine=0,model_name=sim-tiny}"
 

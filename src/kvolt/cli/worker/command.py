@@ -28,8 +28,7 @@ from kvolt.engines.registry import (
 from kvolt.kv.tiers.metrics import TierMetrics
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import MAX_PER_PROCESS, WorkerSettings
-from kvolt.worker.handoff_metrics import HandoffMetrics
-from kvolt.worker.path_metrics import PathMetrics
+from kvolt.worker.transfer_metrics import HandoffMetrics, PathMetrics
 from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 HELP = """

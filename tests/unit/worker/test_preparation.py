@@ -10,8 +10,8 @@ import pytest
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request, StopConditions
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.worker.onboarding import onboard_then_submit
-from kvolt.worker.tiering import Onboarded, Tiering
+from kvolt.worker.preparation import onboard_then_submit
+from kvolt.worker.tiering import Tiering
 
 REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(1, 2), stop=StopConditions(max_tokens=1))
 KEYS = (BlockKey(b"k" * 16),)
@@ -24,20 +24,18 @@ class Tiers:
         self.coming = coming
         self.story: list[str] = []
 
-    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
+    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> None:
         self.story.append("onboard")
-        return Onboarded()
 
     def has_concurrent(self, request_id: RequestId) -> bool:
         return self.coming
 
-    async def onboard_concurrently(self, request_id: RequestId) -> Onboarded:
+    async def onboard_concurrently(self, request_id: RequestId) -> None:
         self.story.append("ahead")
         try:
             await asyncio.sleep(60)
         finally:
             self.story.append("ahead is over")
-        return Onboarded()
 
     def release_kept(self, request_id: RequestId) -> None:
         self.story.append("let go")

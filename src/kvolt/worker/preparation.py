@@ -1,30 +1,36 @@
-"""Requests with remote prefill: the worker's part before the engine gets them, or instead.
+"""Work on a request before the engine gets it, or instead: onboarding from tiers, and remote prefill.
 
-Runs in a task per request, since it waits for a peer. Other requests have no task.
+Runs in a task per request, since it waits for a tier or a peer. Other requests have no task.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
-from kvolt.core.ids import InstanceId
+from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import Engine, KvAddressable, Prefill
+from kvolt.runtime.tasks import Scope
 from kvolt.worker.engine_handoffs import EngineHandoffs
 from kvolt.worker.handoffs import Handoffs, PullResult
 from kvolt.worker.kv_moving import KvMover
 from kvolt.worker.metrics import FAILED, FINISHED
 from kvolt.worker.open_requests import OpenRequests
 from kvolt.worker.rendezvous import RendezvousEngine
+from kvolt.worker.tiering import Tiering
 
 log = logging.getLogger(__name__)
+
+Work = Coroutine[Any, Any, None]
 
 
 def new_handoffs(
@@ -71,11 +77,13 @@ async def run_handoff(
     instance: InstanceId,
 ) -> None:
     """Compute a prompt for a decode worker, or pull a remote prompt's KV and submit the request."""
-    request_id = request.request_id
-    failure: KvoltError
-    pulled: PullResult | None
-    try:
-        rendezvous = request.rendezvous
+    request_id, rendezvous = request.request_id, request.rendezvous
+
+    def release_kept() -> None:
+        if not request.prefill_only:
+            handoffs.release_kept(request_id)  # the engine did not get the request
+
+    with _failing_one(requests, request_id, "handoff", release_kept):
         if request.prefill_only:
             if rendezvous is None:
                 handoff = await handoffs.serve_prefill(request, instance)
@@ -87,40 +95,79 @@ async def run_handoff(
                 entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
                 entry.stream.end()
             return
+        pulled: PullResult | None
         if rendezvous is not None:
-            received = await handoffs.pull_rendezvous(request, rendezvous, keep_for=request_id)
-            pulled = received
+            received = pulled = await handoffs.pull_rendezvous(request, rendezvous, keep_for=request_id)
             if (entry := requests.get(request_id)) is not None:
                 entry.transferred_blocks = received.num_blocks
         else:
             assert request.handoff is not None
             pulled = await handoffs.pull(request.handoff, keep_for=request_id)
         entry = requests.get(request_id)
-        if entry is not None:  # not cancelled during the pull
-            entry.stages = None if pulled is None else pulled.stages
-            requests.mark_submitted(entry)
-            submit(request)
-        else:
+        if entry is None:  # cancelled during the pull
             handoffs.release_kept(request_id)
+            return
+        entry.stages = None if pulled is None else pulled.stages
+        requests.mark_submitted(entry)
+        submit(request)
+
+
+async def onboard_then_submit(
+    tiering: Tiering,
+    request: Request,
+    keys: tuple[BlockKey, ...],
+    requests: OpenRequests,
+    submit: Callable[[Request], None],
+    then: Callable[[], Work] | None,
+) -> None:
+    """Onboard the prompt's blocks, then submit the request to the engine or run `then`."""
+    request_id = request.request_id
+    with _failing_one(requests, request_id, "onboarding", lambda: tiering.release_kept(request_id)):
+        stages = await tiering.onboard(request, keys)
+        if then is not None:
+            await _run_concurrently(tiering, request, then())
+            return
+        entry = requests.get(request_id)
+        if entry is None:  # cancelled while blocks were onboarded
+            tiering.release_kept(request_id)
+            return
+        entry.stages = stages or entry.stages
+        requests.mark_submitted(entry)
+        submit(request)
+        entry.stages = await tiering.onboard_concurrently(request_id) or entry.stages
+
+
+@contextmanager
+def _failing_one(
+    requests: OpenRequests, request_id: RequestId, work: str, release: Callable[[], None]
+) -> Iterator[None]:
+    """End only this request on an error of its work, after `release`."""
+    failure: KvoltError
+    try:
+        yield
         return
     except KvoltError as error:
         failure = error
-    except Exception as error:  # fails this request only
-        log.exception("handoff failed: request=%s", request_id)
-        failure = EngineFailed(f"the handoff failed ({type(error).__name__})")
-    if not request.prefill_only:
-        handoffs.release_kept(request_id)  # the engine did not get the request
+    except Exception as error:
+        log.exception("%s failed: request=%s", work, request_id)
+        failure = EngineFailed(f"the {work} failed ({type(error).__name__})")
+    release()
     entry = requests.close(request_id, FAILED)
     if entry is not None:
         entry.stream.end(failure)
 
 
-def without_transferred(delta: Delta, num_tokens: int) -> Delta:
-    """Do not report transferred prompt tokens as cached: a prefill worker computed them for this request."""
-    if delta.cached_tokens is not None:
-        delta = msgspec.structs.replace(delta, cached_tokens=max(delta.cached_tokens - num_tokens, 0))
-    if delta.usage is not None:
-        cached_tokens = max(delta.usage.cached_tokens - num_tokens, 0)
-        usage = msgspec.structs.replace(delta.usage, cached_tokens=cached_tokens)
-        delta = msgspec.structs.replace(delta, usage=usage)
-    return delta
+async def _run_concurrently(tiering: Tiering, request: Request, work: Work) -> None:
+    """Run the handoff, and concurrent onboarding beside it if there is any."""
+    try:
+        if not tiering.has_concurrent(request.request_id):
+            await work
+            return
+        async with Scope("onboarding") as scope:
+            scope.start(tiering.onboard_concurrently(request.request_id), "onboard")
+            await work
+            scope.cancel()
+    except asyncio.CancelledError:
+        if not request.prefill_only:  # a prefill-only request may have handed its blocks over
+            tiering.release_kept(request.request_id)
+        raise
