@@ -6,7 +6,6 @@ Eviction, onboarding and recomputation are decided by the code of real workers.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, cast
 
@@ -20,11 +19,10 @@ from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
 from kvolt.engines.sim.links import Link
 from kvolt.engines.sim.transfers import SimTransfers
-from kvolt.kv.changes import Change
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.host_tier import HostTier
-from kvolt.kv.tiers.lower_tier import LowerTier, TierStats
+from kvolt.kv.tiers.lower_tier import LowerTier, SlotTableTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import SlotTable, TierBlock
 from kvolt.transfer.memory.pieces import Sums
@@ -124,68 +122,38 @@ async def transfer_s(transfers: SimTransfers, num_bytes: int, link: str) -> floa
     return loop.time() - began_at
 
 
-class _TraceBlockDisk:
-    """`LowerTier` on simulated links."""
+class _TraceBlockDisk(SlotTableTier):
+    """Disk tier on simulated links."""
 
     tier = Tier.DISK
-    lookup_s: float | None = None
-    has_pending_work = False
 
     def __init__(self, num_slots: int, eviction: str, shape: BlockShape, transfers: SimTransfers) -> None:
-        self._slot_table = SlotTable(Tier.DISK, num_slots, eviction)
+        super().__init__(SlotTable(Tier.DISK, num_slots, eviction))
         self._shape = shape
         self._transfers = transfers
-        self.stats = TierStats()
-
-    @property
-    def num_slots(self) -> int | None:
-        return self._slot_table.num_slots
-
-    def __len__(self) -> int:
-        return len(self._slot_table)
-
-    async def start(self) -> None: ...
 
     async def close(self) -> None: ...
-
-    def has(self, key: BlockKey) -> bool:
-        return self._slot_table.has(key)
-
-    def has_or_pending(self, key: BlockKey) -> bool:
-        return self._slot_table.has_or_pending(key)
-
-    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """No effect: the slot table is complete."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
     ) -> None:
-        keys = [blocks[index].key for index, _ in self._slot_table.reserve(blocks)]
+        keys = [blocks[index].key for index, _ in self.slot_table.reserve(blocks)]
         try:
             took_s = await transfer_s(self._transfers, len(keys) * self._shape.block_bytes, _WRITE)
         except BaseException:
-            self._slot_table.cancel(keys)
+            self.slot_table.cancel(keys)
             raise
         for key in keys:
-            self._slot_table.seal(key, 0)
-        self._slot_table.register(keys)
+            self.slot_table.seal(key, 0)
+        self.slot_table.register(keys)
         self.stats.record_stored(len(keys), took_s)
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
         keys = [block.key for block in blocks]
-        self._slot_table.hold(keys)
+        self.slot_table.hold(keys)
         try:
             took_s = await transfer_s(self._transfers, len(keys) * self._shape.block_bytes, _READ)
         finally:
-            self._slot_table.release(keys)
+            self.slot_table.release(keys)
         self.stats.record_loaded(len(keys), took_s)
         return [0] * len(keys)
-
-    def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        return self._slot_table.forget(self._slot_table if keys is None else keys)
-
-    def take_changes(self) -> tuple[Change, ...]:
-        return self._slot_table.take_changes()
-
-    def check_integrity(self) -> None:
-        self._slot_table.check_integrity()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,11 +16,10 @@ import msgspec
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.kv.changes import Change
 from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
-from kvolt.kv.tiers.lower_tier import TierStats
-from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.lower_tier import SlotTableTier
+from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import Slot, SlotTable, TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.memory.slabs import Numbers
@@ -53,21 +51,19 @@ Read = Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[int | 
 """Reads blocks with the expected checksums from these slots; returns the checksum of each intact block."""
 
 
-class DiskTier:
-    """LowerTier on a local disk."""
+class DiskTier(SlotTableTier):
+    """Tier on a local disk."""
 
     tier = Tier.DISK
-    lookup_s = None
 
     def __init__(self, files: DiskFiles, eviction: str = "lru", watermarks: Watermarks | None = None) -> None:
+        super().__init__(SlotTable(Tier.DISK, files.num_slots, eviction, is_durable=True))
         self.files = files
+        self.shape = files.shape
         self._blocks = DiskBlocks(files)
         self._marks = Watermarks() if watermarks is None else watermarks
-        self.on_corrupt: Callable[[BlockKey], None] = lambda key: None
         self._is_making_room = False
         """True from falling below the low watermark until the high one is reached."""
-        self.slot_table = SlotTable(Tier.DISK, files.num_slots, eviction, is_durable=True)
-        self.stats = TierStats()
         self._thread = TierThread("kv-disk")
         self._is_shrinking = False
         """Blocks remain in slots beyond the new capacity."""
@@ -76,18 +72,6 @@ class DiskTier:
     def folder(self) -> Path:
         """Part of the folder owned by this tier."""
         return self.files.folder
-
-    @property
-    def shape(self) -> BlockShape:
-        """Shape of the stored blocks."""
-        return self.files.shape
-
-    @property
-    def num_slots(self) -> int:
-        return self.slot_table.num_slots
-
-    def __len__(self) -> int:
-        return len(self.slot_table)
 
     async def start(self) -> None:
         """Restore the slot table from the disk."""
@@ -102,15 +86,6 @@ class DiskTier:
         await self._thread.close()
         self._blocks.close()
         self.files.close()
-
-    def has(self, key: BlockKey) -> bool:
-        return self.slot_table.has(key)
-
-    def has_or_pending(self, key: BlockKey) -> bool:
-        return self.slot_table.has_or_pending(key)
-
-    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """No-op: the slot table is complete."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
@@ -222,12 +197,3 @@ class DiskTier:
                 self.slot_table.forget([key])
         self.stats.record_loaded(len(keys) - checksums.count(None), elapsed_s)
         return checksums
-
-    def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        return self.slot_table.forget(self.slot_table if keys is None else keys)
-
-    def take_changes(self) -> tuple[Change, ...]:
-        return self.slot_table.take_changes()
-
-    def check_integrity(self) -> None:
-        self.slot_table.check_integrity()

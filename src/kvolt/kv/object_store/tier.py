@@ -1,6 +1,6 @@
 """ObjectTier: blocks in a shared object store, as a lower tier.
 
-Other workers write and remove objects, so the cache of known keys may be wrong until a read corrects it. Usually a
+Usually a
 prefix of a prompt's blocks exists, so its end is found with a few concurrent queries (`lookup`). State is bounded.
 Changes are not published to routers, since all workers reach the store equally.
 """
@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.kv.changes import Change
 from kvolt.kv.object_store.blocks import ObjectBlocks, ReadResult
-from kvolt.kv.object_store.known_keys import KnownKeys
-from kvolt.kv.tiers.lower_tier import TierStats
+from kvolt.kv.tiers.lower_tier import KnownKeys, SharedTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -42,21 +40,16 @@ _PAUSE_S = 10.0
 """Backoff after the store failed."""
 
 
-class ObjectTier:
+class ObjectTier(SharedTier):
     """See the module."""
 
     tier = Tier.OBJECT
-    lookup_s: float | None = 0.02
-    num_slots = None
-    has_pending_work = False
+    lookup_s = 0.02
 
     def __init__(self, blocks: ObjectBlocks, now: Callable[[], float]) -> None:
+        super().__init__()
         self._blocks = blocks
         self._now = now
-        self.stats = TierStats()
-        self._known = KnownKeys()
-        """Recently read or written, or found by `lookup`."""
-        self._writing: set[BlockKey] = set()
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Missing blocks, with the time of the next query."""
         self._corrupt = KnownKeys(_MAX_ABSENT)
@@ -66,22 +59,13 @@ class ObjectTier:
         self._readers, self._writers = TierThread("kv-object-read"), TierThread("kv-object-write")
         self._lookups = TierThread("kv-object-lookup")
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    async def start(self) -> None:
-        """No-op: a store may have more blocks than can be listed."""
-
     async def close(self) -> None:
         for thread in (self._readers, self._writers, self._lookups):
             await thread.close()
         await asyncio.to_thread(self._blocks.close)
 
     def has(self, key: BlockKey) -> bool:
-        return key in self._known and self._now() >= self._retry_at
-
-    def has_or_pending(self, key: BlockKey) -> bool:
-        return key in self._known or key in self._writing
+        return super().has(key) and self._now() >= self._retry_at
 
     # --- lookup
 
@@ -187,14 +171,9 @@ class ObjectTier:
         return None
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        """Remove keys from the cache; the objects stay."""
-        self._known.forget(keys)
         if keys is None:
             self._absent.clear()
-        return 0
-
-    def take_changes(self) -> tuple[Change, ...]:
-        return ()
+        return super().forget(keys)
 
     def check_integrity(self) -> None:
         assert not self._known.keys() & self._absent.keys(), "a block is both known and absent"

@@ -1,7 +1,6 @@
 """PoolTier: the shared pool of a host (`PoolServer`) as a lower tier of a worker.
 
-Caches which blocks the pool has. Other workers write there and the pool evicts, so the cache may be wrong until a read
-corrects it. While the pool is unreachable the tier is empty.
+While the pool is unreachable the tier is empty.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from pathlib import Path
 from kvolt.core.errors import KvoltError, NetworkFault
 from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
-from kvolt.kv.changes import Change
-from kvolt.kv.object_store.known_keys import KnownKeys
 from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.slot_reads import offer_slots, read_verified, withdraw_offers
 from kvolt.kv.shared_pool.wire import (
@@ -33,7 +30,7 @@ from kvolt.kv.shared_pool.wire import (
     VerifyBlocks,
     WireBlock,
 )
-from kvolt.kv.tiers.lower_tier import TierStats
+from kvolt.kv.tiers.lower_tier import SharedTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -49,26 +46,19 @@ _SLOW_READ_S = 2.0
 """A read cancelled after this time was too slow; one cancelled earlier was not needed any more."""
 
 
-class PoolTier:
-    """LowerTier backed by the pool."""
+class PoolTier(SharedTier):
+    """See the module."""
 
     tier = Tier.PEER
-    lookup_s: float | None = 0.002
-    num_slots = None
-    has_pending_work = False
+    lookup_s = 0.002
 
     def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float]) -> None:
+        super().__init__()
         self._link = PoolLink(path, shape, now)
-        self.stats = TierStats()
-        self._known = KnownKeys()
-        self._writing: set[BlockKey] = set()
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
         self._link.on_lost = self._known.forget
         self._link.on_late = self._decline
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     @property
     def pool(self) -> InstanceId | None:
@@ -92,12 +82,6 @@ class PoolTier:
         await self._link.close()
         await asyncio.to_thread(self._agent.close)
         await self._thread.close()
-
-    def has(self, key: BlockKey) -> bool:
-        return key in self._known
-
-    def has_or_pending(self, key: BlockKey) -> bool:
-        return key in self._known or key in self._writing
 
     async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         start = self._known.num_known(keys)
@@ -179,14 +163,3 @@ class PoolTier:
             await self._link.request(VerifyBlocks(tuple(keys)), Done, _LOOKUP_S)
         except KvoltError as error:
             log.debug("corrupt blocks not reported: error=%s", error.message)
-
-    def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
-        """Remove blocks from the cache of known keys; they stay in the pool."""
-        self._known.forget(keys)
-        return 0
-
-    def take_changes(self) -> tuple[Change, ...]:
-        return ()
-
-    def check_integrity(self) -> None:
-        """No-op: the pool keeps the slot table."""

@@ -7,14 +7,12 @@ block.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.request import RoutingHints
+from kvolt.kv.tiers.lower_tier import KnownKeys
 from kvolt.kv.tiers.slot_table import TierBlock
-
-_MAX_KNOWN = 1 << 18
 
 
 class Admission:
@@ -27,7 +25,7 @@ class Admission:
         self._depth = depth
         self._min_priority = min_priority
         self._tenants = frozenset(tenants)
-        self._admitted: OrderedDict[BlockKey, None] = OrderedDict()
+        self._admitted = KnownKeys()
         """Blocks of admitted requests, bounded: a block is completed soon after its request."""
 
     def __len__(self) -> int:
@@ -45,7 +43,7 @@ class Admission:
             return
         if self._min_priority is not None and hints.priority < self._min_priority:
             return
-        self._admit(keys[: self._depth])
+        self._admitted.add(keys[: self._depth])
 
     def admitted_indexes(self, blocks: Sequence[TierBlock]) -> Sequence[int]:
         """Indexes of the admitted ones of consecutive blocks."""
@@ -59,12 +57,5 @@ class Admission:
             block = blocks[index]
             if block.key in self._admitted or block.parent in self._admitted:
                 indexes.append(index)
-                self._admit([block.key])
+                self._admitted.add([block.key])
         return indexes
-
-    def _admit(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            self._admitted[key] = None
-            self._admitted.move_to_end(key)
-        while len(self._admitted) > _MAX_KNOWN:
-            self._admitted.popitem(last=False)

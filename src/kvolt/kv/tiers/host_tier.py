@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvolt.core.errors import Unsupported
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
-from kvolt.kv.tiers.lower_tier import CorruptionReporter, LowerTier, Resizable, TierStats
+from kvolt.kv.tiers.lower_tier import LowerTier, TierStats, not_resizable
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import SlotTable, TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -76,8 +75,7 @@ class HostTier:
         ]
         self.set_pending_share(DEFAULT_PENDING_SHARE)
         for tier in self.lower:
-            if isinstance(tier, CorruptionReporter):
-                tier.on_corrupt = self.mark_corrupt
+            tier.on_corrupt = self.mark_corrupt
         self.stats = {Tier.HOST: TierStats(), **{each.tier: each.stats for each in self.lower}}
         self._loading: dict[BlockKey, tuple[Tier, asyncio.Future[None]]] = {}
         """Blocks being read from a lower tier; done on success and failure."""
@@ -143,11 +141,11 @@ class HostTier:
             self._task_group.start(self._grow(), "allocate memory")
             return
         for writer in self._writers:
-            if writer.lower.tier is tier and isinstance(writer.lower, Resizable):
+            if writer.lower.tier is tier:
                 await writer.lower.resize(num_blocks)
                 writer.wake()
                 return
-        raise Unsupported(f"the {tier} tier does not exist or cannot be resized", feature=f"resize {tier}")
+        raise not_resizable(tier)
 
     async def _fit_memory(self) -> None:
         """Release memory beyond the capacity and the last used slot."""
@@ -171,8 +169,8 @@ class HostTier:
 
     def shape_in(self, tier: Tier) -> BlockShape:
         """Shape of the blocks stored in a tier, as far as known."""
-        lower = next((each for each in self.lower if each.tier is tier), None)
-        return lower.shape if isinstance(lower, Resizable) else self.shape
+        shapes = (each.shape for each in self.lower if each.tier is tier)
+        return next(shapes, None) or self.shape
 
     def find_tiers(self, keys: Sequence[BlockKey], start: int = 0) -> list[Tier]:
         """Known tier of each of `keys` from `start` on, up to the first in none."""

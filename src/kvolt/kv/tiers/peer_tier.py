@@ -20,10 +20,9 @@ from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
-from kvolt.kv.changes import Change
 from kvolt.kv.shared_pool.slot_reads import read_verified
 from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult, WireBlock
-from kvolt.kv.tiers.lower_tier import TierStats
+from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -46,16 +45,14 @@ OpenFetch = Callable[[InstanceId, FetchBlocks], AbstractAsyncContextManager[Fetc
 """Fetches blocks of another worker, readable while the context is open. KvoltError if it does not respond."""
 
 
-class PeerTier:
-    """LowerTier. Empty before `connect`."""
+class PeerTier(LowerTier):
+    """See the module. Empty before `connect`."""
 
     tier = Tier.PEER
-    lookup_s: float | None = None
-    num_slots = None
-    has_pending_work = False
 
     def __init__(self, agent: TransferAgent, now: Callable[[], float]) -> None:
         """`agent`: shared agent of the process; not closed here."""
+        super().__init__()
         self._agent = agent
         self._now = now
         self._open_fetch: OpenFetch | None = None
@@ -64,13 +61,10 @@ class PeerTier:
         """Worker that presumably has a block; bounded, least recently named first."""
         self._backoff_until: dict[InstanceId, float] = {}
         self._thread = TierThread("kv-peer")
-        self.stats = TierStats()
 
     def connect(self, open_fetch: OpenFetch, own_id: InstanceId) -> None:
         """Set how other workers are contacted, and the id of this worker."""
         self._open_fetch, self._own_id = open_fetch, own_id
-
-    async def start(self) -> None: ...
 
     async def close(self) -> None:
         await self._thread.close()
@@ -96,9 +90,6 @@ class PeerTier:
     def has_or_pending(self, key: BlockKey) -> bool:
         """True, since nothing is written to peers."""
         return True
-
-    async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        """No-op: only requests name sources."""
 
     async def write(
         self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
@@ -170,10 +161,3 @@ class PeerTier:
             for key in keys:
                 self._sources.pop(key, None)
         return 0
-
-    def take_changes(self) -> tuple[Change, ...]:
-        """None: the peers publish their own changes."""
-        return ()
-
-    def check_integrity(self) -> None:
-        """No-op: peers keep the slot tables."""

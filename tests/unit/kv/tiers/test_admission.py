@@ -6,8 +6,8 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import keys, sequence
 
 from kvolt.core.request import RoutingHints
-from kvolt.kv.tiers import admission as admission_module
 from kvolt.kv.tiers.admission import Admission
+from kvolt.kv.tiers.lower_tier import KnownKeys
 
 
 def test_all_is_kept_where_nothing_is_said() -> None:
@@ -48,9 +48,9 @@ def test_only_what_is_urgent_enough(priority: int, is_kept: bool) -> None:
     assert list(admission.admitted_indexes(blocks)) == ([0, 1] if is_kept else [])
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "_MAX_KNOWN", 5)
+def test_what_is_remembered_is_bounded() -> None:
     admission = Admission(tenants=["gold"])
+    admission._admitted = KnownKeys(5)
     for name in "abc":
         admission.add_request(keys(sequence(name, 4)), RoutingHints(tenant="gold"))
     assert len(admission) == 5
