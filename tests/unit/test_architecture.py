@@ -49,7 +49,7 @@ PURE_MODULES = {
     "frontend/parsers": "*",
     "journey": "machine migration",
     "kv": "*",
-    "kv/tiers": "eviction hit_window sizes slot_table",
+    "kv/tiers": "eviction sizes slot_table",
     "latency": "fit least_squares",
     "router": "breaker stats worker_rank",
     "router/index": "approximate health lookup pending_blocks prefix_index prefix_index_python",

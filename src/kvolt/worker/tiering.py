@@ -34,7 +34,7 @@ from kvolt.engines.contract import (
 )
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
-from kvolt.kv.tiers.hit_window import HitWindow
+from kvolt.kv.tiers.metrics import HitWindow, TierReport, usage_of
 from kvolt.kv.tiers.peer_server import PeerServer
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -196,15 +196,16 @@ class Tiering:
 
     # --- onboard
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens whose KV was onboarded."""
-        return self.onboarded.total() * self._block_size
-
-    @property
-    def num_declined(self) -> int:
-        """Available blocks that were recomputed because that was faster."""
-        return self._choice.num_declined
+    def report(self) -> TierReport:
+        """Numbers for metrics."""
+        return TierReport(
+            tiers=usage_of(self.cache.host, self.hits),
+            num_requested=self.hits.num_requested,
+            num_tokens=self.onboarded.total() * self._block_size,
+            num_declined=self._choice.num_declined,
+            num_dropped=self.cache.host.num_dropped,
+            num_served=None if self.peers is None else self.peers[1].num_served,
+        )
 
     def find_offloaded(self, request: Request) -> tuple[BlockKey, ...]:
         """Block keys of the prompt if a tier may have some of them, else none."""

@@ -146,7 +146,9 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             process.metrics.registry.register(
                 PathMetrics(lambda: transfers.paths, lambda: transfers.started_agent)
             )
-            process.metrics.registry.register(TierMetrics(lambda: [worker.tiering] if worker.tiering else []))
+            process.metrics.registry.register(
+                TierMetrics(lambda: [worker.tiering.report()] if worker.tiering else [])
+            )
             runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
             runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
             await worker.run()

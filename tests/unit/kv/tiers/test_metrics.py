@@ -9,14 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.worker.test_tiering import request, tiered, until_offloaded
 
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers.hit_window import HitWindow
-from kvolt.kv.tiers.metrics import TierMetrics
+from kvolt.kv.tiers.metrics import HitWindow, TierMetrics
 
 
 async def test_moved_and_stored_blocks_are_reported(tmp_path: Path) -> None:
     async with tiered(folder=tmp_path) as at:
         registry = CollectorRegistry()
-        registry.register(TierMetrics(lambda: [at.tiering]))
+        registry.register(TierMetrics(lambda: [at.tiering.report()]))
         await at.answer(request("first", 10))
         await until_offloaded(at, 8)
         await at.engine.clear_kv()

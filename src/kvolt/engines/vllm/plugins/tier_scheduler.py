@@ -29,7 +29,7 @@ from kvolt.engines.vllm.plugins.tier_messages import (
 from kvolt.engines.vllm.plugins.tier_names import BlockDescription, packed_tokens
 from kvolt.engines.vllm.plugins.tier_onboard_policy import TierOnboardPolicy
 from kvolt.engines.vllm.plugins.tier_stats import TierCounters, TierPayload, TiersPayload
-from kvolt.kv.tiers.hit_window import HitWindow
+from kvolt.kv.tiers.metrics import HitWindow
 
 _TIERS = (Tier.HOST, Tier.DISK)
 _MAX_TIMED = 64

@@ -1,20 +1,20 @@
 """Metrics of vLLM's tiers: sent from vLLM's scheduler process with its step statistics, exported by kvolt's worker.
 
-Converted to the interface that `TierMetrics` reads, so that the metrics equal those of kvolt's own engine.
+As `TierReport`, so that the metrics equal those of kvolt's own engine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 from prometheus_client.core import Metric
 
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers.metrics import TierMetrics
+from kvolt.kv.tiers.metrics import TierMetrics, TierReport, TierUsage
 
 CONNECTOR = "KvoltTierConnector"
 """Name of its statistics when several connectors report."""
@@ -66,8 +66,8 @@ class VllmTierMetrics:
     """Collector over all ranks of one vLLM; empty without tiers."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
-        self._metrics = TierMetrics(lambda: cast(Any, list(self._ranks.values())))
+        self._ranks: dict[int, TierReport] = {}
+        self._metrics = TierMetrics(lambda: list(self._ranks.values()))
 
     def update(self, rank: int, statistics: Mapping[str, Any] | None, block_size: int) -> None:
         """Set the statistics of a rank, as reported by one connector or by several."""
@@ -77,33 +77,16 @@ class VllmTierMetrics:
             payload = msgspec.convert(statistics.get(CONNECTOR, statistics), TiersPayload)
         except msgspec.ValidationError:
             return  # of another connector
-        self._ranks[rank] = _Rank(payload, block_size)
+        self._ranks[rank] = TierReport(
+            tiers={
+                tier: msgspec.convert(each, TierUsage, from_attributes=True)
+                for tier, each in payload.tiers.items()
+            },
+            num_requested=payload.num_requested,
+            num_tokens=payload.num_onboarded * block_size,
+            num_declined=payload.num_declined,
+            num_dropped=sum(each.num_dropped for each in payload.tiers.values()),
+        )
 
     def collect(self) -> Iterator[Metric]:
         return self._metrics.collect()
-
-
-class _Rank:
-    """The part of `Tiering` that `TierMetrics` reads."""
-
-    peers = None
-
-    def __init__(self, payload: TiersPayload, block_size: int) -> None:
-        self._payload = payload
-        self.num_declined = payload.num_declined
-        self.num_tokens = payload.num_onboarded * block_size
-        self.cache = self.host = self.hits = self
-        self.num_requested = payload.num_requested
-        self.num_dropped = sum(each.num_dropped for each in payload.tiers.values())
-        self.num_skipped: dict[Tier, int] = {}
-        self.stats = payload.tiers
-
-    def size(self, tier: Tier) -> tuple[int, int | None]:
-        return self._payload.tiers[tier].num_blocks, self._payload.tiers[tier].num_slots
-
-    def shape_in(self, tier: Tier) -> TierPayload:
-        """Has `block_bytes`."""
-        return self._payload.tiers[tier]
-
-    def num_hits(self, tier: Tier) -> int:
-        return self._payload.tiers[tier].num_hits if tier in self._payload.tiers else 0
