@@ -13,17 +13,7 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
 from kvolt.core.ids import InstanceId
-from kvolt.kv.shared_pool.wire import (
-    ErrorResponse,
-    Hello,
-    HelloResult,
-    PoolRequest,
-    PoolResponse,
-    RequestFrame,
-    ResponseFrame,
-    frame,
-    read_frame,
-)
+from kvolt.kv.shared_pool import wire
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
@@ -37,7 +27,7 @@ _RETRY_S = 2.0
 _HELLO_S = 35.0
 """Deadline for the handshake, during which the pool may recover its disk tier."""
 
-Expected = TypeVar("Expected", bound=PoolResponse)
+Expected = TypeVar("Expected", bound=wire.PoolResponse)
 
 
 class PoolLink:
@@ -49,7 +39,7 @@ class PoolLink:
         self._shape = shape
         self._now = now
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_late: Callable[[PoolResponse], None] = lambda _: None
+        self.on_late: Callable[[wire.PoolResponse], None] = lambda _: None
         """Called with a response whose caller is gone."""
         self.pool: InstanceId | None = None
         """Instance id under which the connected pool publishes its blocks."""
@@ -61,7 +51,7 @@ class PoolLink:
         self._connecting = asyncio.Lock()
         self._retry_at = float("-inf")
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[PoolResponse]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.PoolResponse]] = {}
         self._task_group = TaskGroup("kv pool link")
 
     async def connect(self) -> None:
@@ -86,7 +76,7 @@ class PoolLink:
             if self._shape is None:
                 return
             try:
-                hello = await self._send_request(Hello(self._shape), HelloResult)
+                hello = await self._send_request(wire.Hello(self._shape), wire.HelloResult)
             except BaseException:
                 self._disconnect(writer)
                 raise
@@ -119,7 +109,7 @@ class PoolLink:
             self.pool = pool
             self.on_pool()
 
-    async def request(self, body: PoolRequest, expected: type[Expected], timeout_s: float) -> Expected:
+    async def request(self, body: wire.PoolRequest, expected: type[Expected], timeout_s: float) -> Expected:
         """Send a request and return the response. KvoltError on a timeout, an error or an unexpected response."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,21 +123,21 @@ class PoolLink:
         self._num_timeouts = 0
         return response
 
-    async def _send_request(self, request: PoolRequest, expected: type[Expected]) -> Expected:
+    async def _send_request(self, request: wire.PoolRequest, expected: type[Expected]) -> Expected:
         writer = self._writer
         if writer is None:
             raise NetworkFault("connection to the pool lost")
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            writer.write(frame(RequestFrame(number, request)))
+            writer.write(wire.frame(wire.RequestFrame(number, request)))
             await writer.drain()
             body = await future
         except OSError as error:
             raise NetworkFault(f"connection to the pool lost: {error}") from None
         finally:
             self._waiting.pop(number, None)
-        if isinstance(body, ErrorResponse):
+        if isinstance(body, wire.ErrorResponse):
             raise from_info(body.error)
         if not isinstance(body, expected):
             raise TransferFailed("unexpected response from the pool", path="pool", reason="answer")
@@ -162,7 +152,7 @@ class PoolLink:
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                response = msgspec.msgpack.decode(await read_frame(reader), type=ResponseFrame)
+                response = msgspec.msgpack.decode(await wire.read_frame(reader), type=wire.ResponseFrame)
                 waiting = self._waiting.get(response.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(response.body)

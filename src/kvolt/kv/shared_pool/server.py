@@ -25,31 +25,8 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.core.ids import BlockKey, InstanceId
+from kvolt.kv.shared_pool import wire
 from kvolt.kv.shared_pool.slot_reads import offer_slots, read_slots, withdraw_offers
-from kvolt.kv.shared_pool.wire import (
-    MAX_BLOCKS,
-    VERSION,
-    Done,
-    ErrorResponse,
-    FetchBlocks,
-    FetchResult,
-    Hello,
-    HelloResult,
-    Lookup,
-    LookupResult,
-    PoolRequest,
-    PoolResponse,
-    PoolStatus,
-    RequestFrame,
-    ResponseFrame,
-    Status,
-    StoreBlocks,
-    StoreResult,
-    TierSize,
-    VerifyBlocks,
-    frame,
-    read_frame,
-)
 from kvolt.kv.tiers.host_tier import HostTier, int64_array
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -143,11 +120,11 @@ class PoolServer:
         self._num_workers += 1
         try:
             while True:
-                data = await read_frame(
+                data = await wire.read_frame(
                     reader, lambda num_bytes: self._unfinished.set_held_bytes(client, num_bytes)
                 )
                 self._unfinished.set_held_bytes(client, 0)
-                await client.on_request(msgspec.msgpack.decode(data, type=RequestFrame))
+                await client.on_request(msgspec.msgpack.decode(data, type=wire.RequestFrame))
         except (KvoltError, *MALFORMED) as error:
             log.debug("connection closed: error=%s", error)
         finally:
@@ -159,39 +136,40 @@ class PoolServer:
 
     # --- requests; `offers` are withdrawn when the worker's connection closes
 
-    async def handle(self, request: PoolRequest, offers: set[OfferHandle]) -> PoolResponse:
-        if isinstance(request, Status):
+    async def handle(self, request: wire.PoolRequest, offers: set[OfferHandle]) -> wire.PoolResponse:
+        if isinstance(request, wire.Status):
             return self._status()
-        if isinstance(request, Hello):
+        if isinstance(request, wire.Hello):
             await self._on_hello(request)
-            return HelloResult(self.name)
+            return wire.HelloResult(self.name)
         host = self.host
         if host is None:
             raise InvalidRequest("Hello must be the first request")
-        if isinstance(request, Lookup):
+        if isinstance(request, wire.Lookup):
             keys = [BlockKey(key) for key in request.keys]
             await host.lookup(keys, request.worth_s)
-            return LookupResult(tuple(bool(host.find_tiers([key])) for key in keys))
-        if isinstance(request, StoreBlocks):
-            return StoreResult(await self._store(host, request))
-        if isinstance(request, VerifyBlocks):
+            return wire.LookupResult(tuple(bool(host.find_tiers([key])) for key in keys))
+        if isinstance(request, wire.StoreBlocks):
+            return wire.StoreResult(await self._store(host, request))
+        if isinstance(request, wire.VerifyBlocks):
             await self._verify(host, [BlockKey(key) for key in request.keys])
-            return Done()
+            return wire.Done()
         return await self._fetch(host, request, offers)
 
-    def _status(self) -> PoolStatus:
+    def _status(self) -> wire.PoolStatus:
         host = self.host
         if host is None:
-            return PoolStatus(None, self._num_workers - 1, ())
+            return wire.PoolStatus(None, self._num_workers - 1, ())
         sizes = tuple(
-            TierSize(tier.value, *host.size(tier), host.shape_in(tier).block_bytes) for tier in host.stats
+            wire.TierSize(tier.value, *host.size(tier), host.shape_in(tier).block_bytes)
+            for tier in host.stats
         )
-        return PoolStatus(host.shape, self._num_workers - 1, sizes)
+        return wire.PoolStatus(host.shape, self._num_workers - 1, sizes)
 
-    async def _on_hello(self, hello: Hello) -> None:
-        if hello.version != VERSION:
+    async def _on_hello(self, hello: wire.Hello) -> None:
+        if hello.version != wire.VERSION:
             raise ConfigError(
-                f"the pool has protocol version {VERSION}, the worker {hello.version}",
+                f"the pool has protocol version {wire.VERSION}, the worker {hello.version}",
                 key="tiers.pool",
                 remedy="run one version of kvolt on this host",
             )
@@ -231,11 +209,11 @@ class PoolServer:
         host.set_on_change(self.on_change)
         started.set_result(host)
 
-    async def _store(self, host: HostTier, request: StoreBlocks) -> int:
+    async def _store(self, host: HostTier, request: wire.StoreBlocks) -> int:
         blocks = [each.block() for each in request.blocks]
-        if len(blocks) > MAX_BLOCKS or len(blocks) != len(request.checksums):
+        if len(blocks) > wire.MAX_BLOCKS or len(blocks) != len(request.checksums):
             raise InvalidRequest(
-                f"{len(blocks)} blocks with {len(request.checksums)} checksums, limit is {MAX_BLOCKS}"
+                f"{len(blocks)} blocks with {len(request.checksums)} checksums, limit is {wire.MAX_BLOCKS}"
             )
 
         async def fill(slots: Numbers, indexes: list[int]) -> tuple[Sums, float]:
@@ -256,12 +234,14 @@ class PoolServer:
                 self._agent.decline(each.ticket)
         return num_new
 
-    async def _fetch(self, host: HostTier, request: FetchBlocks, offers: set[OfferHandle]) -> FetchResult:
-        blocks = [each.block() for each in request.blocks[:MAX_BLOCKS]]
+    async def _fetch(
+        self, host: HostTier, request: wire.FetchBlocks, offers: set[OfferHandle]
+    ) -> wire.FetchResult:
+        blocks = [each.block() for each in request.blocks[: wire.MAX_BLOCKS]]
         onboarded = await host.onboard(blocks)
         keys = list(onboarded.keys)
         if not keys:
-            return FetchResult((), ())
+            return wire.FetchResult((), ())
         try:
             slots = int64_array(map(host.slot_table.slot, keys))
             sums = tuple(map(host.slot_table.checksum, keys))
@@ -271,7 +251,7 @@ class PoolServer:
             raise
         offers.update(new_offers)
         self._task_group.start(self._release_after(host, new_offers, keys, offers), "hold for a worker")
-        return FetchResult(sums, offered)
+        return wire.FetchResult(sums, offered)
 
     async def _release_after(
         self, host: HostTier, new_offers: list[OfferHandle], keys: list[BlockKey], offers: set[OfferHandle]
@@ -288,7 +268,7 @@ class PoolServer:
 
     async def _verify(self, host: HostTier, keys: Sequence[BlockKey]) -> None:
         """Verify blocks that a worker found corrupt, since the fault may be on its side; remove only corrupt ones."""
-        held = [key for key in keys[:MAX_BLOCKS] if host.slot_table.has(key)]
+        held = [key for key in keys[: wire.MAX_BLOCKS] if host.slot_table.has(key)]
         slots = int64_array(host.slot_table.hold(held, is_access=False))
         try:
             sums, _ = await self._thread.run(host.memory.checksums, slots, held)
@@ -314,21 +294,21 @@ class _Client:
         """ByteBudget: this connection holds the most incomplete data."""
         self._writer.transport.abort()
 
-    async def on_request(self, request: RequestFrame) -> None:
+    async def on_request(self, request: wire.RequestFrame) -> None:
         await self._open.acquire()  # further requests wait in the socket
         self._task_group.start(self._respond(request), "request")
 
-    async def _respond(self, request: RequestFrame) -> None:
+    async def _respond(self, request: wire.RequestFrame) -> None:
         try:
             body = await self._server.handle(request.body, self._offers)
         except Exception as error:  # fails this request only
             if not isinstance(error, KvoltError):
                 log.exception("unexpected error while handling a request")
                 error = EngineFailed(f"the pool failed ({type(error).__name__})")
-            body = ErrorResponse(to_info(error))
+            body = wire.ErrorResponse(to_info(error))
         self._server.on_change()
         try:
-            self._writer.write(frame(ResponseFrame(request.number, body)))
+            self._writer.write(wire.frame(wire.ResponseFrame(request.number, body)))
             await self._writer.drain()  # back-pressure: a client that does not read gets no further responses
         except OSError:
             log.debug("response not sent: connection closed")

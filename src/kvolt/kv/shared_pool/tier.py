@@ -15,21 +15,9 @@ from pathlib import Path
 from kvolt.core.errors import KvoltError, NetworkFault
 from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
+from kvolt.kv.shared_pool import wire
 from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.slot_reads import offer_slots, read_verified, withdraw_offers
-from kvolt.kv.shared_pool.wire import (
-    MAX_BLOCKS,
-    Done,
-    FetchBlocks,
-    FetchResult,
-    Lookup,
-    LookupResult,
-    PoolResponse,
-    StoreBlocks,
-    StoreResult,
-    VerifyBlocks,
-    WireBlock,
-)
 from kvolt.kv.tiers.lower_tier import SharedTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -85,11 +73,13 @@ class PoolTier(SharedTier):
 
     async def lookup(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         start = self._known.num_known(keys)
-        unknown = keys[start : start + MAX_BLOCKS]
+        unknown = keys[start : start + wire.MAX_BLOCKS]
         if not unknown:
             return
         try:
-            result = await self._link.request(Lookup(tuple(unknown), worth_s), LookupResult, _LOOKUP_S)
+            result = await self._link.request(
+                wire.Lookup(tuple(unknown), worth_s), wire.LookupResult, _LOOKUP_S
+            )
         except KvoltError as error:
             log.debug("shared pool lookup failed: error=%s", error.message)
             return
@@ -107,8 +97,8 @@ class PoolTier(SharedTier):
         offers, offered = offer_slots(self._agent, memory, slots, _TRANSFER_S)
         self._writing.update(keys)
         try:
-            request = StoreBlocks(tuple(map(WireBlock.of, blocks)), tuple(checksums), offered)
-            stored = await self._link.request(request, StoreResult, _RESPONSE_S)
+            request = wire.StoreBlocks(tuple(map(wire.WireBlock.of, blocks)), tuple(checksums), offered)
+            stored = await self._link.request(request, wire.StoreResult, _RESPONSE_S)
         finally:
             self._writing.difference_update(keys)
             await withdraw_offers(offers)
@@ -121,11 +111,11 @@ class PoolTier(SharedTier):
             return []
         keys = [block.key for block in blocks]
         started_at = time.perf_counter()
-        result = FetchResult((), ())
+        result = wire.FetchResult((), ())
         try:
             await self._thread.run(memory.grow_to, int(slots.max()) + 1)
             result = await self._link.request(
-                FetchBlocks(tuple(map(WireBlock.of, blocks))), FetchResult, _RESPONSE_S
+                wire.FetchBlocks(tuple(map(wire.WireBlock.of, blocks))), wire.FetchResult, _RESPONSE_S
             )
             received = await read_verified(
                 self._agent, self._thread, result, memory, slots, keys, _TRANSFER_S
@@ -148,9 +138,9 @@ class PoolTier(SharedTier):
         self.forget([key for key, each in zip(keys, received, strict=True) if each is None])
         return received
 
-    def _decline(self, response: PoolResponse) -> None:
+    def _decline(self, response: wire.PoolResponse) -> None:
         """Decline the offers of a fetch result that is not needed any more."""
-        if isinstance(response, FetchResult):
+        if isinstance(response, wire.FetchResult):
             for each in response.offered:
                 self._agent.decline(each.ticket)
 
@@ -160,6 +150,6 @@ class PoolTier(SharedTier):
         self.stats.failures["corrupt"] += len(keys)
         log.error("corrupt blocks from shared pool: blocks=%d", len(keys))
         try:
-            await self._link.request(VerifyBlocks(tuple(keys)), Done, _LOOKUP_S)
+            await self._link.request(wire.VerifyBlocks(tuple(keys)), wire.Done, _LOOKUP_S)
         except KvoltError as error:
             log.debug("corrupt blocks not reported: error=%s", error.message)

@@ -25,32 +25,13 @@ from kvolt.transfer.nixl.path import NIXL, Nixl
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.path_watch import PathWatch
 from kvolt.transfer.paths.peer_paths import PeerPaths
+from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunks import ChunkReceiver
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Waiter
 from kvolt.transfer.peer.progress import Progress, Timer
 from kvolt.transfer.peer.read_op import TCP, OnDone, ReadOp
 from kvolt.transfer.peer.sockets import connect, host_port
-from kvolt.transfer.peer.wire import (
-    CUDA_IPC,
-    MAX_GREETING_BYTES,
-    Address,
-    Checksums,
-    Declined,
-    Delivered,
-    DeviceSlab,
-    Ended,
-    Failed,
-    Hello,
-    Message,
-    NixlSlab,
-    Ready,
-    Receive,
-    SharedSlab,
-    Welcome,
-    WriteRequest,
-    WriteResult,
-)
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +54,7 @@ def _nothing() -> None: ...
 class LinkOwner(Protocol):
     """The hub as its links use it."""
 
-    address: Address
+    address: wire.Address
     progress: Progress
     nixl: Nixl | None
     uses_unix: bool
@@ -81,11 +62,11 @@ class LinkOwner(Protocol):
     paths: PathWatch
     tests_paths: bool
 
-    def has_link(self, address: Address) -> bool: ...
+    def has_link(self, address: wire.Address) -> bool: ...
 
-    def remove_link(self, address: Address, link: Link) -> None: ...
+    def remove_link(self, address: wire.Address, link: Link) -> None: ...
 
-    def retire(self, address: Address, link: Link) -> None:
+    def retire(self, address: wire.Address, link: Link) -> None:
         """Replace the link for new reads; close it when idle."""
         ...
 
@@ -99,7 +80,7 @@ class LinkOwner(Protocol):
 class Link:
     """See the module. Progress thread only."""
 
-    def __init__(self, hub: LinkOwner, address: Address) -> None:
+    def __init__(self, hub: LinkOwner, address: wire.Address) -> None:
         self._hub = hub
         self._address = address
         self._frames: FrameConnection | None = None
@@ -120,8 +101,8 @@ class Link:
         self._write_requests: dict[int, OnDone] = {}
         self._waiters: dict[int, Waiter] = {}
         self._slabs: dict[int, tuple[SlabInfo, mmap.mmap]] = {}
-        self._nixl_slabs: dict[int, NixlSlab] = {}
-        self._device_slabs: dict[int, DeviceSlab] = {}
+        self._nixl_slabs: dict[int, wire.NixlSlab] = {}
+        self._device_slabs: dict[int, wire.DeviceSlab] = {}
         self._opened_memory: dict[tuple[int, DeviceMemory], DeviceMemory] = {}
         """Device slabs mapped by a local device."""
         self._unopenable_slabs: set[int] = set()
@@ -153,7 +134,7 @@ class Link:
         """Start a read; failures are reported to it."""
         self._when_ready(lambda: self._start_read(read_op), read_op.stop)
 
-    def send_write_request(self, new_request: Callable[[int], WriteRequest], on_done: OnDone) -> None:
+    def send_write_request(self, new_request: Callable[[int], wire.WriteRequest], on_done: OnDone) -> None:
         """Ask the peer to read our blocks into its writable ones; `on_done` gets the result."""
 
         def send() -> None:
@@ -173,26 +154,26 @@ class Link:
             op = self._last_op
             self._waiters[op] = waiter
             waiter.add_cleanup(lambda: self._on_waiter_done(op))
-            self.send(Receive(op, waiter.mailbox, waiter.deadline - self._hub.progress.now()))
+            self.send(wire.Receive(op, waiter.mailbox, waiter.deadline - self._hub.progress.now()))
 
         self._when_ready(send, waiter.fail)
 
     def _on_waiter_done(self, op: int) -> None:
         """Tell the peer, unless it completed the wait."""
         if self._waiters.pop(op, None) is not None:
-            self.send(Ended(op, is_whole=False))
+            self.send(wire.Ended(op, is_whole=False))
 
     def decline(self, secret: int) -> None:
-        self._when_ready(lambda: self.send(Declined(secret)), lambda error: None)
+        self._when_ready(lambda: self.send(wire.Declined(secret)), lambda error: None)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         if self._frames is not None:
             self._frames.send(message)
 
     def end_read(self, op: int, is_whole: bool) -> None:
         """Send Ended and drop the read."""
         read_op = self._read_ops.pop(op, None)
-        self.send(Ended(op, is_whole))
+        self.send(wire.Ended(op, is_whole))
         if read_op is not None:
             self._paths.on_read_done(read_op)
 
@@ -250,7 +231,7 @@ class Link:
                     self.close,
                     budget=self._hub.frame_budget,
                 )
-                self.send(Hello(self._hub.address.agent, "frames"))
+                self.send(wire.Hello(self._hub.address.agent, "frames"))
             elif use_unix:
                 if self._address.host == self._hub.address.host:
                     self._probe_socket(PROBE_S)
@@ -289,10 +270,10 @@ class Link:
                 self._run_queue(self._waiting_for_chunk_socket)
                 return
             handshake = FrameConnection(
-                self._hub.progress, result, self._on_chunk_welcome, self.close, MAX_GREETING_BYTES
+                self._hub.progress, result, self._on_chunk_welcome, self.close, wire.MAX_GREETING_BYTES
             )
             self._chunk_handshake = handshake
-            handshake.send(Hello(self._hub.address.agent, "chunks", key=self._chunk_key))
+            handshake.send(wire.Hello(self._hub.address.agent, "chunks", key=self._chunk_key))
 
         self._deadline = self._start_deadline(CONNECT_S)
         self._open(use_unix=False, done=done)
@@ -310,8 +291,8 @@ class Link:
         if not is_done:
             self._cancel_connect = cancel
 
-    def _on_chunk_welcome(self, message: Message) -> None:
-        if not isinstance(message, Welcome) or self._chunk_handshake is None:
+    def _on_chunk_welcome(self, message: wire.Message) -> None:
+        if not isinstance(message, wire.Welcome) or self._chunk_handshake is None:
             raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
         self._deadline.cancel()
         link, self._chunk_handshake = self._chunk_handshake.detach(), None
@@ -347,7 +328,7 @@ class Link:
         slab = request.ticket.slab
         paths = self.paths_between(slab.kind, request.slab.kind)
         if slab.number in self._unopenable_slabs:
-            paths = [each for each in paths if each != CUDA_IPC]
+            paths = [each for each in paths if each != wire.CUDA_IPC]
         path = read_op.forced_path or self._paths.choose_path(request, paths)
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_usable:
             read_op.stop(Unsupported("NIXL is not usable", feature=NIXL))  # only self-tests force a path
@@ -380,12 +361,16 @@ class Link:
 
     # --- messages from the peer
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         match message:
-            case Welcome(agent) if not self._is_welcomed:
+            case wire.Welcome(agent) if not self._is_welcomed:
                 if agent != self._address.agent:
                     raise WorkerLost("the address belongs to another agent", reason="replaced")
-                ipc = frozenset() if message.capabilities is None else message.capabilities.paths & {CUDA_IPC}
+                ipc = (
+                    frozenset()
+                    if message.capabilities is None
+                    else message.capabilities.paths & {wire.CUDA_IPC}
+                )
                 self._served_paths, self._chunk_key = ipc.union(message.also_serves), message.key
                 self._is_welcomed = True
                 self._deadline.cancel()
@@ -395,35 +380,35 @@ class Link:
                 self._run_queue(self._waiting)
             case _ if not self._is_welcomed:
                 raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
-            case SharedSlab():
+            case wire.SharedSlab():
                 self._map_slab(message)
-            case NixlSlab(slab):
+            case wire.NixlSlab(slab):
                 self._nixl_slabs[slab.number] = message
                 _check_slab_limit(len(self._nixl_slabs))
-            case DeviceSlab(slab):
+            case wire.DeviceSlab(slab):
                 self._device_slabs[slab.number] = message
                 _check_slab_limit(len(self._device_slabs))
-            case Ready(op):
+            case wire.Ready(op):
                 read_op = self._read_ops.get(op)
                 if read_op is not None:
                     read_op.expect_ready()
                     self._on_ready(read_op, message)
-            case Checksums(op):
+            case wire.Checksums(op):
                 read_op = self._read_ops.get(op)
                 if read_op is not None:
                     read_op.on_sums(message)
-            case Failed(op):
+            case wire.Failed(op):
                 read_op = self._read_ops.get(op)
                 if read_op is not None:
                     self._on_failed(read_op, message)
                 waiter = self._waiters.pop(op, None)
                 if waiter is not None:
                     waiter.fail(from_info(message.error))
-            case Delivered(op, payload):
+            case wire.Delivered(op, payload):
                 waiter = self._waiters.pop(op, None)
                 if waiter is not None:
                     waiter.deliver(payload)
-            case WriteResult(op, error):
+            case wire.WriteResult(op, error):
                 on_done = self._write_requests.pop(op, None)
                 if on_done is not None:
                     on_done(None if error is None else from_info(error))
@@ -432,7 +417,7 @@ class Link:
                     f"unexpected {type(message).__name__} from a serving peer", rule="direction"
                 )
 
-    def _map_slab(self, message: SharedSlab) -> None:
+    def _map_slab(self, message: wire.SharedSlab) -> None:
         """Map read-only: only the owner writes to a memory."""
         slab = message.slab
         descriptor = (
@@ -449,8 +434,8 @@ class Link:
         self._slabs[slab.number] = (slab, mapped)
         _check_slab_limit(len(self._slabs))
 
-    def _on_failed(self, read_op: ReadOp, message: Failed) -> None:
-        if read_op.path in (NIXL, CUDA_IPC) and message.error.code == Unsupported.code:
+    def _on_failed(self, read_op: ReadOp, message: wire.Failed) -> None:
+        if read_op.path in (NIXL, wire.CUDA_IPC) and message.error.code == Unsupported.code:
             read_op.expect_ready()  # a read with a mover cannot restart
             log.warning("path unavailable: path=%s error=%s", read_op.path, message.error.message)
             if read_op.path == NIXL:
@@ -462,16 +447,16 @@ class Link:
         else:
             read_op.on_failed(message)
 
-    def _read_over_nixl(self, read_op: ReadOp, message: Ready) -> None:
+    def _read_over_nixl(self, read_op: ReadOp, message: wire.Ready) -> None:
         known = self._nixl_slabs.get(message.slab)
         if known is None or self._hub.nixl is None:
             raise ProtocolError("Ready for an unknown slab", rule="ready")
         numbers = np.frombuffer(message.blocks, dtype="<i8")
         if not self._hub.nixl.read(self._address, known, numbers, read_op):
-            self.send(Ended(read_op.op, is_whole=False))
+            self.send(wire.Ended(read_op.op, is_whole=False))
             self._drop_path(NIXL, read_op)
 
-    def _read_over_ipc(self, read_op: ReadOp, message: Ready) -> None:
+    def _read_over_ipc(self, read_op: ReadOp, message: wire.Ready) -> None:
         known, device = self._device_slabs.get(message.slab), read_op.request.slab.device
         if known is None or device is None:
             raise ProtocolError("Ready for an unknown slab", rule="ready")
@@ -481,8 +466,8 @@ class Link:
                 (message.slab, device), device.open(known.handle)
             )
         except Unsupported as error:
-            log.warning("cannot open the peer's device memory: path=%s error=%s", CUDA_IPC, error)
-            self.send(Ended(read_op.op, is_whole=False))
+            log.warning("cannot open the peer's device memory: path=%s error=%s", wire.CUDA_IPC, error)
+            self.send(wire.Ended(read_op.op, is_whole=False))
             self._unopenable_slabs.add(message.slab)
             self._retry(read_op)
             return
@@ -508,11 +493,11 @@ class Link:
             return
         self._start_read(read_op)
 
-    def _on_ready(self, read_op: ReadOp, message: Ready) -> None:
+    def _on_ready(self, read_op: ReadOp, message: wire.Ready) -> None:
         if read_op.path == NIXL:
             self._read_over_nixl(read_op, message)
             return
-        if read_op.path == CUDA_IPC:
+        if read_op.path == wire.CUDA_IPC:
             self._read_over_ipc(read_op, message)
             return
         known = self._slabs.get(message.slab)

@@ -38,27 +38,6 @@ from kvolt.transfer.peer.fetch_check import MAX_PIECES, CheckedFetch, check_fetc
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.wire import (
-    MAX_GREETING_BYTES,
-    VERSION,
-    Address,
-    Checksums,
-    Declined,
-    Delivered,
-    DeviceSlab,
-    Ended,
-    Failed,
-    Fetch,
-    Hello,
-    Message,
-    NixlSlab,
-    Ready,
-    Receive,
-    SharedSlab,
-    Welcome,
-    WriteRequest,
-    WriteResult,
-)
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +60,7 @@ class _PeerRead:
 class SessionOwner(Protocol):
     """The hub as its sessions use it."""
 
-    address: Address
+    address: wire.Address
     progress: Progress
     nixl: Nixl | None
     frame_budget: ByteBudget
@@ -94,7 +73,7 @@ class SessionOwner(Protocol):
     def slab_number(self, slab: Slab) -> int: ...
 
     def handle_write_request(
-        self, write: WriteRequest, on_result: Callable[[KvoltError | None], None]
+        self, write: wire.WriteRequest, on_result: Callable[[KvoltError | None], None]
     ) -> None: ...
 
     def register_chunk_key(self, session: ServingSession) -> None: ...
@@ -110,7 +89,7 @@ class ServingSession:
     def __init__(self, hub: SessionOwner, link: socket.socket) -> None:
         self._hub = hub
         self._link = FrameConnection(
-            hub.progress, link, self._on_message, self._on_lost, MAX_GREETING_BYTES, hub.frame_budget
+            hub.progress, link, self._on_message, self._on_lost, wire.MAX_GREETING_BYTES, hub.frame_budget
         )
         self._peer: str | None = None
         """Agent id from Hello; None before."""
@@ -123,7 +102,7 @@ class ServingSession:
         self._num_pieces = 0
         """Sum over all reads."""
         self._described_slabs: set[int] = set()
-        self._nixl_slabs: dict[int, NixlSlab] = {}
+        self._nixl_slabs: dict[int, wire.NixlSlab] = {}
         """Descriptions already sent to the peer."""
         self._nixl_ops: set[int] = set()
         """Ops that still need our NIXL agent: until the peer sends Ended, even if finished here."""
@@ -156,35 +135,35 @@ class ServingSession:
         for op, read in list(self._reads.items()):
             if read.offer is offer:
                 self._drop_read(op)
-                self._link.send(Failed(op, to_info(error)))
+                self._link.send(wire.Failed(op, to_info(error)))
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         match message:
-            case Hello() if self._peer is None:
+            case wire.Hello() if self._peer is None:
                 self._on_hello(message)
             case _ if self._peer is None:
                 raise ProtocolError("expected Hello as the first message", rule="hello")
-            case Fetch():
+            case wire.Fetch():
                 self._on_fetch(message)
-            case Receive():
+            case wire.Receive():
                 self._on_receive(message)
-            case Ended(op, is_whole):
+            case wire.Ended(op, is_whole):
                 self._end_op(op, is_whole)
-            case Declined(secret):
+            case wire.Declined(secret):
                 self._hub.offers.withdraw(secret)
-            case WriteRequest():
+            case wire.WriteRequest():
                 self._hub.handle_write_request(message, self._write_result_sender(message.op))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} from a reader", rule="direction")
 
-    def _on_hello(self, hello: Hello) -> None:
-        if hello.version != VERSION:
+    def _on_hello(self, hello: wire.Hello) -> None:
+        if hello.version != wire.VERSION:
             raise ProtocolError(
-                f"peer has protocol version {hello.version}, this agent has {VERSION}", rule="version"
+                f"peer has protocol version {hello.version}, this agent has {wire.VERSION}", rule="version"
             )
         if hello.carries == "chunks":
             session = self._hub.claim_chunk_key(hello.key)
-            self._link.send(Welcome(self._hub.address.agent))
+            self._link.send(wire.Welcome(self._hub.address.agent))
             if self._link.is_open:
                 session.attach_chunk_socket(self._link.detach())
                 self._close_ops()
@@ -196,7 +175,9 @@ class ServingSession:
         also_serves = () if self._hub.nixl is None else (NIXL,)
         capabilities = self._hub.paths.capabilities
         self._link.send(
-            Welcome(self._hub.address.agent, also_serves=also_serves, key=self.key, capabilities=capabilities)
+            wire.Welcome(
+                self._hub.address.agent, also_serves=also_serves, key=self.key, capabilities=capabilities
+            )
         )
 
     def attach_chunk_socket(self, link: socket.socket) -> None:
@@ -204,17 +185,17 @@ class ServingSession:
         self._chunk_sender = ChunkSender(self._hub.progress, link, self.close)
 
     def _write_result_sender(self, op: int) -> Callable[[KvoltError | None], None]:
-        return lambda error: self._link.send(WriteResult(op, None if error is None else to_info(error)))
+        return lambda error: self._link.send(wire.WriteResult(op, None if error is None else to_info(error)))
 
     # --- reads
 
-    def _on_fetch(self, fetch: Fetch) -> None:
+    def _on_fetch(self, fetch: wire.Fetch) -> None:
         try:
             self._start_fetch(fetch)
         except KvoltError as error:
-            self._link.send(Failed(fetch.op, to_info(error)))
+            self._link.send(wire.Failed(fetch.op, to_info(error)))
 
-    def _start_fetch(self, fetch: Fetch) -> None:
+    def _start_fetch(self, fetch: wire.Fetch) -> None:
         self._check_op(fetch.op)
         if max(len(self._reads), len(self._nixl_ops)) >= MAX_READS:
             raise Overloaded(
@@ -236,7 +217,7 @@ class ServingSession:
         if op in self._reads or op in self._nixl_ops or op in self._waiters:
             raise InvalidRequest(f"op {op} is in use", param="op")
 
-    def _serve(self, fetch: Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
+    def _serve(self, fetch: wire.Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
         op, slab = fetch.op, read.offer.slab
         match fetch.path:
             case "shm":
@@ -270,12 +251,12 @@ class ServingSession:
         number = self._hub.slab_number(slab)
         if number not in self._described_slabs:
             try:
-                self._link.send(SharedSlab(slab.info(number), has_descriptor=True), descriptor)
+                self._link.send(wire.SharedSlab(slab.info(number), has_descriptor=True), descriptor)
             except OSError as error:
                 message = f"out of file descriptors: {error}"
                 raise Overloaded(message, queue="descriptors") from None
             self._described_slabs.add(number)
-        self._link.send(Ready(op, number, blocks.tobytes()))
+        self._link.send(wire.Ready(op, number, blocks.tobytes()))
 
     def _serve_device(self, op: int, slab: Slab, blocks: Numbers) -> None:
         # The handle grants write access as well: only for processes of this host and user.
@@ -286,10 +267,10 @@ class ServingSession:
         number = self._hub.slab_number(slab)
         if number not in self._described_slabs:
             self._described_slabs.add(number)
-            self._link.send(DeviceSlab(slab.info(number), handle))
-        self._link.send(Ready(op, number, blocks.tobytes()))
+            self._link.send(wire.DeviceSlab(slab.info(number), handle))
+        self._link.send(wire.Ready(op, number, blocks.tobytes()))
 
-    def _serve_nixl(self, fetch: Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
+    def _serve_nixl(self, fetch: wire.Fetch, read: _PeerRead, checked: CheckedFetch) -> None:
         if self._reads.get(fetch.op) is not read or self._hub.nixl is None:
             return  # cancelled
         slab = read.offer.slab
@@ -302,7 +283,7 @@ class ServingSession:
         if self._nixl_slabs.get(number) != description:
             self._nixl_slabs[number] = description
             self._link.send(description)
-        self._link.send(Ready(fetch.op, number, checked.blocks.tobytes()))
+        self._link.send(wire.Ready(fetch.op, number, checked.blocks.tobytes()))
         if fetch.is_checked:
             self._hub.progress.schedule(self._checksum_task(fetch.op, read, checked))
 
@@ -312,7 +293,7 @@ class ServingSession:
             checked.pieces,
             checked.seeds,
             is_wanted=lambda: self._reads.get(op) is read,
-            on_checksums=lambda first, sums: self._link.send(Checksums(op, first, sums)),
+            on_checksums=lambda first, sums: self._link.send(wire.Checksums(op, first, sums)),
             on_error=lambda error: self._fail(op, error),
         )
 
@@ -326,7 +307,7 @@ class ServingSession:
 
     def _fail(self, op: int, error: KvoltError) -> None:
         self._end_op(op, is_whole=False)
-        self._link.send(Failed(op, to_info(error)))
+        self._link.send(wire.Failed(op, to_info(error)))
 
     def _drop_read(self, op: int) -> _PeerRead | None:
         read = self._reads.pop(op, None)
@@ -349,23 +330,23 @@ class ServingSession:
 
     # --- mailboxes
 
-    def _on_receive(self, request: Receive) -> None:
+    def _on_receive(self, request: wire.Receive) -> None:
         op = request.op
 
         def deliver(message: bytes) -> bool:
             self._waiters.pop(op, None)
-            self._link.send(Delivered(op, message))
+            self._link.send(wire.Delivered(op, message))
             return self._link.is_open
 
         def fail(error: KvoltError) -> None:
             self._waiters.pop(op, None)
-            self._link.send(Failed(op, to_info(error)))
+            self._link.send(wire.Failed(op, to_info(error)))
 
         try:
             self._check_op(op)
             waiter = Waiter(request.mailbox, self._hub.deadline_in(request.timeout_s), deliver, fail)
         except KvoltError as error:
-            self._link.send(Failed(op, to_info(error)))
+            self._link.send(wire.Failed(op, to_info(error)))
             return
         self._waiters[op] = waiter
         try:
