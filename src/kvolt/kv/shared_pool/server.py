@@ -210,7 +210,7 @@ class PoolServer:
         started.set_result(host)
 
     async def _store(self, host: HostTier, request: wire.StoreBlocks) -> int:
-        blocks = [each.block() for each in request.blocks]
+        blocks = request.blocks
         if len(blocks) > wire.MAX_BLOCKS or len(blocks) != len(request.checksums):
             raise InvalidRequest(
                 f"{len(blocks)} blocks with {len(request.checksums)} checksums, limit is {wire.MAX_BLOCKS}"
@@ -237,7 +237,7 @@ class PoolServer:
     async def _fetch(
         self, host: HostTier, request: wire.FetchBlocks, offers: set[OfferHandle]
     ) -> wire.FetchResult:
-        blocks = [each.block() for each in request.blocks[: wire.MAX_BLOCKS]]
+        blocks = request.blocks[: wire.MAX_BLOCKS]
         onboarded = await host.onboard(blocks)
         keys = list(onboarded.keys)
         if not keys:

@@ -97,7 +97,7 @@ class PoolTier(SharedTier):
         offers, offered = offer_slots(self._agent, memory, slots, _TRANSFER_S)
         self._writing.update(keys)
         try:
-            request = wire.StoreBlocks(tuple(map(wire.WireBlock.of, blocks)), tuple(checksums), offered)
+            request = wire.StoreBlocks(tuple(blocks), tuple(checksums), offered)
             stored = await self._link.request(request, wire.StoreResult, _RESPONSE_S)
         finally:
             self._writing.difference_update(keys)
@@ -114,9 +114,7 @@ class PoolTier(SharedTier):
         result = wire.FetchResult((), ())
         try:
             await self._thread.run(memory.grow_to, int(slots.max()) + 1)
-            result = await self._link.request(
-                wire.FetchBlocks(tuple(map(wire.WireBlock.of, blocks))), wire.FetchResult, _RESPONSE_S
-            )
+            result = await self._link.request(wire.FetchBlocks(tuple(blocks)), wire.FetchResult, _RESPONSE_S)
             received = await read_verified(
                 self._agent, self._thread, result, memory, slots, keys, _TRANSFER_S
             )

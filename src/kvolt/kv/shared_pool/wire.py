@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from kvolt.core.errors import ErrorInfo, NetworkFault
-from kvolt.core.ids import BlockKey, InstanceId, SequenceHash
+from kvolt.core.ids import InstanceId
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 
@@ -25,33 +23,6 @@ _HEAD_BYTES = 4
 _MAX_FRAME_BYTES = 16 << 20
 UNFINISHED_S = 60.0
 """Deadline for a started frame."""
-
-
-_Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-_Hash = Annotated[int, Meta(ge=0)]
-
-
-class WireBlock(msgspec.Struct, frozen=True, array_like=True):
-    """TierBlock on the wire."""
-
-    key: _Key
-    sequence_hash: _Hash
-    parent: _Key | None
-    parent_hash: _Hash | None
-    position: Annotated[int, Meta(ge=0, lt=1 << 32)]
-
-    @classmethod
-    def of(cls, block: TierBlock) -> WireBlock:
-        return cls(block.key, block.sequence_hash, block.parent, block.parent_hash, block.position)
-
-    def block(self) -> TierBlock:
-        return TierBlock(
-            BlockKey(self.key),
-            SequenceHash(self.sequence_hash),
-            None if self.parent is None else BlockKey(self.parent),
-            None if self.parent_hash is None else SequenceHash(self.parent_hash),
-            self.position,
-        )
 
 
 class OfferedBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -76,13 +47,13 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag="store"):
-    blocks: tuple[WireBlock, ...]
+    blocks: tuple[TierBlock, ...]
     checksums: tuple[int, ...]
     offered: tuple[OfferedBlocks, ...]
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch"):
-    blocks: tuple[WireBlock, ...]
+    blocks: tuple[TierBlock, ...]
     shape: BlockShape | None = None
     """Expected block shape, on connections without Hello."""
 

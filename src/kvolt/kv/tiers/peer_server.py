@@ -46,7 +46,7 @@ class PeerServer:
                 f"{remote.block_bytes:,} from {remote.num_ranks}",
                 param="shape",
             )
-        blocks = [each.block() for each in request.blocks[:MAX_BLOCKS]]
+        blocks = request.blocks[:MAX_BLOCKS]
         room = int(self._host.slot_table.num_slots * _MAX_HELD_SHARE) - self._num_held
         num_local = min(self._host.num_local([block.key for block in blocks]), max(room, 0))
         if self._num_open >= _MAX_OPEN or (not num_local and room <= 0):

@@ -21,7 +21,7 @@ from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.shared_pool.slot_reads import read_verified
-from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult, WireBlock
+from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
 from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -120,7 +120,7 @@ class PeerTier(LowerTier):
         started_at = time.perf_counter()
         try:
             await self._thread.run(memory.grow_to, int(slots.max()) + 1)
-            request = FetchBlocks(tuple(map(WireBlock.of, blocks)), memory.shape)
+            request = FetchBlocks(tuple(blocks), memory.shape)
             async with asyncio.timeout(_READ_S), self._open_fetch(source, request) as result:
                 checksums = await read_verified(
                     self._agent, self._thread, result, memory, slots, keys, _READ_S

@@ -12,8 +12,12 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NewType, cast
+from typing import Annotated, NewType, cast
 
+import msgspec
+from msgspec import Meta
+
+from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, Tier
@@ -24,19 +28,19 @@ from kvolt.kv.tiers.eviction import new_eviction
 
 Slot = NewType("Slot", int)
 
+_KEY, _HASH = Meta(min_length=BLOCK_KEY_BYTES, max_length=BLOCK_KEY_BYTES), Meta(ge=0)
 _MAX_SCAN = 1024
 """Blocks scanned for an inactive one if no leaf can be evicted."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierBlock:
-    """A block as a tier keeps it."""
+class TierBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A block as a tier keeps it, and as processes name it to each other."""
 
-    key: BlockKey
-    sequence_hash: SequenceHash
-    parent: BlockKey | None
-    parent_hash: SequenceHash | None
-    position: int
+    key: Annotated[BlockKey, _KEY]
+    sequence_hash: Annotated[SequenceHash, _HASH]
+    parent: Annotated[BlockKey, _KEY] | None
+    parent_hash: Annotated[SequenceHash, _HASH] | None
+    position: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """Position in its sequence."""
 
 
@@ -59,10 +63,7 @@ class SlotTable:
 
     def __init__(self, tier: Tier, num_slots: int, eviction: str = "lru", is_durable: bool = False) -> None:
         """`is_durable`: evicted slots are reused only after `complete_eviction`."""
-        if num_slots < 1:
-            raise ConfigError(
-                f"the {tier} tier has no room for a block", key=f"{tier}", remedy="give it more room"
-            )
+        _check_room(tier, num_slots)
         self.tier = tier
         self.num_slots = num_slots
         self._is_durable = is_durable
@@ -247,12 +248,7 @@ class SlotTable:
 
     def resize(self, num_slots: int) -> None:
         """Change the capacity; excess blocks are evicted once not held."""
-        if num_slots < 1:
-            raise ConfigError(
-                f"the {self.tier} tier has no room for a block",
-                key=f"{self.tier}",
-                remedy="give it more room",
-            )
+        _check_room(self.tier, num_slots)
         self.num_slots = num_slots
         self._eviction.resize(num_slots)
         # The log must be able to hold the complete contents.
@@ -396,3 +392,10 @@ def _run_of(block: TierBlock) -> tuple[BlockNames, SequenceHash | None, int]:
 
 def _is_indexed(entry: _Entry) -> bool:
     return entry.state is BlockState.REGISTERED or entry.state is BlockState.INACTIVE
+
+
+def _check_room(tier: Tier, num_slots: int) -> None:
+    if num_slots < 1:
+        raise ConfigError(
+            f"the {tier} tier has no room for a block", key=f"{tier}", remedy="give it more room"
+        )

@@ -17,7 +17,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult, WireBlock
+from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
 from kvolt.kv.tiers import peer_server as peer_giving
 from kvolt.kv.tiers import peer_tier
 from kvolt.kv.tiers.cache import TieredCache
@@ -210,9 +210,7 @@ async def test_a_worker_does_not_fetch_from_itself_or_in_turn() -> None:
         assert both.taker.cache.host.find_tiers(keys(blocks)) == []
         # Of what the taker only knows to be elsewhere it gives nothing.
         both.taker.add_sources(blocks)
-        async with aclosing(
-            both.taker.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
-        ) as answers:
+        async with aclosing(both.taker.giving.serve(FetchBlocks(tuple(blocks)))) as answers:
             assert (await anext(answers)).checksums == ()
         assert both.asked == []
 
@@ -222,9 +220,7 @@ async def test_a_taker_that_goes_leaves_nothing_held() -> None:
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        async with aclosing(
-            both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
-        ) as answers:
+        async with aclosing(both.giver.giving.serve(FetchBlocks(tuple(blocks)))) as answers:
             assert len((await anext(answers)).checksums) == 4
             assert both.giver.cache.host.clear() == 0, "they are held for who reads them"
             both.giver.cache.host.check_integrity()
@@ -236,7 +232,7 @@ async def test_too_many_at_a_time_are_refused(monkeypatch: pytest.MonkeyPatch) -
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        async with aclosing(both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))) as first:
+        async with aclosing(both.giver.giving.serve(FetchBlocks(tuple(blocks)))) as first:
             await anext(first)
             with pytest.raises(Overloaded):
                 async with aclosing(both.giver.giving.serve(FetchBlocks(()))) as second:
@@ -309,7 +305,7 @@ async def test_blocks_of_another_shape_are_refused() -> None:
         blocks = sequence("a", 4)
         both.giver.memory.compute(blocks, range(4))
         await both.giver.cache.offload(blocks, range(4))
-        request = FetchBlocks(tuple(map(WireBlock.of, blocks)), BlockShape(17, 2))
+        request = FetchBlocks(tuple(blocks), BlockShape(17, 2))
         with pytest.raises(InvalidRequest, match="from 2"):
             async with aclosing(both.giver.giving.serve(request)) as answers:
                 await anext(answers)
@@ -345,9 +341,7 @@ async def test_others_hold_half_of_the_host_at_most() -> None:
         blocks = sequence("a", 12)
         both.giver.memory.compute(blocks, range(12))
         await both.giver.cache.offload(blocks, range(12))
-        async with aclosing(
-            both.giver.giving.serve(FetchBlocks(tuple(map(WireBlock.of, blocks))))
-        ) as answers:
+        async with aclosing(both.giver.giving.serve(FetchBlocks(tuple(blocks)))) as answers:
             assert len((await anext(answers)).checksums) == 8
 
 

@@ -27,7 +27,6 @@ from kvolt.kv.shared_pool.wire import (
     LookupResult,
     PoolStatus,
     Status,
-    WireBlock,
 )
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.host_tier import HostTier
@@ -161,7 +160,7 @@ async def test_what_is_held_for_a_worker_that_goes_is_let_go(tmp_path: Path) -> 
                 await cache.offload(blocks, range(8))
                 await until(lambda: num_in(server) == 8)
             link = PoolLink(path, BlockShape.of(memory.slabs), Clock())
-            result = await link.request(FetchBlocks(tuple(map(WireBlock.of, blocks))), FetchResult, 30.0)
+            result = await link.request(FetchBlocks(tuple(blocks)), FetchResult, 30.0)
             assert len(result.checksums) == 8
             host = server.host
             assert host is not None
