@@ -140,12 +140,11 @@ class DiskFiles:
         """Change the capacity; slots beyond it can still be read. TransferFailed on I/O errors."""
         before, self.num_slots = self.num_slots, num_slots
         try:
-            self._write_about()
-        except OSError as error:
+            with self._transfer_errors("resize"):
+                self._write_about()
+        except TransferFailed:
             self.num_slots = before
-            raise TransferFailed(
-                f"{self.folder} cannot be resized: {error}", path="disk", reason=error.strerror
-            ) from None
+            raise
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()  # reopened with the new size
@@ -187,7 +186,7 @@ class DiskFiles:
 
     def write(self, slots: Sequence[Slot], memory: SlotMemory, sources: Numbers) -> None:
         """Write bytes to empty slots; effective only after `commit`. TransferFailed on I/O errors."""
-        with self._writing():
+        with self._transfer_errors("write blocks to"):
             for number, in_file, indexes in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
                 self._unsynced.add(number)
@@ -197,27 +196,28 @@ class DiskFiles:
 
     def commit(self, written: Sequence[SlotRecord], freed: Iterable[Slot] = ()) -> None:
         """Record written blocks and free the slots `freed`, durably. TransferFailed on I/O errors."""
-        with self._writing():
+        with self._transfer_errors("write blocks to"):
             for number in sorted(self._unsynced):
                 os.fdatasync(self._open(number))
             self._unsynced.clear()
             self._journal.write(written, freed)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _transfer_errors(self, action: str) -> Iterator[None]:
+        """Convert I/O errors to TransferFailed."""
         try:
             yield
         except OSError as error:
             reason = "no_room" if error.errno in _NO_ROOM else error.strerror
             raise TransferFailed(
-                f"cannot write blocks to {self.folder}: {error}", path="disk", reason=reason
+                f"cannot {action} {self.folder}: {error}", path="disk", reason=reason
             ) from None
 
     def read(self, slots: Sequence[Slot], memory: SlotMemory, destinations: Numbers) -> None:
         """Read disk slots into memory slots. TransferFailed on I/O errors."""
         reads: list[Callable[[], None]] = []
         max_slots = max(_READ_BYTES // self.shape.slot_bytes, 1)
-        try:
+        with self._transfer_errors("read blocks from"):
             for number, in_file, indexes in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
                 for part, in_part, positions in memory.by_part(destinations[indexes]):
@@ -226,10 +226,6 @@ class DiskFiles:
                             run = (at + done, min(max_slots, count - done), start + done)
                             reads.append(partial(self._move, os.preadv, descriptor, part.memory, *run))
             self.threads.run(reads)
-        except OSError as error:
-            raise TransferFailed(
-                f"cannot read blocks from {self.folder}: {error}", path="disk", reason=error.strerror
-            ) from None
 
     def locations(self, slots: Numbers) -> list[tuple[Path, Numbers, Numbers]]:
         """File, byte offsets and indexes in `slots`, for direct reads."""
@@ -240,12 +236,8 @@ class DiskFiles:
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """Free slots durably, so that they can be reused. TransferFailed on I/O errors."""
-        try:
+        with self._transfer_errors("write the journal of"):
             self._journal.remove(slots)
-        except OSError as error:
-            raise TransferFailed(
-                f"cannot write the journal of {self.folder}: {error}", path="disk", reason=error.strerror
-            ) from None
 
     def _by_file(self, slots: Numbers) -> list[tuple[int, Numbers, Numbers]]:
         files = slots // self._per_file
@@ -305,7 +297,7 @@ def _lock_part(folder: Path) -> tuple[Path, int]:
         lock = os.open(part / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             for _ in range(_LOCK_ATTEMPTS):
-                if _locked(lock):
+                if not is_locked(lock):
                     return part, lock
                 time.sleep(_LOCK_PAUSE_S)  # another process may be probing the lock
         except BaseException:
@@ -315,12 +307,13 @@ def _lock_part(folder: Path) -> tuple[Path, int]:
     raise OSError(errno.EBUSY, f"all {_MAX_OWNERS} parts are in use")
 
 
-def _locked(descriptor: int) -> bool:
+def is_locked(descriptor: int) -> bool:
+    """Take the lock of an open lock file; return whether another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _supports_direct(folder: Path) -> bool:

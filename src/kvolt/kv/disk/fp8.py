@@ -6,6 +6,7 @@ can use it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,35 +76,28 @@ class Fp8(msgspec.Struct, frozen=True):
 
     def encode(self, memory: SlotMemory, sources: Numbers, packed: SlotMemory, places: Numbers) -> None:
         """Encode slots of `memory` into slots of `packed`."""
-        num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
-        for packed_part, packed_slots, indexes in packed.by_part(places):
-            for part, slots, positions in memory.by_part(sources[indexes]):
-                for rank in range(memory.shape.num_ranks):
-                    source, target = memory.pieces(slots, rank), packed.pieces(packed_slots[positions], rank)
-                    encode(
-                        packed_part.memory,
-                        target.offsets,
-                        part.memory,
-                        source.offsets,
-                        num_values,
-                        self._kind,
-                    )
+        for wide_part, wide, packed_part, offsets in _piece_pairs(memory, sources, packed, places):
+            num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
+            encode(packed_part, offsets, wide_part, wide, num_values, self._kind)
 
     def decode(self, packed: SlotMemory, places: Numbers, memory: SlotMemory, slots: Numbers) -> None:
         """Decode slots of `packed` into slots of `memory`."""
-        num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
-        for packed_part, packed_slots, indexes in packed.by_part(places):
-            for part, part_slots, positions in memory.by_part(slots[indexes]):
-                for rank in range(memory.shape.num_ranks):
-                    source, target = (
-                        packed.pieces(packed_slots[positions], rank),
-                        memory.pieces(part_slots, rank),
-                    )
-                    decode(
-                        part.memory,
-                        target.offsets,
-                        packed_part.memory,
-                        source.offsets,
-                        num_values,
-                        self._kind,
-                    )
+        for wide_part, wide, packed_part, offsets in _piece_pairs(memory, slots, packed, places):
+            num_values = memory.shape.piece_bytes // WIDTHS[self._kind]
+            decode(wide_part, wide, packed_part, offsets, num_values, self._kind)
+
+
+def _piece_pairs(
+    memory: SlotMemory, slots: Numbers, packed: SlotMemory, places: Numbers
+) -> Iterator[tuple[memoryview, Numbers, memoryview, Numbers]]:
+    """Memory and offsets of pieces in `memory` and in `packed`, per rank and pair of parts."""
+    for packed_part, packed_slots, indexes in packed.by_part(places):
+        for part, part_slots, positions in memory.by_part(slots[indexes]):
+            for rank in range(memory.shape.num_ranks):
+                wide = memory.pieces(part_slots, rank).offsets
+                yield (
+                    part.memory,
+                    wide,
+                    packed_part.memory,
+                    packed.pieces(packed_slots[positions], rank).offsets,
+                )

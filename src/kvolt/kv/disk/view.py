@@ -7,7 +7,6 @@ verify.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.core.ids import BlockKey
-from kvolt.kv.disk.files import About, file_of, slots_per_file
+from kvolt.kv.disk.files import About, file_of, is_locked, slots_per_file
 from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.journal import FORMAT, Journal, SlotRecord, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
@@ -64,16 +63,15 @@ def _part(folder: Path) -> DiskPart:
         raise ConfigError(
             f"cannot read {folder}: {error}", key="dir", remedy="remove it: it holds only cached data"
         ) from None
-    if about.format != FORMAT:
-        raise ConfigError(
-            f"{folder} was written by another version (format {about.format}, this is {FORMAT})",
-            key="dir",
-            remedy="remove it: it holds only cached data",
-        )
     form = Fp8.named(about.form)
-    if about.form and form is None:
+    other = ""
+    if about.format != FORMAT:
+        other = f"format {about.format}, this is {FORMAT}"
+    elif about.form and form is None:
+        other = f"block format {about.form}"
+    if other:
         raise ConfigError(
-            f"{folder} was written by another version (block format {about.form})",
+            f"{folder} was written by another version ({other})",
             key="dir",
             remedy="remove it: it holds only cached data",
         )
@@ -94,12 +92,9 @@ def _is_owned(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_locked(lock)
     finally:
         os.close(lock)
-    return False
 
 
 def read_blocks(part: DiskPart, blocks: Sequence[SlotRecord]) -> Iterator[tuple[SlotRecord, bytes | None]]:
@@ -161,14 +156,12 @@ def evict(part: DiskPart, keys: Sequence[BlockKey]) -> int:
     """Remove these blocks; return how many. Unavailable while a process owns the folder."""
     lock = os.open(part.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if is_locked(lock):
             raise Unavailable(
                 f"a running worker owns {part.folder}",
                 reason="owned",
                 remedy="stop it, or POST /clear_kv_blocks to the frontend's admin port",
-            ) from None
+            )
         journal = Journal(part.folder)
         try:
             evicted = set(keys)
