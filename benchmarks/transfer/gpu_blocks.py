@@ -52,6 +52,13 @@ def host(memory: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return memory.cpu().numpy()
 
 
+def row_offsets(
+    pieces: np.ndarray[Any, np.dtype[np.int64]], size: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Offsets of as many contiguous pieces."""
+    return np.arange(len(pieces), dtype=np.int64) * size
+
+
 def gathered(memory: Tensor, offsets: np.ndarray[Any, np.dtype[np.int64]], size: int) -> bytes:
     held = host(memory)
     return b"".join(held[offset : offset + size].tobytes() for offset in offsets)
@@ -71,11 +78,11 @@ def check_memory(blocks: DeviceBlocks, make: Callable[[int], Tensor]) -> None:
         seeds = np.arange(count // per_block, dtype=np.uint64) + np.uint64(2**64 - 2)
         expected = checksums(host(slab), offsets, size, per_block, seeds).tolist()
         label = f"{count} pieces of {size}, {per_block} to a block"
-        moved = blocks.gather(row, slab, offsets, size, per_block, seeds)
+        moved = blocks.copy(row, row_offsets(offsets, size), slab, offsets, size, per_block, seeds)
         expect(moved.checksums().tolist() == expected, f"gather: checksums of {label}")
         expect(host(row).tobytes() == gathered(slab, offsets, size), f"gather: bytes of {label}")
         untouched = host(other).copy()
-        moved = blocks.scatter(other, offsets, row, size, per_block, seeds)
+        moved = blocks.copy(other, offsets, row, row_offsets(offsets, size), size, per_block, seeds)
         expect(moved.checksums().tolist() == expected, f"scatter: checksums of {label}")
         expect(gathered(other, offsets, size) == gathered(slab, offsets, size), f"scatter: bytes of {label}")
         for offset in offsets:
@@ -128,7 +135,7 @@ def check_changing_source(blocks: DeviceBlocks) -> None:
     with torch.cuda.stream(writer):
         for _ in range(400):
             slab.add_(1)
-    moved = [blocks.gather(row, slab, offsets, size) for row in rows]
+    moved = [blocks.copy(row, row_offsets(offsets, size), slab, offsets, size) for row in rows]
     for row, done in zip(rows, moved, strict=True):
         expect((done.checksums() == checksums(row.numpy(), offsets, size)).all(), "sums of what arrived")
     torch.cuda.synchronize()
@@ -249,12 +256,13 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
             torch.index_select(slab.view(-1, size), 0, index, out=own.view(-1, size))
 
         def work(name: str, size: int = size, offsets: Any = offsets) -> Callable[[], object]:
+            packed = row_offsets(offsets, size)
             return {
-                "gather on the device": lambda: blocks.gather(own, slab, offsets, size).checksums(),
-                "scatter on the device": lambda: blocks.scatter(slab, offsets, own, size).checksums(),
+                "gather on the device": lambda: blocks.copy(own, packed, slab, offsets, size).checksums(),
+                "scatter on the device": lambda: blocks.copy(slab, offsets, own, packed, size).checksums(),
                 "checksums": lambda: blocks.checksums(slab, offsets, size).checksums(),
-                "gather to the host": lambda: blocks.gather(pinned, slab, offsets, size).checksums(),
-                "scatter from the host": lambda: blocks.scatter(slab, offsets, pinned, size).checksums(),
+                "gather to the host": lambda: blocks.copy(pinned, packed, slab, offsets, size).checksums(),
+                "scatter from the host": lambda: blocks.copy(slab, offsets, pinned, packed, size).checksums(),
             }[name]
 
         plain_copies: dict[str, Callable[[], object]] = {
@@ -272,7 +280,8 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
             print(f"  {name}, {size >> 10} KiB: {rate:.1f} GB/s, {ratio:.2f} times {other}", flush=True)
     few, one = np.zeros(1, dtype=np.int64), noise(1 << 16)
     latency = statistics.median(
-        seconds(lambda: blocks.gather(own, one, few, 1 << 16).checksums()) for _ in range(50)
+        seconds(lambda: blocks.copy(own, row_offsets(few, 1 << 16), one, few, 1 << 16).checksums())
+        for _ in range(50)
     )
     found["one block of 64 KiB"] = {"us": latency * 1e6}
     print(f"  one block of 64 KiB: {latency * 1e6:.0f} us until its checksum is known", flush=True)

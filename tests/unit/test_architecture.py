@@ -65,7 +65,6 @@ PURE_MODULES = {
     "runtime/plane": "bulk outbox port sending served_stream session stats steps streams wire",
     "runtime/supervisor": "plan",
     "scheduler": "*",
-    "transfer": "operation",
     "transfer/memory": "layout",
     "transfer/paths": "lanes link_speeds routes",
     "transfer/peer": "offers read_request wire",

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,26 +30,19 @@ import numpy as np
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError, Overloaded, PayloadTooLarge
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.address import format_address, parse_address
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
+from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.hub import Hub, Writable
 from kvolt.transfer.peer.mailbox import MAX_MAILBOX, PostedMessage, Waiter
 from kvolt.transfer.peer.offers import Offer
 from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.read_request import ALL, ReadRequest, new_read_request
-from kvolt.transfer.peer.wire import (
-    MAX_BLOCKS,
-    MAX_MESSAGE_BYTES,
-    Address,
-    Ticket,
-    WriteRequest,
-    decode_ticket,
-    encode_ticket,
-)
-from kvolt.transfer.transfer_handle import PostHandle, ReceiveHandle, TransferHandle
+from kvolt.transfer.peer.read_request import ALL, new_read_request
+from kvolt.transfer.peer.sockets import format_address, parse_address
+from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, Address, Ticket
+from kvolt.transfer.transfer_handle import ReceiveHandle, TransferHandle
 
 Blocks = Sequence[int] | Numbers
 
@@ -68,25 +62,16 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Measure the paths to a peer after the first read from it, and allow peers to measure paths to this agent."""
 
 
-class Operation(TransferHandle[str]):
-    """Handle of one transfer or offer. Its result is the name of the path."""
-
-    def __init__(self, name: str, num_bytes: int, cancel: Callable[[], object]) -> None:
-        super().__init__(name, cancel)
-        self.num_bytes = num_bytes
-        self.path = ""
-        """Path the blocks took, once known."""
-
-    def _result(self) -> str:
-        return self.path
+Operation = TransferHandle[str]
+"""Handle of one transfer or offer. Its result is the name of the path, if known."""
 
 
 class OfferHandle(Operation):
     """Operation that waits for a peer holding its ticket."""
 
-    def __init__(self, ticket: Ticket, num_bytes: int, cancel: Callable[[], object]) -> None:
-        super().__init__(f"{ticket.access} {ticket.secret:016x}", num_bytes, cancel)
-        self.ticket = encode_ticket(ticket)
+    def __init__(self, ticket: Ticket, cancel: Callable[[], object]) -> None:
+        super().__init__(cancel, "")
+        self.ticket = wire.encode_ticket(ticket)
 
 
 class TransferAgent:
@@ -153,15 +138,9 @@ class TransferAgent:
         """
         numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers, "read")
-        handle = OfferHandle(
-            ticket,
-            len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call_soon(lambda: hub.offers.withdraw(ticket.secret)),
-        )
-        self._start(
-            handle,
-            lambda: hub.offer(ticket.secret, Offer(slab, numbers, deadline, handle.finish, seeds)),
-        )
+        handle = OfferHandle(ticket, self._soon(partial(hub.offers.withdraw, ticket.secret)))
+        offer = Offer(slab, numbers, deadline, handle.finish, seeds)
+        self._start(handle, lambda: hub.offer(ticket.secret, offer))
         return handle
 
     def read(
@@ -181,30 +160,18 @@ class TransferAgent:
         `is_last`: this read completes the offer. A reader that splits the heads of blocks over several slabs reads the
         ticket once per slab, sequentially.
         """
-        source = _ticket(ticket, "read")
+        source_positions = ALL if positions is None else np.ascontiguousarray(positions, dtype=np.int64)
         request = new_read_request(
-            source,
-            slab,
-            slab.numbers(blocks),
-            ALL if positions is None else np.ascontiguousarray(positions, dtype=np.int64),
-            seeds,
-            is_checked,
+            _ticket(ticket, "read"), slab, slab.numbers(blocks), source_positions, seeds, is_checked
         )
-        return self._read(request, timeout_s, is_last)
-
-    def _read(self, request: ReadRequest, timeout_s: float, is_last: bool) -> Operation:
         hub, deadline = self._hub, self._hub.deadline_in(timeout_s)
 
         def on_done(error: KvoltError | None) -> None:
-            operation.path = read_op.path
+            operation.value = read_op.path
             operation.finish(error)
 
         read_op = ReadOp(request, on_done, is_last)
-        operation = Operation(
-            f"read {request.ticket.secret:016x}",
-            request.num_bytes,
-            lambda: hub.progress.call_soon(lambda: read_op.stop(Cancelled("the read was cancelled"))),
-        )
+        operation = Operation(self._soon(lambda: read_op.stop(Cancelled("the read was cancelled"))), "")
         self._start(operation, lambda: hub.read(read_op, deadline))
         return operation
 
@@ -227,20 +194,9 @@ class TransferAgent:
         """Allow a peer to fill these blocks, each once. Done when all are filled or at the deadline."""
         numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers, "write")
-        handle = OfferHandle(
-            ticket,
-            len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call_soon(lambda: hub.withdraw_writable(ticket.secret)),
-        )
-        writable = Writable(
-            slab,
-            numbers,
-            seeds,
-            deadline,
-            handle.finish,
-            np.zeros(len(numbers), dtype=bool),
-            len(numbers),
-        )
+        handle = OfferHandle(ticket, self._soon(lambda: hub.withdraw_writable(ticket.secret)))
+        is_claimed = np.zeros(len(numbers), dtype=bool)
+        writable = Writable(slab, numbers, seeds, deadline, handle.finish, is_claimed, len(numbers))
         self._start(handle, lambda: hub.add_writable(ticket.secret, writable))
         return handle
 
@@ -263,11 +219,7 @@ class TransferAgent:
             raise InvalidRequest(f"{len(numbers)} blocks for {num_places} of the peer", param="blocks")
         packed = np.asarray(range(num_places) if positions is None else positions, dtype="<i8").tobytes()
         hub, source = self._hub, self._ticket(slab, numbers, "read")
-        operation = Operation(
-            f"write {target.secret:016x}",
-            len(numbers) * slab.block_bytes,
-            lambda: hub.progress.call_soon(lambda: hub.offers.withdraw(source.secret)),
-        )
+        operation = Operation(self._soon(partial(hub.offers.withdraw, source.secret)), "")
 
         def on_result(error: KvoltError | None) -> None:
             """The peer's WriteResult. Its Ended message completes the source side."""
@@ -285,21 +237,18 @@ class TransferAgent:
             is_own = target.address == hub.address
             link = None if is_own else hub.link_to(target.address)
             hub.offer(source.secret, Offer(slab, numbers, deadline, on_done, seeds))
+            request = wire.WriteRequest(0, target.secret, packed, source, is_checked)
             if link is None:
-                hub.handle_write_request(
-                    WriteRequest(0, target.secret, packed, source, is_checked), on_result
-                )
+                hub.handle_write_request(request, on_result)
             else:
-                link.send_write_request(
-                    lambda op: WriteRequest(op, target.secret, packed, source, is_checked), on_result
-                )
+                link.send_write_request(request, on_result)
 
         self._start(operation, begin)
         return operation
 
     # --- mailboxes
 
-    def post(self, mailbox: int, message: bytes, timeout_s: float) -> PostHandle:
+    def post(self, mailbox: int, message: bytes, timeout_s: float) -> TransferHandle[None]:
         """Leave a message that one peer can fetch once. The mailbox number, 63 random bits, is the secret.
 
         Done when the message was sent, withdrawn or expired. A mailbox number in use raises InvalidRequest on await.
@@ -312,8 +261,8 @@ class TransferAgent:
                 size_bytes=len(message),
             )
         hub = self._hub
-        handle = PostHandle(
-            f"post {mailbox:016x}", lambda: hub.progress.call_soon(lambda: hub.mailboxes.withdraw(posted))
+        handle: TransferHandle[None] = TransferHandle(
+            self._soon(lambda: hub.mailboxes.withdraw(posted)), None
         )
         posted = PostedMessage(mailbox, bytes(message), hub.deadline_in(timeout_s), handle.finish)
         self._start(handle, lambda: hub.mailboxes.post(posted))
@@ -325,7 +274,7 @@ class TransferAgent:
         peer, hub = parse_address(address), self._hub
 
         def on_message(message: bytes) -> bool:
-            handle.message = message
+            handle.value = message
             handle.finish(None)
             return True
 
@@ -333,10 +282,14 @@ class TransferAgent:
             if not handle.state.is_done:
                 waiter.fail(Cancelled("the receive was cancelled"))
 
-        handle = ReceiveHandle(f"receive {mailbox:016x}", lambda: hub.progress.call_soon(stop))
+        handle = ReceiveHandle(self._soon(stop), b"")
         waiter = Waiter(mailbox, hub.deadline_in(timeout_s), on_message, handle.finish)
         self._start(handle, lambda: hub.receive(peer, waiter))
         return handle
+
+    def _soon(self, call: Callable[[], None]) -> Callable[[], object]:
+        """Function that runs `call` in the progress thread."""
+        return partial(self._hub.progress.call_soon, call)
 
     def _ticket(self, slab: Slab, numbers: Numbers, access: Any) -> Ticket:
         number = self._hub.slab_number(slab)
@@ -360,7 +313,7 @@ class TransferAgent:
 
 
 def _ticket(data: bytes, access: str) -> Ticket:
-    ticket = decode_ticket(data)
+    ticket = wire.decode_ticket(data)
     if ticket.access != access:
         raise InvalidRequest(f"ticket allows {ticket.access}, not {access}", param="ticket")
     return ticket

@@ -1,32 +1,55 @@
-"""TransferHandle: awaitable handle that agent calls return. It can be awaited and cancelled from any thread."""
+"""TransferHandle: awaitable handle that agent calls return. It can be awaited and cancelled from any thread.
+
+A finished operation moves no more bytes, so its blocks may be reused: the agent stops copying before it sets the
+outcome.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
-from kvolt.transfer.operation import OperationEvent, OperationState, next_state
+from kvolt.core.errors import Cancelled, KvoltError
 
 Result = TypeVar("Result")
 
 
-class TransferHandle(ABC, Generic[Result]):
+class OperationState(StrEnum):
+    INITIALIZED = "initialized"
+    """Submitted; no byte has moved."""
+    IN_PROGRESS = "in_progress"
+    COMPLETE = "complete"
+    """All blocks have arrived and their checksums match."""
+    ERRORED = "errored"
+    """Also at the deadline of either side."""
+    CANCELLED = "cancelled"
+
+    @property
+    def is_done(self) -> bool:
+        return self not in (OperationState.INITIALIZED, OperationState.IN_PROGRESS)
+
+
+class TransferHandle(Generic[Result]):
     """Await it from any event loop for the result or the error."""
 
-    def __init__(self, name: str, cancel: Callable[[], object]) -> None:
-        self.name = name
+    def __init__(self, cancel: Callable[[], object], result: Result) -> None:
         self._cancel = cancel
-        self._state = OperationState.INITIALIZED
+        self.value = result
+        """For the agent: result of a successful operation."""
         self._future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     @property
     def state(self) -> OperationState:
-        return self._state
+        if not self._future.done():
+            return OperationState.IN_PROGRESS if self._future.running() else OperationState.INITIALIZED
+        error = self._future.exception()
+        if error is None:
+            return OperationState.COMPLETE
+        return OperationState.CANCELLED if isinstance(error, Cancelled) else OperationState.ERRORED
 
     def cancel(self) -> None:
         """Request cancellation; the handle is done when awaiting it returns."""
@@ -49,35 +72,19 @@ class TransferHandle(ABC, Generic[Result]):
 
     def start(self) -> None:
         """For the agent: mark as submitted."""
-        self._state = next_state(self.name, self._state, OperationEvent.START)
+        self._future.set_running_or_notify_cancel()
 
     def finish(self, error: KvoltError | None) -> None:
-        """For the agent: set the outcome; no more bytes move."""
-        self._state = next_state(self.name, self._state, _finish_event(error))
+        """For the agent: set the outcome, once; no more bytes move."""
         if error is None:
-            self._future.set_result(self._result())
+            self._future.set_result(self.value)
         else:
             self._future.set_exception(error)
             self._future.exception()  # mark as retrieved
 
-    @abstractmethod
-    def _result(self) -> Result:
-        """Result of a successful operation."""
-
-
-class PostHandle(TransferHandle[None]):
-    """Handle of a posted message; succeeds when a peer has fetched it."""
-
-    def _result(self) -> None:
-        return None
-
 
 class ReceiveHandle(TransferHandle[bytes]):
     """Handle of a receive. Cancelling the awaiting task cancels it, since the message has no other receiver."""
-
-    def __init__(self, name: str, cancel: Callable[[], object]) -> None:
-        super().__init__(name, cancel)
-        self.message = b""
 
     def __await__(self) -> Generator[Any, None, bytes]:
         try:
@@ -86,23 +93,8 @@ class ReceiveHandle(TransferHandle[bytes]):
             self.cancel()
             raise
 
-    def _result(self) -> bytes:
-        return self.message
-
 
 def _retrieve_exception(end: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that the loop does not log it as never retrieved."""
     if not end.cancelled():
         end.exception()
-
-
-def _finish_event(error: KvoltError | None) -> OperationEvent:
-    match error:
-        case None:
-            return OperationEvent.FINISH
-        case Cancelled():
-            return OperationEvent.CANCEL
-        case DeadlineExceeded():
-            return OperationEvent.EXPIRE
-        case _:
-            return OperationEvent.FAIL

@@ -25,8 +25,8 @@ from kvolt.transfer.agent import Operation
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import read as nixl_read
-from kvolt.transfer.operation import OperationState
 from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.transfer_handle import OperationState
 
 if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

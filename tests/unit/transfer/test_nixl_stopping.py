@@ -28,8 +28,8 @@ from kvolt.core.errors import (
 from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import path as nixl_path
 from kvolt.transfer.nixl import read as nixl_read
-from kvolt.transfer.operation import OperationState
 from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.transfer_handle import OperationState
 
 if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

@@ -210,18 +210,17 @@ class CudaMemory:
             )
             layout = (destination_part.piece_bytes, destination_part.per_block, part_seeds)
             with self._on_stream():
+                size = destination_part.piece_bytes
                 if isinstance(dst, memoryview):
-                    moved = self._blocks.gather(bounce, self.tensor, origin_part.offsets, *layout).checksums()
-                    block_bytes.copy(
-                        dst, destination_part.offsets, pinned, packed.offsets, destination_part.piece_bytes
-                    )
+                    moved = self._blocks.copy(
+                        bounce, packed.offsets, self.tensor, origin_part.offsets, *layout
+                    ).checksums()
+                    block_bytes.copy(dst, destination_part.offsets, pinned, packed.offsets, size)
                 else:
                     assert isinstance(src, memoryview)
-                    block_bytes.copy(
-                        pinned, packed.offsets, src, origin_part.offsets, destination_part.piece_bytes
-                    )
-                    moved = self._blocks.scatter(
-                        self.tensor, destination_part.offsets, bounce, *layout
+                    block_bytes.copy(pinned, packed.offsets, src, origin_part.offsets, size)
+                    moved = self._blocks.copy(
+                        self.tensor, destination_part.offsets, bounce, packed.offsets, *layout
                     ).checksums()
             sums[first : first + count] = moved
         return sums

@@ -118,32 +118,6 @@ class DeviceBlocks:
         self._device = device
         self._max_programs = max_programs or _PROGRAMS_PER_PROCESSOR * _processors_of(device)
 
-    def gather(
-        self,
-        out: Tensor,
-        slab: Tensor,
-        offsets: Buffer,
-        piece_bytes: int,
-        pieces_per_block: int = 1,
-        seeds: Buffer | None = None,
-    ) -> PendingMove:
-        """Copy pieces of a slab into `out` contiguously."""
-        row_offsets = _row_offsets(int64_view("offsets", offsets), piece_bytes)
-        return self.copy(out, row_offsets, slab, offsets, piece_bytes, pieces_per_block, seeds)
-
-    def scatter(
-        self,
-        slab: Tensor,
-        offsets: Buffer,
-        row: Tensor,
-        piece_bytes: int,
-        pieces_per_block: int = 1,
-        seeds: Buffer | None = None,
-    ) -> PendingMove:
-        """Copy contiguous pieces into a slab."""
-        row_offsets = _row_offsets(int64_view("offsets", offsets), piece_bytes)
-        return self.copy(slab, offsets, row, row_offsets, piece_bytes, pieces_per_block, seeds)
-
     def copy(
         self,
         dst: Tensor,
@@ -262,10 +236,6 @@ def _processors_of(device: torch.device) -> int:
 def _private_copy(name: str, numbers: Buffer) -> Numbers:
     """Copy of the numbers, so that they cannot change after the checks."""
     return int64_view(name, numbers).copy()
-
-
-def _row_offsets(offsets: Numbers, piece_bytes: int) -> Numbers:
-    return np.arange(len(offsets), dtype=np.int64) * piece_bytes
 
 
 def _extent(memory: Tensor) -> Extent:

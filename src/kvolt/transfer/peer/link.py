@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Container
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, Unsupported, WorkerLost, from_info
@@ -134,13 +135,13 @@ class Link:
         """Start a read; failures are reported to it."""
         self._when_ready(lambda: self._start_read(read_op), read_op.stop)
 
-    def send_write_request(self, new_request: Callable[[int], wire.WriteRequest], on_done: OnDone) -> None:
-        """Ask the peer to read our blocks into its writable ones; `on_done` gets the result."""
+    def send_write_request(self, request: wire.WriteRequest, on_done: OnDone) -> None:
+        """Ask the peer to read our blocks into its writable ones; `on_done` gets the result. Sets the op."""
 
         def send() -> None:
             self._last_op += 1
             self._write_requests[self._last_op] = on_done
-            self.send(new_request(self._last_op))
+            self.send(msgspec.structs.replace(request, op=self._last_op))
 
         self._when_ready(send, on_done)
 

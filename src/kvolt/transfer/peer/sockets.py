@@ -1,4 +1,4 @@
-"""Non-blocking sockets of agents: connect and listen.
+"""Non-blocking sockets of agents: connect and listen; their addresses.
 
 Host names are resolved once at startup. The progress thread uses numeric addresses only, since a slow resolver would
 block all transfers.
@@ -10,12 +10,13 @@ import errno
 import ipaddress
 import logging
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
-from kvolt.core.errors import ConfigError, ConnectFailed
+from kvolt.core.errors import ConfigError, ConnectFailed, InvalidRequest
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.wire import Address
 
@@ -26,6 +27,11 @@ _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 ACCEPT_PAUSE_S = 1.0
 """Pause in accepting when out of descriptors."""
+_PATTERN = re.compile(
+    r"(?P<agent>[\w-]{1,64})@(?:\[(?P<ipv6>[^\[\]\s]{2,64})\]|(?P<ipv4>[\d.]{7,15}))"
+    r":(?P<port>\d{1,5})(?:/(?P<unix>[\w-]{1,100}))?",
+    re.ASCII,
+)
 
 OnConnected = Callable[[socket.socket | ConnectFailed], None]
 
@@ -144,6 +150,35 @@ def resolve(host: str, family: socket.AddressFamily) -> str:
             remedy="set an address of this machine that peers can reach, or leave it unset",
         ) from None
     return str(min(addresses, key=lambda each: each[0] != family)[4][0])
+
+
+# --- addresses as text
+
+
+def format_address(address: Address) -> str:
+    """Text form of an agent's address, for registrations and requests.
+
+        AGENT@HOST:PORT/UNIX    3f2a90c1d4e5b677@10.0.0.7:41213/kvolt-transfer-3f2a90c1d4e5b677
+
+    HOST is numeric, in brackets for IPv6. An agent without a Unix socket omits the slash and what follows.
+    """
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    unix = f"/{address.unix}" if address.unix else ""
+    return f"{address.agent}@{host}:{address.port}{unix}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse `format_address` output. InvalidRequest if malformed."""
+    match = _PATTERN.fullmatch(text)
+    if match is not None:
+        host, port = match["ipv6"] or match["ipv4"], int(match["port"])
+        is_ipv6 = match["ipv6"] is not None
+        if is_numeric(host) and (":" in host) == is_ipv6 and 0 < port < 1 << 16:
+            return Address(match["agent"], host, port, match["unix"] or "")
+    raise InvalidRequest(
+        f"{text[:200]!r} is not an agent address: expected AGENT@HOST:PORT/UNIX",
+        param="address",
+    )
 
 
 # --- listening

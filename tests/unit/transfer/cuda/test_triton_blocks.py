@@ -40,6 +40,13 @@ def numbers(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
 
 
+def row_offsets(
+    pieces: np.ndarray[Any, np.dtype[np.int64]], size: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Offsets of as many contiguous pieces."""
+    return np.arange(len(pieces), dtype=np.int64) * size
+
+
 def test_the_kernel_runs_interpreted() -> None:
     assert type(cuda_blocks._move_kernel).__name__ == "InterpretedFunction"
 
@@ -52,14 +59,15 @@ def test_gather_and_scatter(words: int, pieces_per_block: int) -> None:
     offsets = numbers(5, 0, 9, 3, 8, 1) * size
     seeds = np.arange(count // pieces_per_block, dtype=np.uint64) + np.uint64(2**64 - 3)
     expected = checksums(slab.numpy(), offsets, size, pieces_per_block, seeds).tolist()
-    gathered = BLOCKS.gather(row, slab, offsets, size, pieces_per_block, seeds)
+    gathered = BLOCKS.copy(row, row_offsets(offsets, size), slab, offsets, size, pieces_per_block, seeds)
     assert gathered.is_done()
     assert gathered.checksums().tolist() == expected
     for index, offset in enumerate(offsets):
         assert torch.equal(row[index * size : (index + 1) * size], slab[offset : offset + size])
     assert not row[count * size :].any()
     other = torch.zeros_like(slab)
-    assert BLOCKS.scatter(other, offsets, row, size, pieces_per_block, seeds).checksums().tolist() == expected
+    moved = BLOCKS.copy(other, offsets, row, row_offsets(offsets, size), size, pieces_per_block, seeds)
+    assert moved.checksums().tolist() == expected
     for index in range(10):
         here = slice(index * size, (index + 1) * size)
         if index * size in offsets:
@@ -71,7 +79,7 @@ def test_gather_and_scatter(words: int, pieces_per_block: int) -> None:
 def test_blocks_of_any_type_of_value() -> None:
     slab = torch.randn(4, 3, 8).to(torch.bfloat16)
     taken = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
-    moved = BLOCKS.gather(taken, slab, numbers(96, 0) // 2, 48)
+    moved = BLOCKS.copy(taken, row_offsets(numbers(96, 0) // 2, 48), slab, numbers(96, 0) // 2, 48)
     assert torch.equal(taken.view(-1), slab.view(-1)[[*range(24, 48), *range(24)]])
     raw = slab.view(-1).view(torch.uint8).numpy()
     assert moved.checksums().tolist() == checksums(raw, numbers(48, 0), 48).tolist()
@@ -95,7 +103,7 @@ def test_inside_one_slab() -> None:
     with pytest.raises(ValueError, match="dst and src overlap"):
         BLOCKS.copy(slab, numbers(0, 32), slab, numbers(64, 40), 32)
     with pytest.raises(ValueError, match="dst and src overlap"):
-        BLOCKS.gather(slab[64:], slab, numbers(72), 32)
+        BLOCKS.copy(slab[64:], row_offsets(numbers(72), 32), slab, numbers(72), 32)
 
 
 def test_blocks_that_stay() -> None:
@@ -127,7 +135,7 @@ def test_it_does_what_the_definition_does(
     offsets = np.array(data.draw(st.lists(at, min_size=count, max_size=count)), dtype=np.int64) * 8
     row = torch.zeros(count * size, dtype=torch.uint8)
     seeds = np.full(num_blocks, seed, dtype=np.uint64)
-    moved = BLOCKS.gather(row, src, offsets, size, pieces_per_block, seeds)
+    moved = BLOCKS.copy(row, row_offsets(offsets, size), src, offsets, size, pieces_per_block, seeds)
     assert (
         moved.checksums().tolist()
         == checksums(src.numpy(), offsets, size, pieces_per_block, seeds).tolist()

@@ -24,12 +24,11 @@ from kvolt.core.errors import (
     WorkerLost,
     to_info,
 )
-from kvolt.transfer.address import format_address, parse_address
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.operation import OperationState
 from kvolt.transfer.peer import mailbox as mailbox_module
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.hub import MAX_TIMEOUT_S
+from kvolt.transfer.peer.sockets import format_address, parse_address
 from kvolt.transfer.peer.wire import (
     MAX_MESSAGE_BYTES,
     Address,
@@ -39,7 +38,7 @@ from kvolt.transfer.peer.wire import (
     Hello,
     Receive,
 )
-from kvolt.transfer.transfer_handle import PostHandle
+from kvolt.transfer.transfer_handle import OperationState, TransferHandle
 
 MAILBOX = 0x1234_5678_9ABC_DEF0
 SHORT_S = 0.05
@@ -311,7 +310,7 @@ async def test_the_loop_does_not_complain_of_an_error_whose_awaiter_has_gone() -
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
 
     async def go() -> None:
-        posting = PostHandle("post", lambda: None)
+        posting: TransferHandle[None] = TransferHandle(lambda: None, None)
         posting.start()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(posting, 0.01)
