@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.path_choice import bytes_per_s, lane_name
-from kvolt.transfer.paths.routes import Lack, NoRoute, Route, plan
+from kvolt.transfer.paths.routes import Lack, NoRoute, Route, Sides, plan
 
 MIN_SPEEDUP = 1.5
 """Minimum speed ratio of the alternative to report a fallback."""
@@ -47,40 +46,36 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def table_route(source: Place, destination: Place, mine: Capabilities, theirs: Capabilities) -> Route | None:
+def table_route(sides: Sides) -> Route | None:
     """Fastest route by the lane table; None if the capabilities allow none."""
     try:
-        return plan(source, destination, mine, theirs, LinkSpeeds())
+        return plan(sides, LinkSpeeds())
     except NoRoute:
         return None
 
 
-def find_fallback(
-    source: Place,
-    destination: Place,
-    path: str,
-    mine: Capabilities,
-    theirs: Capabilities,
-    speeds: LinkSpeeds,
-    route: Route | None,
-) -> Fallback | None:
+def find_fallback(sides: Sides, path: str, speeds: LinkSpeeds, route: Route | None) -> Fallback | None:
     """Compare the path in use with `route`, its `table_route`. None unless the route is much faster.
 
     The path must also be slower by the lane table, since a measured speed alone is not comparable with the table.
     """
-    name = lane_name(source, destination, path, mine, theirs)
+    name = lane_name(sides, path)
     if name is None or route is None:
         return None
-    table_speed = bytes_per_s(source, destination, path, mine, theirs, LinkSpeeds())
-    measured = speeds.expected(source.host, name)
+    table_speed = bytes_per_s(sides, path, LinkSpeeds())
+    measured = speeds.expected(sides.source.host, name)
     current = table_speed if measured is None else measured.bytes_per_s
     faster = next(iter(route.ruled_out), None)
     is_choice = False
     if faster is not None and faster.bytes_per_s > MIN_SPEEDUP * current:
         route_text, possible, lacks = faster.route, faster.bytes_per_s, faster.lacks
     else:
-        route_text, possible, lacks = str(route), _speed(route, speeds), (_not_taken_reason(source, route),)
-        is_choice = route.hops[0].path == "shm" and source.kind is not MemoryKind.HOST
+        route_text, possible, lacks = (
+            str(route),
+            _speed(route, speeds),
+            (_not_taken_reason(sides.source, route),),
+        )
+        is_choice = route.hops[0].path == "shm" and sides.source.kind is not MemoryKind.HOST
         if _crossing(route) == path or route.bytes_per_s <= MIN_SPEEDUP * table_speed:
             return None
         if possible <= MIN_SPEEDUP * current:

@@ -79,8 +79,6 @@ class Cost(NamedTuple):
     """Bandwidth for large pieces."""
     block_s: float
     """Overhead per piece."""
-    operation_s: float
-    """Overhead per operation, independent of its size."""
 
 
 class Lane(NamedTuple):
@@ -116,18 +114,18 @@ _ANY = _RAM | _DEVICE
 # kernel: 2.0 TB/s on the device and over IPC, 52 GB/s to and from pinned memory, 13 GB/s pageable. NIXL reaches 1.2
 # TB/s there, with 12 us per block. One thread copies 10 to 20 GB/s in RAM, loopback carries 2.5 GB/s. Between devices
 # and between hosts nothing was measured: PCIe, 10 Gbit/s Ethernet and 100 Gbit/s RDMA are assumed.
-_COPY = Cost(10e9, 0.5e-6, 5e-6)
-_ON_DEVICE = Cost(2000e9, 20e-9, 30e-6)
-_BETWEEN_DEVICES = Cost(40e9, 20e-9, 30e-6)
-_PCIE_PINNED = Cost(52e9, 20e-9, 30e-6)
-_PCIE_PAGEABLE = Cost(13e9, 20e-9, 50e-6)
-_MAPPED = Cost(9.5e9, 0.5e-6, 50e-6)
-_IPC = Cost(1900e9, 20e-9, 60e-6)
-_NIXL_RAM = Cost(5e9, 10e-6, 200e-6)
-_NIXL_DEVICE = Cost(1200e9, 12e-6, 200e-6)
-_NIXL_STAGED = Cost(0.5e9, 12e-6, 200e-6)
-_NIXL_RDMA = Cost(10e9, 2e-6, 200e-6)
-_NIXL_TCP = Cost(1e9, 10e-6, 300e-6)
+_COPY = Cost(10e9, 0.5e-6)
+_ON_DEVICE = Cost(2000e9, 20e-9)
+_BETWEEN_DEVICES = Cost(40e9, 20e-9)
+_PCIE_PINNED = Cost(52e9, 20e-9)
+_PCIE_PAGEABLE = Cost(13e9, 20e-9)
+_MAPPED = Cost(9.5e9, 0.5e-6)
+_IPC = Cost(1900e9, 20e-9)
+_NIXL_RAM = Cost(5e9, 10e-6)
+_NIXL_DEVICE = Cost(1200e9, 12e-6)
+_NIXL_STAGED = Cost(0.5e9, 12e-6)
+_NIXL_RDMA = Cost(10e9, 2e-6)
+_NIXL_TCP = Cost(1e9, 10e-6)
 
 LANES: tuple[Lane, ...] = (
     Lane("copy", Reach.PROCESS, _RAM, _RAM, _COPY),
@@ -157,14 +155,14 @@ LANES: tuple[Lane, ...] = (
     ),
     Lane("nixl/device-host", Reach.HOST, _DEVICE, _RAM, _NIXL_STAGED),
     Lane("nixl/host-device", Reach.HOST, _RAM, _DEVICE, _NIXL_STAGED),
-    Lane("tcp", Reach.HOST, _RAM, _RAM, Cost(2.5e9, 1e-6, 100e-6)),
+    Lane("tcp", Reach.HOST, _RAM, _RAM, Cost(2.5e9, 1e-6)),
     Lane("nixl/rdma", Reach.NETWORK, _ANY, _ANY, _NIXL_RDMA, needs=("rdma",)),
     Lane("nixl", Reach.NETWORK, _RAM, _RAM, _NIXL_TCP),
     Lane("nixl/device-any", Reach.NETWORK, _DEVICE, _ANY, _NIXL_STAGED),
     Lane("nixl/host-device", Reach.NETWORK, _RAM, _DEVICE, _NIXL_STAGED),
-    Lane("tcp", Reach.NETWORK, _RAM, _RAM, Cost(1.2e9, 1e-6, 200e-6)),
-    Lane("file/write", Reach.PROCESS, _RAM, _FILE, Cost(1.2e9, 5e-6, 500e-6)),
-    Lane("file/read", Reach.FILE, _FILE, _RAM, Cost(3e9, 5e-6, 200e-6)),
+    Lane("tcp", Reach.NETWORK, _RAM, _RAM, Cost(1.2e9, 1e-6)),
+    Lane("file/write", Reach.PROCESS, _RAM, _FILE, Cost(1.2e9, 5e-6)),
+    Lane("file/read", Reach.FILE, _FILE, _RAM, Cost(3e9, 5e-6)),
 )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import Lane, MemoryKind, Place, lanes
+from kvolt.transfer.paths.lanes import Lane, MemoryKind, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
-from kvolt.transfer.paths.routes import TYPICAL_PIECE_BYTES, NoRoute, plan
+from kvolt.transfer.paths.routes import TYPICAL_PIECE_BYTES, NoRoute, Sides, plan
 
 MIN_SWITCH_SPEEDUP = 1.25
 """Minimum speed ratio to switch paths, so that changing speeds do not cause oscillation."""
@@ -24,31 +24,17 @@ class Choice(NamedTuple):
     """Path to try occasionally: faster by the table and not measured as slower."""
 
 
-def choose(
-    source: Place,
-    destination: Place,
-    paths: Sequence[str],
-    mine: Capabilities,
-    theirs: Capabilities,
-    speeds: LinkSpeeds,
-    *,
-    current: str = "",
-) -> Choice:
+def choose(sides: Sides, paths: Sequence[str], speeds: LinkSpeeds, *, current: str = "") -> Choice:
     """Choose one of `paths`, which both sides support. `current`: the previous choice.
 
     Measured speeds are compared only with each other, since a busy machine makes every path slower than the table of
     an idle one. A path is left when another was measured as faster, which takes reads over it.
     """
-    sides = (source, destination)
-    table_speeds = {path: bytes_per_s(*sides, path, mine, theirs, LinkSpeeds()) for path in paths}
+    table_speeds = {path: bytes_per_s(sides, path, LinkSpeeds()) for path in paths}
     table_best = max(table_speeds, key=table_speeds.__getitem__)
     path = current if current in table_speeds else table_best
     proven = speeds.proven(MIN_PROVEN_READS)
-    measured = {
-        each: speed
-        for each in paths
-        if (speed := measured_speed(*sides, each, mine, theirs, proven)) is not None
-    }
+    measured = {each: speed for each in paths if (speed := measured_speed(sides, each, proven)) is not None}
     if path in measured:
         best = max(measured, key=measured.__getitem__)
         if measured[best] >= MIN_SWITCH_SPEEDUP * measured[path]:
@@ -66,46 +52,39 @@ def choose(
     return Choice(path, challenger)
 
 
-def lane_of_path(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
-) -> Lane | None:
+def lane_of_path(sides: Sides, path: str) -> Lane | None:
     """Lane of `path` between two places; None if the table has none."""
-    common = mine.paths & theirs.paths
-    candidates = (lane for lane in lanes(source, destination) if lane.path == path)
+    common = sides.mine.paths & sides.theirs.paths
+    candidates = (lane for lane in lanes(sides.source, sides.destination) if lane.path == path)
     return next((lane for lane in candidates if common.issuperset(lane.needs)), None)
 
 
-def lane_name(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
-) -> str | None:
+def lane_name(sides: Sides, path: str) -> str | None:
     """Key of the measured speed of a path; None if it is never planned. A path from or to a device without a lane is
     staged in host memory and has one key, whatever the staging."""
-    lane = lane_of_path(source, destination, path, mine, theirs)
+    lane = lane_of_path(sides, path)
     if lane is not None:
         return lane.name
-    return f"{path}/staged" if MemoryKind.DEVICE in (source.kind, destination.kind) else None
+    is_staged = MemoryKind.DEVICE in (sides.source.kind, sides.destination.kind)
+    return f"{path}/staged" if is_staged else None
 
 
-def measured_speed(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
-) -> float | None:
-    name = lane_name(source, destination, path, mine, theirs)
-    measured = None if name is None else speeds.expected(source.host, name)
+def measured_speed(sides: Sides, path: str, speeds: LinkSpeeds) -> float | None:
+    name = lane_name(sides, path)
+    measured = None if name is None else speeds.expected(sides.source.host, name)
     return None if measured is None else measured.bytes_per_s
 
 
-def bytes_per_s(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
-) -> float:
+def bytes_per_s(sides: Sides, path: str, speeds: LinkSpeeds) -> float:
     """Measured speed, else by the lane table, staged if there is no lane. 0 for an impossible path."""
-    measured = measured_speed(source, destination, path, mine, theirs, speeds)
+    measured = measured_speed(sides, path, speeds)
     if measured is not None:
         return measured
-    lane = lane_of_path(source, destination, path, mine, theirs)
+    lane = lane_of_path(sides, path)
     if lane is not None:
         return 1 / (1 / lane.cost.bytes_per_s + lane.cost.block_s / TYPICAL_PIECE_BYTES)
     only = Capabilities(paths=frozenset((path, *_COMMON_PATHS)))
     try:
-        return plan(source, destination, only, only, LinkSpeeds()).bytes_per_s
+        return plan(sides._replace(mine=only, theirs=only), LinkSpeeds()).bytes_per_s
     except NoRoute:
         return 0.0

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -20,7 +21,7 @@ from kvolt.transfer.paths.fallbacks import find_fallback, table_route
 from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
-from kvolt.transfer.paths.routes import Route
+from kvolt.transfer.paths.routes import Route, Sides
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,7 @@ SPEED_CHANGE_FACTOR = 1.5
 """Ratio to the last reported speed of a link that triggers a new report."""
 _MAX_REPORTED = 1024
 """Logged slow paths; further ones are only counted."""
-_MAX_CHOICES = 1024
-"""Cached choices, by peer and endpoints."""
+_MAX_PAIRS = 1024
 _TRIAL_INTERVAL = 8
 """Reads between two trials of the challenger; doubled after each trial beyond the first few."""
 _MAX_TRIAL_INTERVAL = 256
@@ -63,6 +63,8 @@ class _CachedChoice:
     num_trials: int = 0
     interval: int = _TRIAL_INTERVAL
     num_left: int = _TRIAL_INTERVAL
+    is_stale: bool = False
+    """To be recomputed, because a link speed changed."""
 
     def next_path(self) -> str:
         if self.choice.challenger is None:
@@ -97,6 +99,21 @@ class TransferPath(msgspec.Struct, frozen=True):
         return MemoryKind.FILE not in (self.endpoints.source, self.endpoints.destination)
 
 
+class _Pair:
+    """Memory of a peer and local memory.
+
+    Cached, because planning takes about a millisecond, as long as a small read.
+    """
+
+    def __init__(self, sides: Sides) -> None:
+        self.sides = sides
+        self.choices: dict[tuple[str, ...], _CachedChoice] = {}
+
+    @cached_property
+    def table_route(self) -> Route | None:
+        return table_route(self.sides)
+
+
 class PathWatch:
     """See the module. Thread-safe."""
 
@@ -114,11 +131,7 @@ class PathWatch:
         """Last reported speed, by host and lane."""
         self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._num_slow: Counter[tuple[str, str]] = Counter()
-        self._choices: dict[tuple[Peer, Endpoints, tuple[str, ...]], _CachedChoice] = {}
-        self._stale: set[tuple[Peer, Endpoints, tuple[str, ...]]] = set()
-        """Choices to recompute because a link speed changed."""
-        self._routes: dict[tuple[Peer, Endpoints], Route | None] = {}
-        """Planned from the lane table. Cached because planning takes about a millisecond, as long as a small read."""
+        self._pairs: dict[tuple[Peer, Endpoints], _Pair] = {}
 
     def peer(self, host: str, agent: str, is_near: bool, capabilities: Capabilities) -> Peer:
         """`is_near`: reached over its Unix socket, so on this host."""
@@ -128,15 +141,16 @@ class PathWatch:
         """Record a completed read."""
         if not path.is_measured:
             return
-        source, destination = self._places(peer, path.endpoints)
-        name = lane_name(source, destination, path.name, self.capabilities, peer.capabilities)
-        if name is None:
-            return
         with self._lock:
+            name = lane_name(self._pair(peer, path.endpoints).sides, path.name)
+            if name is None:
+                return
             self._speeds.observe(peer.host, name, num_bytes, seconds)
             is_change = self._is_speed_change(peer.host, name)
             if is_change or self._speeds.num_large(peer.host, name) == MIN_PROVEN_READS:
-                self._stale.update(self._choices)
+                for pair in self._pairs.values():
+                    for cached in pair.choices.values():
+                        cached.is_stale = True
         if is_change:
             self.on_speed_change()
 
@@ -159,12 +173,9 @@ class PathWatch:
         """Log and count `path` if it is a slow one for this peer."""
         if not path.is_measured:
             return
-        source, destination = self._places(peer, path.endpoints)
         with self._lock:
-            route = self._table_route(peer, path.endpoints)
-            fallback = find_fallback(
-                source, destination, path.name, self.capabilities, peer.capabilities, self._speeds, route
-            )
+            pair = self._pair(peer, path.endpoints)
+            fallback = find_fallback(pair.sides, path.name, self._speeds, pair.table_route)
             # Both sides support the faster path: it was left for its measured speed, or another one is on trial.
             if fallback is None or (peer.is_near and fallback.is_choice):
                 return
@@ -176,16 +187,6 @@ class PathWatch:
                 self._reported.add(key)
         if is_new:
             log.warning("slow transfer path: host=%s %s", peer.host, fallback)
-
-    def _table_route(self, peer: Peer, endpoints: Endpoints) -> Route | None:
-        key = (peer, endpoints)
-        if key not in self._routes:
-            if len(self._routes) >= _MAX_CHOICES:
-                self._routes.clear()
-            self._routes[key] = table_route(
-                *self._places(peer, endpoints), self.capabilities, peer.capabilities
-            )
-        return self._routes[key]
 
     def links(self, max_links: int | None = None) -> dict[str, Link]:
         """Measured speeds in the form of `EngineInfo.links`, of at most `max_links` links."""
@@ -201,41 +202,33 @@ class PathWatch:
         """Select one of the usable `paths` for the next read."""
         if len(paths) == 1:
             return paths[0]
-        key = (peer, endpoints, tuple(paths))
         with self._lock:
-            cached = self._choices.get(key)
-            if cached is None or key in self._stale:
-                self._stale.discard(key)
-                if len(self._choices) >= _MAX_CHOICES:
-                    self._choices.clear()
-                    self._stale.clear()
-                choice = self._new_choice(
-                    peer, endpoints, paths, "" if cached is None else cached.choice.path
-                )
+            pair, key = self._pair(peer, endpoints), tuple(paths)
+            cached = pair.choices.get(key)
+            if cached is None or cached.is_stale:
+                current = "" if cached is None else cached.choice.path
                 # Restart trials, so that a path that became faster is noticed soon.
-                cached = self._choices[key] = _CachedChoice(choice)
+                cached = _CachedChoice(choose(pair.sides, paths, self._speeds, current=current))
+                pair.choices[key] = cached
             return cached.next_path()
 
-    def _new_choice(self, peer: Peer, endpoints: Endpoints, paths: Sequence[str], current: str) -> Choice:
-        return choose(
-            *self._places(peer, endpoints),
-            paths,
-            self.capabilities,
-            peer.capabilities,
-            self._speeds,
-            current=current,
-        )
-
-    def _places(self, peer: Peer, endpoints: Endpoints) -> tuple[Place, Place]:
-        source = Place(
-            kind=endpoints.source, host=peer.host, process=peer.agent, device=endpoints.source_device
-        )
-        return source, Place(
-            kind=endpoints.destination,
-            host=self._host,
-            process=self._agent,
-            device=endpoints.destination_device,
-        )
+    def _pair(self, peer: Peer, endpoints: Endpoints) -> _Pair:
+        pair = self._pairs.get((peer, endpoints))
+        if pair is None:
+            if len(self._pairs) >= _MAX_PAIRS:
+                self._pairs.clear()
+            source = Place(
+                kind=endpoints.source, host=peer.host, process=peer.agent, device=endpoints.source_device
+            )
+            destination = Place(
+                kind=endpoints.destination,
+                host=self._host,
+                process=self._agent,
+                device=endpoints.destination_device,
+            )
+            sides = Sides(source, destination, self.capabilities, peer.capabilities)
+            pair = self._pairs[peer, endpoints] = _Pair(sides)
+        return pair
 
 
 def _nothing() -> None: ...

@@ -21,9 +21,6 @@ from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.lanes import Lane, MemoryKind, Place, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 
-__all__ = ["Capabilities", "Hop", "Lack", "MemoryKind", "NoRoute", "Place", "Route", "RuledOut"]
-__all__ += ["plan", "seconds"]
-
 TYPICAL_PIECE_BYTES = 256 << 10
 MAX_RULED_OUT = 8
 """Reported routes, fastest first."""
@@ -62,8 +59,6 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     destination: Place
     bytes_per_s: float
     block_s: float
-    operation_s: float
-    is_measured: bool
 
 
 class RuledOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +88,9 @@ class _Candidate(NamedTuple):
     lacks: frozenset[Lack]
 
 
-class _Sides(NamedTuple):
+class Sides(NamedTuple):
+    """Two memories, and what the owner of each can do."""
+
     source: Place
     destination: Place
     mine: Capabilities
@@ -110,16 +107,8 @@ class _Sides(NamedTuple):
             yield Lack(side, "file", f"cannot access the file system {file.file_system}")
 
 
-def plan(
-    source: Place,
-    destination: Place,
-    mine: Capabilities,
-    theirs: Capabilities,
-    speeds: LinkSpeeds,
-    piece_bytes: int = TYPICAL_PIECE_BYTES,
-) -> Route:
+def plan(sides: Sides, speeds: LinkSpeeds, piece_bytes: int = TYPICAL_PIECE_BYTES) -> Route:
     """Fastest route for pieces of `piece_bytes`. NoRoute if there is none."""
-    sides = _Sides(source, destination, mine, theirs)
     # Ties: fewer hops, then enumeration order.
     candidates = sorted(
         _candidates(sides, speeds, piece_bytes),
@@ -131,12 +120,7 @@ def plan(
     return Route(hops=best.hops, bytes_per_s=1 / best.s_per_byte, ruled_out=_ruled_out(candidates, best))
 
 
-def seconds(route: Route, num_bytes: int, num_blocks: int) -> float:
-    """Expected time to move `num_blocks` blocks or pieces with `num_bytes` in total."""
-    return sum(hop.operation_s + num_blocks * hop.block_s + num_bytes / hop.bytes_per_s for hop in route.hops)
-
-
-def _candidates(sides: _Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Candidate]:
+def _candidates(sides: Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Candidate]:
     for staging in _stagings(sides):
         places = (sides.source, *staging, sides.destination)
         staging_lacks = frozenset(
@@ -155,7 +139,7 @@ def _candidates(sides: _Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator
             )
 
 
-def _stagings(sides: _Sides) -> Iterator[tuple[Place, ...]]:
+def _stagings(sides: Sides) -> Iterator[tuple[Place, ...]]:
     """Sequences of staging places that blocks may pass through."""
     yield ()
     theirs, mine = (
@@ -178,9 +162,7 @@ def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> H
     peer = destination.host if source.kind is MemoryKind.FILE else source.host
     measured = speeds.expected(peer, lane.name)
     # A measured speed includes the overhead per block.
-    bytes_per_s, block_s, operation_s = (
-        lane.cost if measured is None else (measured.bytes_per_s, 0.0, measured.latency_s)
-    )
+    bytes_per_s, block_s = lane.cost[:2] if measured is None else (measured.bytes_per_s, 0.0)
     return Hop(
         path=lane.path,
         link=lane.name,
@@ -188,12 +170,10 @@ def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> H
         destination=destination,
         bytes_per_s=bytes_per_s,
         block_s=block_s,
-        operation_s=operation_s,
-        is_measured=measured is not None,
     )
 
 
-def _lacks(sides: _Sides, lane: Lane, source: Place, destination: Place) -> Iterator[Lack]:
+def _lacks(sides: Sides, lane: Lane, source: Place, destination: Place) -> Iterator[Lack]:
     names = (lane.path, *lane.needs)
     for end, other in ((source, destination), (destination, source)):
         # A file itself needs no capability, only its reader or writer.
@@ -218,7 +198,7 @@ def _ruled_out(candidates: list[_Candidate], best: _Candidate) -> tuple[RuledOut
     )
 
 
-def _no_route(sides: _Sides, candidates: list[_Candidate]) -> NoRoute:
+def _no_route(sides: Sides, candidates: list[_Candidate]) -> NoRoute:
     lacks = sorted(frozenset[Lack]().union(*(candidate.lacks for candidate in candidates)))
     theirs, mine = (
         "; ".join(f"{lack.name} ({lack.reason})" for lack in lacks if lack.side == side) or "nothing"

@@ -12,6 +12,7 @@ from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.paths.path_choice import lane_of_path
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
+from kvolt.transfer.paths.routes import Sides
 
 RDMA = capabilities_of(MachineFacts(nixl_package="nixl", rdma_devices=("mlx5_0",)))
 PLAIN = capabilities_of(MachineFacts())
@@ -32,8 +33,8 @@ def found(
         speeds.observe(host, link, LARGE_BYTES, LARGE_BYTES / speed)
     source = Place(kind=kind, host=host, process="p1")
     destination = Place(kind=SHARED, host="here", process="p2")
-    route = table_route(source, destination, mine, theirs)
-    return find_fallback(source, destination, path, mine, theirs, speeds, route)
+    route = table_route(Sides(source, destination, mine, theirs))
+    return find_fallback(Sides(source, destination, mine, theirs), path, speeds, route)
 
 
 def lacks(fallback: Fallback | None) -> set[tuple[str, str]]:
@@ -124,8 +125,8 @@ def test_a_peers_reasons_are_cut_and_kept_to_one_line() -> None:
 def test_the_lane_of_nixl_between_hosts_depends_on_rdma() -> None:
     source = Place(kind=SHARED, host="there", process="p1")
     destination = Place(kind=SHARED, host="here", process="p2")
-    with_rdma = lane_of_path(source, destination, "nixl", RDMA, RDMA)
-    without = lane_of_path(source, destination, "nixl", RDMA, PLAIN)
+    with_rdma = lane_of_path(Sides(source, destination, RDMA, RDMA), "nixl")
+    without = lane_of_path(Sides(source, destination, RDMA, PLAIN), "nixl")
     assert with_rdma is not None
     assert with_rdma.name == "nixl/rdma"
     assert without is not None

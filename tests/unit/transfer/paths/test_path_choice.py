@@ -10,6 +10,7 @@ from kvolt.transfer.paths.lanes import MemoryKind, Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
+from kvolt.transfer.paths.routes import Sides
 
 NEAR = Place(kind=MemoryKind.SHARED, host="here", process="p1")
 FAR = Place(kind=MemoryKind.SHARED, host="there", process="p1")
@@ -23,7 +24,7 @@ ALL = ("shm", "nixl", "tcp")
 
 
 def chosen(source: Place, paths: tuple[str, ...], speeds: LinkSpeeds | None = None, current: str = "") -> str:
-    return choose(source, HERE, paths, CAN, CAN, speeds or LinkSpeeds(), current=current).path
+    return choose(Sides(source, HERE, CAN, CAN), paths, speeds or LinkSpeeds(), current=current).path
 
 
 def measured(*speeds: tuple[str, float]) -> LinkSpeeds:
@@ -39,7 +40,7 @@ def test_by_the_table_of_lanes() -> None:
     assert chosen(NEAR, ALL) == "shm"
     assert chosen(NEAR, ("nixl", "tcp")) == "nixl"
     assert chosen(FAR, ("nixl", "tcp")) == "tcp"
-    assert choose(FAR, HERE, ("nixl", "tcp"), WITH_RDMA, WITH_RDMA, LinkSpeeds()).path == "nixl"
+    assert choose(Sides(FAR, HERE, WITH_RDMA, WITH_RDMA), ("nixl", "tcp"), LinkSpeeds()).path == "nixl"
 
 
 @pytest.mark.parametrize("device", ["GPU-0", "GPU-1"])
@@ -47,24 +48,24 @@ def test_devices_go_their_own_way_where_there_is_one(device: str) -> None:
     source = Place(kind=MemoryKind.DEVICE, host="here", process="p1", device="GPU-0")
     target = Place(kind=MemoryKind.DEVICE, host="here", process="p2", device=device)
     paths = ("cuda-ipc", "tcp")
-    assert choose(source, target, paths, CAN, CAN, LinkSpeeds()) == Choice("cuda-ipc", None)
-    assert choose(source, target, ("tcp",), CAN, CAN, LinkSpeeds()) == Choice("tcp", None)
-    name = lane_name(source, target, "cuda-ipc", CAN, CAN)
+    assert choose(Sides(source, target, CAN, CAN), paths, LinkSpeeds()) == Choice("cuda-ipc", None)
+    assert choose(Sides(source, target, CAN, CAN), ("tcp",), LinkSpeeds()) == Choice("tcp", None)
+    name = lane_name(Sides(source, target, CAN, CAN), "cuda-ipc")
     assert name is not None
-    assert choose(source, target, paths, CAN, CAN, measured((name, 0.05))) == Choice("cuda-ipc", "tcp")
+    assert choose(Sides(source, target, CAN, CAN), paths, measured((name, 0.05))) == Choice("cuda-ipc", "tcp")
 
 
 def test_what_was_measured_decides() -> None:
     speeds = measured(("shm", 0.01), ("nixl", 0.001))
-    assert choose(NEAR, HERE, ALL, CAN, CAN, speeds) == Choice("nixl", "shm")
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ALL, speeds) == Choice("nixl", "shm")
 
 
 def test_a_busy_machine_is_not_compared_with_the_table_of_an_idle_one() -> None:
     """Every path is slow there: the one that is fast by the table stays, and the other gets a read now and then."""
     speeds = measured(("shm", 0.1))
-    assert choose(NEAR, HERE, ("shm", "tcp"), CAN, CAN, speeds) == Choice("shm", "tcp")
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == Choice("shm", "tcp")
     speeds = measured(("shm", 0.1), ("tcp", 0.2))
-    assert choose(NEAR, HERE, ("shm", "tcp"), CAN, CAN, speeds) == Choice("shm", None)
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == Choice("shm", None)
 
 
 def test_a_bad_moment_decides_nothing() -> None:
@@ -146,8 +147,7 @@ def test_how_many_choices_are_kept_is_bounded() -> None:
     watch = PathWatch("here", "p2", can)
     for _ in range(3000):
         watch.choose_path(Peer("here", "p1", can), ENDS, ("shm", "tcp"))
-    assert len(watch._stale) <= 1024
-    assert len(watch._choices) <= 1024
+    assert len(watch._pairs) <= 1024
 
 
 def test_routes_are_planned_once_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,4 +159,4 @@ def test_routes_are_planned_once_for_each_peer(monkeypatch: pytest.MonkeyPatch) 
     assert len(planned) == 3
     for _ in range(3000):
         watch.check_fallback(Peer("there", "p", CAN), TransferPath(ENDS, "tcp"))
-    assert len(watch._routes) <= 1024
+    assert len(watch._pairs) <= 1024
