@@ -23,6 +23,7 @@ from kvolt.core.errors import (
     KvoltError,
     Overloaded,
     Unavailable,
+    Unsupported,
     WorkerLost,
     with_message,
 )
@@ -146,7 +147,7 @@ class JourneyMachine:
         return self._end(self.failure if none_left else event.error)
 
     def _retry(self, event: events.Failed) -> Action:
-        is_refusal = isinstance(event.error, Overloaded | Unavailable)
+        is_refusal = isinstance(event.error, Overloaded | Unavailable | Unsupported)
         if self.state is State.WAITING and not is_refusal:
             self.gpu_work = GpuWork.UNKNOWN
         if self._is_final(event.error) or self.num_attempts >= self.max_attempts:

@@ -392,6 +392,7 @@ def test_withdrawn_request_moves_without_a_new_attempt() -> None:
         (State.ROUTING, Overloaded("full"), GpuWork.NONE),
         (State.OPENING, ConnectFailed("c"), GpuWork.NONE),
         (State.WAITING, Overloaded("full"), GpuWork.NONE),
+        (State.WAITING, Unsupported("u"), GpuWork.NONE),  # engines reject before they compute
         (State.WAITING, EngineFailed("e"), GpuWork.UNKNOWN),
         (State.WAITING, WorkerLost("w"), GpuWork.UNKNOWN),
         (State.STREAMING, WorkerLost("w"), GpuWork.SOME),
