@@ -35,13 +35,14 @@ from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer import wire
-from kvolt.transfer.peer.hub import Hub, Writable
+from kvolt.transfer.peer.hub import Hub
 from kvolt.transfer.peer.mailbox import MAX_MAILBOX, PostedMessage, Waiter
 from kvolt.transfer.peer.offers import Offer
 from kvolt.transfer.peer.read_op import ReadOp
 from kvolt.transfer.peer.read_request import ALL, new_read_request
 from kvolt.transfer.peer.sockets import format_address, parse_address
 from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, Address, Ticket
+from kvolt.transfer.peer.writes import Writable
 from kvolt.transfer.transfer_handle import ReceiveHandle, TransferHandle
 
 Blocks = Sequence[int] | Numbers
@@ -194,10 +195,10 @@ class TransferAgent:
         """Allow a peer to fill these blocks, each once. Done when all are filled or at the deadline."""
         numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers, "write")
-        handle = OfferHandle(ticket, self._soon(lambda: hub.withdraw_writable(ticket.secret)))
+        handle = OfferHandle(ticket, self._soon(lambda: hub.writes.withdraw(ticket.secret)))
         is_claimed = np.zeros(len(numbers), dtype=bool)
         writable = Writable(slab, numbers, seeds, deadline, handle.finish, is_claimed, len(numbers))
-        self._start(handle, lambda: hub.add_writable(ticket.secret, writable))
+        self._start(handle, lambda: hub.writes.add(ticket.secret, writable))
         return handle
 
     def write(
@@ -239,7 +240,7 @@ class TransferAgent:
             hub.offer(source.secret, Offer(slab, numbers, deadline, on_done, seeds))
             request = wire.WriteRequest(0, target.secret, packed, source, is_checked)
             if link is None:
-                hub.handle_write_request(request, on_result)
+                hub.writes.handle_request(request, on_result)
             else:
                 link.send_write_request(request, on_result)
 

@@ -278,7 +278,7 @@ async def test_a_peer_cannot_write_to_mapped_memory(source: Side) -> None:
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
     (link,) = target.agent._hub._links.values()
-    ((_, mapped),) = link._slabs.values()
+    ((_, mapped),) = link._memory._shared.values()
     assert memoryview(mapped).readonly
     target.agent.close()
 

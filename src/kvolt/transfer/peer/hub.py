@@ -11,20 +11,17 @@ import math
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import count
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     KvoltError,
-    NotFound,
     Overloaded,
     ProtocolError,
     Unsupported,
@@ -32,29 +29,26 @@ from kvolt.core.errors import (
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.memory.slabs import Numbers, Slab, are_unique
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.nixl import library as nixl_library
-from kvolt.transfer.nixl.memory import RAM
-from kvolt.transfer.nixl.path import NIXL, Nixl
+from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.paths import file_path, self_test
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.lanes import FILE, MemoryKind
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
-from kvolt.transfer.peer.fetch_check import unpack_numbers
 from kvolt.transfer.peer.link import Link
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers, select_blocks
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import COPY, SHM, TCP, OnDone, ReadOp
-from kvolt.transfer.peer.read_request import ALL, ReadRequest, new_read_request
+from kvolt.transfer.peer.read_op import COPY, ReadOp
 from kvolt.transfer.peer.serving import ServingSession
 from kvolt.transfer.peer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
-from kvolt.transfer.peer.wire import CUDA_IPC, MAX_FRAME_BYTES, Address, WriteRequest
+from kvolt.transfer.peer.wire import MAX_FRAME_BYTES, Address
+from kvolt.transfer.peer.writes import Writes, run_first
 
 log = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 7 * 86_400.0
-MAX_WRITABLES = 65_536
 _RETIRE_S = 1.0
 _MAX_SESSIONS = 4096
 _MAX_SESSIONS_PER_HOST = 1024
@@ -62,27 +56,6 @@ _MAX_SESSIONS_PER_HOST = 1024
 _MAX_LINKS = 4096
 
 _NO_PATHS = PathOptions(capabilities=Capabilities(paths=frozenset()))
-
-OnWriteResult = Callable[[KvoltError | None], None]
-
-
-@dataclass(slots=True)
-class Writable:
-    """Blocks that a peer may write, each once."""
-
-    slab: Slab
-    blocks: Numbers
-    seeds: bytes | None
-    deadline: float
-    on_done: OnDone
-    is_claimed: npt.NDArray[np.bool_]
-    """Per block: written, or being written."""
-    num_left: int
-    """Blocks not yet written."""
-    read_ops: set[ReadOp] = field(default_factory=set)
-    """Active reads from peers."""
-    final_error: KvoltError | None = None
-    """Error to report once the active reads have stopped."""
 
 
 class Hub:
@@ -136,7 +109,7 @@ class Hub:
         """Replaced links that still have operations."""
         self._local_reads: dict[ReadOp, Offer] = {}
         """Reads of offers of this agent."""
-        self._writables: dict[int, Writable] = {}
+        self.writes = Writes(self.progress, self.read)
         self._listeners = [Listener(self.progress, each, self._accept) for each in sockets]
         self.paths = PathWatch(self.address.host, agent, paths.capabilities)
         self.tests_paths = paths.self_test
@@ -163,8 +136,7 @@ class Hub:
             read_op.stop(error)
         self.offers.close()
         self.mailboxes.close()
-        for secret in list(self._writables):
-            self._finish_writable(secret, error)
+        self.writes.close(error)
         if self._test_slab is not None:
             with contextlib.suppress(BufferError):  # a reader still maps it
                 self._test_slab.close()
@@ -242,7 +214,7 @@ class Hub:
         """Register an offer until done. Overloaded at the limit."""
         self.offers.add(secret, offer)
         timer = self.progress.call_at(offer.deadline, lambda: self._expire(secret, offer))
-        offer.on_done = _chain(timer.cancel, offer.on_done)
+        offer.on_done = run_first(timer.cancel, offer.on_done)
 
     def _offer_self_test(self, error: KvoltError | None = None) -> None:
         """Offer the self-test slab; repeated after each read."""
@@ -287,20 +259,6 @@ class Hub:
                 self._links[address] = link
         return link
 
-    def paths_from(
-        self, source: MemoryKind, destination: MemoryKind, is_near: bool, serves: Container[str]
-    ) -> list[str]:
-        """Possible paths from a peer that serves `serves`, preferred first."""
-        paths = []
-        if is_near and source is MemoryKind.SHARED:
-            paths.append(SHM)
-        if is_near and source is destination is MemoryKind.DEVICE and CUDA_IPC in serves:
-            paths.append(CUDA_IPC)
-        uses_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in serves
-        if uses_nixl and source in RAM and destination in RAM:
-            paths.append(NIXL)
-        return [*paths, TCP]
-
     def _read_local(self, read_op: ReadOp) -> None:
         """Read an offer of this agent, without a connection."""
         request = read_op.request
@@ -338,88 +296,6 @@ class Hub:
         link = self.link_to(address)
         self.mailboxes.wait_remote(waiter)
         link.receive(waiter)
-
-    # --- writable blocks
-
-    def add_writable(self, secret: int, writable: Writable) -> None:
-        if len(self._writables) >= MAX_WRITABLES:
-            raise Overloaded(
-                f"too many writable block sets: limit is {MAX_WRITABLES}",
-                queue="writables",
-                limit=MAX_WRITABLES,
-            )
-        self._writables[secret] = writable
-        late = DeadlineExceeded("the blocks were not written before the deadline", stage="total")
-        timer = self.progress.call_at(writable.deadline, lambda: self._finish_writable(secret, late))
-        writable.on_done = _chain(timer.cancel, writable.on_done)
-
-    def withdraw_writable(self, secret: int) -> None:
-        self._finish_writable(secret, Cancelled("the accept was cancelled"))
-
-    def handle_write_request(self, write: WriteRequest, on_result: OnWriteResult) -> None:
-        """Read a peer's blocks into writable blocks and report the result."""
-        try:
-            writable, positions, request = self._claim_positions(write)
-        except KvoltError as error:
-            on_result(error)
-            return
-
-        def on_done(error: KvoltError | None) -> None:
-            writable.is_claimed[positions] = error is None
-            if error is None:
-                writable.num_left -= len(positions)
-            writable.read_ops.discard(read_op)
-            on_result(error)
-            if not writable.num_left:
-                self._finish_writable(write.secret, None)
-            elif writable.final_error is not None and not writable.read_ops:
-                writable.on_done(writable.final_error)
-
-        read_op = ReadOp(request, on_done)
-        writable.is_claimed[positions] = True
-        writable.read_ops.add(read_op)
-        self.read(read_op, writable.deadline)
-
-    def _claim_positions(self, write: WriteRequest) -> tuple[Writable, Numbers, ReadRequest]:
-        writable = self._writables.get(write.secret)
-        if writable is None:
-            raise NotFound(
-                "the blocks are not writable or no longer", kind="ticket", name=f"{write.secret:016x}"
-            )
-        positions = unpack_numbers(write.positions)
-        num_blocks = len(writable.blocks)
-        if len(positions) != write.ticket.num_blocks or not len(positions):
-            raise InvalidRequest("the number of positions must equal the number of blocks", param="positions")
-        if positions.min() < 0 or positions.max() >= num_blocks or not are_unique(positions, num_blocks):
-            raise InvalidRequest(f"positions are duplicate or outside {num_blocks} blocks", param="positions")
-        if writable.is_claimed[positions].any():
-            raise InvalidRequest("some of these blocks were already written", param="positions")
-        seeds = None if writable.seeds is None else np.frombuffer(writable.seeds, "<u8")[positions].tobytes()
-        blocks = writable.blocks[positions]
-        request = new_read_request(write.ticket, writable.slab, blocks, ALL, seeds, write.is_checked)
-        return writable, positions, request
-
-    def _finish_writable(self, secret: int, error: KvoltError | None) -> None:
-        writable = self._writables.pop(secret, None)
-        if writable is None:
-            return
-        if error is not None:
-            for read_op in list(writable.read_ops):
-                read_op.stop(error)
-        if writable.read_ops:
-            writable.final_error = error
-        else:
-            writable.on_done(error)
-
-
-def _chain(first: Callable[[], None], on_done: OnDone) -> OnDone:
-    """Callback that runs `first`, then `on_done`."""
-
-    def run(error: KvoltError | None) -> None:
-        first()
-        on_done(error)
-
-    return run
 
 
 class _LocalSource:

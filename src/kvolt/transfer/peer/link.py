@@ -8,20 +8,27 @@ socket is probed with exponential backoff; once it answers, new reads open anoth
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import socket
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, Unsupported, WorkerLost, from_info
+from kvolt.core.errors import (
+    ConnectFailed,
+    KvoltError,
+    ProtocolError,
+    TransferFailed,
+    Unsupported,
+    WorkerLost,
+    from_info,
+)
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.memory.device_memory import DeviceMemory
-from kvolt.transfer.memory.slabs import SlabInfo, map_for_reading
+from kvolt.transfer.memory.device_memory import Memory
+from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.nixl.memory import RAM
 from kvolt.transfer.nixl.path import NIXL, Nixl
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.path_watch import PathWatch
@@ -30,19 +37,15 @@ from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunks import ChunkReceiver
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Waiter
+from kvolt.transfer.peer.peer_memory import PeerMemory
 from kvolt.transfer.peer.progress import Progress, Timer
-from kvolt.transfer.peer.read_op import TCP, OnDone, ReadOp
-from kvolt.transfer.peer.sockets import connect, host_port
+from kvolt.transfer.peer.read_op import SHM, TCP, OnDone, ReadOp
+from kvolt.transfer.peer.sockets import SocketProbe, connect, host_port
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 """Deadline for the Welcome message."""
-PROBE_S = 5.0
-"""Delay before an unreachable local socket is probed; doubled each time."""
-_MAX_PROBE_S = 300.0
-_MAX_SLABS = 1024
-"""Per peer."""
 
 _Action = Callable[[], None]
 _ActionQueue = deque[tuple[_Action, Callable[[KvoltError], None]]]
@@ -71,12 +74,6 @@ class LinkOwner(Protocol):
         """Replace the link for new reads; close it when idle."""
         ...
 
-    def paths_from(
-        self, source: MemoryKind, destination: MemoryKind, is_near: bool, serves: Container[str]
-    ) -> list[str]:
-        """Possible paths from a peer that serves `serves`, preferred first."""
-        ...
-
 
 class Link:
     """See the module. Progress thread only."""
@@ -90,8 +87,7 @@ class Link:
         """Handshake of the chunk connection."""
         self._cancel_connect: Callable[[], None] = _nothing
         """Cancels the pending connect."""
-        self._probe_timer: Timer | None = None
-        self._cancel_probe: Callable[[], None] = _nothing
+        self._probe: SocketProbe | None = None
         self._has_tcp = True
         """TCP is reachable, as far as known."""
         self._chunk_key = ""
@@ -101,13 +97,7 @@ class Link:
         self._read_ops: dict[int, ReadOp] = {}
         self._write_requests: dict[int, OnDone] = {}
         self._waiters: dict[int, Waiter] = {}
-        self._slabs: dict[int, tuple[SlabInfo, mmap.mmap]] = {}
-        self._nixl_slabs: dict[int, wire.NixlSlab] = {}
-        self._device_slabs: dict[int, wire.DeviceSlab] = {}
-        self._opened_memory: dict[tuple[int, DeviceMemory], DeviceMemory] = {}
-        """Device slabs mapped by a local device."""
-        self._unopenable_slabs: set[int] = set()
-        """Device slabs that no local device can map."""
+        self._memory = PeerMemory()
         self._served_paths: frozenset[str] = frozenset()
         """Optional paths the peer serves, less those found unusable."""
         self._last_op = 0
@@ -188,10 +178,7 @@ class Link:
         self._close_error = error
         self._deadline.cancel()
         self._cancel_connect()
-        self._cancel_probe()
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-        for connection in (self._frames, self._chunk_handshake, self._chunks):
+        for connection in (self._frames, self._chunk_handshake, self._chunks, self._probe):
             if connection is not None:
                 connection.close()
         self._hub.remove_link(self._address, self)
@@ -206,10 +193,7 @@ class Link:
             while waiting:
                 _, fail = waiting.popleft()
                 fail(error)
-        self._slabs.clear()  # unmapped when the last reader is gone
-        self._device_slabs.clear()
-        while self._opened_memory:
-            self._opened_memory.popitem()[1].close()
+        self._memory.close()
         if self._hub.nixl is not None and not self._hub.has_link(self._address):
             self._hub.nixl.forget_peer(self._address)
 
@@ -235,34 +219,21 @@ class Link:
                 self.send(wire.Hello(self._hub.address.agent, "frames"))
             elif use_unix:
                 if self._address.host == self._hub.address.host:
-                    self._probe_socket(PROBE_S)
+                    self._probe = SocketProbe(self._hub.progress, self._address, self._on_socket_reachable)
                 self._connect(use_unix=False)
             else:
                 self.close(result)
 
         self._open(use_unix, done)
 
-    def _probe_socket(self, after_s: float) -> None:
-        def on_probed(result: socket.socket | ConnectFailed) -> None:
-            self._cancel_probe = _nothing
-            if isinstance(result, ConnectFailed):
-                self._probe_socket(min(2 * after_s, _MAX_PROBE_S))
-                return
-            result.close()
-            log.info("shared memory reachable again: peer=%s", host_port(self._address))
-            self._hub.retire(self._address, self)
-
-        def probe() -> None:
-            cancel = connect(self._hub.progress, self._address, True, on_probed)
-            if self._probe_timer is timer and not self.is_closed:
-                self._cancel_probe = cancel
-
-        timer = self._probe_timer = self._hub.progress.call_at(self._hub.progress.now() + after_s, probe)
+    def _on_socket_reachable(self) -> None:
+        log.info("shared memory reachable again: peer=%s", host_port(self._address))
+        self._hub.retire(self._address, self)
 
     def _connect_chunks(self) -> None:
         def done(result: socket.socket | ConnectFailed) -> None:
             if isinstance(result, ConnectFailed):
-                if self._frames is None or not self._frames.is_unix:
+                if not self._is_near:
                     self.close(result)
                     return
                 # Same host but TCP unreachable: only reads with another path proceed.
@@ -328,7 +299,7 @@ class Link:
         request = read_op.request
         slab = request.ticket.slab
         paths = self.paths_between(slab.kind, request.slab.kind)
-        if slab.number in self._unopenable_slabs:
+        if not self._memory.is_openable(slab.number):
             paths = [each for each in paths if each != wire.CUDA_IPC]
         path = read_op.forced_path or self._paths.choose_path(request, paths)
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_usable:
@@ -355,10 +326,26 @@ class Link:
         self.send(read_op.start(self, self._last_op, path))
 
     def paths_between(self, source: MemoryKind, destination: MemoryKind) -> list[str]:
-        """Paths by which blocks could come from the peer."""
-        is_near = self._frames is not None and self._frames.is_unix
-        *others, tcp = self._hub.paths_from(source, destination, is_near, self._served_paths)
-        return others if others and not self._has_tcp else [*others, tcp]
+        """Paths by which blocks could come from the peer, preferred first."""
+        paths = []
+        if self._is_near and source is MemoryKind.SHARED:
+            paths.append(SHM)
+        if (
+            self._is_near
+            and source is destination is MemoryKind.DEVICE
+            and wire.CUDA_IPC in self._served_paths
+        ):
+            paths.append(wire.CUDA_IPC)
+        nixl = self._hub.nixl
+        uses_nixl = nixl is not None and nixl.is_usable and NIXL in self._served_paths
+        if uses_nixl and source in RAM and destination in RAM:
+            paths.append(NIXL)
+        return paths if paths and not self._has_tcp else [*paths, TCP]
+
+    @property
+    def _is_near(self) -> bool:
+        """Whether the peer was reached over its Unix socket, so that its shared memory can be mapped."""
+        return self._frames is not None and self._frames.is_unix
 
     # --- messages from the peer
 
@@ -375,20 +362,19 @@ class Link:
                 self._served_paths, self._chunk_key = ipc.union(message.also_serves), message.key
                 self._is_welcomed = True
                 self._deadline.cancel()
-                self._paths.on_welcome(
-                    message.capabilities, self._frames is not None and self._frames.is_unix
-                )
+                self._paths.on_welcome(message.capabilities, self._is_near)
                 self._run_queue(self._waiting)
             case _ if not self._is_welcomed:
                 raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
             case wire.SharedSlab():
-                self._map_slab(message)
-            case wire.NixlSlab(slab):
-                self._nixl_slabs[slab.number] = message
-                _check_slab_limit(len(self._nixl_slabs))
-            case wire.DeviceSlab(slab):
-                self._device_slabs[slab.number] = message
-                _check_slab_limit(len(self._device_slabs))
+                descriptor = None
+                if self._frames is not None and message.has_descriptor:
+                    descriptor = self._frames.take_descriptor()
+                self._memory.add_shared(message, descriptor)
+            case wire.NixlSlab():
+                self._memory.add_nixl(message)
+            case wire.DeviceSlab():
+                self._memory.add_device(message)
             case wire.Ready(op):
                 read_op = self._read_ops.get(op)
                 if read_op is not None:
@@ -418,23 +404,6 @@ class Link:
                     f"unexpected {type(message).__name__} from a serving peer", rule="direction"
                 )
 
-    def _map_slab(self, message: wire.SharedSlab) -> None:
-        """Map read-only: only the owner writes to a memory."""
-        slab = message.slab
-        descriptor = (
-            self._frames.take_descriptor() if self._frames is not None and message.has_descriptor else None
-        )
-        if descriptor is None or slab.kind is not MemoryKind.SHARED:
-            raise ProtocolError("SharedSlab without its descriptor", rule="described")
-        try:
-            mapped = map_for_reading(descriptor, slab.block_bytes * slab.num_blocks)
-        except (OSError, ValueError) as error:
-            raise ProtocolError(f"cannot map the peer's memory: {error}", rule="described") from None
-        finally:
-            os.close(descriptor)
-        self._slabs[slab.number] = (slab, mapped)
-        _check_slab_limit(len(self._slabs))
-
     def _on_failed(self, read_op: ReadOp, message: wire.Failed) -> None:
         if read_op.path in (NIXL, wire.CUDA_IPC) and message.error.code == Unsupported.code:
             read_op.expect_ready()  # a read with a mover cannot restart
@@ -442,41 +411,32 @@ class Link:
             if read_op.path == NIXL:
                 self._drop_path(NIXL, read_op)
             else:
-                self._unopenable_slabs.add(read_op.request.ticket.slab.number)
-                _check_slab_limit(len(self._unopenable_slabs))
+                self._memory.mark_unopenable(read_op.request.ticket.slab.number)
                 self._retry(read_op)
         else:
             read_op.on_failed(message)
 
-    def _read_over_nixl(self, read_op: ReadOp, message: wire.Ready) -> None:
-        known = self._nixl_slabs.get(message.slab)
-        if known is None or self._hub.nixl is None:
-            raise ProtocolError("Ready for an unknown slab", rule="ready")
-        numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if not self._hub.nixl.read(self._address, known, numbers, read_op):
+    def _read_over_nixl(self, read_op: ReadOp, slab: wire.NixlSlab, numbers: Numbers) -> None:
+        assert self._hub.nixl is not None
+        if not self._hub.nixl.read(self._address, slab, numbers, read_op):
             self.send(wire.Ended(read_op.op, is_whole=False))
             self._drop_path(NIXL, read_op)
 
-    def _read_over_ipc(self, read_op: ReadOp, message: wire.Ready) -> None:
-        known, device = self._device_slabs.get(message.slab), read_op.request.slab.device
-        if known is None or device is None:
-            raise ProtocolError("Ready for an unknown slab", rule="ready")
-        memory = self._opened_memory.get((message.slab, device))
+    def _read_over_ipc(self, read_op: ReadOp, number: int, numbers: Numbers) -> None:
         try:
-            memory = memory or self._opened_memory.setdefault(
-                (message.slab, device), device.open(known.handle)
-            )
+            slab, memory = self._memory.open_device(number, read_op.request.slab.device)
         except Unsupported as error:
             log.warning("cannot open the peer's device memory: path=%s error=%s", wire.CUDA_IPC, error)
             self.send(wire.Ended(read_op.op, is_whole=False))
-            self._unopenable_slabs.add(message.slab)
+            self._memory.mark_unopenable(number)
             self._retry(read_op)
-            return
-        except KvoltError as error:
+        except TransferFailed as error:
             read_op.stop(error)
-            return
-        numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if read_op.start_copy(memory, numbers, known.slab.block_bytes):
+        else:
+            self._start_copy(read_op, memory, numbers, slab.block_bytes)
+
+    def _start_copy(self, read_op: ReadOp, memory: Memory, numbers: Numbers, block_bytes: int) -> None:
+        if read_op.start_copy(memory, numbers, block_bytes):
             self._hub.progress.schedule(read_op)
 
     def _drop_path(self, path: str, read_op: ReadOp) -> None:
@@ -495,21 +455,11 @@ class Link:
         self._start_read(read_op)
 
     def _on_ready(self, read_op: ReadOp, message: wire.Ready) -> None:
-        if read_op.path == NIXL:
-            self._read_over_nixl(read_op, message)
-            return
-        if read_op.path == wire.CUDA_IPC:
-            self._read_over_ipc(read_op, message)
-            return
-        known = self._slabs.get(message.slab)
-        if known is None:
-            raise ProtocolError("Ready for an unknown slab", rule="ready")
-        slab, mapped = known
         numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if read_op.start_copy(memoryview(mapped), numbers, slab.block_bytes):
-            self._hub.progress.schedule(read_op)
-
-
-def _check_slab_limit(num_slabs: int) -> None:
-    if num_slabs > _MAX_SLABS:
-        raise ProtocolError(f"the peer announced more than {_MAX_SLABS} slabs", rule="described")
+        if read_op.path == NIXL:
+            self._read_over_nixl(read_op, self._memory.nixl(message.slab), numbers)
+        elif read_op.path == wire.CUDA_IPC:
+            self._read_over_ipc(read_op, message.slab, numbers)
+        else:
+            slab, mapped = self._memory.shared(message.slab)
+            self._start_copy(read_op, memoryview(mapped), numbers, slab.block_bytes)

@@ -38,6 +38,7 @@ from kvolt.transfer.peer.fetch_check import MAX_PIECES, CheckedFetch, check_fetc
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers
 from kvolt.transfer.peer.progress import Progress
+from kvolt.transfer.peer.writes import Writes
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,11 @@ class SessionOwner(Protocol):
     paths: PathWatch
     offers: Offers
     mailboxes: Mailboxes
+    writes: Writes
 
     def deadline_in(self, timeout_s: float) -> float: ...
 
     def slab_number(self, slab: Slab) -> int: ...
-
-    def handle_write_request(
-        self, write: wire.WriteRequest, on_result: Callable[[KvoltError | None], None]
-    ) -> None: ...
 
     def register_chunk_key(self, session: ServingSession) -> None: ...
 
@@ -152,7 +150,7 @@ class ServingSession:
             case wire.Declined(secret):
                 self._hub.offers.withdraw(secret)
             case wire.WriteRequest():
-                self._hub.handle_write_request(message, self._write_result_sender(message.op))
+                self._hub.writes.handle_request(message, self._write_result_sender(message.op))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} from a reader", rule="direction")
 

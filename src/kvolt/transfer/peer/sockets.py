@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 _BACKLOG = 512
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
+PROBE_S = 5.0
+"""Delay before an unreachable socket is probed; doubled each time."""
+_MAX_PROBE_S = 300.0
 ACCEPT_PAUSE_S = 1.0
 """Pause in accepting when out of descriptors."""
 _PATTERN = re.compile(
@@ -150,6 +153,43 @@ def resolve(host: str, family: socket.AddressFamily) -> str:
             remedy="set an address of this machine that peers can reach, or leave it unset",
         ) from None
     return str(min(addresses, key=lambda each: each[0] != family)[4][0])
+
+
+class SocketProbe:
+    """Probes an unreachable Unix socket with exponential backoff, until it answers or the probe is closed."""
+
+    def __init__(self, progress: Progress, address: Address, on_reachable: Callable[[], None]) -> None:
+        self._progress = progress
+        self._address = address
+        self._on_reachable = on_reachable
+        self._after_s = PROBE_S
+        self._is_closed = False
+        self._cancel: Callable[[], None] = self._schedule()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._cancel()
+
+    def _schedule(self) -> Callable[[], None]:
+        return self._progress.call_at(self._progress.now() + self._after_s, self._connect).cancel
+
+    def _connect(self) -> None:
+        self._cancel = _nothing
+        cancel = connect(self._progress, self._address, True, self._on_result)
+        if self._cancel is _nothing and not self._is_closed:
+            self._cancel = cancel
+
+    def _on_result(self, result: socket.socket | ConnectFailed) -> None:
+        if isinstance(result, ConnectFailed):
+            self._after_s = min(2 * self._after_s, _MAX_PROBE_S)
+            self._cancel = self._schedule()
+        else:
+            result.close()
+            self._is_closed = True
+            self._on_reachable()
+
+
+def _nothing() -> None: ...
 
 
 # --- addresses as text

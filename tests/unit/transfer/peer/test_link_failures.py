@@ -443,7 +443,7 @@ async def test_chunks_that_break_at_the_source_end_the_reads(source: Side, targe
 async def test_shared_memory_is_used_again_once_its_socket_is_reached(
     source: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "PROBE_S", 0.05)
+    monkeypatch.setattr(sockets, "PROBE_S", 0.05)
     real, is_reachable, num_refused = link.connect, threading.Event(), 0
 
     def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
