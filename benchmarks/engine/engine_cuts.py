@@ -157,7 +157,7 @@ def main() -> None:
     if options.smoke:
         config, load, options.rounds = TINY, Load(2, 4, 32, 8), 1
     core = build(options.device, options.threads, config)
-    measured = core.scheduler.pace
+    measured = core.scheduler.planner.pace
     assert measured is not None, "no step ran at start"
     model, most_timed = measured.model, measured.most_prompt_tokens
     say(f"{model}; largest step at start: {most_timed} / 2 prompt tokens")
@@ -165,7 +165,7 @@ def main() -> None:
     for number in range(options.rounds):
         for variant in ("cut", "whole"):
             timed = None if most_timed is None else most_timed // 2
-            core.scheduler.pace = StepPace(model, timed) if variant == "cut" else None
+            core.scheduler.planner.pace = StepPace(model, timed) if variant == "cut" else None
             core.scheduler.clear()
             row = Loop(core, load, number).run(variant)
             rows.append(row)

@@ -70,7 +70,9 @@ class Schedulers(RuleBasedStateMachine):
         bounds = limits(max_num_seqs, max_num_seqs + spare_tokens, max_waiting, 32, block_size)
         self.lab = Lab(scheduler(num_blocks, bounds, self.scheduling))
         self.scheduler = self.lab.scheduler
-        self.scheduler.pace = None if self.step_model is None else StepPace(self.step_model, MOST_TIMED)
+        self.scheduler.planner.pace = (
+            None if self.step_model is None else StepPace(self.step_model, MOST_TIMED)
+        )
         self.open: dict[RequestId, Request] = {}
         """Requests that are to end by themselves."""
         self.keeping: dict[RequestId, Request] = {}
@@ -134,9 +136,7 @@ class Schedulers(RuleBasedStateMachine):
 
     def gone(self, request_id: RequestId) -> None:
         del self.open[request_id]
-        if (
-            self.scheduler.kept_blocks(request_id) is None
-        ):  # its first choice may have ended before the others
+        if self.scheduler.holds.find(request_id) is None:  # its first choice may have ended before the others
             self.keeping.pop(request_id, None)
 
     # --- steps
@@ -186,7 +186,7 @@ class Schedulers(RuleBasedStateMachine):
     def fetch(self) -> None:
         """A peer reads what is kept longest, and lets it go."""
         request_id, request = next(iter(self.keeping.items()))
-        kept = self.scheduler.kept_blocks(request_id)
+        kept = self.scheduler.holds.find(request_id)
         if kept is None:
             assert request_id in self.open
             assert not self.scheduler.release_kept(request_id)
@@ -200,7 +200,7 @@ class Schedulers(RuleBasedStateMachine):
         assert states == states_of(request, tokens)
         self.lent.pop(request_id, None)
         assert self.scheduler.release_kept(request_id)
-        assert self.scheduler.kept_blocks(request_id) is None
+        assert self.scheduler.holds.find(request_id) is None
         del self.keeping[request_id]
 
     @rule(template=requests, length=st.integers(7, 14), num_steps=st.integers(1, 3), fails=st.booleans())
@@ -232,7 +232,7 @@ class Schedulers(RuleBasedStateMachine):
         if lent is None:
             return
         blocks, names = lent
-        assert len(names) > after or self.scheduler.kept_blocks(request_id) is not None
+        assert len(names) > after or self.scheduler.holds.find(request_id) is not None
         _, known = self.lent.get(request_id, (request, []))
         assert blocks[: len(known)] == known, "what was lent has moved"
         self.lent[request_id] = (request, blocks[: len(names)])
@@ -249,7 +249,7 @@ class Schedulers(RuleBasedStateMachine):
     @rule(template=requests)
     def adopt(self, template: Request) -> None:
         names = names_of(template, list(template.token_ids), self.scheduler.limits.block_size)
-        adopted = self.scheduler.allocate_incoming(names)
+        adopted = self.scheduler.holds.allocate_incoming(names)
         assert len(adopted) <= len(names)
         if adopted:
             self.adopted.append((template, adopted))
@@ -301,13 +301,13 @@ class Schedulers(RuleBasedStateMachine):
         if is_aborted:
             assert not self.scheduler.abort(request_id)
         else:
-            self.scheduler.release_prefetched(request_id)
+            self.scheduler.prefetched.release_expected(request_id)
 
     @rule()
     def expire(self) -> None:
         self.now += 1
-        self.scheduler.expire_prefetched(self.now)
-        next_expiry = self.scheduler.next_expiry
+        self.scheduler.prefetched.expire(self.now)
+        next_expiry = self.scheduler.prefetched.next_expiry
         assert next_expiry is None or next_expiry > self.now
 
     # ---
@@ -360,9 +360,9 @@ class Schedulers(RuleBasedStateMachine):
             assert num_steps < 3000
         assert not self.open
         # Only now: blocks kept for requests that did not arrive must not have delayed others.
-        self.scheduler.expire_prefetched(inf)
+        self.scheduler.prefetched.expire(inf)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
-        assert self.scheduler.num_used_blocks == 0
+        assert self.scheduler.pool.num_used == 0
         self.everything_agrees()
 
 
@@ -401,7 +401,7 @@ class ByTime(Schedulers):
 
     @invariant()
     def steps_with_prompts_are_within_their_limits(self) -> None:
-        plan, pace = self.lab.plan, self.scheduler.pace
+        plan, pace = self.lab.plan, self.scheduler.planner.pace
         assert pace is not None
         if plan is None or not plan.prefills:
             return

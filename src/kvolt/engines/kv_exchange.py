@@ -100,7 +100,7 @@ class KvExchange:
 
     def held(self, request_id: RequestId) -> HeldKv:
         """NotFound if nothing is held for the request."""
-        kept = self._scheduler.kept_blocks(request_id)
+        kept = self._scheduler.holds.find(request_id)
         if kept is None:
             raise NotFound(f"no blocks are kept for {request_id}", kind="handoff", name=request_id)
         return to_held_kv(*kept)
@@ -118,7 +118,7 @@ class KvExchange:
             raise InvalidRequest(f"{len(keys)} blocks have {len(hashes)} hashes", param="sequence_hashes")
         names = BlockNames(list(keys), list(hashes))
         num_present = self._scheduler.pool.match(names.keys)
-        incoming = self._scheduler.allocate_incoming(names)
+        incoming = self._scheduler.holds.allocate_incoming(names)
         return KvAllocation(num_present, tuple(block for _, block in incoming))
 
     def commit(
@@ -168,7 +168,7 @@ class KvExchange:
         for block in run:
             names.append(BlockName(block.key, block.sequence_hash))
         present = scheduler.pool.match(names.keys)
-        incoming = scheduler.allocate_incoming(names)
+        incoming = scheduler.holds.allocate_incoming(names)
         for index, block_id in incoming:
             self._memory.write(block_id, run[index - num_before].data)
         scheduler.commit_incoming(incoming)

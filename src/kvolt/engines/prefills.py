@@ -116,7 +116,7 @@ class Prefills:
         if prefill is None:
             return False
         if prefill.is_read:
-            self._scheduler.abandon_kept(request_id)
+            self._scheduler.holds.orphan(request_id)
             self._expiry[request_id] = self.expires_at
         else:
             self._scheduler.release_kept(request_id)  # its first choice may have ended
@@ -133,7 +133,7 @@ class Prefills:
             prefill.on_handoff(to_info(Cancelled("the prompt was released")))
         self._expiry.pop(request_id, None)
         self._scheduler.release_kept(request_id)
-        self._scheduler.release_prefetched(request_id)
+        self._scheduler.prefetched.release_expected(request_id)
         self._unwatch(request_id)
 
     def start_hold(self, name: RequestId) -> None:
@@ -149,7 +149,7 @@ class Prefills:
     def watch(self, request_id: RequestId, after: int, on_blocks: OnBlocks) -> None:
         """As in `KvAddressable.computed_kv`; `on_blocks` is called by `notify_watchers`, or when the prompt
         is released."""
-        if request_id not in self._in_progress and self._scheduler.kept_blocks(request_id) is None:
+        if request_id not in self._in_progress and self._scheduler.holds.find(request_id) is None:
             raise _no_prompt(request_id)
         earlier = self._watches.get(request_id)
         self._watches[request_id] = _Watch(after, on_blocks)
@@ -177,14 +177,14 @@ class Prefills:
     def expire(self) -> None:
         """Release holds that were not fetched or continued in time."""
         now = self._now()
-        self._scheduler.expire_prefetched(now)
+        self._scheduler.prefetched.expire(now)
         for request_id in [each for each, at in self._expiry.items() if at <= now]:
             self.release(request_id)
 
     @property
     def next_expiry(self) -> float | None:
         """Earliest expiry of a hold; None if there is none."""
-        times = (min(self._expiry.values(), default=None), self._scheduler.next_expiry)
+        times = (min(self._expiry.values(), default=None), self._scheduler.prefetched.next_expiry)
         return min((at for at in times if at is not None), default=None)
 
     def close(self, error: ErrorInfo) -> None:
@@ -193,11 +193,11 @@ class Prefills:
             self.fail(request_id, error)
         for request_id in list(self._expiry):
             self.release(request_id)
-        self._scheduler.expire_prefetched(inf)
+        self._scheduler.prefetched.expire(inf)
 
     def _handoff(self, prefill: _Prefill) -> Handoff:
         request = prefill.request
-        kept = self._scheduler.kept_blocks(request.request_id)
+        kept = self._scheduler.holds.find(request.request_id)
         names = kept[1] if kept is not None else BlockNames()
         tokens = tuple(token for _, token in sorted(prefill.tokens.items()))
         return Handoff(

@@ -25,7 +25,6 @@ from kvolt.scheduler.check import check_scheduler
 from kvolt.scheduler.holds import BlockHolds
 from kvolt.scheduler.prefetched_blocks import PrefetchedBlocks
 from kvolt.scheduler.sequence import ChoiceGroup, Naming, Phase, Sequence, TokenNaming
-from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import (
     Limits,
     NewToken,
@@ -65,9 +64,9 @@ class Scheduler:
         self._naming = naming or self._name_by_tokens
         self.is_tokenless = naming is not None
         """Whether prompts have a length but no token ids."""
-        self._prefetched = PrefetchedBlocks(pool)
-        self._planner = StepPlanner(pool, self._prefetched, limits, scheduling)
-        self._holds = BlockHolds(pool)
+        self.prefetched = PrefetchedBlocks(pool)
+        self.planner = StepPlanner(pool, self.prefetched, limits, scheduling)
+        self.holds = BlockHolds(pool)
         self._groups: dict[RequestId, ChoiceGroup] = {}
         self._num_live = 0
         self._num_arrived = 0
@@ -77,33 +76,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._planner.running)
+        return len(self.planner.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that are not running, including preempted ones."""
-        return self._num_live - len(self._planner.running)
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._planner.num_preemptions
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.pool.num_used
+        return self._num_live - len(self.planner.running)
 
     @property
     def has_work(self) -> bool:
         return self._num_live > 0
-
-    @property
-    def pace(self) -> StepPace | None:
-        """Step time prediction used to size prefill chunks; None if unknown."""
-        return self._planner.pace
-
-    @pace.setter
-    def pace(self, pace: StepPace | None) -> None:
-        self._planner.pace = pace
 
     # --- requests
 
@@ -117,7 +99,7 @@ class Scheduler:
         try:
             self._add(request, keep_blocks)
         except BaseException:
-            self._prefetched.release_expected(request.request_id)
+            self.prefetched.release_expected(request.request_id)
             raise
 
     def _add(self, request: Request, keep_blocks: bool) -> None:
@@ -131,21 +113,21 @@ class Scheduler:
         sequences += [self._sequence(request, index, self._naming(request)) for index in others]
         self._groups[request.request_id] = ChoiceGroup(sequences, sequences[1:], keep_blocks, sequences[0])
         self._num_live += len(sequences)
-        self._planner.enqueue(sequences[0])
+        self.planner.enqueue(sequences[0])
         self._queue_prefetched(sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop a request in any state; returns whether it was known. Its lent blocks stay held until
         `release_kept`; its prefetched blocks are released, even if the request itself has not arrived."""
-        self._prefetched.release(request_id)
+        self.prefetched.release(request_id)
         group = self._groups.pop(request_id, None)
         if group is None:
             return False
         for sequence in group.live:
             if sequence not in group.held_back:
-                self._planner.remove(sequence)
+                self.planner.remove(sequence)
             if sequence.num_lent:
-                self._holds.keep_orphaned(request_id, sequence.blocks[: sequence.num_lent])
+                self.holds.keep_orphaned(request_id, sequence.blocks[: sequence.num_lent])
             if sequence.blocks:
                 self._deferred.append(sequence.blocks[sequence.num_lent :])
                 sequence.blocks = []
@@ -171,7 +153,7 @@ class Scheduler:
         `discard`."""
         if self._in_flight is not None:
             raise KvoltError("a step is in flight: commit or discard it before the next")
-        plan = self._planner.plan()
+        plan = self.planner.plan()
         if not plan.decodes and not plan.prefills:
             return None
         self._in_flight = plan
@@ -242,7 +224,7 @@ class Scheduler:
             sequence = work.sequence
             num_computed = work.start + len(tokens)
             num_more = -(-num_computed // block_size) - len(sequence.blocks)
-            if sequence.phase is not _RUNNING or not self._planner.grow(sequence, num_more):
+            if sequence.phase is not _RUNNING or not self.planner.grow(sequence, num_more):
                 continue
             sequence.tokens += tokens
             sequence.num_computed = num_computed
@@ -264,7 +246,7 @@ class Scheduler:
         if end is not None:
             self._finish(sequence)
         elif is_first and not sequence.request.has_started:
-            self._planner.advance_order(sequence)
+            self.planner.advance_order(sequence)
         return NewToken(sequence, token, end, is_first)
 
     def discard(self, plan: StepPlan) -> None:
@@ -276,21 +258,18 @@ class Scheduler:
     def clear(self) -> int:
         """Drop all cached and prefetched blocks; running sequences keep theirs. Returns the number of names
         dropped."""
-        self._prefetched.clear()
-        self._holds.clear()
+        self.prefetched.clear()
+        self.holds.clear()
         return self.pool.clear()
 
     def take_changes(self) -> tuple[Change, ...]:
         return self.pool.take_changes()
 
-    def kept_blocks(self, request_id: RequestId) -> tuple[list[BlockId], BlockNames] | None:
-        return self._holds.find(request_id)
-
     def lend_blocks(self, request_id: RequestId, after: int) -> tuple[list[BlockId], BlockNames] | None:
         """The complete full blocks of a prompt whose blocks are kept, once there are more than `after` or all
         of them; None before that. They stay in place until `release_kept`, even if the request ends.
         """
-        kept = self._holds.find(request_id)
+        kept = self.holds.find(request_id)
         if kept is not None:
             return kept
         group = self._groups.get(request_id)
@@ -300,18 +279,14 @@ class Scheduler:
         first.num_lent = first.num_sealed
         return first.blocks, first.naming.names.slice(0, first.num_lent)
 
-    def abandon_kept(self, request_id: RequestId) -> None:
-        """Make kept blocks of a request unavailable to peers, but hold them until `release_kept`."""
-        self._holds.orphan(request_id)
-
     def release_kept(self, request_id: RequestId) -> bool:
         """Returns whether anything was held."""
-        orphaned = self._holds.pop_orphaned(request_id)
+        orphaned = self.holds.pop_orphaned(request_id)
         if orphaned:
             self._deferred.append(orphaned)
             if self._in_flight is None:
                 self._release_deferred()
-        return self._holds.release_kept(request_id) or bool(orphaned)
+        return self.holds.release_kept(request_id) or bool(orphaned)
 
     def pin_sealed(self, name: RequestId, most_blocks: int) -> list[tuple[list[BlockId], BlockNames, int]]:
         """Pin blocks that were named since the last call and are still cached, until `release_kept(name)`.
@@ -326,13 +301,10 @@ class Scheduler:
         fewest_free = self.pool.num_free - most_blocks
         while self.pool.sealed and self.pool.num_free > fewest_free:
             tip, first = self.pool.sealed.pop_run()
-            blocks, names = self._holds.pin(name, tip)
+            blocks, names = self.holds.pin(name, tip)
             if len(blocks) > first:
                 pinned.append((blocks, names, first))
         return pinned
-
-    def allocate_incoming(self, names: BlockNames) -> list[tuple[int, BlockId]]:
-        return self._holds.allocate_incoming(names)
 
     def prompt_keys(self, request: Request) -> list[BlockKey]:
         """Keys of the full blocks of its prompt."""
@@ -349,16 +321,16 @@ class Scheduler:
     ) -> None:
         """As `BlockHolds.commit_incoming`. With `keep_for` the blocks up to the last filled one, including
         those present before, stay held for that request until it is admitted or aborted,
-        `release_prefetched`, or `expire_prefetched` if it has not arrived by `expires_at`. Allocations may
+        `prefetched.release_expected`, or `prefetched.expire` if it has not arrived by `expires_at`. Allocations may
         take them earlier."""
-        keys = self._holds.commit_incoming(incoming, num_filled)
+        keys = self.holds.commit_incoming(incoming, num_filled)
         if keep_for is None:
             return
         group = self._groups.get(keep_for)
         if group is None:
-            self._prefetched.hold_expected(keep_for, keys, expires_at)
+            self.prefetched.hold_expected(keep_for, keys, expires_at)
         elif not group.has_started:
-            self._prefetched.hold_expected(keep_for, keys, expires_at)
+            self.prefetched.hold_expected(keep_for, keys, expires_at)
             self._queue_prefetched(group.first)
 
     def attach_incoming(
@@ -374,15 +346,15 @@ class Scheduler:
         first, end = group.first, incoming[-1][0] + 1
         if first.phase is Phase.WAITING:
             # A request must not wait for blocks reserved for itself, with the whole queue behind it.
-            return 0, end if self._planner.is_starved(first) else 0
+            return 0, end if self.planner.is_starved(first) else 0
         is_computed = first.phase is Phase.DONE or first.num_computed >= first.num_to_prefill
         if is_computed or first.needs_prompt_logits:
             return 0, end
         num_reached = -(-self._end_in_flight(first) // self.limits.block_size)
-        end, attached = self._holds.attach_last(
+        end, attached = self.holds.attach_last(
             incoming,
             max(end - num_last, num_reached),
-            self._planner.reusable_keys(first),
+            self.planner.reusable_keys(first),
         )
         if attached:
             start = end - len(attached)
@@ -405,29 +377,16 @@ class Scheduler:
                 return work.start + work.num_tokens
         return sequence.num_computed
 
-    def release_prefetched(self, request_id: RequestId) -> None:
-        """Release blocks prefetched for a request that will not arrive. No effect on a request that has
-        arrived."""
-        self._prefetched.release_expected(request_id)
-
-    def expire_prefetched(self, now: float) -> None:
-        self._prefetched.expire(now)
-
-    @property
-    def next_expiry(self) -> float | None:
-        """Earliest time at which prefetched blocks of a request that has not arrived expire."""
-        return self._prefetched.next_expiry
-
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate blocks for something other than a request, to be released by the caller; None if there are
         too few."""
-        return self._planner.allocate(count)
+        return self.planner.allocate(count)
 
     # ---
 
     def _check(self, request: Request) -> None:
         check_request(request, self.limits, self.pool.num_blocks, self.is_tokenless)
-        if request.request_id in self._groups or request.request_id in self._holds:
+        if request.request_id in self._groups or request.request_id in self.holds:
             raise InvalidRequest(f"request {request.request_id} is already known", param="request_id")
         if self.num_waiting >= self.limits.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self.limits.max_waiting)
@@ -447,8 +406,8 @@ class Scheduler:
     def _queue_prefetched(self, first: Sequence) -> None:
         """Keep prefetched blocks of a request while its first choice waits."""
         request_id = first.request.request_id
-        if self._prefetched.is_expected(request_id):
-            self._prefetched.hold_queued(request_id, self._planner.reusable_keys(first), first.order)
+        if self.prefetched.is_expected(request_id):
+            self.prefetched.hold_queued(request_id, self.planner.reusable_keys(first), first.order)
 
     def _end_step(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:
@@ -473,16 +432,16 @@ class Scheduler:
         if first is not group.first:
             return
         for sequence in group.held_back:
-            self._planner.enqueue(sequence)
+            self.planner.enqueue(sequence)
         group.held_back.clear()
 
     def _finish(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
         group = self._groups[request_id]
-        self._planner.remove(sequence)
+        self.planner.remove(sequence)
         sequence.phase = Phase.DONE
         if group.keeps_blocks and sequence is group.first:
-            self._holds.keep(request_id, sequence.blocks, sequence.naming.names)
+            self.holds.keep(request_id, sequence.blocks, sequence.naming.names)
         else:
             self.pool.release(reversed(sequence.blocks))
         sequence.blocks = []
@@ -493,6 +452,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """AssertionError with details if sequences and pool disagree."""
-        check_scheduler(self.pool, self._groups, self._planner, self._holds, self._prefetched, self._deferred)
+        check_scheduler(self.pool, self._groups, self.planner, self.holds, self.prefetched, self._deferred)
         assert self._in_flight or not self._deferred, "blocks wait for a step that is not in flight"
         assert self._num_live == sum(len(group.live) for group in self._groups.values())

@@ -41,7 +41,7 @@ def load_of(scheduler: Scheduler, stats: StepStats | None = None, num_pending: i
     return WorkerLoad(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting + num_pending,
-        kv_used_blocks=scheduler.num_used_blocks,
+        kv_used_blocks=scheduler.pool.num_used,
         kv_total_blocks=scheduler.pool.num_blocks,
         step=stats,
     )

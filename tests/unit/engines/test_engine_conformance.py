@@ -138,7 +138,7 @@ class _LosesAToken(_Changed):
 class _KeepsBlocks(SimEngine):
     def abort(self, request_id: RequestId) -> None:
         scheduler = self._scheduler
-        for sequence in scheduler._planner.running:
+        for sequence in scheduler.planner.running:
             if sequence.request.request_id == request_id:
                 scheduler.pool.retain(sequence.blocks)
         super().abort(request_id)

@@ -65,7 +65,7 @@ def test_chains_come_in_one_after_the_other() -> None:
     assert (target.exchange.match(ASKED), target.exchange.match(other)) == (6, 4)
     for blocks in (first, second):
         assert target.exchange.export_kv([block.key for block in blocks]) == blocks
-    assert target.scheduler.num_used_blocks == 0
+    assert target.scheduler.pool.num_used == 0
     target.scheduler.check_integrity()
 
 
@@ -85,7 +85,7 @@ def test_a_block_comes_after_its_parent_and_at_its_place() -> None:
     assert target.exchange.import_kv((blocks[0], blocks[2])) == 1, "with a gap between"
     assert target.exchange.import_kv((replace(blocks[1], position=2).seal(),)) == 0
     assert target.exchange.import_kv(blocks[1:]) == 2
-    assert not target.scheduler.num_used_blocks
+    assert not target.scheduler.pool.num_used
 
 
 @pytest.mark.parametrize("num_filled", [0, 1, 2])
@@ -97,9 +97,9 @@ def test_what_is_settled_for_a_request_stays_with_what_it_follows(num_filled: in
     assert (room.num_present, len(room.blocks)) == (1, 2)
     target.exchange.commit(room, num_filled, RequestId("a"), 5.0)
     target.scheduler.check_integrity()
-    assert target.scheduler.num_used_blocks == 1 + num_filled
+    assert target.scheduler.pool.num_used == 1 + num_filled
     assert target.exchange.match(ASKED) == 2 * (1 + num_filled)
-    assert target.scheduler.next_expiry == 5.0
-    target.scheduler.expire_prefetched(5.0)
-    assert not target.scheduler.num_used_blocks
+    assert target.scheduler.prefetched.next_expiry == 5.0
+    target.scheduler.prefetched.expire(5.0)
+    assert not target.scheduler.pool.num_used
     assert target.exchange.match(ASKED) == 2 * (1 + num_filled), "it is still cached"

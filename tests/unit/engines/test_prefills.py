@@ -74,7 +74,7 @@ class Source:
 
     @property
     def num_held(self) -> int:
-        return self.lab.scheduler.num_used_blocks
+        return self.lab.scheduler.pool.num_used
 
 
 def test_a_handoff_has_the_first_token_of_each_choice_and_the_blocks_of_the_prompt() -> None:
@@ -182,7 +182,7 @@ def test_blocks_are_reported_step_by_step_and_once_more_at_the_end() -> None:
         if source.block_counts:
             source.watch(source.block_counts[-1])
     assert source.block_counts == [2, 4, 5, 5]
-    kept = source.lab.scheduler.kept_blocks(A)
+    kept = source.lab.scheduler.holds.find(A)
     assert kept is not None
     last = source.told[-1]
     assert isinstance(last, HeldKv)
@@ -310,9 +310,9 @@ def test_a_prompt_that_others_read_is_not_preempted(
         if is_reported:
             source.watch(max(source.block_counts, default=0))
     assert source.found
-    assert source.lab.scheduler.num_preemptions, "no sequence was preempted"
+    assert source.lab.scheduler.planner.num_preemptions, "no sequence was preempted"
     assert bool(prompt.num_preemptions) != is_reported
-    last = source.lab.scheduler.kept_blocks(A)
+    last = source.lab.scheduler.holds.find(A)
     assert last is not None
     for each in source.told:
         assert not isinstance(each, HeldKv) or list(each.blocks) == last[0][: len(each.blocks)]

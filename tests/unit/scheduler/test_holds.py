@@ -18,29 +18,29 @@ A = RequestId("a")
 def test_a_finished_requests_blocks_are_kept_until_they_are_released() -> None:
     lab = Lab(scheduler(num_blocks=4))
     lab.scheduler.add_request(request("a", (1, 2, 3, 4, 5), max_tokens=1), keep_blocks=True)
-    assert lab.scheduler.kept_blocks(A) is None
+    assert lab.scheduler.holds.find(A) is None
     lab.run()
-    kept = lab.scheduler.kept_blocks(A)
+    kept = lab.scheduler.holds.find(A)
     assert kept is not None
     blocks, names = kept
     assert (len(blocks), len(names)) == (3, 2)
     assert [lab.scheduler.pool.block_of(name.key) for name in names] == blocks[:2]
-    assert lab.scheduler.num_used_blocks == 3
+    assert lab.scheduler.pool.num_used == 3
     lab.scheduler.check_integrity()
     lab.scheduler.add_request(request("b", (9,) * 5, max_tokens=1))
     assert lab.scheduler.plan() is None  # there is no room, and it waits
     assert lab.scheduler.release_kept(A)
     assert not lab.scheduler.release_kept(A)
     lab.run()
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_of_several_choices_the_first_ones_blocks_are_kept() -> None:
     lab = Lab(scheduler())
     lab.scheduler.add_request(request("a", (1, 2, 3), max_tokens=4, n=2), keep_blocks=True)
     lab.run()
-    assert lab.scheduler.num_used_blocks == 3
-    kept = lab.scheduler.kept_blocks(A)
+    assert lab.scheduler.pool.num_used == 3
+    kept = lab.scheduler.holds.find(A)
     assert kept is not None
     tokens = [1, 2, 3, *lab.said[A, 0]]
     state = root(request("a"))
@@ -63,8 +63,8 @@ def test_of_an_aborted_request_nothing_is_kept() -> None:
     lab.scheduler.add_request(request("a", max_tokens=4), keep_blocks=True)
     lab.step()
     lab.scheduler.abort(A)
-    assert lab.scheduler.kept_blocks(A) is None
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.holds.find(A) is None
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_kv_moves_from_one_scheduler_to_another() -> None:
@@ -72,10 +72,10 @@ def test_kv_moves_from_one_scheduler_to_another() -> None:
     here, there = Lab(scheduler()), Lab(scheduler())
     here.scheduler.add_request(request("a", prompt, max_tokens=1), keep_blocks=True)
     here.run()
-    kept = here.scheduler.kept_blocks(A)
+    kept = here.scheduler.holds.find(A)
     assert kept is not None
     blocks, names = kept
-    adopted = there.scheduler.allocate_incoming(names)
+    adopted = there.scheduler.holds.allocate_incoming(names)
     assert [position for position, _ in adopted] == [0, 1, 2]
     assert there.scheduler.pool.num_registered == 0
     there.scheduler.check_integrity()
@@ -83,9 +83,9 @@ def test_kv_moves_from_one_scheduler_to_another() -> None:
         there.fill(block, [here.memory[blocks[position], offset] for offset in range(2)])
     there.scheduler.commit_incoming(adopted)
     there.scheduler.check_integrity()
-    assert (there.scheduler.num_used_blocks, there.scheduler.pool.num_registered) == (0, 3)
-    assert there.scheduler.allocate_incoming(names) == []
-    assert there.scheduler.num_used_blocks == 0
+    assert (there.scheduler.pool.num_used, there.scheduler.pool.num_registered) == (0, 3)
+    assert there.scheduler.holds.allocate_incoming(names) == []
+    assert there.scheduler.pool.num_used == 0
     moved = request("a", prompt, max_tokens=4, prior_tokens=tuple(here.said[A, 0]))
     there.scheduler.add_request(moved)
     there.run()
@@ -140,13 +140,13 @@ def test_what_was_computed_here_meanwhile_is_not_there_twice() -> None:
     other = Lab(scheduler())
     other.scheduler.add_request(one, keep_blocks=True)
     other.run()
-    kept = other.scheduler.kept_blocks(A)
+    kept = other.scheduler.holds.find(A)
     assert kept is not None
-    adopted = lab.scheduler.allocate_incoming(kept[1])
+    adopted = lab.scheduler.holds.allocate_incoming(kept[1])
     lab.scheduler.add_request(one)
     lab.run()
     state = digest(root(one), 1)
     lab.fill(adopted[0][1], [state, digest(state, 2)])
     lab.scheduler.commit_incoming(adopted)
     lab.scheduler.check_integrity()
-    assert (lab.scheduler.pool.num_registered, lab.scheduler.num_used_blocks) == (1, 0)
+    assert (lab.scheduler.pool.num_registered, lab.scheduler.pool.num_used) == (1, 0)

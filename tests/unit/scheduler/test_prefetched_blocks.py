@@ -22,7 +22,7 @@ def settle(lab: Lab, asked: Request, num_filled: int | None = None, expires_at: 
     """The prompt of a request comes, ahead of it."""
     block_size = lab.scheduler.limits.block_size
     tokens = list(asked.token_ids)
-    adopted = lab.scheduler.allocate_incoming(names_of(asked, tokens, block_size))
+    adopted = lab.scheduler.holds.allocate_incoming(names_of(asked, tokens, block_size))
     assert adopted
     states = states_of(asked, tokens)
     for position, block in adopted:
@@ -127,15 +127,15 @@ def test_what_came_is_found_however_much_was_computed_before() -> None:
     lab = Lab(scheduler(num_blocks=8))
     asked = request("a", PROMPT)
     settle(lab, asked)
-    assert lab.scheduler.num_used_blocks == 3
+    assert lab.scheduler.pool.num_used == 3
     fill(lab)
-    assert lab.scheduler.num_used_blocks == 3
+    assert lab.scheduler.pool.num_used == 3
     lab.scheduler.add_request(asked)
     lab.scheduler.check_integrity()
     lab.run()
     lab.check_answer(asked)
     assert lab.cached[A, 0] == 6
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_it_stays_while_its_request_waits_behind_others() -> None:
@@ -157,7 +157,7 @@ def test_what_came_in_part_is_kept_in_part() -> None:
     lab = Lab(scheduler(num_blocks=8))
     asked = request("a", PROMPT)
     settle(lab, asked, num_filled=2)
-    assert lab.scheduler.num_used_blocks == 2
+    assert lab.scheduler.pool.num_used == 2
     fill(lab)
     lab.scheduler.add_request(asked)
     lab.run()
@@ -168,7 +168,7 @@ def test_what_came_in_part_is_kept_in_part() -> None:
 def test_what_nothing_came_of_keeps_nothing() -> None:
     lab = Lab(scheduler())
     settle(lab, request("a", PROMPT), num_filled=0)
-    assert (lab.scheduler.num_used_blocks, lab.scheduler.next_expiry) == (0, None)
+    assert (lab.scheduler.pool.num_used, lab.scheduler.prefetched.next_expiry) == (0, None)
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "expire", "refused", "clear"])
@@ -177,13 +177,13 @@ def test_a_request_that_does_not_come_keeps_nothing(how: str) -> None:
     asked = request("a", PROMPT)
     settle(lab, asked, expires_at=5.0)
     if how == "cancel":
-        lab.scheduler.release_prefetched(A)
+        lab.scheduler.prefetched.release_expected(A)
     elif how == "abort":
         assert not lab.scheduler.abort(A)
     elif how == "expire":
-        lab.scheduler.expire_prefetched(4.0)
-        assert (lab.scheduler.num_used_blocks, lab.scheduler.next_expiry) == (3, 5.0)
-        lab.scheduler.expire_prefetched(5.0)
+        lab.scheduler.prefetched.expire(4.0)
+        assert (lab.scheduler.pool.num_used, lab.scheduler.prefetched.next_expiry) == (3, 5.0)
+        lab.scheduler.prefetched.expire(5.0)
     elif how == "clear":
         lab.scheduler.clear()
     else:
@@ -192,7 +192,7 @@ def test_a_request_that_does_not_come_keeps_nothing(how: str) -> None:
             lab.scheduler.add_request(asked)
         lab.scheduler.abort(B)
     lab.scheduler.check_integrity()
-    assert (lab.scheduler.num_used_blocks, lab.scheduler.next_expiry) == (0, None)
+    assert (lab.scheduler.pool.num_used, lab.scheduler.prefetched.next_expiry) == (0, None)
 
 
 @pytest.mark.parametrize("how", ["abort", "withdraw", "clear"])
@@ -200,14 +200,14 @@ def test_a_request_that_waits_and_goes_keeps_nothing(how: str) -> None:
     lab = Lab(scheduler())
     settle(lab, request("a", PROMPT), expires_at=5.0)
     lab.scheduler.add_request(request("a", PROMPT))
-    lab.scheduler.release_prefetched(A)
-    lab.scheduler.expire_prefetched(100.0)
-    assert lab.scheduler.num_used_blocks == 3, "it has come"
+    lab.scheduler.prefetched.release_expected(A)
+    lab.scheduler.prefetched.expire(100.0)
+    assert lab.scheduler.pool.num_used == 3, "it has come"
     if how == "clear":
         lab.scheduler.clear()
     else:
         assert getattr(lab.scheduler, how)(A)
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_a_refused_namesake_takes_nothing_from_who_is_here() -> None:
@@ -216,7 +216,7 @@ def test_a_refused_namesake_takes_nothing_from_who_is_here() -> None:
     lab.scheduler.add_request(request("a", PROMPT))
     with pytest.raises(InvalidRequest, match="already"):
         lab.scheduler.add_request(request("a", PROMPT))
-    assert lab.scheduler.num_used_blocks == 3
+    assert lab.scheduler.pool.num_used == 3
 
 
 def test_blocks_may_come_after_their_request() -> None:
@@ -227,10 +227,10 @@ def test_blocks_may_come_after_their_request() -> None:
     lab.step()
     settle(lab, request("a", PROMPT))
     settle(lab, request("first", ANOTHER))
-    assert lab.scheduler.next_expiry is None
+    assert lab.scheduler.prefetched.next_expiry is None
     lab.run()
     assert lab.cached[A, 0] == 6
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_what_a_request_cannot_use_is_not_kept_for_it() -> None:
@@ -245,7 +245,7 @@ def test_what_a_request_cannot_use_is_not_kept_for_it() -> None:
         lab = Lab(scheduler())
         settle(lab, request("a", PROMPT))
         lab.scheduler.add_request(asked)
-        assert lab.scheduler.num_used_blocks == num_kept
+        assert lab.scheduler.pool.num_used == num_kept
         lab.run()
         lab.check_answer(asked)
 
@@ -261,8 +261,8 @@ def test_the_first_in_the_queue_takes_what_is_kept_for_the_last() -> None:
     lab.scheduler.add_request(first)
     lab.scheduler.add_request(request("d", (4, 4, 4, 4, 4), max_tokens=1, priority=2))
     assert lab.begin() is not None
-    assert [sequence.request.request_id for sequence in lab.scheduler._planner.running] == ["d", "a"]
-    assert lab.scheduler.num_used_blocks == 3 + 4 + 3
+    assert [sequence.request.request_id for sequence in lab.scheduler.planner.running] == ["d", "a"]
+    assert lab.scheduler.pool.num_used == 3 + 4 + 3
     lab.finish()
     lab.run()
     assert lab.cached[A, 0] == lab.cached[B, 0] == 6
@@ -278,8 +278,8 @@ def test_an_answer_that_grows_takes_what_is_kept_before_it_preempts() -> None:
     settle(lab, request("a", PROMPT))
     assert lab.scheduler.pool.num_free == 1
     lab.run()
-    assert lab.scheduler.num_preemptions == 0
-    assert lab.scheduler.num_used_blocks == 0, "it was given up as a whole"
+    assert lab.scheduler.planner.num_preemptions == 0
+    assert lab.scheduler.pool.num_used == 0, "it was given up as a whole"
     for one in running:
         lab.check_answer(one)
 
@@ -293,30 +293,30 @@ def test_nobody_who_cannot_be_helped_takes_anything() -> None:
     lab.scheduler.add_request(request("large", (4,) * 15, max_tokens=1))
     lab.scheduler.add_request(request("a", PROMPT))
     lab.step()
-    assert lab.scheduler.num_used_blocks == 6 + 3
+    assert lab.scheduler.pool.num_used == 6 + 3
     lab.run()
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_what_two_wait_for_is_kept_for_both_and_given_up_for_a_third() -> None:
     """Neither of them alone makes room: that is no reason to wait for ever."""
     lab = Lab(scheduler(num_blocks=5))
     settle(lab, request("a", PROMPT))
-    lab.scheduler._prefetched.hold_expected(B, names_of(request("b", PROMPT), list(PROMPT), 2).keys, 9.0)
-    assert lab.scheduler.num_used_blocks == 3
+    lab.scheduler.prefetched.hold_expected(B, names_of(request("b", PROMPT), list(PROMPT), 2).keys, 9.0)
+    assert lab.scheduler.pool.num_used == 3
     third = request("c", OTHER, max_tokens=1)
     lab.scheduler.add_request(third)
     lab.run()
     lab.check_answer(third)
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_blocks_for_something_else_are_those_kept_too() -> None:
     lab = Lab(scheduler(num_blocks=4))
     settle(lab, request("a", PROMPT))
     assert lab.scheduler.allocate(5) is None
-    assert lab.scheduler.num_used_blocks == 3, "nothing goes for what cannot be had"
+    assert lab.scheduler.pool.num_used == 3, "nothing goes for what cannot be had"
     blocks = lab.scheduler.allocate(2)
     assert blocks is not None
     lab.scheduler.pool.release(reversed(blocks))
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0

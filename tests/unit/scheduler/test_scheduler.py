@@ -43,7 +43,7 @@ def test_a_request_prefills_then_decodes_and_leaves_nothing() -> None:
     assert outlines == [([], [("a", 0, 3)]), ([("a", 3, 1)], []), ([("a", 4, 1)], [])]
     lab.check_answer(one)
     assert lab.scheduler.plan() is None
-    assert (lab.scheduler.num_running, lab.scheduler.num_waiting, lab.scheduler.num_used_blocks) == (0, 0, 0)
+    assert (lab.scheduler.num_running, lab.scheduler.num_waiting, lab.scheduler.pool.num_used) == (0, 0, 0)
     lab.scheduler.check_integrity()
 
 
@@ -106,7 +106,7 @@ def test_prompts_first_does_not_let_in_with_answers_what_their_victims_made_room
         assert not (plan.decodes and plan.prefills)
         lab.finish()
         lab.scheduler.check_integrity()
-    assert lab.scheduler.num_preemptions > 0
+    assert lab.scheduler.planner.num_preemptions > 0
     for one in asked:
         lab.check_answer(one)
 
@@ -197,7 +197,7 @@ def test_choices_wait_for_the_first_ones_prompt_and_share_its_blocks() -> None:
     assert (lab.scheduler.num_running, lab.scheduler.num_waiting) == (1, 2)
     assert outline(lab.begin()) == ([("a", 5, 1)], [("a", 4, 1), ("a", 4, 1)])
     lab.scheduler.check_integrity()
-    assert lab.scheduler.num_used_blocks == 2 + 3
+    assert lab.scheduler.pool.num_used == 2 + 3
     lab.finish()
     lab.run()
     lab.check_answer(one)
@@ -236,7 +236,7 @@ def test_answers_that_have_begun_go_before_prompts() -> None:
         request("urgent prompt", (1,), priority=1),
     ):
         lab.scheduler.add_request(each)
-    waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
+    waiting = [sequence.request.request_id for sequence in lab.scheduler.planner.waiting]
     assert waiting == ["urgent prompt", "resumed", "handed over", "prompt", "to be told"]
 
 
@@ -263,7 +263,7 @@ def test_handoffs_do_not_starve_a_prompt() -> None:
         if number == 1:
             lab.scheduler.add_request(request("a", (1,)))
         lab.scheduler.add_request(replace(request(f"r{number}", (2,)), handoff=handoff))
-    waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
+    waiting = [sequence.request.request_id for sequence in lab.scheduler.planner.waiting]
     assert waiting.index(RequestId("a")) == HEAD_START
 
 
@@ -290,7 +290,7 @@ def test_an_admission_leaves_a_block_for_each_that_runs() -> None:
     assert outline(lab.begin()) == ([("a", 3, 1)], [])
     lab.finish()
     lab.run()
-    assert lab.scheduler.num_preemptions == 0
+    assert lab.scheduler.planner.num_preemptions == 0
 
 
 def test_what_it_finds_in_the_cache_is_no_longer_free() -> None:
@@ -308,7 +308,7 @@ def test_what_it_finds_in_the_cache_is_no_longer_free() -> None:
     lab.finish()
     lab.run()
     lab.check_answer(asking)
-    assert lab.scheduler.num_preemptions == 0
+    assert lab.scheduler.planner.num_preemptions == 0
 
 
 def test_the_last_to_come_yields_its_blocks_and_says_the_same() -> None:
@@ -317,7 +317,7 @@ def test_the_last_to_come_yields_its_blocks_and_says_the_same() -> None:
     second = request("b", (2, 2, 2), max_tokens=10)
     lab.scheduler.add_request(first)
     lab.scheduler.add_request(second)
-    while not lab.scheduler.num_preemptions:
+    while not lab.scheduler.planner.num_preemptions:
         lab.step()
         lab.scheduler.check_integrity()
     assert (lab.scheduler.num_running, lab.scheduler.num_waiting) == (1, 1)
@@ -326,7 +326,7 @@ def test_the_last_to_come_yields_its_blocks_and_says_the_same() -> None:
     for one in (first, second):
         lab.check_answer(one)
     assert list(lab.ends) == [("a", 0), ("b", 0)]
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_who_has_priority_does_not_yield() -> None:
@@ -335,7 +335,7 @@ def test_who_has_priority_does_not_yield() -> None:
     lab.step()
     lab.scheduler.add_request(request("high", (2, 2, 2), max_tokens=10, priority=1))
     lab.run()
-    assert lab.scheduler.num_preemptions
+    assert lab.scheduler.planner.num_preemptions
     assert list(lab.ends) == [("high", 0), ("low", 0)]
 
 
@@ -344,7 +344,7 @@ def test_a_preempted_sequence_goes_on_behind_what_is_still_cached() -> None:
     second = request("b", (2, 2, 2), max_tokens=10)
     lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=10))
     lab.scheduler.add_request(second)
-    while not lab.scheduler.num_preemptions:
+    while not lab.scheduler.planner.num_preemptions:
         lab.step()
     num_said = len(lab.said["b", 0])
     lab.scheduler.abort(RequestId("a"))
@@ -364,10 +364,10 @@ def test_an_abort_during_a_step_keeps_its_blocks_until_the_step_is_done() -> Non
     lab.begin()
     assert lab.scheduler.abort(RequestId("a"))
     assert not lab.scheduler.has_work
-    assert lab.scheduler.num_used_blocks == 2
+    assert lab.scheduler.pool.num_used == 2
     lab.scheduler.check_integrity()
     assert lab.finish() == []
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
     assert lab.scheduler.take_changes() == ()  # blocks of an aborted request are not cached
     lab.scheduler.check_integrity()
 
@@ -377,7 +377,7 @@ def test_an_abort_between_steps_frees_at_once() -> None:
     lab.scheduler.add_request(request("a", (1, 1, 1), max_tokens=4, n=3))
     steps(lab, 2)
     assert lab.scheduler.abort(RequestId("a"))
-    assert (lab.scheduler.num_used_blocks, lab.scheduler.has_work) == (0, False)
+    assert (lab.scheduler.pool.num_used, lab.scheduler.has_work) == (0, False)
     assert not lab.scheduler.abort(RequestId("a"))
     lab.scheduler.check_integrity()
 
@@ -420,7 +420,7 @@ def test_a_preempted_request_has_started() -> None:
     lab = Lab(scheduler(num_blocks=7))
     for name in "ab":
         lab.scheduler.add_request(request(name, (1, 1, ord(name)), max_tokens=10))
-    while not lab.scheduler.num_preemptions:
+    while not lab.scheduler.planner.num_preemptions:
         lab.step()
     assert not lab.scheduler.withdraw(RequestId("b"))
 

@@ -77,6 +77,6 @@ def test_a_preempted_sequence_is_not_counted_until_it_decodes_again() -> None:
         assert plan.stats.shared_tokens in ((0, 4, 6) if plan.stats.batch == 2 else (0,))
         lab.finish()
         lab.scheduler.check_integrity()
-    assert lab.scheduler.num_preemptions
+    assert lab.scheduler.planner.num_preemptions
     lab.check_answer(first)
     lab.check_answer(second)

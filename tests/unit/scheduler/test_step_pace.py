@@ -19,7 +19,7 @@ BOUNDS = limits(max_num_seqs=16, max_batch_tokens=2048, context_length=2048, blo
 
 def slow_lab(model: LatencyModel = SLOW, scheduling: Scheduling = Scheduling.VLLM) -> Lab:
     lab = Lab(scheduler(512, BOUNDS, scheduling))
-    lab.scheduler.pace = StepPace(model)
+    lab.scheduler.planner.pace = StepPace(model)
     return lab
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_at_most_doubles_a_step_but_adds_no_more_than_its_limit() -> No
     plan = planned(lab)
     assert 0.25 < decodes.step_s(plan.stats) <= 0.3
     slower = LatencyModel(base_s=2.0, prefill_token_s=0.01)
-    lab.scheduler.pace = StepPace(slower)
+    lab.scheduler.planner.pace = StepPace(slower)
     assert 0.15 < slower.step_s(planned(lab).stats) - slower.base_s <= SHARED_PROMPTS_S
 
 
@@ -158,7 +158,7 @@ def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come() -> 
 
 def test_no_block_that_the_first_waiting_prompt_needs_goes_to_a_later_one() -> None:
     lab = Lab(scheduler(20, BOUNDS))
-    lab.scheduler.pace = StepPace(LatencyModel(base_s=0.01, prefill_token_s=0.02))
+    lab.scheduler.planner.pace = StepPace(LatencyModel(base_s=0.01, prefill_token_s=0.02))
     lab.scheduler.add_request(request("running", (1,) * 160, max_tokens=1))  # ten of the blocks
     planned(lab)
     lab.scheduler.add_request(
@@ -180,13 +180,13 @@ def test_a_prompt_that_is_aborted_between_two_cuts_is_computed_no_further() -> N
     assert first.stats.prefill_tokens < 200
     assert lab.scheduler.abort(asked.request_id)
     assert lab.begin() is None
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_steps_that_take_longer_than_predicted_make_smaller_cuts() -> None:
     pace = StepPace(SLOW)
     lab = Lab(scheduler(512, BOUNDS))
-    lab.scheduler.pace = pace
+    lab.scheduler.planner.pace = pace
     for number in range(12):
         lab.scheduler.add_request(request(str(number), (number,) * 1000, max_tokens=1))
     sizes = []
@@ -204,7 +204,7 @@ def test_a_model_measured_on_a_machine_too_busy_to_measure_makes_no_long_steps()
     measured = LatencyModel(base_s=0.18, prefill_token_s=3.3e-5)
     real = LatencyModel(base_s=0.1, prefill_token_s=0.005, prefill_context_s=2e-6)
     lab = Lab(scheduler(512, BOUNDS))
-    lab.scheduler.pace = pace = StepPace(measured, most_timed=64)
+    lab.scheduler.planner.pace = pace = StepPace(measured, most_timed=64)
     for number in range(3):
         lab.scheduler.add_request(request(str(number), (number,) * 1464, max_tokens=1))
     times = []
@@ -220,7 +220,7 @@ def test_a_model_measured_on_a_machine_too_busy_to_measure_makes_no_long_steps()
 
 def test_no_step_has_more_than_twice_the_prompt_tokens_of_one_that_was_timed() -> None:
     lab = Lab(scheduler(512, BOUNDS))
-    lab.scheduler.pace = pace = StepPace(LatencyModel(base_s=1e-6), most_timed=40)
+    lab.scheduler.planner.pace = pace = StepPace(LatencyModel(base_s=1e-6), most_timed=40)
     lab.scheduler.add_request(request("long", (1,) * 1000, max_tokens=1))
     sizes = []
     while lab.scheduler.has_work:

@@ -24,7 +24,7 @@ class Room:
         self.request = one
         block_size = lab.scheduler.limits.block_size
         names = names_of(one, list(one.token_ids), block_size)
-        self.adopted = lab.scheduler.allocate_incoming(names.slice(0, num_blocks))
+        self.adopted = lab.scheduler.holds.allocate_incoming(names.slice(0, num_blocks))
         states = states_of(one, list(one.token_ids))
         self.states = [states[at : at + block_size] for at in range(0, len(states), block_size)]
         self.num_last = 0
@@ -66,7 +66,7 @@ def test_what_came_is_not_computed() -> None:
     lab.run()
     lab.check_answer(LONG)
     assert lab.cached[A, 0] == 12
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
     assert lab.scheduler.pool.num_registered >= 10, "others find them"
 
 
@@ -139,7 +139,7 @@ def test_first_block_of_a_room_is_unused() -> None:
     again = Room(lab, other, 2)
     room.settle()
     again.settle()
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_who_loses_its_blocks_loses_what_came() -> None:
@@ -153,7 +153,7 @@ def test_who_loses_its_blocks_loses_what_came() -> None:
     lab.begin()
     lab.finish()
     assert room.bring(2)[0] == 2  # type: ignore[index]
-    while lab.scheduler.num_running == 2 and lab.scheduler.num_preemptions == 0:
+    while lab.scheduler.num_running == 2 and lab.scheduler.planner.num_preemptions == 0:
         lab.step()
         lab.scheduler.check_integrity()
         if room.num_last < 7:
@@ -234,7 +234,7 @@ def test_cancelled_caller_keeps_nothing() -> None:
     assert room.bring() is None
     lab.finish()
     room.settle()
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0
 
 
 def test_all_that_came_for_one_that_waits_is_found() -> None:
@@ -275,7 +275,7 @@ def test_whatever_comes_when_answers_are_the_same(seed: int) -> None:
                 if rng.random() < 0.5 and room.num_last < len(room.adopted):
                     room.bring(rng.randint(1, len(room.adopted) - room.num_last))
                 elif rng.random() < 0.2:
-                    was_taken = BlockId(room.adopted[-1][1]) not in set(lab.scheduler._holds)
+                    was_taken = BlockId(room.adopted[-1][1]) not in set(lab.scheduler.holds)
                     whole = room.num_last == len(room.adopted) and not was_taken
                     room.settle(room.num_last if whole else 0)
                     rooms.remove(room)
@@ -290,4 +290,4 @@ def test_whatever_comes_when_answers_are_the_same(seed: int) -> None:
     lab.run()
     for one in asked:
         lab.check_answer(one)
-    assert lab.scheduler.num_used_blocks == 0
+    assert lab.scheduler.pool.num_used == 0

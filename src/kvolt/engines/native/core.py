@@ -127,7 +127,7 @@ class EngineCore:
 
     def withdraw(self, request_id: RequestId) -> bool:
         if self._stop_compiling(request_id):
-            self.scheduler.release_prefetched(request_id)
+            self.scheduler.prefetched.release_expected(request_id)
             return True
         if not self.scheduler.withdraw(request_id):
             return False
@@ -197,7 +197,7 @@ class EngineCore:
         )
         if self.has_work:
             self._ended_at = ended
-        if (pace := self.scheduler.pace) is not None:
+        if (pace := self.scheduler.planner.pace) is not None:
             pace.observe(stats)
         self.on_step(stats)
         self.capabilities.notify_computed()

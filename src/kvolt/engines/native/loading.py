@@ -214,7 +214,7 @@ def build_core(
         else:
             core.info = msgspec.structs.replace(info, latency=trials.latency)
             if trials.rough_latency is not None:
-                scheduler.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
+                scheduler.planner.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(f"loaded {name} in {hooks.clock.monotonic() - started:.1f} s with {num_blocks} KV blocks")

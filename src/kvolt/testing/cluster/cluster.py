@@ -322,7 +322,7 @@ class Cluster:
             await worker.run()
         finally:
             await worker.close()
-            self.seen["preempted"] += engine._scheduler.num_preemptions
+            self.seen["preempted"] += engine._scheduler.planner.num_preemptions
             if worker.tiering is not None:
                 for tier, num_blocks in worker.tiering.onboarded.items():
                     self.seen[f"from {tier}"] += num_blocks

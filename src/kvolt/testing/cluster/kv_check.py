@@ -237,8 +237,8 @@ def _held(worker: Worker) -> Iterator[str]:
     """Counts of what is still held for requests or transfers, in words."""
     engine, tiering, handoffs = _engine(worker), worker.tiering, worker.handoffs
     counts = {
-        "holds for handoffs or copies": sum(1 for _ in engine._scheduler._holds),
-        "blocks kept for submitted requests": engine._scheduler._prefetched.num_blocks,
+        "holds for handoffs or copies": sum(1 for _ in engine._scheduler.holds),
+        "blocks kept for submitted requests": engine._scheduler.prefetched.num_blocks,
         "prefills in progress": engine._prefills.num_in_progress,
         "hold deadlines": len(engine._prefills._expiry),
         "offers of KV": len(handoffs._offers) if isinstance(handoffs, Handoffs) else 0,

@@ -158,7 +158,7 @@ def answer(core: EngineCore, request: Request) -> Answer:
 def assert_at_rest(core: EngineCore) -> None:
     core.scheduler.check_integrity()
     assert not core.has_work
-    assert core.scheduler.num_used_blocks == 0
+    assert core.scheduler.pool.num_used == 0
     assert core.load().running == core.load().waiting == core.load().kv_used_blocks == 0
 
 
@@ -248,9 +248,9 @@ def chunked(core: EngineCore, requests: Sequence[Request]) -> dict[str, Answer]:
 
 def preempted(core: EngineCore, requests: Sequence[Request]) -> dict[str, Answer]:
     core.capabilities.clear_kv()
-    before = core.scheduler.num_preemptions
+    before = core.scheduler.planner.num_preemptions
     found = answers(core, *requests)
-    assert core.scheduler.num_preemptions > before
+    assert core.scheduler.planner.num_preemptions > before
     return found
 
 

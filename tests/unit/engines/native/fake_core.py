@@ -126,7 +126,7 @@ class FakeCore:
         return WorkerLoad(
             scheduler.num_running,
             scheduler.num_waiting,
-            scheduler.num_used_blocks,
+            scheduler.pool.num_used,
             scheduler.pool.num_blocks,
         )
 

@@ -217,7 +217,7 @@ def test_another_core_goes_on_where_prefill_ended(folder: Path, core: EngineCore
     assert handoff.first_tokens is not None
     assert len(handoff.block_hashes) == len(PROMPT) // BLOCK
     core.scheduler.check_integrity()
-    assert core.scheduler.num_used_blocks == -(-len(PROMPT) // BLOCK), "the prompt is not held"
+    assert core.scheduler.pool.num_used == -(-len(PROMPT) // BLOCK), "the prompt is not held"
     other = core_of(folder)
     blocks = exported(core, asked)
     assert other.capabilities.import_kv(blocks) == len(blocks)
@@ -261,7 +261,7 @@ def test_a_hold_ends_when_its_time_is_over(folder: Path) -> None:
     assert core.capabilities.next_expiry == watch.time + HOLD_S
     watch.time += HOLD_S - 0.1
     core.step()
-    assert core.scheduler.num_used_blocks > 0
+    assert core.scheduler.pool.num_used > 0
     watch.time += 0.2
     core.step()
     assert core.capabilities.next_expiry is None

@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_text_alone_batched_and_preempted(
     together = answers(core, *requests)
     tight = core_of(folder, block_size=2, kv_blocks=50, max_batch_tokens=64)
     crowded = answers(tight, *requests, *(ask(f"x{number}", PROMPT, 12, **DICE) for number in range(6)))
-    assert tight.scheduler.num_preemptions > 0
+    assert tight.scheduler.planner.num_preemptions > 0
     for name, tokens in single.items():
         assert together[name].tokens == tokens
         assert crowded[name].tokens == tokens

@@ -98,7 +98,7 @@ def test_steps_are_measured_in_turn_with_others_on_the_same_cores(folder: Path) 
 
 def test_real_steps_correct_the_times_that_prompts_are_cut_by(folder: Path) -> None:
     with closing(core_of(folder)) as core:
-        core.scheduler.pace = pace = StepPace(LatencyModel(base_s=10.0, prefill_token_s=10.0))
+        core.scheduler.planner.pace = pace = StepPace(LatencyModel(base_s=10.0, prefill_token_s=10.0))
         answer(core, ask("long", (1,) * 100, 8))
         assert 0 < pace.model.base_s < 8.0, "steps take milliseconds"
         assert 0 < pace.model.prefill_token_s < 8.0

@@ -240,7 +240,7 @@ def test_who_is_preempted_says_the_same_as_alone() -> None:
         for request in requests:
             engine.submit(request)
         await asyncio.sleep(500)
-        assert engine._scheduler.num_preemptions > 0
+        assert engine._scheduler.planner.num_preemptions > 0
         assert {request.request_id: steps.tokens(request.request_id) for request in requests} == expected
         for request in requests:
             told = [delta.cached_tokens for delta in steps.deltas(request.request_id)]
@@ -365,9 +365,9 @@ def test_what_others_read_of_an_aborted_prompt_goes_when_a_handoff_would() -> No
         assert isinstance(computing.result(), Cancelled)
         assert isinstance(waiting.result(), NotFound)
         await asyncio.sleep(4.5)
-        assert engine._scheduler.num_used_blocks == 2
+        assert engine._scheduler.pool.num_used == 2
         await asyncio.sleep(1.0)
-        assert engine._scheduler.num_used_blocks == 0
+        assert engine._scheduler.pool.num_used == 0
 
     run_engine(arguments, body)
 

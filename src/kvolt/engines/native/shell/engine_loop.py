@@ -222,7 +222,7 @@ class EngineLoop:
         try:
             self._core.submit(request)
         except KvoltError as error:
-            self._core.scheduler.release_prefetched(request_id)
+            self._core.scheduler.prefetched.release_expected(request_id)
             self._failed.append((request_id, to_info(error)))
         except Exception as error:
             log.exception("request rejected by an engine error: id=%s", request_id)
