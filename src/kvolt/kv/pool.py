@@ -29,7 +29,7 @@ from kvolt.core.kv_events import Cleared, Stored, Tier
 from kvolt.kv.changes import Change, ChangeLog, PublishedHashes
 from kvolt.kv.lifecycle import TRANSITIONS, BlockId, BlockMove, BlockState, IllegalMove, next_state
 from kvolt.kv.names import BlockName, BlockNames
-from kvolt.kv.run import Run, RunQueue
+from kvolt.kv.run import Run, RunQueue, chains, common_prefix_len
 from kvolt.kv.sealed import SealedLog
 
 # Cached: looking up an enum member is slower than most operations here.
@@ -75,11 +75,6 @@ class BlockPool:
     def num_used(self) -> int:
         """Held blocks."""
         return self.num_blocks - self.num_free
-
-    @property
-    def num_registered(self) -> int:
-        """Blocks indexed by key."""
-        return len(self._by_key)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Length of the prefix of `keys` in the pool. Changes nothing."""
@@ -241,28 +236,7 @@ class BlockPool:
 
     def contents(self) -> list[Stored]:
         """All named blocks as chains, parents first."""
-        children: dict[BlockKey | None, list[Run]] = {}
-        for run in self.runs():
-            if run.state is _REGISTERED or run.state is _INACTIVE:
-                has_parent = run.parent is not None and run.parent.key in self._by_key
-                children.setdefault(run.parent.key if run.parent and has_parent else None, []).append(run)
-        stored: list[Stored] = []
-        heads = children.pop(None, [])[::-1]
-        while heads:
-            head = run = heads.pop()
-            names = BlockNames()
-            while True:
-                names.extend(run.names)
-                for key in run.names.keys[:-1]:
-                    heads += children.get(key, ())
-                below = children.get(run.names.keys[-1])
-                if not below:
-                    break
-                heads += below[:0:-1]
-                run = below[0]
-            parent = head.parent.sequence_hash if head.parent else None
-            stored.append(Stored.from_hashes(names.sequence_hashes, parent, head.position))
-        return stored
+        return chains(self.runs(), self._by_key)
 
     # --- runs
 
@@ -294,7 +268,7 @@ class BlockPool:
                 first = run.index_of(blocks[start])
                 if first:
                     run = self._split_run(first, run)
-                num_equal = _common_prefix_len(part, run.ids)
+                num_equal = common_prefix_len(part, run.ids)
                 if num_equal < len(run.ids):
                     self._split_run(num_equal, run)
             parts.append(run)
@@ -384,7 +358,7 @@ class BlockPool:
         has_chain = parent is None or (above is not None and above.names.keys)
         if run is None or run.state is not _WRITING or not has_chain:
             return 0
-        new_names = names.slice(position, position + _common_prefix_len(blocks[position:end], run.ids))
+        new_names = names.slice(position, position + common_prefix_len(blocks[position:end], run.ids))
         if not self._by_key.keys().isdisjoint(new_names.keys):
             new_names.split_off(
                 next(index for index, key in enumerate(new_names.keys) if key in self._by_key)
@@ -432,14 +406,6 @@ class BlockPool:
             run_of = self._run_of
             for block in run.ids:
                 run_of[block] = above
-
-
-def _common_prefix_len(one: list[BlockId], other: list[BlockId]) -> int:
-    """Length of the common prefix."""
-    count = min(len(one), len(other))
-    if one[:count] == other[:count]:
-        return count
-    return next(index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
 
 
 def _not_held(block: BlockId, state: BlockState) -> IllegalMove:

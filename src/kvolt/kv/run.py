@@ -6,10 +6,11 @@ state per run instead of per block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.kv_events import Stored
 from kvolt.kv.lifecycle import BlockId, BlockMove, BlockState, next_state
 from kvolt.kv.names import BlockName, BlockNames
 
@@ -120,3 +121,37 @@ class RunQueue:
         assert newer is not None
         run.older, run.newer = older, newer
         older.newer = newer.older = run
+
+
+def chains(runs: Iterable[Run], indexed: Container[BlockKey]) -> list[Stored]:
+    """Named blocks of these runs as chains, parents first; `indexed`: keys of all named blocks."""
+    children: dict[BlockKey | None, list[Run]] = {}
+    for run in runs:
+        if run.state in (BlockState.REGISTERED, BlockState.INACTIVE):
+            has_parent = run.parent is not None and run.parent.key in indexed
+            children.setdefault(run.parent.key if run.parent and has_parent else None, []).append(run)
+    stored: list[Stored] = []
+    heads = children.pop(None, [])[::-1]
+    while heads:
+        head = run = heads.pop()
+        names = BlockNames()
+        while True:
+            names.extend(run.names)
+            for key in run.names.keys[:-1]:
+                heads += children.get(key, ())
+            below = children.get(run.names.keys[-1])
+            if not below:
+                break
+            heads += below[:0:-1]
+            run = below[0]
+        parent = head.parent.sequence_hash if head.parent else None
+        stored.append(Stored.from_hashes(names.sequence_hashes, parent, head.position))
+    return stored
+
+
+def common_prefix_len(one: list[BlockId], other: list[BlockId]) -> int:
+    """Length of the common prefix."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next(index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])

@@ -49,7 +49,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.allocate(1) is None
     assert pool.allocate(0) == []
     pool.release(blocks)
-    assert (pool.num_free, pool.num_used, pool.num_registered) == (3, 0, 0)
+    assert (pool.num_free, pool.num_used, len(pool._by_key)) == (3, 0, 0)
     check_pool(pool)
 
 
@@ -64,14 +64,14 @@ def test_a_registered_prefix_is_found_and_shared() -> None:
     pool.release(reversed(blocks))
     assert pool.num_used == 2
     pool.release(reversed(blocks[:2]))
-    assert (pool.num_used, pool.num_registered) == (0, 3)
+    assert (pool.num_used, len(pool._by_key)) == (0, 3)
     check_pool(pool)
 
 
 def test_what_is_released_without_a_name_cannot_be_found() -> None:
     pool = BlockPool(2)
     pool.release(allocated(pool, 2))
-    assert pool.num_registered == 0
+    assert len(pool._by_key) == 0
     assert pool.take_changes() == ()
 
 
@@ -131,7 +131,7 @@ def test_a_duplicate_has_no_effect_and_is_freed_at_its_end() -> None:
     assert pool.block_of(name_of((1,)).key) == first[0]
     pool.release(second)
     assert pool.take_changes() == ()
-    assert (pool.num_used, pool.num_registered) == (1, 1)
+    assert (pool.num_used, len(pool._by_key)) == (1, 1)
     check_pool(pool)
 
 
@@ -161,7 +161,7 @@ def test_duplicates_inherit_in_turn() -> None:
         pool.release([block])
         assert pool.block_of(name_of((1,)).key) == after
         check_pool(pool)
-    assert (pool.num_used, pool.num_registered) == (0, 1)
+    assert (pool.num_used, len(pool._by_key)) == (0, 1)
 
 
 def test_a_held_block_takes_the_name_of_an_inactive_one() -> None:
@@ -174,7 +174,7 @@ def test_a_held_block_takes_the_name_of_an_inactive_one() -> None:
     assert pool.block_of(name_of((1,)).key) == blocks[0]
     assert pool.match(keys_of((1, 2))) == 2
     assert pool.take_changes() == ()
-    assert (pool.num_used, pool.num_registered) == (2, 2)
+    assert (pool.num_used, len(pool._by_key)) == (2, 2)
 
 
 def test_a_block_below_one_without_a_name_gets_none() -> None:
@@ -182,7 +182,7 @@ def test_a_block_below_one_without_a_name_gets_none() -> None:
     blocks = allocated(pool, 2)
     assert not pool.register(blocks[1], name_of((1, 2)), blocks[0], 1)
     assert pool.name_of(blocks[1]) is None
-    assert pool.num_registered == 0
+    assert len(pool._by_key) == 0
     pool.register(blocks[0], name_of((1,)), None, 0)
     assert pool.register(blocks[1], name_of((1, 2)), blocks[0], 1)
 
@@ -211,7 +211,7 @@ def test_clearing_forgets_every_name_and_leaves_blocks_to_their_holders() -> Non
     more = allocated(pool, 1)
     assert not pool.register(more[0], name_of((1, 2, 3)), held[-1], 2)  # its parent is not indexed
     pool.release([*more, *reversed(held), *twin])
-    assert (pool.num_used, pool.num_free, pool.num_registered) == (0, 8, 0)
+    assert (pool.num_used, pool.num_free, len(pool._by_key)) == (0, 8, 0)
     check_pool(pool)
 
 
@@ -349,7 +349,7 @@ def test_a_name_twice_in_one_sequence_is_a_duplicate() -> None:
     names = BlockNames.of([name_of((1,)), name_of((2,)), name_of((1,))])
     pool.register_run(blocks, names, 0, 3)
     check_pool(pool)
-    assert pool.num_registered == 2
+    assert len(pool._by_key) == 2
     pool.release(reversed(blocks))
     check_pool(pool)
 

@@ -77,13 +77,13 @@ def test_kv_moves_from_one_scheduler_to_another() -> None:
     blocks, names = kept
     adopted = there.scheduler.holds.allocate_incoming(names)
     assert [position for position, _ in adopted] == [0, 1, 2]
-    assert there.scheduler.pool.num_registered == 0
+    assert len(there.scheduler.pool._by_key) == 0
     there.scheduler.check_integrity()
     for position, block in adopted:
         there.fill(block, [here.memory[blocks[position], offset] for offset in range(2)])
     there.scheduler.commit_incoming(adopted)
     there.scheduler.check_integrity()
-    assert (there.scheduler.pool.num_used, there.scheduler.pool.num_registered) == (0, 3)
+    assert (there.scheduler.pool.num_used, len(there.scheduler.pool._by_key)) == (0, 3)
     assert there.scheduler.holds.allocate_incoming(names) == []
     assert there.scheduler.pool.num_used == 0
     moved = request("a", prompt, max_tokens=4, prior_tokens=tuple(here.said[A, 0]))
@@ -123,14 +123,14 @@ def test_what_did_not_come_is_freed() -> None:
     holds = BlockHolds(pool)
     adopted = holds.allocate_incoming(names_of((1, 2, 3)))
     holds.commit_incoming(adopted, num_filled=1)
-    assert (pool.num_registered, pool.num_used) == (1, 0)
+    assert (len(pool._by_key), pool.num_used) == (1, 0)
     adopted = holds.allocate_incoming(names_of((1, 2, 3)))
     assert [position for position, _ in adopted] == [1, 2]
     holds.commit_incoming(adopted, num_filled=1)
-    assert (pool.num_registered, pool.num_used) == (2, 0)
+    assert (len(pool._by_key), pool.num_used) == (2, 0)
     adopted = holds.allocate_incoming(names_of((1, 2, 3)))
     holds.commit_incoming(adopted, num_filled=0)
-    assert (pool.num_registered, pool.num_used) == (2, 0)
+    assert (len(pool._by_key), pool.num_used) == (2, 0)
     check_pool(pool)
 
 
@@ -149,4 +149,4 @@ def test_what_was_computed_here_meanwhile_is_not_there_twice() -> None:
     lab.fill(adopted[0][1], [state, digest(state, 2)])
     lab.scheduler.commit_incoming(adopted)
     lab.scheduler.check_integrity()
-    assert (lab.scheduler.pool.num_registered, lab.scheduler.pool.num_used) == (1, 0)
+    assert (len(lab.scheduler.pool._by_key), lab.scheduler.pool.num_used) == (1, 0)

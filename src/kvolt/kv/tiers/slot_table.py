@@ -208,7 +208,7 @@ class SlotTable:
             entry.move(BlockMove.RELEASE)
             self._num_writing -= 1
             self._remove_child(entry)
-            self._free_slot(entry.slot)
+            heapq.heappush(self._free, entry.slot)
 
     def restore(self, block: TierBlock, slot: Slot, checksum: int) -> None:
         """Index a block found in its slot at startup."""
@@ -270,7 +270,7 @@ class SlotTable:
         for slot in slots:
             entry = self._evicting.pop(slot)
             entry.move(BlockMove.EVICT)
-            self._free_slot(slot)
+            heapq.heappush(self._free, slot)
 
     def take_changes(self) -> tuple[Change, ...]:
         """Changes since the last call, in order; the complete contents if there were too many."""
@@ -340,7 +340,7 @@ class SlotTable:
             self._evicting[entry.slot] = entry
         else:
             entry.move(BlockMove.EVICT)
-            self._free_slot(entry.slot)
+            heapq.heappush(self._free, entry.slot)
 
     def _remove_child(self, entry: _Entry) -> None:
         """Uncount a child; a parent without children becomes an eviction candidate, as the oldest if not accessed
@@ -356,9 +356,6 @@ class SlotTable:
         parent_entry = self._entries.get(parent)
         if parent_entry is not None and _is_indexed(parent_entry):
             self._eviction.admit(parent, is_old=parent_entry.accessed_at <= entry.accessed_at)
-
-    def _free_slot(self, slot: Slot) -> None:
-        heapq.heappush(self._free, slot)
 
     def _record_stored(self, block: TierBlock) -> None:
         self._hashes.add_all([block.sequence_hash])

@@ -107,7 +107,7 @@ def test_real_steps_correct_the_times_that_prompts_are_cut_by(folder: Path) -> N
 def test_nothing_is_left_behind(measured: EngineCore, plain: EngineCore) -> None:
     pool = measured.scheduler.pool
     assert_at_rest(measured)
-    assert (pool.num_registered, pool.num_free) == (0, measured.info.capacity.kv_total_blocks)
+    assert (len(pool._by_key), pool.num_free) == (0, measured.info.capacity.kv_total_blocks)
     assert measured.capabilities.kv_contents() == ()
     assert measured.scheduler.take_changes() == ()
     assert measured.step() is None
