@@ -37,7 +37,7 @@ def all_of(pool: BlockPool) -> dict[str, Any]:
         "blocks": {block.id: block for run in pool.runs() for block in blocks_of(run)},
         "inactive": [block for run in pool._inactive for block in reversed(run.ids)],
         "free": pool._free,
-        "books": (pool._by_key, pool._duplicates, pool._hashes.counts()),
+        "books": (pool._by_key, pool._duplicates, pool._log.published.counts()),
     }
 
 

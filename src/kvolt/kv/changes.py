@@ -7,7 +7,7 @@ event ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
@@ -29,6 +29,7 @@ class ChangeLog:
         "_tier",
         "is_lost",
         "limit",
+        "published",
     )
 
     def __init__(self, limit: int, tier: Tier = Tier.DEVICE) -> None:
@@ -36,18 +37,23 @@ class ChangeLog:
         self._tier = tier
         self._parent: SequenceHash | None = None
         self._position = 0
+        self.published = PublishedHashes()
         self._reset()
 
     def store_run(self, names: BlockNames, parent: SequenceHash | None, position: int) -> None:
         """Record stored consecutive blocks; `parent` and `position` of the first."""
-        if self._is_full(len(names)):
-            return
+        self.published.add_all(names.sequence_hashes)
+        if not self._is_full(len(names)):
+            self._append(names, parent, position)
+
+    def _append(self, names: BlockNames, parent: SequenceHash | None, position: int) -> None:
         if not (self._stored and parent == self._stored[-1]):
             self._close()
             self._parent, self._position = parent, position
         self._stored += names.sequence_hashes
 
     def remove_run(self, hashes: Sequence[SequenceHash]) -> None:
+        hashes = self.published.remove_all(hashes)
         if not hashes or self._is_full(len(hashes)):
             return
         if self._stored:
@@ -56,6 +62,7 @@ class ChangeLog:
 
     def clear(self) -> None:
         """Record that the pool was cleared, which supersedes earlier changes."""
+        self.published.clear()
         self._reset()
         self._changes.append(Cleared(self._tier))
 
@@ -65,6 +72,12 @@ class ChangeLog:
         changes = tuple(self._changes)
         self._reset()
         return changes
+
+    def complete(self, runs: Iterable[tuple[BlockNames, SequenceHash | None, int]]) -> tuple[Change, ...]:
+        """These runs as changes, all of them: the complete contents."""
+        for run in runs:
+            self._append(*run)
+        return self.take()
 
     def _reset(self) -> None:
         self._changes: list[Change] = []

@@ -99,3 +99,12 @@ def next_state(block: BlockId, state: BlockState, move: BlockMove) -> BlockState
             f"block {block} is {state}: it cannot {move}", block=block, state=state.value, move=move.value
         )
     return successor
+
+
+def not_held(block: BlockId, state: BlockState) -> IllegalMove:
+    return IllegalMove(
+        f"block {block} is {state}, not held: it cannot be retained or released",
+        block=block,
+        state=state.value,
+        move="release",
+    )

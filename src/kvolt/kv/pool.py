@@ -26,19 +26,15 @@ from collections.abc import Iterable, Sequence
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, Stored, Tier
-from kvolt.kv.changes import Change, ChangeLog, PublishedHashes
-from kvolt.kv.lifecycle import TRANSITIONS, BlockId, BlockMove, BlockState, IllegalMove, next_state
+from kvolt.kv.changes import Change, ChangeLog
+from kvolt.kv.lifecycle import TRANSITIONS, BlockId, BlockMove, BlockState, IllegalMove, next_state, not_held
 from kvolt.kv.names import BlockName, BlockNames
 from kvolt.kv.run import Run, RunQueue, chains, common_prefix_len
 from kvolt.kv.sealed import SealedLog
 
 # Cached: looking up an enum member is slower than most operations here.
-_WRITING, _DUPLICATE, _REGISTERED, _INACTIVE = (
-    BlockState.WRITING,
-    BlockState.DUPLICATE,
-    BlockState.REGISTERED,
-    BlockState.INACTIVE,
-)
+_WRITING, _DUPLICATE = BlockState.WRITING, BlockState.DUPLICATE
+_REGISTERED, _INACTIVE = BlockState.REGISTERED, BlockState.INACTIVE
 _ALLOCATED = TRANSITIONS[BlockState.FREE, BlockMove.ALLOCATE]
 
 
@@ -61,7 +57,6 @@ class BlockPool:
         self._by_key: dict[BlockKey, BlockId] = {}
         self._duplicates: dict[BlockKey, list[BlockId]] = {}
         self._publishes_changes = publishes_changes
-        self._hashes = PublishedHashes()
         self._log = ChangeLog(limit=2 * num_blocks)
         self.sealed: SealedLog | None = None
         """Records newly named blocks, if set."""
@@ -191,11 +186,10 @@ class BlockPool:
             old = self._alone(known)
             self._inactive.remove(old)
             self._free_named(old)
-            self._name(run, BlockNames.of([name]), parent_name, position)
-            return True
         self._name(run, BlockNames.of([name]), parent_name, position)
-        self._record_stored(run)
-        self._join(run, parent)
+        if known is None:
+            self._record_stored(run)
+            self._join(run, parent)
         return True
 
     def register_run(self, blocks: list[BlockId], names: BlockNames, start: int, end: int) -> None:
@@ -222,7 +216,6 @@ class BlockPool:
         self._by_key.clear()
         self._duplicates.clear()
         if self._publishes_changes:
-            self._hashes.clear()
             self._log.clear()
         return num_names
 
@@ -262,7 +255,7 @@ class BlockPool:
         while start < len(blocks):
             run = self._run_at(blocks[start])
             if run is None:
-                raise _not_held(blocks[start], BlockState.FREE)
+                raise not_held(blocks[start], BlockState.FREE)
             part = blocks[start : start + len(run.ids)]
             if part != run.ids:
                 first = run.index_of(blocks[start])
@@ -284,7 +277,7 @@ class BlockPool:
         parts = self._parts(blocks)
         for run in parts:
             if not run.num_holders:
-                raise _not_held(run.ids[0], run.state)
+                raise not_held(run.ids[0], run.state)
         if len(set(blocks)) != len(blocks):
             raise IllegalMove(f"duplicate block in one {move}", move=move)
         return parts
@@ -342,7 +335,7 @@ class BlockPool:
                 del by_key[key]
             if self._publishes_changes:
                 hashes.reverse()
-                removed += self._hashes.remove_all(hashes)
+                removed += hashes
             ids.reverse()
             evicted += ids
         self._log.remove_run(removed)
@@ -385,7 +378,6 @@ class BlockPool:
             self.sealed.add_run(run.names.keys[-1], parent_key, run.position)
         if not self._publishes_changes:
             return
-        self._hashes.add_all(run.names.sequence_hashes)
         parent = None if run.parent is None else run.parent.sequence_hash
         self._log.store_run(run.names, parent, run.position)
 
@@ -406,12 +398,3 @@ class BlockPool:
             run_of = self._run_of
             for block in run.ids:
                 run_of[block] = above
-
-
-def _not_held(block: BlockId, state: BlockState) -> IllegalMove:
-    return IllegalMove(
-        f"block {block} is {state}, not held: it cannot be retained or released",
-        block=block,
-        state=state.value,
-        move="release",
-    )

@@ -58,7 +58,9 @@ def check_pool(pool: BlockPool) -> None:
     assert len(pool._by_key) == counts.total(), "a key is indexed for a block without it"
     assert duplicates == {key: len(ids) for key, ids in pool._duplicates.items()}, "duplicates are miscounted"
     counts = counts if pool._publishes_changes else Counter()
-    assert counts == pool._hashes.counts(), f"hashes: {counts} present, {pool._hashes.counts()} counted"
+    assert counts == pool._log.published.counts(), (
+        f"hashes: {counts} present, {pool._log.published.counts()} counted"
+    )
 
 
 def blocks_of(run: Run) -> Iterator[Block]:

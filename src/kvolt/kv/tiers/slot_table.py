@@ -21,7 +21,7 @@ from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, Tier
-from kvolt.kv.changes import Change, ChangeLog, PublishedHashes
+from kvolt.kv.changes import Change, ChangeLog
 from kvolt.kv.lifecycle import BlockId, BlockMove, BlockState, next_state
 from kvolt.kv.names import BlockNames
 from kvolt.kv.tiers.eviction import new_eviction
@@ -81,7 +81,6 @@ class SlotTable:
         """Held blocks to remove on release."""
         self._num_writing = 0
         self._num_accesses = 0
-        self._hashes = PublishedHashes()
         self._log = ChangeLog(2 * num_slots, tier)
 
     def __len__(self) -> int:
@@ -194,7 +193,7 @@ class SlotTable:
             entry.move(BlockMove.REGISTER)
             self._num_writing -= 1
             entry.accessed_at = self._num_accesses
-            self._record_stored(entry.block)
+            self._log.store_run(*_run_of(entry.block))
             if self._is_leaf(entry):
                 self._eviction.admit(key)
             entry.num_holders -= 1
@@ -217,7 +216,7 @@ class SlotTable:
         self._entries[block.key] = entry
         self._add_child(block)
         self._num_touched = max(self._num_touched, slot + 1)
-        self._record_stored(block)
+        self._log.store_run(*_run_of(block))
         if self._is_leaf(entry):
             self._eviction.admit(block.key)
 
@@ -278,10 +277,8 @@ class SlotTable:
         changes = self._log.take()
         if not is_lost:
             return changes
-        for entry in self._entries.values():
-            if _is_indexed(entry):
-                self._log.store_run(*_run_of(entry.block))
-        return (Cleared(self.tier), *self._log.take())
+        indexed = (entry.block for entry in self._entries.values() if _is_indexed(entry))
+        return (Cleared(self.tier), *self._log.complete(map(_run_of, indexed)))
 
     def _shrink(self) -> None:
         """Evict excess blocks that are not held."""
@@ -334,7 +331,7 @@ class SlotTable:
         del self._entries[block.key]
         self._invalid.discard(block.key)
         self._remove_child(entry)
-        self._log.remove_run(self._hashes.remove_all([block.sequence_hash]))
+        self._log.remove_run([block.sequence_hash])
         if self._is_durable:
             entry.move(BlockMove.START_EVICTION)
             self._evicting[entry.slot] = entry
@@ -356,10 +353,6 @@ class SlotTable:
         parent_entry = self._entries.get(parent)
         if parent_entry is not None and _is_indexed(parent_entry):
             self._eviction.admit(parent, is_old=parent_entry.accessed_at <= entry.accessed_at)
-
-    def _record_stored(self, block: TierBlock) -> None:
-        self._hashes.add_all([block.sequence_hash])
-        self._log.store_run(*_run_of(block))
 
     def check_integrity(self) -> None:
         """AssertionError if the table is inconsistent."""
