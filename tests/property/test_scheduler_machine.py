@@ -380,7 +380,7 @@ def replaced(template: Request, request_id: RequestId) -> Request:
 
 
 def running(one: object) -> list[Sequence]:
-    sequences: list[Sequence] = one._planner.running  # type: ignore[attr-defined]
+    sequences: list[Sequence] = one.planner.running  # type: ignore[attr-defined]
     assert all(sequence.phase is Phase.RUNNING for sequence in sequences)
     return sequences
 

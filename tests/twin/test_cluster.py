@@ -110,7 +110,7 @@ def keep_blocks_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     abort = Scheduler.abort
 
     def keep(self: Scheduler, request_id: RequestId) -> bool:
-        for sequence in self._planner.running:
+        for sequence in self.planner.running:
             if sequence.request.request_id == request_id:
                 self.pool.retain(sequence.blocks)
         return abort(self, request_id)

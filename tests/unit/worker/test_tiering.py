@@ -214,7 +214,7 @@ async def test_blocks_that_are_faster_to_compute_are_not_onboarded() -> None:
         tokens, onboarded = await at.answer(request("again", 10))
         assert tokens == expected
         assert onboarded == 0
-        assert at.tiering.num_declined == 8
+        assert at.tiering.report().num_declined == 8
     slow = LatencyModel(base_s=1e-3, prefill_token_s=1e-2)
     async with tiered(model=slow) as at:
         await at.answer(request("first", 10))
