@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from codecs import utf_8_decode
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -102,46 +103,30 @@ class SentencePieceDecoding:
 
     def detokenizer(self, skip_special_tokens: bool) -> SentencePieceDetokenizer:
         pieces = self._pieces[skip_special_tokens]
-        return SentencePieceDetokenizer(self._tokens, self._rules, pieces, skip_special_tokens)
+        return SentencePieceDetokenizer(
+            self._tokens, self._rules, pieces, skip_special_tokens, self._rules.num_strip
+        )
 
     def _plain_json(self, token: str) -> bytes | None:
         piece = self._rules.piece(token)
         return None if isinstance(piece, int) else json_escaped(piece)
 
 
+@dataclass(slots=True, eq=False)
 class SentencePieceDetokenizer:
     """Buffers a run of byte tokens until it ends or is invalid."""
 
-    __slots__ = (
-        "_first",
-        "_num_strip",
-        "_pieces",
-        "_rules",
-        "_run",
-        "_settled",
-        "_skips",
-        "_tokens",
-        "clean",
-    )
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        rules: SentencePieceRules,
-        pieces: TokenTable[str | int | None],
-        skip_special_tokens: bool,
-    ) -> None:
-        self._tokens = tokens
-        self._rules = rules
-        self._pieces = pieces
-        """None for tokens that the decoder does not get; they do not end a run either."""
-        self._skips = skip_special_tokens
-        self._first = True
-        self._num_strip = rules.num_strip
-        self._run: _ByteRun | None = None
-        self._settled = False
-        """After the start of the text and outside a run of bytes."""
-        self.clean = False
+    _tokens: Tokens
+    _rules: SentencePieceRules
+    _pieces: TokenTable[str | int | None]
+    """None for tokens that the decoder does not get; they do not end a run either."""
+    _skips: bool
+    _num_strip: int
+    _first: bool = True
+    _run: _ByteRun | None = None
+    _settled: bool = False
+    """After the start of the text and outside a run of bytes."""
+    clean: bool = False
 
     def feed(self, token_id: int) -> str:
         piece = self._pieces[token_id]

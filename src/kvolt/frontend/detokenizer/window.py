@@ -13,6 +13,7 @@ the end is emitted as in batch decoding, as long as the text so far agrees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
@@ -50,36 +51,23 @@ class WindowDecoding:
         return WindowDetokenizer(self._tokenizer, self._tokens, skip_special_tokens)
 
 
+@dataclass(slots=True, eq=False)
 class WindowDetokenizer:
     """Keeps all tokens and text until `finish`."""
 
-    __slots__ = (
-        "_emitted",
-        "_ids",
-        "_known",
-        "_num_emitted",
-        "_skips",
-        "_start",
-        "_tokenizer",
-        "_tokens",
-        "_try_at",
-        "clean",
-    )
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Tokens, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = tokens
-        self._skips = skip_special_tokens
-        self._ids: list[int] = []
-        self._emitted: list[str] = []
-        self._num_emitted = 0
-        """Tokens whose text was emitted."""
-        self._start = 0
-        """Start of the window."""
-        self._known = ""
-        """Text of the window's tokens whose text was emitted."""
-        self._try_at = 0
-        self.clean = False
+    _tokenizer: Tokenizer
+    _tokens: Tokens
+    _skips: bool
+    _ids: list[int] = field(default_factory=list)
+    _emitted: list[str] = field(default_factory=list)
+    _num_emitted: int = 0
+    """Tokens whose text was emitted."""
+    _start: int = 0
+    """Start of the window."""
+    _known: str = ""
+    """Text of the window's tokens whose text was emitted."""
+    _try_at: int = 0
+    clean: bool = False
 
     def feed(self, token_id: int) -> str:
         if self._tokens.decoder_input(token_id, self._skips) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -12,45 +13,32 @@ from kvolt.frontend.metrics.edge_metrics import FrontendMetrics, ModelSeries
 from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, error_type_label, status_of
 
 
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """A context manager around all that is done for a request: what leaves it says how the request ended.
 
     A stream outlives its handler: `hand_over`, then a second `with` around the writing.
     """
 
-    __slots__ = (
-        "_endpoint",
-        "_first_at",
-        "_handed_over",
-        "_marked_at",
-        "_metrics",
-        "_model",
-        "_now",
-        "_series",
-        "_started_at",
-        "cached_tokens",
-        "failure",
-        "on_end",
-        "output_tokens",
-        "streams",
-    )
+    _metrics: FrontendMetrics
+    _endpoint: str
+    _now: Callable[[], float]
+    started_at: float = field(init=False)
+    _marked_at: float = field(init=False)
+    _first_at: float | None = None
+    _handed_over: bool = False
+    _model: str = "other"
+    _series: ModelSeries | None = None
+    streams: bool = False
+    on_end: Callable[[], None] | None = None
+    """Gives back the request's place."""
+    failure: KvoltError | None = None
+    """Told to the client inside its stream."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
 
-    def __init__(self, metrics: FrontendMetrics, endpoint: str, now: Callable[[], float]) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._now = now
-        self._started_at = self._marked_at = now()
-        self._first_at: float | None = None
-        self._handed_over = False
-        self._model = "other"
-        self._series: ModelSeries | None = None
-        self.streams = False
-        self.on_end: Callable[[], None] | None = None
-        """Gives back the request's place."""
-        self.failure: KvoltError | None = None
-        """Told to the client inside its stream."""
-        self.output_tokens = 0
-        self.cached_tokens = 0
+    def __post_init__(self) -> None:
+        self.started_at = self._marked_at = self._now()
 
     def __enter__(self) -> Self:
         self._handed_over = False
@@ -88,7 +76,7 @@ class RequestRecord:
         if self._first_at is None and self._series is not None:
             self._first_at = self._now()
             self._metrics.stages["first_delta"].observe(self._first_at - self._marked_at)
-            self._series.time_to_first_token.observe(self._first_at - self._started_at)
+            self._series.time_to_first_token.observe(self._first_at - self.started_at)
 
     def on_token_gap(self, seconds: float, num_tokens: int) -> None:
         if self._series is not None:
@@ -99,9 +87,9 @@ class RequestRecord:
     def timing(self) -> dict[str, float]:
         """In milliseconds, by the names of `nvext.timing`."""
         now = self._now()
-        told = {"total_time_ms": (now - self._started_at) * 1e3}
+        told = {"total_time_ms": (now - self.started_at) * 1e3}
         if self._first_at is not None:
-            told["ttft_ms"] = (self._first_at - self._started_at) * 1e3
+            told["ttft_ms"] = (self._first_at - self.started_at) * 1e3
         return told
 
     def timing_headers(self) -> dict[str, str]:
@@ -117,12 +105,8 @@ class RequestRecord:
         return self._model, self._endpoint, "stream" if self.streams else "unary"
 
     @property
-    def started_at(self) -> float:
-        return self._started_at
-
-    @property
     def elapsed_s(self) -> float:
-        return self._now() - self._started_at
+        return self._now() - self.started_at
 
     def _end(self, error: BaseException | None) -> None:
         if self.on_end is not None:
@@ -133,7 +117,7 @@ class RequestRecord:
             metrics.started[labels] += 1
         else:
             series.active -= 1
-            series.request_duration.observe(self._now() - self._started_at)
+            series.request_duration.observe(self._now() - self.started_at)
             series.output_tokens.observe(self.output_tokens)
             series.output_tokens_total += self.output_tokens
             series.cached_tokens.observe(self.cached_tokens)
