@@ -17,8 +17,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from operator import attrgetter
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -35,6 +36,7 @@ _NORMAL = 1.96
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+Row = TypeVar("Row")
 
 
 class BrokenRun(Exception):
@@ -84,6 +86,16 @@ def parser_for(
 def peer_folder() -> Path:
     named = os.environ.get("KVOLT_PEER")
     return Path(named) if named else Path.home() / ".cache" / "kvolt-peer"
+
+
+def peer_unless_smoke(options: argparse.Namespace, find: Callable[..., Item]) -> Item | None:
+    """What `find` returns for the peer's folder; None in a smoke run without the peer."""
+    try:
+        return find(options.peer_dir, may_install=not options.smoke)
+    except Missing:
+        if not options.smoke:
+            raise
+        return None
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -179,10 +191,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def spread_text(values: Sequence[float], form: str = ".2f", empty: str = "-") -> str:
-    return spread(values).text(form) if values else empty
-
-
 def interval(values: Sequence[float]) -> Interval:
     """Student's t interval of the mean."""
     mean, freedom = statistics.fmean(values), len(values) - 1
@@ -192,26 +200,107 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, quantile * statistics.stdev(values) / len(values) ** 0.5)
 
 
-def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Ratios by round, of the rounds that both have: within a round both ran on the same machine."""
-    return [value / theirs[number] for number, value in ours.items() if number in theirs]
+# --- rows to tables
 
 
-# --- text
+class Figure(NamedTuple):
+    """A column (or line) of a table: title, value of a row, format, and what rounds are folded to."""
+
+    title: str
+    of: str | Callable[[Any], Any]
+    """Field or function of a row."""
+    form: str = ".2f"
+    fold: Callable[[Sequence[Any]], Any] = spread
+
+    def value(self, row: object) -> Any:
+        return attrgetter(self.of)(row) if isinstance(self.of, str) else self.of(row)
 
 
-def table(head: str | Sequence[str], body: Sequence[Sequence[str]]) -> str:
+class Rows(Generic[Row]):
+    """Rows of several rounds or seeds, selected and compared round by round."""
+
+    def __init__(self, rows: Sequence[Row], by: str = "round") -> None:
+        self.rows, self._by = rows, by
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def where(self, **fields: object) -> Rows[Row]:
+        return self.only(lambda row: all(getattr(row, name) == value for name, value in fields.items()))
+
+    def only(self, is_meant: Callable[[Row], bool]) -> Rows[Row]:
+        return Rows([row for row in self.rows if is_meant(row)], self._by)
+
+    def each(self, *fields: str) -> Iterator[tuple[Any, Rows[Row]]]:
+        """Values of the fields (of one: the value itself) with their rows, in order of appearance."""
+        groups: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(attrgetter(*fields)(row), []).append(row)
+        for key, group in groups.items():
+            yield key, Rows(group, self._by)
+
+    def values(self, figure: Figure) -> dict[Any, Any]:
+        """By round."""
+        return {attrgetter(self._by)(row): figure.value(row) for row in self.rows}
+
+    def fold(self, figure: Figure) -> Any:
+        """Over all rounds; None without rows."""
+        return figure.fold([figure.value(row) for row in self.rows]) if self.rows else None
+
+    def cells(self, figures: Sequence[Figure]) -> list[str]:
+        return [cell(self.fold(figure), figure.form) for figure in figures]
+
+    def over(self, other: Rows[Row], figure: Figure, theirs: Figure | None = None) -> Spread | None:
+        """Ratio to others (to another figure of theirs) within each round; None where no round has both."""
+        mine, peers = self.values(figure), other.values(theirs or figure)
+        found = [value / peers[number] for number, value in mine.items() if number in peers]
+        return spread(found) if found else None
+
+
+def cell(value: Any, form: str = "") -> str:
+    """A value in a table: "-" for None."""
+    if isinstance(value, Spread | Interval):
+        return value.text(form or ".2f")
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return format(value, form)
+
+
+def table(head: str | Sequence[str], body: Sequence[Sequence[object]]) -> str:
     """Aligned columns; `head` may be one text with ` | ` between the columns."""
     head = head.split(" | ") if isinstance(head, str) else head
-    widths = [max(len(row[at]) for row in (head, *body)) for at in range(len(head))]
-    rows = [head, ["-" * width for width in widths], *body]
+    texts = [[each if isinstance(each, str) else cell(each) for each in row] for row in body]
+    widths = [max(len(row[at]) for row in (head, *texts)) for at in range(len(head))]
+    rows = [head, ["-" * width for width in widths], *texts]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def goal(text: str, met: bool, value: str) -> str:
-    return f"goal {'met   ' if met else 'missed'}  {text}: {value}"
+def row_table(figures: Sequence[Figure], rows: Sequence[object]) -> str:
+    """A line for each row."""
+    body = [[cell(each.value(row), each.form) for each in figures] for row in rows]
+    return table([each.title for each in figures], body)
+
+
+def comparison(
+    title: str, figures: Sequence[Figure], sides: Mapping[str, Rows[Any]], ours: str, theirs: str
+) -> str:
+    """A line for each figure, a column for each side, and the ratio of `ours` to `theirs` where both ran."""
+    both = ours in sides and theirs in sides
+    body = [
+        (
+            figure.title,
+            *(side.cells([figure])[0] for side in sides.values()),
+            *([sides[ours].over(sides[theirs], figure)] if both else []),
+        )
+        for figure in figures
+    ]
+    return table((title, *sides, *([f"{ours} / {theirs}"] if both else [])), body)
+
+
+def goal(text: str, met: bool, value: object) -> str:
+    return f"goal {'met   ' if met else 'missed'}  {text}: {cell(value)}"
 
 
 # --- results

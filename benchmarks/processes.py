@@ -1,9 +1,11 @@
-"""Systems under test as processes: started in a folder of their own, metered, stopped at the end."""
+"""Systems under test as processes: started in a folder of their own, stopped at the end."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,74 +30,7 @@ from kvolt.cli.health import served_models
 KVOLT = (sys.executable, "-m", "kvolt")
 _READY_S = 180.0
 _STOP_S = 10.0
-_ANSWER_S = 125.0
 _LOG_TAIL_CHARACTERS = 2000
-
-
-class Meter:
-    """CPU and memory of processes, their threads and their children, since they started."""
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._roots = [psutil.Process(pid) for pid in pids]
-
-    def cpu_s(self) -> float:
-        """User and system time, of children that have ended as well."""
-        return sum(sum(process.cpu_times()[:4]) for process in self._family())
-
-    def rss_bytes(self) -> int:
-        return sum(process.memory_info().rss for process in self._family())
-
-    def _family(self) -> list[psutil.Process]:
-        try:
-            return [each for root in self._roots for each in (root, *root.children(recursive=True))]
-        except psutil.NoSuchProcess as error:
-            raise BrokenRun(f"process {error.pid} has ended") from None
-
-
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of the machine during a run, in cores."""
-
-    wall_s: float
-    own_cores: float
-    """Used by the benchmark's processes."""
-    other_cores: float
-    stolen_cores: float
-    """Taken by the host of a virtual machine."""
-
-
-class NoiseMeter:
-    """CPU of a family of processes (default: this one's) and of all others, since its creation."""
-
-    def __init__(self, pid: int | None = None) -> None:
-        self._root = psutil.Process(pid)
-        self._start = time.perf_counter()
-        self._own_s, (self._busy_s, self._stolen_s) = self._family_s(), _machine_s()
-
-    def notes(self) -> Notes:
-        wall_s = time.perf_counter() - self._start
-        own_s, (busy_s, stolen_s) = self._family_s(), _machine_s()
-        own = (own_s - self._own_s) / wall_s
-        return Notes(
-            wall_s=round(wall_s, 1),
-            own_cores=round(own, 3),
-            other_cores=round(max(0.0, (busy_s - self._busy_s) / wall_s - own), 3),
-            stolen_cores=round((stolen_s - self._stolen_s) / wall_s, 3),
-        )
-
-    def _family_s(self) -> float:
-        """With processes that have ended."""
-        family = (self._root, *self._root.children(recursive=True))
-        return float(sum(sum(each.cpu_times()[:4]) for each in family))
-
-
-def _machine_s() -> tuple[float, float]:
-    """CPU seconds of the machine, and those stolen."""
-    times = psutil.cpu_times()
-    stolen = float(getattr(times, "steal", 0.0))
-    # Guests' time is part of the user time as well.
-    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return float(sum(times) - idle - guests) - stolen, stolen
 
 
 class Processes:
@@ -178,11 +113,17 @@ class Child:
     """A child process that answers commands, JSON lines over a socket whose descriptor is its last argument."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environ: dict[str, str], pass_fds: Sequence[int] = ()
+        self,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        answer_s: float = 125.0,
     ) -> None:
-        self._name = name
+        self.name = name
+        self._answer_s = answer_s
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(_ANSWER_S)
+        self._socket.settimeout(answer_s)
         self._lines = self._socket.makefile("rb")
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
         with theirs:
@@ -195,25 +136,29 @@ class Child:
                 stderr=subprocess.STDOUT,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, command: object) -> None:
         try:
             self._socket.sendall(msgspec.json.encode(command) + b"\n")
         except OSError:
-            raise BrokenRun(f"{self._name} exited early: {self._tail()}") from None
+            raise BrokenRun(f"{self.name} exited early: {self._tail()}") from None
 
     def receive(self) -> dict[str, Any]:
         try:
             line = self._lines.readline()
         except TimeoutError:
             self._process.kill()  # it might spin on a core that others are measured on
-            raise BrokenRun(f"{self._name} did not answer within {_ANSWER_S:.0f} s") from None
+            raise BrokenRun(f"{self.name} did not answer within {self._answer_s:.0f} s") from None
         except OSError:
             line = b""
         if not line:
-            raise BrokenRun(f"{self._name} exited early: {self._tail()}")
+            raise BrokenRun(f"{self.name} exited early: {self._tail()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
         if "error" in answer:
-            raise BrokenRun(f"{self._name}: {answer['error']}")
+            raise BrokenRun(f"{self.name}: {answer['error']}")
         return answer
 
     def stop(self) -> None:
@@ -261,8 +206,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     """Prefill workers among them; 0: all workers are aggregated."""
     arguments: Mapping[str, str | int | float] = {}
-    answers: Sequence[int] = ()
-    """Token ids that answers are limited to; empty: any."""
 
 
 @contextmanager
@@ -286,7 +229,15 @@ def served_by(processes: Processes, system: System, flags: Sequence[str] = ()) -
 
 def num_workers(url: str) -> int:
     """Ready workers behind a frontend, in any role."""
-    return sum(sum(roles.values()) for roles in (served_models(url, 2.0) or {}).values())
+    models = asyncio.run(served_models(url, 2.0)) or {}
+    return sum(sum(roles.values()) for roles in models.values())
+
+
+def metric_total(url: str, name: str) -> float:
+    """All series of a metric together."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
 
 
 def output_of(command: Sequence[str], timeout_s: float = 900.0) -> bytes:

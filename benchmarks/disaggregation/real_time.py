@@ -127,7 +127,7 @@ def _row(point: Point) -> Row:
         row = Row(point, twin, error=str(error))
     else:
         row = Row(point, twin, _measured(told), told.counts.failed)
-    _tell(row)
+    say(str(row))
     return row
 
 
@@ -184,62 +184,62 @@ def _measured(told: Report) -> Measured:
 # ---
 
 
+_SHOWN = (
+    ("TTFT p50 ms", "ttft_p50_ms", ",.0f"),
+    ("TTFT p99 ms", "ttft_p99_ms", ",.0f"),
+    ("ITL p99 ms", "itl_p99_ms", ".1f"),
+    ("kept", "kept", ".0%"),
+)
+
+
 def report(rows: Sequence[Row]) -> str:
     body, apart, lines = [], [], []
-    whole = [row for row in rows if row.real is not None]
+    whole = sorted((row for row in rows if row.real), key=lambda row: (row.point.cell, row.point.seed))
     base = {(row.point.cell, row.point.seed): row for row in whole if row.point.system == AGGREGATED}
-    for row in sorted(whole, key=lambda each: (each.point.cell, each.point.seed)):
-        point, real = row.point, row.real
-        assert real is not None
-        ratios = ("", "")
-        beside = base.get((point.cell, point.seed))
-        if beside is not None and beside is not row and beside.real is not None:
+    for row in whole:
+        point, ratios = row.point, " / "
+        beside = base.get((point.cell, point.seed), row)
+        if beside is not row:
             mine, twins = (
-                real.itl_p99_ms / beside.real.itl_p99_ms,
-                row.twin.itl_p99_ms / beside.twin.itl_p99_ms,
+                getattr(row, side).itl_p99_ms / getattr(beside, side).itl_p99_ms for side in ("real", "twin")
             )
             apart.append(abs(mine / twins - 1))
-            ratios = (f"{mine:.2f}", f"{twins:.2f}")
-        place = (f"{point.cell.num_workers}", f"{point.cell.prompt_tokens:,}", f"{point.cell.hits:.0%}")
-        name = point.system if point.system == AGGREGATED else f"{point.system} {_split(point)}"
+            ratios = f"{mine:.2f} / {twins:.2f}"
+        cell, split = point.cell, f"{point.num_prefill}:{point.cell.num_workers - point.num_prefill}"
+        place = (
+            f"{cell.num_workers}",
+            f"{cell.prompt_tokens:,}",
+            f"{cell.hits:.0%}",
+            f"{point.rate_per_s:.1f}",
+        )
+        name = point.system if point.system == AGGREGATED else f"{point.system} {split}"
         values = [
-            f"{getattr(real, field):{form}} ({getattr(row.twin, field):{form}})"
-            for field, form in (
-                ("ttft_p50_ms", ",.0f"),
-                ("ttft_p99_ms", ",.0f"),
-                ("itl_p99_ms", ".1f"),
-                ("kept", ".0%"),
-            )
+            f"{getattr(row.real, of):{form}} ({getattr(row.twin, of):{form}})" for _, of, form in _SHOWN
         ]
-        body.append((*place, f"{point.rate_per_s:.1f}", str(point.seed), name, *values, " / ".join(ratios)))
-    lines += [f"missing: {row.point.cell} {row.point.system}: {row.error}" for row in rows if row.error]
-    lines += [
-        f"{row.point.cell} {row.point.system}: {row.num_failed} failed" for row in rows if row.num_failed
-    ]
+        body.append((*place, str(point.seed), name, *values, ratios))
+    for row in rows:
+        where = f"{row.point.cell} {row.point.system}"
+        lines += [f"missing: {where}: {row.error}"] if row.error else []
+        lines += [f"{where}: {row.num_failed} failed"] if row.num_failed else []
     if apart:
         name = f"ratios of ITL p99 to aggregated's within {GOAL_APART:.0%} of the twin's"
         num_near = sum(each <= GOAL_APART for each in apart)
-        lines.append(
-            goal(name, num_near == len(apart), f"{num_near} of {len(apart)}, worst {max(apart):.0%}")
-        )
+        value = f"{num_near} of {len(apart)}, worst {max(apart):.0%}"
+        lines.append(goal(name, num_near == len(apart), value))
     head = (
-        "workers | prompt | hits | req/s | seed | "
-        "system | TTFT p50 ms | TTFT p99 ms | ITL p99 ms | kept | ITL ratio"
+        "workers",
+        "prompt",
+        "hits",
+        "req/s",
+        "seed",
+        "system",
+        *(title for title, *_ in _SHOWN),
+        "ITL ratio",
     )
     about = (
         "Real processes, in brackets the twin; the last column is ITL p99 beside aggregated's, real / twin."
     )
     return "\n".join([about, table(head, body), *lines])
-
-
-def _split(point: Point) -> str:
-    return f"{point.num_prefill}:{point.cell.num_workers - point.num_prefill}"
-
-
-def _tell(row: Row) -> None:
-    point = row.point
-    told = row.error or f"kept {row.real.kept if row.real else 0:.0%}, in the twin {row.twin.kept:.0%}"
-    say(f"{point.cell}, {point.system}, seed {point.seed}: {told}")
 
 
 if __name__ == "__main__":

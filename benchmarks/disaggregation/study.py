@@ -34,7 +34,6 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 import msgspec
-from benchmarks.disaggregation import study_report
 from benchmarks.disaggregation.study_runs import (
     AGGREGATED,
     CONDITIONAL,
@@ -49,7 +48,7 @@ from benchmarks.disaggregation.study_runs import (
     highest_rates,
     solve,
 )
-from benchmarks.harness import in_processes, report, run, say
+from benchmarks.harness import Figure, Interval, Rows, goal, in_processes, interval, report, run, say, table
 from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
 
 LOADS = (1.0, 0.6)
@@ -76,7 +75,7 @@ def main() -> None:
     rates = _rates(plan, searched, options.processes)
     rows = _solved(_points(plan, rates), kept, options.processes)
     results = {"plan": plan, "rates": list(rates.values()), "rows": rows}
-    report(options, study_report.text(rates, rows), results)
+    report(options, text(rates, rows), results)
     for each in (searched, kept):
         each.remove()
 
@@ -118,6 +117,102 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
             say(f"{num_done}/{len(points)} runs, the last in {row.wall_s:.1f} s")
     rows = (kept.get(point.key) for point in points)
     return [row for row in rows if row is not None]
+
+
+# --- the report
+
+GOAL_LOSS = 0.03
+
+ITL = Figure("ITL p99 ms", "figures.itl_p99_ms", ".1f", interval)
+TOKENS = Figure("tokens/s", "figures.tokens_per_s", ",.0f", interval)
+GOODPUT = Figure("goodput/s", "figures.goodput_per_s", ".2f", interval)
+FIGURES = (
+    Figure("TTFT p99 ms", "figures.ttft_p99_ms", ",.0f", interval),
+    ITL,
+    Figure("longest gap p99 ms", "figures.gap_p99_ms", ",.0f", interval),
+    TOKENS,
+    Figure("kept %", lambda row: 100 * row.figures.kept, ".1f", interval),
+    GOODPUT,
+)
+
+
+def text(rates: Mapping[Cell, Rates], rows: Sequence[Row]) -> str:
+    by_workers = Rows(sorted(rows, key=lambda row: row.point.cell), by="point.seed").each(
+        "point.cell.num_workers"
+    )
+    return "\n\n".join(_workers(num_workers, mine, rates) for num_workers, mine in by_workers)
+
+
+def _workers(num_workers: int, rows: Rows[Row], rates: Mapping[Cell, Rates]) -> str:
+    points = [row.point for row in rows.rows]
+    nums = [point.num_requests - point.num_warm for point in points]
+    about = (
+        f"{num_workers} workers: {len({point.seed for point in points})} seeds, "
+        f"{min(nums)} to {max(nums)} requests measured in each"
+    )
+    highest, body, losses, goals = [], [], [], []
+    num_met, num_itl, num_runs = 0, 0, 0
+    for cell, of_cell in rows.each("point.cell"):
+        found = rates[cell]
+        split = f"{found.num_prefill}:{num_workers - found.num_prefill}"
+        kind = (f"{cell.prompt_tokens:,}", f"{cell.hits:.0%}")
+        up_to = (f"{found.aggregated:.1f}", f"{found.split:.1f}", split)
+        highest.append((*kind, *up_to, f"{found.split / found.aggregated:.2f}"))
+        for rate, at_rate in sorted(of_cell.each("point.rate_per_s")):
+            load = f"{rate / found.full:.0%}, {rate:.1f}/s"
+            place = f"{cell.prompt_tokens:,} tokens, {cell.hits:.0%} hits, {load}"
+            systems = dict(at_rate.each("point.system"))
+            better = _better(systems, GOODPUT)
+            for name, mine in systems.items():
+                title = name if name == AGGREGATED else f"{name} {split}"
+                ratio = "better" if name == better else _ratio(mine, systems[better], GOODPUT).text()
+                body.append((*kind, load, title, *mine.cells(FIGURES), ratio))
+            lost, itl = (_ratio(systems[SPLIT], systems[AGGREGATED], each) for each in (GOODPUT, ITL))
+            if lost.mean < 1 - GOAL_LOSS:
+                losses.append(
+                    f"P/D loses: {place}: {lost.text()} of aggregated's goodput, {itl.text()} of its ITL p99"
+                )
+            # Goodput and tokens/s beside the system that has more of it, ITL beside that of the better goodput.
+            ours = systems[CONDITIONAL]
+            goodput, itl = (_ratio(ours, systems[better], each) for each in (GOODPUT, ITL))
+            tokens = _ratio(ours, systems[_better(systems, TOKENS)], TOKENS)
+            is_met = min(goodput.mean, tokens.mean) >= 1 - GOAL_LOSS
+            num_runs, num_met, num_itl = num_runs + 1, num_met + is_met, num_itl + (itl.mean <= 1 + GOAL_LOSS)
+            shown = [each.text(".3f") for each in (goodput, tokens, itl)]
+            value = "goodput {}, tokens/s {}; ITL p99 {} of {}'s".format(*shown, better)
+            goals.append(goal(f"{place}: conditional within {GOAL_LOSS:.0%} of the better", is_met, value))
+            if num_failed := sum(row.figures.num_failed for row in at_rate.rows):
+                goals.append(f"{place}: {num_failed} requests failed")
+    return "\n".join(
+        [
+            about,
+            table(
+                "prompt | hits | aggregated up to /s | P/D up to /s | best split | P/D / aggregated", highest
+            ),
+            table(
+                ("prompt", "hits", "load", "system", *(each.title for each in FIGURES), "goodput / better"),
+                body,
+            ),
+            *(losses or [f"P/D loses nowhere more than {GOAL_LOSS:.0%} of aggregated's goodput"]),
+            *goals,
+            f"conditional within {GOAL_LOSS:.0%} of the better on goodput and tokens/s in {num_met} of {num_runs}, "
+            f"on ITL p99 in {num_itl} of {num_runs}",
+        ]
+    )
+
+
+def _better(systems: Mapping[str, Rows[Row]], figure: Figure) -> str:
+    """Of the two that always do the same, by the mean over these very seeds."""
+    return max((AGGREGATED, SPLIT), key=lambda name: systems[name].fold(figure).mean)
+
+
+def _ratio(mine: Rows[Row], theirs: Rows[Row], figure: Figure) -> Interval:
+    """Seed by seed; where the other has nothing, of the means."""
+    ours, others = mine.values(figure), theirs.values(figure)
+    if min(others.values()) > 0:
+        return interval([value / others[seed] for seed, value in sorted(ours.items())])
+    total = sum(others.values())
+    return Interval(sum(ours.values()) / total if total else float("inf"), 0.0)
 
 
 if __name__ == "__main__":

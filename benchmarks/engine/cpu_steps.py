@@ -24,13 +24,14 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import load_core
 
-RATES_PER_S = (0.3, 0.8, 1.5)
+RATES_PER_S, PART_S = (0.3, 0.8, 1.5), 40.0
+"""Each for so long."""
 PROMPT, ANSWER = (20, 2000), (10, 120)
 RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 
 
-def arrivals(part_s: float, vocabulary: int, seed: int, shrink: int = 1) -> Iterator[tuple[float, Request]]:
-    rng, at = random.Random(seed), 0.0
+def arrivals(part_s: float, vocabulary: int, shrink: int) -> Iterator[tuple[float, Request]]:
+    rng, at = random.Random(0), 0.0
     for part, rate in enumerate(rate * shrink for rate in RATES_PER_S):
         while at < (part + 1) * part_s:
             at += rng.expovariate(rate)
@@ -64,22 +65,16 @@ def answer_all(core: EngineCore, arrived: Iterable[tuple[float, Request]]) -> in
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__, results=None)
-    parser.add_argument(
-        "--seconds", type=float, default=40.0, help="for each of the rates (default %(default)s)"
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser_for(__file__, __doc__, results=None).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = options.out or (Path(folder) / "steps.jsonl" if options.smoke else RESULTS)
         log.unlink(missing_ok=True)
-        arguments = NativeArguments(device="cpu", threads=options.threads, step_log=str(log))
+        arguments = NativeArguments(device="cpu", threads=2, step_log=str(log))
         model = small_model(Path(folder), options.smoke)
         core = load_core(EngineSpec(model=model, role=Role.AGGREGATED), arguments)
-        part_s, shrink = (0.1, 10) if options.smoke else (options.seconds, 1)
+        part_s, shrink = (0.1, 10) if options.smoke else (PART_S, 1)
         try:
-            arrived = arrivals(part_s, core.runner.model.config.vocab_size, options.seed, shrink)
+            arrived = arrivals(part_s, core.runner.model.config.vocab_size, shrink)
             num_requests = answer_all(core, arrived)
         finally:
             core.close()

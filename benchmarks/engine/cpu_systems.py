@@ -6,21 +6,18 @@ Knows the line protocol of `peers/seat.py` and nothing of what is measured.
 from __future__ import annotations
 
 import os
-import select
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import msgspec
+from benchmarks.harness import BrokenRun, Missing
+from benchmarks.processes import Child
 
 PEERS = Path(__file__).parent / "peers"
 HOME = Path(os.environ.get("KVOLT_PEER_ENGINES") or Path.home() / ".cache" / "kvolt-peer-engines")
 GGUF = HOME / "weights" / "smollm2-135m.gguf"
-GGUF_BF16 = HOME / "weights" / "smollm2-135m-bf16.gguf"
 FOLDER = HOME / "weights" / "smollm2-135m"
 
 KVOLT = "kvolt"
@@ -28,17 +25,7 @@ TRANSFORMERS = ("transformers-bf16", "transformers-fp32")
 REFERENCE = "transformers-fp32"
 """Whose first tokens the others' are held against."""
 
-_START_S = 300.0
 _ANSWER_S = 900.0
-_STOP_S = 20.0
-
-
-class Missing(Exception):
-    """A system that is not installed, or does not start; the text says what to do."""
-
-
-class Broken(Exception):
-    """A system that ended or fell silent while it was measured."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -48,8 +35,7 @@ class Batch(msgspec.Struct, frozen=True):
     tokens: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """One way to run the model. The command is: script, model, threads, then KEY=VALUE."""
 
     environment: str | None
@@ -58,12 +44,6 @@ class Kind:
     model: Path = FOLDER
     arguments: tuple[str, ...] = ()
 
-    def is_installed(self) -> bool:
-        return self.environment is None or (HOME / self.environment / "complete").exists()
-
-    def python(self) -> Path:
-        return Path(sys.executable) if self.environment is None else HOME / self.environment / "bin/python"
-
 
 KINDS = {
     KVOLT: Kind(None, "on_kvolt.py"),
@@ -71,7 +51,6 @@ KINDS = {
     "transformers-bf16": Kind("transformers", "on_transformers.py", arguments=("dtype=bfloat16",)),
     "transformers-fp32": Kind("transformers", "on_transformers.py", arguments=("dtype=float32",)),
     "llama.cpp-q4_1": Kind("llama", "on_llama.py", GGUF),
-    "llama.cpp-bf16": Kind("llama", "on_llama.py", GGUF_BF16),
 }
 DEFAULT = (
     *(KVOLT, f"{KVOLT}:quantize=int8"),
@@ -83,7 +62,7 @@ DEFAULT = (
 
 def use_model(folder: Path) -> None:
     """Run kvolt on another checkpoint."""
-    KINDS[KVOLT] = replace(KINDS[KVOLT], model=folder)
+    KINDS[KVOLT] = KINDS[KVOLT]._replace(model=folder)
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -101,100 +80,37 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """Names separated by spaces; also by commas where what follows is a name and not an argument."""
-    names: list[str] = []
-    for word in text.replace(" ", ",").split(","):
-        if "=" in word and ":" not in word and names:
-            names[-1] += f",{word}"
-        elif word:
-            names.append(word)
-    return tuple(names)
-
-
 def is_kvolt(name: str) -> bool:
     return name.partition(":")[0] == KVOLT
 
 
-class System:
-    """A running system. Started by `start`, asked by `generate`, ended by `close`."""
+class System(Child):
+    """A running system: a name of KINDS, which may go on with arguments, `kvolt:quantize=int8,block_size=32`."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], answers: IO[bytes], log: Path) -> None:
-        self.name = name
-        self.about: dict[str, object] = {}
-        self._process = process
-        self._answers = answers
-        self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @classmethod
-    def start(cls, name: str, threads: int, logs: Path) -> System:
-        """`name` is one of KINDS, and may go on with arguments: `kvolt:quantize=int8,block_size=32`."""
+    def __init__(self, name: str, threads: int) -> None:
         base, _, given = name.partition(":")
         if base not in KINDS:
             raise Missing(f"{name}: unknown; known are {', '.join(KINDS)}")
-        kind = KINDS[base]
-        if not kind.is_installed():
-            raise Missing(f"{name}: not installed; run benchmarks/engine/peers/install {kind.environment}")
-        arguments = [*kind.arguments, *given.split(",")] if given else kind.arguments
-        log = logs / f"{name.replace('/', '_')}.log"
-        ours, theirs = os.pipe()
-        with log.open("wb") as told:
-            process = subprocess.Popen(
-                [str(kind.python()), str(PEERS / kind.script), str(kind.model), str(threads), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=told,
-                stderr=told,
-                pass_fds=(theirs,),
-                env={**_environment(threads), "SEAT_DESCRIPTOR": str(theirs)},
-            )
-        os.close(theirs)
-        system = cls(name, process, os.fdopen(ours, "rb"), log)
+        kind, python = KINDS[base], Path(sys.executable)
+        if kind.environment is not None:
+            python = HOME / kind.environment / "bin/python"
+            if not (HOME / kind.environment / "complete").exists():
+                raise Missing(
+                    f"{name}: not installed; run benchmarks/engine/peers/install {kind.environment}"
+                )
+        arguments = (*kind.arguments, *filter(None, given.split(",")))
+        command = [str(python), str(PEERS / kind.script), str(kind.model), str(threads), *arguments]
+        super().__init__(name, command, _environment(threads), answer_s=_ANSWER_S)
         try:
-            ready = msgspec.json.decode(system._line(_START_S), type=dict[str, dict[str, object]])
-        except Broken as error:
-            system.close()
-            raise Missing(f"{name}: does not start: {error}") from None
-        system.about = ready["ready"]
-        return system
+            self.about: dict[str, object] = self.receive()["ready"]
+        except BrokenRun:
+            self.stop()
+            raise
 
     def generate(self, prompts: Sequence[Sequence[int]], num_output: int) -> Batch:
-        ask = msgspec.json.encode({"prompts": prompts, "num_output": num_output})
-        assert self._process.stdin is not None, "started with a pipe"
-        try:
-            self._process.stdin.write(ask + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise Broken(self._last_words()) from None
-        answer = msgspec.json.decode(self._line(_ANSWER_S), type=Batch)
+        self.send({"prompts": prompts, "num_output": num_output})
+        answer = msgspec.convert(self.receive(), Batch)
         lengths = {len(tokens) for tokens in answer.tokens}
         if len(answer.tokens) != len(prompts) or lengths != {num_output}:
-            raise Broken(f"{len(answer.tokens)} answers of {sorted(lengths)} tokens, not {num_output}")
+            raise BrokenRun(f"{len(answer.tokens)} answers of {sorted(lengths)} tokens, not {num_output}")
         return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None, "started with a pipe"
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._answers.close()
-
-    def _line(self, timeout_s: float) -> bytes:
-        ready, _, _ = select.select([self._answers], [], [], timeout_s)
-        if not ready:
-            raise Broken(f"silent for {timeout_s:.0f} s")
-        line = self._answers.readline()
-        if not line.endswith(b"\n"):
-            raise Broken(self._last_words())
-        return line
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "ended without a word"

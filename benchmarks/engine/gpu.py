@@ -73,17 +73,12 @@ _GROUPS = {
         "limits": _later("gpu_limits", "limits"),
         "kernel_checks": _later("gpu_kernels", "kernel_checks"),
     },
-    "models": {
-        "model_checks": _later("gpu_checks", "model_checks"),
-        "flips": _later("gpu_checks", "flips"),
-    },
+    "models": {"model_checks": _later("gpu_checks", "model_checks")},
     "engine": {
         "engine": _later("gpu_engine", "run_engine"),
         "decode": _later("gpu_engine", "decode"),
         "prefill": _later("gpu_engine", "prefill"),
         "mixed_load": _later("gpu_engine", "mixed_load"),
-        "step_memory": _later("gpu_memory", "step_memory"),
-        "slab_elsewhere": _later("gpu_memory", "slab_elsewhere"),
         "profiles": _later("gpu_profile", "profiles"),
         "transformers": _later("gpu_peer", "beside_transformers"),
     },

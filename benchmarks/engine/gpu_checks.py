@@ -1,4 +1,4 @@
-"""Whole models on a GPU beside the CPU, captured steps beside plain ones, and what bfloat16 does to choices."""
+"""Whole models on a GPU beside the CPU, and captured steps beside plain ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ def model_checks(bench: Bench) -> dict[str, Any]:
                 "logits_error": float((gpu_logits - cpu_logits).abs().max()),
                 "logits_spread": float(cpu_logits.std()),
             }
-            bench.say(f"  {name}: {found[name]}")
     with bench.attempt("bfloat16 graph", found):
         prompts = _prompts(MIDDLE.vocab_size if not bench.is_smoke else TINY.vocab_size, 16, 2)
         config = TINY if bench.is_smoke else MIDDLE
@@ -128,41 +127,8 @@ def model_checks(bench: Bench) -> dict[str, Any]:
             "equal": one == two,
             "differing": _differing(one, two),
         }
-        bench.say(f"  captured beside launched in bfloat16: {found['bfloat16 graph']}")
     return found
 
 
 def _differing(left: list[list[int]], right: list[list[int]]) -> int:
     return sum(a != b for one, two in zip(left, right, strict=True) for a, b in zip(one, two, strict=True))
-
-
-def flips(bench: Bench) -> dict[str, Any]:
-    """Greedy choices of bfloat16 that are not float32's, with the gap between float32's first two at each."""
-    config, count = (TINY, 150) if bench.is_smoke else (MIDDLE, 1024)
-    rng = random.Random(5)
-    exact = core_of(config, str(bench.device), "float32", graphs=False)
-    rounded = core_of(config, str(bench.device), "bfloat16", graphs=False)
-    gaps: list[float] = []
-    widths: list[float] = []
-    errors: list[float] = []
-    positions = 0
-    for _ in range(1 if bench.is_smoke else 6):
-        tokens = [rng.randrange(config.vocab_size) for _ in range(count)]
-        one, two = all_logits(exact, tokens), all_logits(rounded, tokens)
-        positions += count
-        widths.append(float(one.std()))
-        errors.append(float((one - two).std()))
-        best = one.topk(2, dim=-1).values
-        flipped = one.argmax(-1) != two.argmax(-1)
-        gaps += (best[:, 0] - best[:, 1])[flipped].tolist()
-    found = {
-        "positions": positions,
-        "flips": len(gaps),
-        "share": len(gaps) / positions,
-        "largest_gap": max(gaps, default=0.0),
-        "largest_gap_in_spreads": max(gaps, default=0.0) / (sum(widths) / len(widths)),
-        "logits_spread": sum(widths) / len(widths),
-        "rounding_spread": sum(errors) / len(errors),
-    }
-    bench.say(f"  {found}")
-    return found

@@ -140,13 +140,9 @@ def decode(bench: Bench) -> dict[str, Any]:
     core = engine_of(bench)
     batches, context, steps = ((1, 4), 40, 8) if bench.is_smoke else (BATCHES, CONTEXT, STEPS)
     rows: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
-    for round_number in range(bench.rounds):
+    for _ in range(bench.rounds):
         for batch in batches:
-            row = decode_rate(bench, core, batch, context, steps)
-            rows[batch].append(row)
-            bench.say(
-                f"  round {round_number}, batch {batch}: {row['tokens_per_s']:.0f} tokens/s, {row['step_ms']:.2f} ms"
-            )
+            rows[batch].append(decode_rate(bench, core, batch, context, steps))
     found: dict[str, Any] = {}
     for batch, given in rows.items():
         limit = decode_limit_ms(bench, given[0]["context_tokens"])
@@ -159,11 +155,6 @@ def decode(bench: Bench) -> dict[str, Any]:
             "of_limit": limit / step["median"],
             "gpu_ms": _gpu_ms(bench, core, batch, context + steps // 2),
         }
-        row = found[str(batch)]
-        bench.say(
-            f"  batch {batch}: {row['tokens_per_s']['median']:.0f} tokens/s, step {step['median']:.2f} ms"
-            f" (GPU alone {row['gpu_ms']:.2f}), limit {limit:.2f} ms: {row['of_limit']:.0%} of it"
-        )
     return found
 
 
@@ -229,11 +220,6 @@ def prefill(bench: Bench) -> dict[str, Any]:
             "limit_ms": limit * 1e3,
             "of_limit": limit / took["median"],
         }
-        rate = found[str(length)]["tokens_per_s"]["median"]
-        bench.say(
-            f"  {length} tokens: {rate:.0f} tokens/s, {took['median'] * 1e3:.1f} ms,"
-            f" limit {limit * 1e3:.1f} ms: {limit / took['median']:.0%} of it"
-        )
     return found
 
 
@@ -284,7 +270,7 @@ def mixed_load(bench: Bench) -> dict[str, Any]:
         dtype=str(bench.dtype).removeprefix("torch."),
     )
     (bench.out / "steps.jsonl").write_bytes(b"".join(encode_step_log(header, steps)))
-    found = {
+    return {
         "requests": len(arrivals),
         "seconds": took,
         "steps": len(steps),
@@ -293,5 +279,3 @@ def mixed_load(bench: Bench) -> dict[str, Any]:
         "busy_share": sum(step.time_s for step in steps) / took,
         "most_running": most,
     }
-    bench.say(f"  {found}")
-    return found

@@ -113,9 +113,7 @@ def kernel_checks(bench: Bench) -> dict[str, Any]:
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             with bench.attempt(label, found):
                 error = part()
-                right = error <= bounds[dtype]
-                found[label] = {"error": error, "right": right}
-                bench.say(f"  {label}: {error:.1e} {'' if right else 'WRONG'}")
+                found[label] = {"error": error, "right": error <= bounds[dtype]}
     return found
 
 
@@ -216,7 +214,6 @@ def decode_sweep(bench: Bench) -> dict[str, Any]:
             with bench.attempt(key, found):
                 rate = num_bytes * layers / bench.replay_seconds(work, 5)
                 found[key] = {"gbps": rate / 1e9, "of_limit": rate / bandwidth if bandwidth else None}
-        _say_best(bench, found, case, "gbps", "GB/s")
         del paged
         bench.free()
     return found
@@ -225,13 +222,6 @@ def decode_sweep(bench: Bench) -> dict[str, Any]:
 def _ragged(count: int) -> list[int]:
     rng = random.Random(3)
     return [rng.choice((1000, 1500, 2500, 8000)) for _ in range(count)]
-
-
-def _say_best(bench: Bench, found: dict[str, Any], case: str, field: str, unit: str) -> None:
-    mine = {key: row for key, row in found.items() if key.startswith(case + ",") and field in row}
-    for key, row in sorted(mine.items(), key=lambda item: -item[1][field])[:4]:
-        share = f" ({row['of_limit']:.0%} of the limit)" if row.get("of_limit") else ""
-        bench.say(f"  {key}: {row[field]:.0f} {unit}{share}")
 
 
 def prefill_sweep(bench: Bench) -> dict[str, Any]:
@@ -264,7 +254,6 @@ def prefill_sweep(bench: Bench) -> dict[str, Any]:
                 with bench.attempt(key, found):
                     rate = flops / _torch_seconds(bench, q, paged, backend)
                     found[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
-        _say_best(bench, found, case, "tflops", "TFLOP/s")
     return found
 
 

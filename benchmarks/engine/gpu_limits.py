@@ -9,21 +9,17 @@ from benchmarks.engine.gpu_bench import Bench
 
 
 def limits(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = {}
     rates = {name: _read_rate(bench, name) for name in ("copy", "sum", "matvec")}
-    for name, rate in rates.items():
-        bench.say(f"  memory, {name}: {rate / 1e9:.0f} GB/s")
-    found["memory_gbps"] = {name: rate / 1e9 for name, rate in rates.items()}
-    found["bandwidth"] = max(rates.values())
-    shapes = ((8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 14336))
     products = {}
-    for full in shapes:
+    for full in ((8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 14336)):
         m, k, n = (size // 64 if bench.is_smoke else size for size in full)
-        products[f"{m}x{k}x{n}"] = rate = _product_rate(bench, m, k, n)
-        bench.say(f"  products, {m} x {k} x {n}: {rate / 1e12:.1f} TFLOP/s")
-    found["matmul_tflops"] = {name: rate / 1e12 for name, rate in products.items()}
-    found["matmul"] = max(products.values())
-    return found
+        products[f"{m}x{k}x{n}"] = _product_rate(bench, m, k, n)
+    return {
+        "memory_gbps": {name: rate / 1e9 for name, rate in rates.items()},
+        "bandwidth": max(rates.values()),
+        "matmul_tflops": {name: rate / 1e12 for name, rate in products.items()},
+        "matmul": max(products.values()),
+    }
 
 
 def _read_rate(bench: Bench, how: str) -> float:

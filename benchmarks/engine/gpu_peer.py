@@ -161,17 +161,15 @@ def beside_transformers(bench: Bench) -> dict[str, Any]:
     core, model = engine_of(bench), peer_of(bench)
     with bench.attempt("same weights", found):
         found["same weights"] = _same_logits(bench, model)
-        bench.say(f"  same weights: {found['same weights']}")
     small, large = ((2,), 4) if bench.is_smoke else ((1, 32), 256)
     context, new = (40, 6) if bench.is_smoke else (CONTEXT, _NEW_TOKENS)
     rows: dict[str, list[float]] = {}
     with bench.attempt("warm-up", found):
         batching_rate(bench, 2, 40, 4, "warm")
         generate_rate(bench, 2, 40, 4)
-    for round_number in range(bench.rounds):
+    for _ in range(bench.rounds):
         for batch in small:
             _one_round(bench, found, rows, core, f"{batch} x {context}", batch, context, new)
-        bench.say(f"  round {round_number}: { ({name: round(values[-1]) for name, values in rows.items()}) }")
     shorter = 24 if bench.is_smoke else _LARGE_CONTEXT
     _one_round(bench, found, rows, core, f"{large} x {shorter}", large, shorter, new)
     for length in (60, 120) if bench.is_smoke else PROMPTS:
@@ -186,8 +184,6 @@ def beside_transformers(bench: Bench) -> dict[str, Any]:
                 generate_rate(bench, 1, length, 2)["prefill_tokens_per_s"] for _ in range(2)
             ][1:]
     found["tokens_per_s"] = {name: spread(values) for name, values in rows.items()}
-    for name, row in found["tokens_per_s"].items():
-        bench.say(f"  {name}: {row['median']:.0f} tokens/s ({row['lowest']:.0f}..{row['highest']:.0f})")
     return found
 
 

@@ -43,18 +43,15 @@ def shared_prefix(bench: Bench) -> dict[str, Any]:
                 times[name].append(decode_rate_of(bench, core, given, steps, spare_steps)["step_ms"])
         step_ms = {name: spread(values) for name, values in times.items()}
         none, shared, distinct = (step_ms[name]["median"] for name in ("none", "shared", "distinct"))
-        row = {
-            "batch": batch,
-            "prefix_tokens": prefix_tokens,
-            "prefix_mib": prefix_tokens * kv_token_bytes(bench.config) / 2**20,
-            "step_ms_no_prefix": step_ms["none"],
-            "step_ms_shared": step_ms["shared"],
-            "step_ms_distinct": step_ms["distinct"],
-            "read_share": (shared - none) / (distinct - none),
-        }
-        rows.append(row)
-        bench.say(
-            f"  batch {batch}, prefix {prefix_tokens}: {none:.2f} ms without, {shared:.2f} shared,"
-            f" {distinct:.2f} distinct: read share {row['read_share']:.2f}"
+        rows.append(
+            {
+                "batch": batch,
+                "prefix_tokens": prefix_tokens,
+                "prefix_mib": prefix_tokens * kv_token_bytes(bench.config) / 2**20,
+                "step_ms_no_prefix": step_ms["none"],
+                "step_ms_shared": step_ms["shared"],
+                "step_ms_distinct": step_ms["distinct"],
+                "read_share": (shared - none) / (distinct - none),
+            }
         )
     return {"rows": rows}

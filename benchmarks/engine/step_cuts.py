@@ -1,7 +1,6 @@
 """Gaps between tokens while prompts are computed: kvolt on this CPU, steps cut by predicted time against not cut.
 
     python -m benchmarks.engine.step_cuts                 # kept as results/step_cuts.json and .txt; ten minutes
-    python -m benchmarks.engine.step_cuts --rounds 1 --out /tmp/try
 
 For a machine that does nothing else. `kvolt serve` with a prefill and a decode worker and the defaults (SmolLM2-135M),
 then `kvolt bench --concurrency 8 --requests 24 --input 256 --output 48`; a fresh server for each run, in turn.
@@ -17,15 +16,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from benchmarks.harness import names, parser_for, run, say
-from benchmarks.harness import report as write_report
+from benchmarks.harness import Figure, parser_for, report, row_table, run, say
 from benchmarks.processes import System, output_of, served, small_model
 
 from kvolt.bench.load.report import decode_report
 from kvolt.core.load import StepStats
 
 SYSTEMS = {"cut": {}, "whole": {"measure_steps": "false"}}
-_LOAD = ("--concurrency", "8", "--requests", "24", "--warmup", "2", "--input", "256", "--output", "48")
+_LOAD: tuple[str, ...] = (
+    "--concurrency",
+    "8",
+    "--requests",
+    "24",
+    "--warmup",
+    "2",
+    "--input",
+    "256",
+    "--output",
+    "48",
+)
 _SMOKE_LOAD = ("--concurrency", "2", "--requests", "4", "--input", "32", "--output", "8")
 
 
@@ -52,13 +61,13 @@ def measure(model: str, folder: Path, load: Sequence[str], system: str, number: 
     arguments = {"step_log": str(steps_path), **SYSTEMS[system]}
     with served(System(model=model, workers=2, prefill=1, arguments=arguments)) as url:
         bench = ["kvolt", "bench", "--url", url, *load, "--seed", str(number), "--quiet", "--json"]
-        report = decode_report(output_of(bench), "the report of kvolt bench")
+        found = decode_report(output_of(bench), "the report of kvolt bench")
     steps = list(read_steps(steps_path.read_bytes().splitlines()))
-    gaps, ttft = report.latencies["itl"], report.latencies["ttft"]
+    gaps, ttft = found.latencies["itl"], found.latencies["ttft"]
     return Row(
         system=system,
         round=number,
-        tokens_per_s=report.throughput.output_tokens_per_s,
+        tokens_per_s=found.throughput.output_tokens_per_s,
         gap_p50_ms=1e3 * (gaps.p50 or 0.0),
         gap_p99_ms=1e3 * (gaps.p99 or 0.0),
         gap_max_ms=1e3 * (gaps.max or 0.0),
@@ -68,7 +77,7 @@ def measure(model: str, folder: Path, load: Sequence[str], system: str, number: 
         * max((step.time_s for step in steps if step.batch and step.prefill_tokens), default=0.0),
         longest_step_ms=1e3 * max((step.time_s for step in steps), default=0.0),
         largest_chunk=max((step.prefill_tokens for step in steps), default=0),
-        num_failed=report.counts.failed,
+        num_failed=found.counts.failed,
     )
 
 
@@ -79,39 +88,34 @@ def read_steps(lines: Sequence[bytes]) -> Iterator[StepStats]:
             yield msgspec.json.decode(line, type=StepStats)
 
 
-def table(rows: Sequence[Row]) -> str:
-    head = (
-        f"{'system':<8}{'round':>6}{'tokens/s':>10}{'gap p50':>9}{'p99':>8}{'max':>9}{'p99/p50':>9}"
-        f"{'ttft p50':>10}{'p99':>9}{'longest shared step':>21}{'step':>9}{'chunk':>7}"
-    )
-    lines = [head]
-    for row in rows:
-        lines.append(
-            f"{row.system:<8}{row.round:>6}{row.tokens_per_s:>10.1f}{row.gap_p50_ms:>9.0f}{row.gap_p99_ms:>8.0f}"
-            f"{row.gap_max_ms:>9.0f}{row.gap_p99_ms / max(row.gap_p50_ms, 1e-9):>9.1f}{row.ttft_p50_ms:>10.0f}"
-            f"{row.ttft_p99_ms:>9.0f}{row.longest_shared_step_ms:>21.0f}{row.longest_step_ms:>9.0f}"
-            f"{row.largest_chunk:>7}"
-        )
-    return "\n".join([*lines, "times in ms"])
+FIGURES = (
+    Figure("system", "system", ""),
+    Figure("round", "round", ""),
+    Figure("tokens/s", "tokens_per_s", ".1f"),
+    Figure("gap p50", "gap_p50_ms", ".0f"),
+    Figure("p99", "gap_p99_ms", ".0f"),
+    Figure("max", "gap_max_ms", ".0f"),
+    Figure("p99/p50", lambda row: row.gap_p99_ms / max(row.gap_p50_ms, 1e-9), ".1f"),
+    Figure("ttft p50", "ttft_p50_ms", ".0f"),
+    Figure("p99", "ttft_p99_ms", ".0f"),
+    Figure("longest shared step", "longest_shared_step_ms", ".0f"),
+    Figure("step", "longest_step_ms", ".0f"),
+    Figure("chunk", "largest_chunk", ""),
+)
 
 
 def main() -> int:
-    parser = parser_for(__file__, __doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--systems", type=names, default=tuple(SYSTEMS), help=f"of {', '.join(SYSTEMS)} (default: all)"
-    )
-    options = parser.parse_args()
-    rounds, systems, load, rows = options.rounds, options.systems, _LOAD, list[Row]()
+    options = parser_for(__file__, __doc__).parse_args()
+    rounds, systems, load, rows = 3, list(SYSTEMS), _LOAD, list[Row]()
     if options.smoke:
-        rounds, systems, load = 1, ("whole",), _SMOKE_LOAD
+        rounds, systems, load = 1, ["whole"], _SMOKE_LOAD
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder), options.smoke)
         for number in range(rounds):
             for system in systems:
                 rows.append(measure(model, Path(folder), load, system, number))
-                say(table(rows[-1:]).splitlines()[1])
-    write_report(options, table(rows), {"rows": rows})
+                say(str(rows[-1]))
+    report(options, f"{row_table(FIGURES, rows)}\ntimes in ms", {"rows": rows})
     return 1 if any(row.num_failed for row in rows) else 0
 
 

@@ -63,16 +63,7 @@ def vllm_commands(model: Path, port: int) -> list[list[str]]:
         flag = f"--{name.replace('_', '-')}"
         given += [flag] if value is True else [flag, str(value)]
     module = "vllm.entrypoints.openai.api_server"
-    served = [
-        "--model",
-        str(model),
-        "--served-model-name",
-        "tiny",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    served = f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port}".split()
     return [[sys.executable, "-m", module, *served, *given]]
 
 

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
-import urllib.request
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import msgspec
 import uvloop
-from benchmarks.frontend.client import Measured, closed_load
-from benchmarks.frontend.edge import ROUTERS
+from benchmarks.frontend.client import closed_load
 from benchmarks.frontend.edges import (
     DYNAMO_NAME,
     KVOLT_NAME,
@@ -34,8 +31,21 @@ from benchmarks.frontend.edges import (
     serve_kvolt,
 )
 from benchmarks.frontend.prompts import chat_request, passage
-from benchmarks.harness import BrokenRun, Missing, in_turn, parser_for, report, run, say, spread, table
+from benchmarks.harness import (
+    BrokenRun,
+    Figure,
+    Rows,
+    in_turn,
+    parser_for,
+    peer_unless_smoke,
+    report,
+    run,
+    say,
+    table,
+)
+from benchmarks.processes import metric_total
 
+_CONVERSATIONS, _TURNS, _ROUNDS = 64, 12, 5
 _SMALL_CACHE_BYTES = 1024
 _USER_WORDS, _ANSWER_WORDS = 150, 40
 
@@ -58,61 +68,37 @@ class ChatRow(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    options = _options()
-    rows = _run(options)
-    report(options, _table(rows, options), {"peer": DYNAMO_NAME, "rows": rows})
-
-
-def _options() -> argparse.Namespace:
-    parser = parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME)
-    add = parser.add_argument
-    add("--turns", type=int, default=12, help="turns of a conversation (default %(default)s)")
-    add("--conversations", type=int, default=64, help="concurrent, in a round (default %(default)s)")
-    add("--rounds", type=int, default=5, help="rounds of all systems (default %(default)s)")
-    add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
-    options = parser.parse_args()
-    if options.smoke:
-        options.turns, options.conversations, options.rounds = 2, 4, 1
-    if min(options.turns, options.conversations, options.rounds) < 1:
-        parser.error("turns, conversations and rounds must be positive")
-    return options
-
-
-def _run(options: argparse.Namespace) -> list[ChatRow]:
+    options = parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME).parse_args()
+    num_conversations, turns, num_rounds = (4, 2, 1) if options.smoke else (_CONVERSATIONS, _TURNS, _ROUNDS)
     rows: list[ChatRow] = []
     with ExitStack() as stack:
         edges = [stack.enter_context(edge) for edge in _edges(options)]
         for edge in edges:
-            _load(edge, _conversations(8, 2, seed=0))
-        for number in range(1, options.rounds + 1):
-            conversations = _conversations(options.conversations, options.turns, seed=number)
+            uvloop.run(closed_load(edge, _conversations(8, 2, seed=0)))
+        for number in range(1, num_rounds + 1):
+            conversations = _conversations(num_conversations, turns, seed=number)
             for edge in in_turn(edges, number):
-                row = _row(number, edge, conversations)
-                rows.append(row)
-                say(f"round {number}  {row.system:<27} {row.cpu_us_per_request:>7.0f} us/request")
+                rows.append(_row(number, edge, conversations))
+                say(f"round {number}  {edge.name:<27} {rows[-1].cpu_us_per_request:>7.0f} us/request")
             counts = {row.prompt_tokens for row in rows if row.round == number}
             if len(counts) != 1:
                 raise BrokenRun(f"the systems disagree on the number of prompt tokens: {sorted(counts)}")
-    return rows
+    about = f"{num_conversations} conversations of {turns} turns, {num_rounds} rounds"
+    report(options, f"{about}; {text(rows)}", {"peer": DYNAMO_NAME, "rows": rows})
 
 
-def _edges(options: argparse.Namespace) -> list[AbstractContextManager[Edge]]:
-    model, (ours, mode) = model_in(options.peer_dir), ROUTERS[options.router]
-    arguments, num_workers = ("--router", ours), 1 if options.smoke else NUM_WORKERS
+def _edges(options: argparse.Namespace) -> Sequence[AbstractContextManager[Edge]]:
+    model, num_workers = model_in(options.peer_dir), 1 if options.smoke else NUM_WORKERS
     small = {"KVOLT_FRONTEND_TOKEN_CACHE_BYTES": str(_SMALL_CACHE_BYTES)}
     edges = [
-        serve_kvolt(model, name=name, frontend_arguments=arguments, num_workers=num_workers, **environ)
+        serve_kvolt(model, name=name, num_workers=num_workers, **environ)
         for name, environ in ((KVOLT_NAME, {}), (KVOLT_NAME + _OFF, small))
     ]
-    try:
-        dynamo = installed_dynamo(options.peer_dir, may_install=not options.smoke)
-    except Missing:
-        if not options.smoke:
-            raise
-        return edges
-    edges.insert(1, serve_dynamo(dynamo, router_mode=mode))
-    off = serve_dynamo(dynamo, name=DYNAMO_NAME + _OFF, router_mode=mode, DYN_TOKENIZER_CACHE="0")
-    return [*edges, off]
+    dynamo = peer_unless_smoke(options, installed_dynamo)
+    if dynamo is not None:
+        edges.insert(1, serve_dynamo(dynamo))
+        edges.append(serve_dynamo(dynamo, name=DYNAMO_NAME + _OFF, DYN_TOKENIZER_CACHE="0"))
+    return edges
 
 
 def _conversations(count: int, turns: int, seed: int) -> list[list[bytes]]:
@@ -131,15 +117,10 @@ def _conversation(turns: int, rng: random.Random) -> list[bytes]:
     return requests
 
 
-def _load(edge: Edge, conversations: Sequence[Sequence[bytes]]) -> Measured:
-    return uvloop.run(closed_load(edge, conversations))
-
-
 def _row(number: int, edge: Edge, conversations: Sequence[Sequence[bytes]]) -> ChatRow:
     before = _counters(edge)
-    done = _load(edge, conversations)
-    after = _counters(edge)
-    cached, prompt = (after[name] - before[name] for name in ("cached", "prompt"))
+    done = uvloop.run(closed_load(edge, conversations))
+    prompt, cached = (after - start for after, start in zip(_counters(edge), before, strict=True))
     return ChatRow(
         round=number,
         system=edge.name,
@@ -152,44 +133,28 @@ def _row(number: int, edge: Edge, conversations: Sequence[Sequence[bytes]]) -> C
     )
 
 
-def _counters(edge: Edge) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{edge.port}/metrics", timeout=30) as response:
-        text = response.read().decode()
-
-    def total(name: str) -> float:
-        found = re.findall(rf"^kvolt_frontend_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
-
-    return {
-        "cached": total("tokenizer_cache_cached_tokens_total"),
-        "prompt": total("input_sequence_tokens_sum"),
-    }
+def _counters(edge: Edge) -> list[float]:
+    names = ("input_sequence_tokens_sum", "tokenizer_cache_cached_tokens_total")
+    return [metric_total(f"http://127.0.0.1:{edge.port}", f"kvolt_frontend_{name}") for name in names]
 
 
-def _table(rows: Sequence[ChatRow], options: argparse.Namespace) -> str:
-    systems = list(dict.fromkeys(row.system for row in rows if row.round == 1))
-    first_system = DYNAMO_NAME if DYNAMO_NAME in systems else KVOLT_NAME
-    base = {row.round: row.cpu_us_per_request for row in rows if row.system == first_system}
-    body = []
-    for system in systems:
-        mine = [row for row in rows if row.system == system]
-        body.append(
-            (
-                system,
-                spread([row.cpu_us_per_request for row in mine]).text(",.0f"),
-                spread([row.cpu_us_per_request / base[row.round] for row in mine]).text(),
-                spread([row.requests_per_s for row in mine]).text(",.0f"),
-                f"{100 * sum(row.cached_tokens for row in mine) / sum(row.prompt_tokens for row in mine):.1f} %",
-                f"{max(row.rss_bytes for row in mine) / (1 << 20):.0f}",
-            )
-        )
-    first = rows[0]
-    about = (
-        f"{options.conversations} conversations of {options.turns} turns, {options.rounds} rounds; "
-        f"{first.prompt_tokens / first.requests:,.0f} prompt tokens per request"
-    )
-    head = ("system", "CPU us per request", f"/ {first_system}", "requests/s", "tokens from cache", "RSS MiB")
-    return "\n".join([about, table(head, body)])
+_CPU = Figure("CPU us per request", "cpu_us_per_request", ",.0f")
+_MORE = (
+    Figure("requests/s", "requests_per_s", ",.0f"),
+    Figure("tokens from cache %", lambda row: 100 * row.cached_tokens / row.prompt_tokens, ".1f"),
+    Figure("RSS MiB", lambda row: row.rss_bytes / (1 << 20), ".0f", max),
+)
+
+
+def text(rows: Sequence[ChatRow]) -> str:
+    whole = Rows(rows)
+    first = whole.where(system=DYNAMO_NAME) or whole.where(system=KVOLT_NAME)
+    body = [
+        (system, *mine.cells([_CPU]), mine.over(first, _CPU), *mine.cells(_MORE))
+        for system, mine in whole.each("system")
+    ]
+    head = ("system", _CPU.title, f"/ {first.rows[0].system}", *(each.title for each in _MORE))
+    return f"{rows[0].prompt_tokens / rows[0].requests:,.0f} prompt tokens per request\n{table(head, body)}"
 
 
 if __name__ == "__main__":

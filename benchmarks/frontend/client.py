@@ -165,30 +165,23 @@ class Measured(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class _Window:
-    """From its making to `end`."""
+def _window(edge: Edge, tally: Tally) -> Callable[[], Measured]:
+    """Starts to measure; the result ends it."""
 
-    def __init__(self, edge: Edge, tally: Tally) -> None:
-        self._edge = edge
-        self._tally = tally
-        self._before = (tally.responses, tally.events, tally.reads, tally.num_bytes)
-        if edge.window_hooks is not None:
-            edge.window_hooks[0]()
-        self._meters = self._read()
+    def read() -> tuple[float, ...]:
+        counts = tally.responses, tally.events, tally.reads, tally.num_bytes
+        return time.monotonic(), edge.meter.cpu_s(), edge.mock_meter.cpu_s(), time.process_time(), *counts
 
-    def end(self) -> Measured:
-        used = [after - before for after, before in zip(self._read(), self._meters, strict=True)]
-        if self._edge.window_hooks is not None:
-            self._edge.window_hooks[1]()
-        tally = self._tally
-        after = (tally.responses, tally.events, tally.reads, tally.num_bytes)
-        counts = [new - old for new, old in zip(after, self._before, strict=True)]
+    before = read()
+
+    def end() -> Measured:
+        used = [after - start for after, start in zip(read(), before, strict=True)]
         used[1] = max(used[1], _TICK_S)  # a short run may take none, and is divided by
-        return Measured(*used, *counts)  # type: ignore[arg-type]
+        return msgspec.convert(
+            dict(zip(Measured.__struct_fields__, used, strict=True)), Measured, strict=False
+        )
 
-    def _read(self) -> tuple[float, float, float, float]:
-        edge = self._edge
-        return time.monotonic(), edge.meter.cpu_s(), edge.mock_meter.cpu_s(), time.process_time()
+    return end
 
 
 async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measured:
@@ -211,12 +204,12 @@ async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measur
 
             return ask_next
 
-        window = _Window(edge, load.tally)
+        end = _window(edge, load.tally)
         for number, connection in enumerate(load.connections):
             connection.on_end = following(number)
             connection.on_end(connection)
         await load.ended()
-        return window.end()
+        return end()
 
 
 async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> Measured:
@@ -231,9 +224,9 @@ async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> 
             if time.monotonic() > deadline:
                 raise BrokenRun(f"some streams have not begun after {WAIT_S:.0f} s")
         await load.sleep(_SETTLE_S)
-        window = _Window(edge, load.tally)
+        end = _window(edge, load.tally)
         await load.sleep(seconds)
-        return window.end()
+        return end()
 
 
 class Shape(msgspec.Struct, frozen=True):

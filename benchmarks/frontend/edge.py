@@ -6,168 +6,181 @@ with the same model, the same number of mock workers at the same speed, and roun
 sides); they are loaded in turn, in every round, with the same prompts. CPU is user and system time of the
 edge: the frontend with all its threads and children, not the mock workers. Both start anew for each number of
 connections, so that memory is that of this load, and once for each speed of the mock, so that an edge
-serves one model. What is measured, and how, is told in `measure`.
+serves one model. `measure` describes what is measured, and how.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import msgspec
-from benchmarks.frontend import report
-from benchmarks.frontend.delays import DelayRow
+from benchmarks import harness
 from benchmarks.frontend.edges import (
     DYNAMO_NAME,
+    KVOLT_NAME,
     NUM_WORKERS,
     Dynamo,
-    Edge,
     installed_dynamo,
     model_in,
     serve_dynamo,
     serve_kvolt,
 )
-from benchmarks.frontend.measure import Bench, Edges, Row, busy_step_s, light_step_s
-from benchmarks.frontend.profile_table import profile_text
-from benchmarks.frontend.wrk import wrk_command, wrk_round
-from benchmarks.harness import in_turn, names, numbers, parser_for, run, say
-from benchmarks.harness import report as write_report
+from benchmarks.frontend.measure import FLAT_TOKENS, Bench, DelayRow, Edges, Row, busy_step_s, light_step_s
+from benchmarks.harness import Figure, Rows, cell, comparison, goal, in_turn, run, say
 
 _SYSTEMS = ("kvolt", "dynamo")
 ROUTERS = {"round-robin": ("round-robin", "round-robin"), "kv": ("latency", "kv")}
 """Router of kvolt and of Dynamo by name."""
+_SECONDS, _RATE_PER_S = 5.0, 20.0
+"""Approximate window for requests; requests/s when delays are measured."""
 _MIN_DELAY_S = 2.0
 
 
 def main() -> None:
     options = _options()
-    if options.profile:
-        _profile(options)
-        return
-    if options.wrk:
-        wrk_command()  # an error now, not after minutes
+    seconds = 0.1 if options.smoke else _SECONDS
     dynamo = installed_dynamo(options.peer_dir) if "dynamo" in options.systems else None
     rows: list[Row] = []
     delays: list[DelayRow] = []
     for connections in options.connections:
-        with _benches(options, connections, dynamo) as benches:
+        with _benches(options, connections, seconds, dynamo) as benches:
             for bench in benches:
                 bench.warm_up()
-            rows += _rounds(benches, connections, options)
+            for number in range(1, options.rounds + 1):
+                for bench in in_turn(benches, number):
+                    rows.append(bench.round(number))
+                    shown = (f"{each.title} {cell(each.value(rows[-1]), each.form)}" for each in FIGURES)
+                    say(f"round {number}  {connections:>4} connections  {bench.name}  {'  '.join(shown)}")
             if connections == options.connections[0]:
-                delays = _delays(benches, options)
-    lines = report.lines(rows)
-    parts = [report.edge_table(lines), "", report.delay_table(delays, options.rate), ""]
-    settings = {name: getattr(options, name) for name in ("rounds", "seconds", "rate", "router")}
-    results = {"peer": DYNAMO_NAME, "options": settings, "lines": lines, "rows": rows, "delays": delays}
-    write_report(options, "\n".join([*parts, *report.edge_goals(lines), *report.strict_goals(rows)]), results)
+                delays = [
+                    row
+                    for number in range(1, options.rounds + 1)
+                    for bench in in_turn(benches, number)
+                    for row in bench.delays(number, _RATE_PER_S, max(seconds * 0.75, _MIN_DELAY_S))
+                ]
+    settings = {name: getattr(options, name) for name in ("rounds", "router")}
+    results = {"peer": DYNAMO_NAME, "options": settings, "rows": rows, "delays": delays}
+    harness.report(options, f"{edge_text(rows)}\n\n{delay_text(delays)}\n\n{goals_text(rows)}", results)
 
 
 def _options() -> argparse.Namespace:
-    parser = parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME)
+    parser = harness.parser_for(__file__, __doc__, results=None, peer=DYNAMO_NAME)
     add = parser.add_argument
-    add("--connections", type=numbers, default=(64, 512), help="concurrent clients (default 64,512)")
+    add("--connections", type=harness.numbers, default=(64, 512), help="concurrent clients (default 64,512)")
     add("--rounds", type=int, default=5, help="rounds of both systems (default %(default)s)")
-    add("--seconds", type=float, default=5.0, help="approximate window for requests (default %(default)s)")
-    add("--rate", type=float, default=20.0, help="requests/s when delays are measured (default %(default)s)")
-    add("--systems", type=names, default=_SYSTEMS, help="default kvolt,dynamo")
+    add("--systems", type=harness.names, default=_SYSTEMS, help="default kvolt,dynamo")
     add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
-    add("--processes", type=int, default=1, help="processes of kvolt's frontend (default 1)")
-    add("--wrk", action="store_true", help="in addition: the same loads from wrk, as a second opinion")
-    add("--profile", action="store_true", help="instead: profile of kvolt's frontend under each load")
     options = parser.parse_args()
     if options.smoke:
-        options.connections, options.rounds, options.seconds, options.systems = (16,), 1, 0.1, ("kvolt",)
+        options.connections, options.rounds, options.systems = (16,), 1, ("kvolt",)
     if unknown := [name for name in options.systems if name not in _SYSTEMS]:
         parser.error(f"unknown systems {unknown}; known: {', '.join(_SYSTEMS)}")
-    if min(options.connections) < 1 or options.rounds < 1 or options.seconds <= 0 or options.rate <= 0:
-        parser.error("connections, rounds, seconds and rate must be positive")
+    if min(options.connections) < 1 or options.rounds < 1:
+        parser.error("connections and rounds must be positive")
     return options
 
 
 @contextmanager
 def _benches(
-    options: argparse.Namespace,
-    connections: int,
-    dynamo: Dynamo | None = None,
-    profile_path: Path | None = None,
+    options: argparse.Namespace, connections: int, seconds: float, dynamo: Dynamo | None
 ) -> Iterator[list[Bench]]:
     """The systems, each once for each kind of mock."""
     steps = (None, light_step_s(connections), busy_step_s(connections))
+    ours, theirs = ROUTERS[options.router]
     with ExitStack() as stack:
         systems = []
         if "kvolt" in options.systems:
-            model = model_in(options.peer_dir)
-            arguments = ["--router", ROUTERS[options.router][0]]
-            if options.processes > 1:
-                arguments += ["--processes", str(options.processes)]
-
-            def served(step_s: float | None) -> Edge:
-                edge = serve_kvolt(
-                    model,
-                    step_s,
-                    frontend_arguments=arguments,
-                    profile_path=profile_path,
-                    num_workers=1 if options.smoke else NUM_WORKERS,
-                )
-                return stack.enter_context(edge)
-
-            systems.append(Edges(*map(served, steps)))
-        if dynamo is not None:
-            mode = ROUTERS[options.router][1]
-            edges = (stack.enter_context(serve_dynamo(dynamo, step_s, router_mode=mode)) for step_s in steps)
-            systems.append(Edges(*edges))
-        lead_s = 1.0 if options.smoke else 4.0
-        yield [Bench(edges, connections, options.seconds, lead_s) for edges in systems]
-
-
-def _rounds(benches: Sequence[Bench], connections: int, options: argparse.Namespace) -> list[Row]:
-    rows = []
-    for number in range(1, options.rounds + 1):
-        for bench in in_turn(benches, number):
-            row = bench.round(number)
-            if options.wrk:
-                figures = wrk_round(bench.edges.flat, connections, options.seconds)
-                row = msgspec.structs.replace(row, wrk=figures)
-            rows.append(row)
-            say(
-                f"round {number}  {connections:>4} connections  {row.system:<12} "
-                f"{row.cpu_us_per_request:>7.0f} us/request  {row.light_cpu_us_per_token:>6.2f} us/token light  "
-                f"{row.busy_cpu_us_per_token:>6.2f} busy  {row.flat_cpu_us_per_token:>6.2f} flat out  "
-                f"{row.rss_bytes >> 20:>4} MiB"
+            model, num_workers = model_in(options.peer_dir), 1 if options.smoke else NUM_WORKERS
+            flags = ("--router", ours)
+            kvolts = (
+                serve_kvolt(model, step_s, frontend_arguments=flags, num_workers=num_workers)
+                for step_s in steps
             )
-    return rows
+            systems.append(Edges(*map(stack.enter_context, kvolts)))
+        if dynamo is not None:
+            dynamos = (serve_dynamo(dynamo, step_s, router_mode=theirs) for step_s in steps)
+            systems.append(Edges(*map(stack.enter_context, dynamos)))
+        yield [Bench(edges, connections, seconds, 1.0 if options.smoke else 4.0) for edges in systems]
 
 
-def _delays(benches: Sequence[Bench], options: argparse.Namespace) -> list[DelayRow]:
-    seconds = max(options.seconds * 0.75, _MIN_DELAY_S)
-    return [
-        row
-        for number in range(1, options.rounds + 1)
-        for bench in in_turn(benches, number)
-        for row in bench.delays(number, options.rate, seconds)
-    ]
+# --- the report
 
 
-def _profile(options: argparse.Namespace) -> None:
-    options.systems = ("kvolt",)
-    for connections in options.connections:
-        with (
-            TemporaryDirectory() as folder,
-            _benches(options, connections, profile_path=Path(folder) / "found") as (bench,),
-        ):
-            bench.warm_up()
-            for title, load in (
-                ("requests of one token", bench.requests),
-                ("tokens, light", bench.light),
-                ("tokens, busy", bench.busy),
-                ("tokens flat out", bench.flat),
-            ):
-                text = profile_text(Path(folder) / "found", load)
-                print(f"=== {connections} connections, {title}", text, "", sep="\n")
+def _us_per(load: str, count: str) -> Callable[[Row], float]:
+    return lambda row: 1e6 * getattr(row, load).edge_cpu_s / getattr(getattr(row, load), count)
+
+
+def _over(load: str, name: str, other: str) -> Callable[[Row], float]:
+    return lambda row: float(getattr(getattr(row, load), name) / getattr(getattr(row, load), other))
+
+
+def _flat_us(row: Row) -> float:
+    return (_us_per("flat", "responses")(row) - _us_per("requests", "responses")(row)) / (FLAT_TOKENS - 1)
+
+
+_LIGHT = Figure("CPU us per token, light", _us_per("light", "events"))
+_FLAT = Figure("CPU us per token, flat out", _flat_us)
+FIGURES = (
+    Figure("CPU us per request", _us_per("requests", "responses"), ",.0f"),
+    Figure("CPU us per request, text", _us_per("text", "responses"), ",.0f"),
+    Figure("requests/s", _over("requests", "responses", "wall_s"), ",.0f"),
+    _LIGHT,
+    Figure("  tokens/s", _over("light", "events", "wall_s"), ",.0f"),
+    Figure("  events per read", _over("light", "events", "reads")),
+    Figure("CPU us per token, busy", _us_per("busy", "events")),
+    Figure("  tokens/s", _over("busy", "events", "wall_s"), ",.0f"),
+    Figure("  events per read", _over("busy", "events", "reads")),
+    _FLAT,
+    Figure("  tokens/s", lambda row: row.flat.responses * FLAT_TOKENS / row.flat.wall_s, ",.0f"),
+    Figure("  events per read", _over("flat", "events", "reads")),
+    Figure("  events per token", "flat_events_per_token", ".3f"),
+    Figure("  bytes per event", _over("flat", "num_bytes", "events"), ".0f"),
+    Figure("  cores: edge", _over("flat", "edge_cpu_s", "wall_s")),
+    Figure("  cores: mock", _over("flat", "mock_cpu_s", "wall_s")),
+    Figure("  cores: client", _over("flat", "client_cpu_s", "wall_s")),
+    Figure("RSS MiB", lambda row: row.rss_bytes / (1 << 20), ".0f"),
+)
+GOALS = {FIGURES[0]: 0.5, FIGURES[1]: 0.5, _LIGHT: 0.7, _FLAT: 0.5, FIGURES[-1]: 0.5}
+"""Of the peer, at most."""
+
+
+def edge_text(rows: Sequence[Row]) -> str:
+    return "\n\n".join(
+        comparison(f"{connections} connections", FIGURES, dict(mine.each("system")), KVOLT_NAME, DYNAMO_NAME)
+        for connections, mine in Rows(rows).each("connections")
+    )
+
+
+def goals_text(rows: Sequence[Row]) -> str:
+    """With the strictest: kvolt's dearest token, which has a write to itself, over the peer's cheapest."""
+    lines = []
+    for connections, mine in Rows(rows).each("connections"):
+        ours, theirs = mine.where(system=KVOLT_NAME), mine.where(system=DYNAMO_NAME)
+        for figure, limit in GOALS.items():
+            if ratio := ours.over(theirs, figure):
+                name = f"{connections} connections: {figure.title} at most {limit:g} of {DYNAMO_NAME}"
+                lines.append(goal(name, ratio.median <= limit, ratio))
+        if strict := ours.over(theirs, _LIGHT, _FLAT):
+            name = f"{connections} connections: a token, light, at most {GOALS[_LIGHT]:g} of {DYNAMO_NAME}'s flat out"
+            lines.append(goal(name, strict.median <= GOALS[_LIGHT], strict))
+    return "\n".join(lines)
+
+
+def delay_text(rows: Sequence[DelayRow]) -> str:
+    """With a mock that takes no time, all tokens are there at once: no gaps."""
+    first = [Figure(f"first token {name}", f"first_{name}_ms") for name in ("p50", "p99")]
+    gaps = [Figure(f"between tokens {name}", f"gap_{name}_ms") for name in ("p50", "p99")]
+    return "\n\n".join(
+        comparison(
+            f"delay ms at {_RATE_PER_S:g} requests/s, mock step {step_ms:.2f} ms",
+            [*first, *(gaps if step_ms else [])],
+            dict(mine.each("system")),
+            KVOLT_NAME,
+            DYNAMO_NAME,
+        )
+        for step_ms, mine in Rows(rows).each("step_ms")
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from pathlib import Path
 import msgspec
 from benchmarks.frontend import tiny_model
 from benchmarks.frontend.tiny_model import EOS_TOKEN, TinyModel
+from benchmarks.meters import Meter
 from benchmarks.processes import (
     KVOLT,
-    Meter,
     Processes,
     arg_flags,
     clean_environ,
@@ -43,16 +42,9 @@ DYNAMO_PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--eve
 
 _DYNAMO_PACKAGES = (f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}")
 _DYNAMO_NEEDS = (
-    *(
-        "aiohttp>=3.14.3",
-        "certifi",
-        "kubernetes<33",
-        "msgspec",
-        "numpy",
-        "prometheus-client",
-        "pydantic<=2.13.5",
-    ),
-    *("pyzmq", "redis<9", "tokenizers", "tqdm", "transformers", "typing-extensions", "uvloop", "zstandard"),
+    *("aiohttp>=3.14.3", "certifi", "kubernetes<33", "msgspec", "numpy", "prometheus-client"),
+    *("pydantic<=2.13.5", "pyzmq", "redis<9", "tokenizers", "tqdm", "transformers", "typing-extensions"),
+    *("uvloop", "zstandard"),
 )
 _SPEEDUP = 1000.0
 _DECODE_STEP_S = 0.00574
@@ -68,8 +60,6 @@ class Edge:
     mock_meter: Meter
     step_s: float | None
     """Step time of the mock workers, which give every stream a token per step; None: as fast as they can."""
-    window_hooks: tuple[Callable[[], None], Callable[[], None]] | None = None
-    """Called at the start and the end of a measured window, by the profiler."""
 
 
 class Dynamo(msgspec.Struct, frozen=True):
@@ -102,19 +92,14 @@ def serve_kvolt(
     name: str = KVOLT_NAME,
     *,
     frontend_arguments: Sequence[str] = (),
-    profile_path: Path | None = None,
     num_workers: int = NUM_WORKERS,
     **environ: str,
 ) -> Iterator[Edge]:
-    """A frontend and worker processes. With `profile_path`, the frontend is sampled in each measured window."""
+    """A frontend and worker processes."""
     with Processes("kvolt") as processes:
         env, port = processes.environ(**environ), free_port()
-        command = KVOLT if profile_path is None else (sys.executable, "-m", "benchmarks.frontend.profiled")
         frontend = processes.start(
-            "frontend",
-            [*command, "frontend", "--port", str(port), *frontend_arguments],
-            env,
-            stdin=subprocess.DEVNULL if profile_path is None else subprocess.PIPE,
+            "frontend", [*KVOLT, "frontend", "--port", str(port), *frontend_arguments], env
         )
         arguments = {
             **model_arguments(model),
@@ -126,13 +111,7 @@ def serve_kvolt(
         }
         workers = start_workers(processes, num_workers, arguments, env)
         processes.wait_answer(port, tiny_model.NAME)
-        edge = Edge(name, port, Meter([frontend.pid]), Meter([each.pid for each in workers]), step_s)
-        if profile_path is not None:
-            edge.window_hooks = (
-                lambda: _send(frontend, "start"),
-                lambda: _send(frontend, f"stop {profile_path}"),
-            )
-        yield edge
+        yield Edge(name, port, Meter([frontend.pid]), Meter([each.pid for each in workers]), step_s)
 
 
 def model_arguments(model: TinyModel) -> dict[str, object]:
@@ -166,9 +145,8 @@ def serve_dynamo(
         env, port = dynamo_environ(processes, **environ), free_port()
         frontend = start_dynamo_frontend(processes, dynamo, port, env, "--router-mode", router_mode)
         speed = ("--speedup-ratio", f"{_SPEEDUP:g}", "--decode-speedup-ratio", f"{decode_speedup:.9f}")
-        [mock] = start_mockers(
-            processes, dynamo, env, 1, NUM_WORKERS, BLOCK_SIZE, 1 << 20, 1024, 65536, *speed
-        )
+        sizes = mocker_sizes(NUM_WORKERS, BLOCK_SIZE, 1 << 20, 1024, 65536)
+        [mock] = start_mockers(processes, dynamo, env, 1, sizes, *speed)
         processes.wait_answer(port, tiny_model.NAME)
         yield Edge(name, port, Meter([frontend.pid]), Meter([mock.pid]), step_s)
 
@@ -190,25 +168,24 @@ def start_mockers(
     dynamo: Dynamo,
     env: dict[str, str],
     count: int,
-    num_workers: int,
-    block_size: int,
-    num_blocks: int,
-    max_seqs: int,
-    max_batch_tokens: int,
+    sizes: Mapping[str, int],
     *flags: str,
 ) -> list[subprocess.Popen[bytes]]:
-    """Processes of `num_workers` mock workers each."""
+    """Processes of mock workers; `sizes` are numeric flags: workers of each process, blocks, sequences, tokens."""
     command = [
         *(str(dynamo.python), "-m", "dynamo.mocker", *DYNAMO_PLANES),
         *("--model-path", str(dynamo.model.path), "--model-name", tiny_model.NAME),
-        *("--num-workers", str(num_workers), "--block-size", str(block_size)),
-        *("--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", str(max_seqs)),
-        *("--max-num-batched-tokens", str(max_batch_tokens), *flags),
+        *(part for name, size in sizes.items() for part in (f"--{name}", str(size))),
+        *flags,
     ]
     return [processes.start(f"worker-{number}", command, env) for number in range(count)]
 
 
-def _send(frontend: subprocess.Popen[bytes], command: str) -> None:
-    assert frontend.stdin is not None
-    frontend.stdin.write(command.encode() + b"\n")
-    frontend.stdin.flush()
+def mocker_sizes(num_workers: int, block_size: int, blocks: int, seqs: int, tokens: int) -> dict[str, int]:
+    return {
+        "num-workers": num_workers,
+        "block-size": block_size,
+        "num-gpu-blocks-override": blocks,
+        "max-num-seqs": seqs,
+        "max-num-batched-tokens": tokens,
+    }

@@ -24,24 +24,38 @@ writes in one read.
 
 from __future__ import annotations
 
+import random
+import re
+import statistics
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import uvloop
-from benchmarks.frontend.client import Measured, Shape, closed_load, shape_of_stream, steady_load
-from benchmarks.frontend.delays import DelayRow, arrivals
+from benchmarks.frontend.client import (
+    WAIT_S,
+    Connection,
+    Load,
+    Measured,
+    Shape,
+    closed_load,
+    shape_of_stream,
+    steady_load,
+)
 from benchmarks.frontend.edges import Edge
 from benchmarks.frontend.prompts import Writer, few_words, passage, prompt_requests
-from benchmarks.frontend.wrk import WrkFigures
 from benchmarks.harness import BrokenRun
 
 _LIGHT_TOKENS_PER_S = 12_500.0
 _BUSY_TOKENS_PER_S = 50_000.0
-_FLAT_TOKENS = 512
+FLAT_TOKENS = 512
 _AFTER_ABORT_S = 1.0
 _SHARE = 0.5
 """Of the seconds for requests: what the other loads get. There are far more tokens than requests."""
 _DELAY_TOKENS = 32
+_CONTENT = re.compile(rb'"content": *"[^"]')
+_MAX_UNDER_WAY = 64
 _MIN_EVENTS_PER_TOKEN = 0.98
 """A token that is part of a character gives no text, hence no event; the peer's mock says some."""
 
@@ -77,48 +91,35 @@ class Row(msgspec.Struct, frozen=True):
     flat: Measured
     rss_bytes: int
     """Of the edge that had the requests and the tokens flat out."""
-    wrk: WrkFigures | None = None
-
-    @property
-    def cpu_us_per_request(self) -> float:
-        return 1e6 * self.requests.edge_cpu_s / self.requests.responses
-
-    @property
-    def cpu_us_per_text_request(self) -> float:
-        return 1e6 * self.text.edge_cpu_s / self.text.responses
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.requests.responses / self.requests.wall_s
-
-    @property
-    def light_cpu_us_per_token(self) -> float:
-        return 1e6 * self.light.edge_cpu_s / self.light.events
-
-    @property
-    def busy_cpu_us_per_token(self) -> float:
-        return 1e6 * self.busy.edge_cpu_s / self.busy.events
-
-    @property
-    def flat_cpu_us_per_token(self) -> float:
-        per_answer = 1e6 * self.flat.edge_cpu_s / self.flat.responses
-        return (per_answer - self.cpu_us_per_request) / (_FLAT_TOKENS - 1)
-
-    @property
-    def flat_tokens_per_s(self) -> float:
-        return self.flat.responses * _FLAT_TOKENS / self.flat.wall_s
 
     @property
     def flat_events_per_token(self) -> float:
         told = self.flat.events - self.flat.responses * self.shape.other_events
-        return told / (self.flat.responses * _FLAT_TOKENS)
+        return told / (self.flat.responses * FLAT_TOKENS)
+
+
+class DelayRow(msgspec.Struct, frozen=True):
+    """Milliseconds that a client waits at a low rate, in one round."""
+
+    round: int
+    system: str
+    step_ms: float
+    """Of the mock; 0 for one that takes no time."""
+    requests: int
+    first_p50_ms: float
+    """From a request to its first token."""
+    first_p99_ms: float
+    gap_p50_ms: float
+    """Between a stream's tokens."""
+    gap_p99_ms: float
 
 
 class Bench:
     """One system under one number of connections. Knows from each load how much fills the next window."""
 
-    def __init__(self, edges: Edges, num_connections: int, seconds: float, lead_s: float = 4.0) -> None:
-        self.edges = edges
+    def __init__(self, edges: Edges, num_connections: int, seconds: float, lead_s: float) -> None:
+        self._edges = edges
+        self.name = edges.flat.name
         self._num_connections = num_connections
         self._seconds = seconds
         self._lead_s = lead_s
@@ -127,10 +128,6 @@ class Bench:
         self._answers_per_s = 0.0
         self._shape = Shape(0.0, 0)
 
-    @property
-    def name(self) -> str:
-        return self.edges.flat.name
-
     def warm_up(self) -> None:
         """BrokenRun if a stream does not have one event for each token."""
         self._closed(1, 4)
@@ -138,61 +135,34 @@ class Bench:
         requests = self._closed(1, 4)
         self._requests_per_s = requests.responses / requests.wall_s
         flat = self._closed(128, 1)
-        self._answers_per_s = flat.responses / flat.wall_s * 128 / _FLAT_TOKENS
-        self._shape = shape_of_stream(self.edges.flat)
+        self._answers_per_s = flat.responses / flat.wall_s * 128 / FLAT_TOKENS
+        self._shape = shape_of_stream(self._edges.flat)
         self._check(self._shape.events_per_token)
-        for edge in (self.edges.light, self.edges.busy):
-            requests_of_one = [prompt_requests(4, 1, self._next_seed()) for _ in range(self._num_connections)]
-            uvloop.run(closed_load(edge, requests_of_one))
+        for edge in (self._edges.light, self._edges.busy):
+            self._closed(1, 4, edge=edge)
 
     def round(self, number: int) -> Row:
-        requests, text = self.requests(), self.text()
-        light, busy, flat = self.light(), self.busy(), self.flat()
-        row = Row(
-            number,
-            self.name,
-            self._num_connections,
-            self._shape,
-            requests,
-            text,
-            light,
-            busy,
-            flat,
-            self.edges.flat.meter.rss_bytes(),
-        )
+        requests = self._closed(1, self._share(self._requests_per_s * self._seconds))
+        self._requests_per_s = requests.responses / requests.wall_s
+        text = self._closed(1, self._share(self._requests_per_s * self._seconds * _SHARE), passage)
+        light, busy = self._steady(self._edges.light), self._steady(self._edges.busy)
+        flat = self._closed(FLAT_TOKENS, self._share(self._answers_per_s * self._seconds * _SHARE))
+        self._answers_per_s = flat.responses / flat.wall_s
+        rss_bytes = self._edges.flat.meter.rss_bytes()
+        loads = (requests, text, light, busy, flat)
+        row = Row(number, self.name, self._num_connections, self._shape, *loads, rss_bytes)
         self._check(row.flat_events_per_token)
         return row
 
-    def requests(self) -> Measured:
-        done = self._closed(1, self._share(self._requests_per_s * self._seconds))
-        self._requests_per_s = done.responses / done.wall_s
-        return done
-
-    def text(self) -> Measured:
-        return self._closed(1, self._share(self._requests_per_s * self._seconds * _SHARE), passage)
-
-    def light(self) -> Measured:
-        return self._steady(self.edges.light)
-
-    def busy(self) -> Measured:
-        return self._steady(self.edges.busy)
-
-    def flat(self) -> Measured:
-        done = self._closed(_FLAT_TOKENS, self._share(self._answers_per_s * self._seconds * _SHARE))
-        self._answers_per_s = done.responses / done.wall_s
-        return done
-
     def delays(self, number: int, rate_per_s: float, seconds: float) -> list[DelayRow]:
         """With a mock that takes no time, and with the light one."""
-        rows = []
-        for edge in (self.edges.flat, self.edges.light):
-            count = max(round(rate_per_s * seconds), 10)
-            requests = prompt_requests(count, _DELAY_TOKENS, self._next_seed())
-            waits = uvloop.run(arrivals(edge, requests, rate_per_s, seed=number))
-            rows.append(waits.row(number, edge))
-        return rows
-
-    # ---
+        count = max(round(rate_per_s * seconds), 10)
+        return [
+            uvloop.run(
+                _delays(edge, prompt_requests(count, _DELAY_TOKENS, self._next_seed()), rate_per_s, number)
+            )
+            for edge in (self._edges.flat, self._edges.light)
+        ]
 
     def _steady(self, edge: Edge) -> Measured:
         assert edge.step_s is not None
@@ -203,12 +173,14 @@ class Bench:
         time.sleep(_AFTER_ABORT_S)
         return done
 
-    def _closed(self, max_tokens: int, per_connection: int, write: Writer = few_words) -> Measured:
+    def _closed(
+        self, max_tokens: int, per_connection: int, write: Writer = few_words, edge: Edge | None = None
+    ) -> Measured:
         requests = [
             prompt_requests(per_connection, max_tokens, self._next_seed(), write)
             for _ in range(self._num_connections)
         ]
-        return uvloop.run(closed_load(self.edges.flat, requests))
+        return uvloop.run(closed_load(edge or self._edges.flat, requests))
 
     def _share(self, num_requests: float) -> int:
         return max(round(num_requests / self._num_connections), 1)
@@ -223,3 +195,60 @@ class Bench:
             raise BrokenRun(
                 f"{self.name}: {events_per_token:.3f} events per token: no figures for single tokens"
             )
+
+
+# --- delays at a low rate
+
+
+async def _delays(edge: Edge, requests: Sequence[bytes], rate_per_s: float, number: int) -> DelayRow:
+    """Requests at random times, on connections that are open already."""
+    rng = random.Random(number)
+    first_ms: list[float] = []
+    gaps_ms: list[float] = []
+    async with Load(edge.port, _MAX_UNDER_WAY) as load:
+        free = list(load.connections)
+
+        def ask(connection: Connection, request: bytes) -> None:
+            reads: list[tuple[float, bytes]] = []
+
+            def end(ended: Connection) -> None:
+                times = _token_times(reads)
+                first_ms.append((times[0] - asked) * 1e3)
+                gaps_ms.extend((after - before) * 1e3 for before, after in pairwise(times))
+                free.append(ended)
+
+            connection.on_read = lambda data: reads.append((time.perf_counter(), data))
+            connection.on_end = end
+            asked = time.perf_counter()
+            connection.ask(request)
+
+        due = time.perf_counter()
+        for request in requests:
+            due += rng.expovariate(rate_per_s)
+            await load.sleep(max(due - time.perf_counter(), 0.0))
+            if not free:
+                raise BrokenRun(
+                    f"{edge.name} has {_MAX_UNDER_WAY} answers under way: the rate is not low for it"
+                )
+            ask(free.pop(), request)
+        deadline = time.monotonic() + WAIT_S
+        while len(free) < _MAX_UNDER_WAY:
+            await load.sleep(0.02)
+            if time.monotonic() > deadline:
+                raise BrokenRun(f"{edge.name}: answers did not end within {WAIT_S:.0f} s")
+    cuts = [statistics.quantiles(values, n=100, method="inclusive") for values in (first_ms, gaps_ms)]
+    percentiles = [cut[at] for cut in cuts for at in (49, 98)]
+    return DelayRow(number, edge.name, (edge.step_s or 0.0) * 1e3, len(first_ms), *percentiles)
+
+
+def _token_times(reads: Sequence[tuple[float, bytes]]) -> list[float]:
+    """When each event that has text in it had been read."""
+    body = b"".join(data for _, data in reads)
+    times, end, rest = [], 0, iter(reads)
+    at_s = 0.0
+    for match in _CONTENT.finditer(body):
+        while end < match.end():
+            at_s, data = next(rest)
+            end += len(data)
+        times.append(at_s)
+    return times

@@ -49,15 +49,14 @@ def _documentation() -> list[str]:
     return [word for word in text.split() if word.isascii()]
 
 
-def chat_request(messages: Sequence[dict[str, str]], max_tokens: int) -> bytes:
-    """A whole HTTP request."""
-    fields = {"model": tiny_model.NAME, "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
+def chat_request(
+    messages: Sequence[dict[str, str]], max_tokens: int, head: str = "", **more: object
+) -> bytes:
+    """A whole HTTP request, with further fields of the head and of the body."""
+    fields = {"model": tiny_model.NAME, "stream": True, "max_tokens": max_tokens, "ignore_eos": True, **more}
     body = json.dumps({**fields, "messages": messages}, ensure_ascii=False).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    start = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{start}{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def prompt_requests(count: int, max_tokens: int, seed: int, write: Writer = few_words) -> list[bytes]:

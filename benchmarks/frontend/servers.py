@@ -1,6 +1,6 @@
 """CPU per event of HTTP servers that stream: kvolt's own protocol on httptools, uvicorn, granian.
 
-    python -m benchmarks.frontend.servers [--connections 64] [--tokens 256] [--rounds 5]
+    python -m benchmarks.frontend.servers
 
 Each server is one process with one event loop. A ticker in it makes a step every few milliseconds: one event of an
 OpenAI chat stream for every open response, the same bytes everywhere. The event reaches the response in each server's
@@ -15,51 +15,44 @@ import asyncio
 import importlib.util
 import sys
 
-from benchmarks.harness import BrokenRun, Missing, parser_for, report, run, spread_text, table
-from benchmarks.processes import Meter, Processes, clean_environ, free_port
+from benchmarks.harness import BrokenRun, Missing, parser_for, report, run, spread, table
+from benchmarks.meters import Meter
+from benchmarks.processes import Processes, clean_environ, free_port
 
 SERVERS = ("kvolt", "uvicorn", "granian")
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__, results=None)
-    add = parser.add_argument
-    add("--connections", type=int, default=64)
-    add("--tokens", type=int, default=256, help="events of a response")
-    add("--responses", type=int, default=4, help="responses per connection and round")
-    add("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = parser_for(__file__, __doc__, results=None).parse_args()
     missing = [name for name in SERVERS if importlib.util.find_spec(name) is None]
     if missing and not options.smoke:
         raise Missing(f"{' and '.join(missing)}: pip install kvolt[bench]")
     servers = [name for name in SERVERS if name not in missing]
-    if options.smoke:
-        options.connections, options.tokens, options.responses, options.rounds = 4, 8, 1, 1
+    # Concurrent connections, events of a response, responses per connection and round, rounds.
+    connections, tokens, responses, rounds = (4, 8, 1, 1) if options.smoke else (64, 256, 4, 5)
     event_us: dict[str, list[float]] = {name: [] for name in servers}
     request_us: dict[str, list[float]] = {name: [] for name in servers}
     rss_bytes: dict[str, int] = {}
     with Processes("servers") as processes:
         running = {name: _start(processes, name) for name in servers}
         for _, port in running.values():
-            asyncio.run(_load(port, options.connections, 32, 1))  # warm-up
-        num_responses = options.connections * options.responses
-        for _ in range(options.rounds):
+            asyncio.run(_load(port, connections, 32, 1))  # warm-up
+        num_responses = connections * responses
+        for _ in range(rounds):
             for name, (meter, port) in running.items():
-                cpu_s = _measure(meter, port, options.connections, options.tokens, options.responses)
-                event_us[name].append(1e6 * cpu_s / (num_responses * options.tokens))
-                cpu_s = _measure(meter, port, options.connections, 1, options.responses * 8)
+                cpu_s = _measure(meter, port, connections, tokens, responses)
+                event_us[name].append(1e6 * cpu_s / (num_responses * tokens))
+                cpu_s = _measure(meter, port, connections, 1, responses * 8)
                 request_us[name].append(1e6 * cpu_s / (num_responses * 8))
                 rss_bytes[name] = meter.rss_bytes()
-    about = (
-        f"{options.connections} connections, {options.tokens} events per response, {options.rounds} rounds"
-    )
+    about = f"{connections} connections, {tokens} events per response, {rounds} rounds"
     body = [
-        (name, spread_text(event_us[name]), spread_text(request_us[name]), f"{rss_bytes[name] / 1e6:.0f}")
+        (name, spread(event_us[name]), spread(request_us[name]), f"{rss_bytes[name] / 1e6:.0f}")
         for name in servers
     ]
     head = "server | CPU us per event | CPU us per request | RSS MB"
     results = {"cpu_us_per_event": event_us, "cpu_us_per_request": request_us, "rss_bytes": rss_bytes}
-    report(options, "\n".join([about, table(head, body)]), results)
+    report(options, f"{about}\n{table(head, body)}", results)
 
 
 def _start(processes: Processes, name: str) -> tuple[Meter, int]:

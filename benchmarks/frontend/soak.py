@@ -1,6 +1,6 @@
 """Soak of the frontend: 512 connections with random disconnects; memory must stay flat and nothing be left behind.
 
-    python -m benchmarks.frontend.soak [--minutes 10] [--connections 512]
+    python -m benchmarks.frontend.soak [--minutes 10]
 
 A frontend and two simulated workers; the connections send chats, whole and streamed, of random length, with and without
 stop strings, tools and log probabilities; a third of the clients disconnect at a random moment, before the answer, in
@@ -10,23 +10,22 @@ open requests are read. At the end all clients leave, and everything open must r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
 import time
-import urllib.request
 
 import msgspec
 import psutil
 from benchmarks.harness import goal, parser_for, report, run
-from benchmarks.processes import KVOLT, Processes, free_port
+from benchmarks.processes import KVOLT, Processes, free_port, metric_total
 
 _WARM_UP_SHARE = 0.3
 _MAX_GROWTH = 1.05
 _HANG_UP_SHARE = 0.33
 _SETTLE_S = 20.0
+_COUNTED = ("whole", "streamed", "hung_up", "errors")
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -43,11 +42,8 @@ class Sample(msgspec.Struct, frozen=True):
 def main() -> int:
     parser = parser_for(__file__, __doc__, results=None)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--connections", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    if options.smoke:
-        options.minutes, options.connections = 0.04, 8
+    minutes, num_connections = (0.04, 8) if options.smoke else (options.minutes, 512)
     with Processes("soak") as processes:
         env, port = processes.environ(), free_port()
         process = processes.start("frontend", [*KVOLT, "frontend", "--port", str(port)], env)
@@ -58,9 +54,9 @@ def main() -> int:
         frontend = psutil.Process(process.pid)
         asyncio.run(_warm_up(port))
         before = _sample(port, frontend, 0.0)
-        counts, samples = asyncio.run(_soak(port, frontend, options))
+        counts, samples = asyncio.run(_soak(port, frontend, minutes, num_connections))
         after = _settled(port, frontend, before)
-    warm = [sample for sample in samples if sample.at_s >= options.minutes * 60 * _WARM_UP_SHARE]
+    warm = [sample for sample in samples if sample.at_s >= minutes * 60 * _WARM_UP_SHARE]
     first, last = warm[: len(warm) // 4 or 1], warm[-(len(warm) // 4 or 1) :]
     growth = _mean(last) / _mean(first)
     verdicts = [
@@ -91,19 +87,14 @@ def _mean(samples: list[Sample]) -> float:
 
 
 def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
-        text = response.read().decode()
-
-    def total(name: str) -> float:
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? ([\d.e+]+)$", text, re.M))
-
+    url = f"http://127.0.0.1:{port}"
     return Sample(
         at_s=at_s,
         rss_mb=frontend.memory_info().rss / 1e6,
         fds=frontend.num_fds(),
-        active=total("kvolt_frontend_active_requests"),
-        calls=total("kvolt_plane_streams_active"),
-        tasks=total("kvolt_tasks"),
+        active=metric_total(url, "kvolt_frontend_active_requests"),
+        calls=metric_total(url, "kvolt_plane_streams_active"),
+        tasks=metric_total(url, "kvolt_tasks"),
     )
 
 
@@ -121,15 +112,15 @@ def _settled(port: int, frontend: psutil.Process, before: Sample) -> Sample:
 
 
 async def _soak(
-    port: int, frontend: psutil.Process, options: argparse.Namespace
+    port: int, frontend: psutil.Process, minutes: float, num_connections: int
 ) -> tuple[dict[str, int], list[Sample]]:
-    counts = {"whole": 0, "streamed": 0, "hung_up": 0, "errors": 0}
+    counts = dict.fromkeys(_COUNTED, 0)
     samples: list[Sample] = []
     started = time.monotonic()
-    end = started + options.minutes * 60
+    end = started + minutes * 60
 
     async def client(number: int) -> None:
-        rng = random.Random(f"{options.seed}/{number}")
+        rng = random.Random(f"1/{number}")
         while time.monotonic() < end:
             try:
                 await _connection(port, rng, counts, end)
@@ -138,19 +129,19 @@ async def _soak(
                 await asyncio.sleep(0.1)
 
     async def watch() -> None:
-        interval_s = max(options.minutes * 60 / 120, 1.0)
+        interval_s = max(minutes / 2, 1.0)
         while time.monotonic() < end:
             await asyncio.sleep(interval_s)
             at_s = time.monotonic() - started
             samples.append(await asyncio.to_thread(_sample, port, frontend, at_s))
 
-    await asyncio.gather(watch(), *(client(number) for number in range(options.connections)))
+    await asyncio.gather(watch(), *(client(number) for number in range(num_connections)))
     return counts, samples
 
 
 async def _warm_up(port: int) -> None:
     """A request for each worker: connections to them are made when they are needed, and stay."""
-    counts = {"whole": 0, "streamed": 0, "hung_up": 0, "errors": 0}
+    counts = dict.fromkeys(_COUNTED, 0)
     rng = random.Random(0)
     while counts["whole"] + counts["streamed"] < 8:
         await _connection(port, rng, counts, time.monotonic() + 0.5)

@@ -1,6 +1,6 @@
 """Stall of the frontend's event loop by one large request.
 
-    python -m benchmarks.frontend.stalls [--only WORD]
+    python -m benchmarks.frontend.stalls
 
 One frontend and one sim worker as processes. While a large body is processed, a second client requests `/live`
 repeatedly on one connection; the time of its slowest answer is the stall. The last column is the same without a large
@@ -23,49 +23,51 @@ from benchmarks.processes import KVOLT, Processes, arg_flags, free_port
 
 _MODEL = tiny_model.NAME
 _PAUSE_S = 0.001
-_HELLO = [{"role": "user", "content": "hello"}]
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_CHAT = "/v1/chat/completions"
 
 Body = dict[str, Any]
+
+
+def _chat(**more: Any) -> Body:
+    return {"messages": [{"role": "user", "content": "hello"}], **more}
+
+
+def _message(content: str) -> Body:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def _numbered(count: int) -> dict[str, int]:
+    return {f"k{n}": n for n in range(count)}
+
+
+def _tool(number: int, num_properties: int = 0) -> Body:
+    properties = {f"p{n}": {"type": "string", "description": "some text"} for n in range(num_properties)}
+    parameters = {"parameters": {"type": "object", "properties": properties}} if properties else {}
+    return {"type": "function", "function": {"name": f"f{number}", **parameters}}
+
+
+def _token_ids() -> list[int]:
+    return [7 + n % 200 for n in range(1_000_000)]
+
+
 _BODIES: dict[str, tuple[str, Callable[[], Body]]] = {
-    "small chat": (_CHAT, lambda: {"messages": _HELLO}),
-    "190,000 template kwargs": (
-        _CHAT,
-        lambda: {"messages": _HELLO, "chat_template_kwargs": {f"k{n}": n for n in range(190_000)}},
-    ),
-    "90,000 nested kwargs": (
-        _CHAT,
-        lambda: {"messages": _HELLO, "chat_template_kwargs": {"a": {f"k{n}": n for n in range(90_000)}}},
-    ),
+    "small chat": (_CHAT, _chat),
+    "190,000 template kwargs": (_CHAT, lambda: _chat(chat_template_kwargs=_numbered(190_000))),
+    "90,000 nested kwargs": (_CHAT, lambda: _chat(chat_template_kwargs={"a": _numbered(90_000)})),
     "16,384 messages": (
         _CHAT,
-        lambda: {"messages": [{"role": "user", "content": f"hi {n}"} for n in range(16_384)]},
+        lambda: {"messages": [_message(f"hi {n}")["messages"][0] for n in range(16_384)]},
     ),
-    "message of 15 MB": (_CHAT, lambda: {"messages": [{"role": "user", "content": "word " * 3_000_000}]}),
-    "message of 14 MB, escapes": (
-        _CHAT,
-        lambda: {"messages": [{"role": "user", "content": '\n"' * 3_500_000}]},
-    ),
-    "2,900,000 escapes": (_CHAT, lambda: {"messages": [{"role": "user", "content": '\n"' * 1_450_000}]}),
-    "unknown fields of 15 MB": (_CHAT, lambda: {"messages": _HELLO, "unknown": ["x" * 10] * 1_050_000}),
-    "1,000,000 token ids": (_TEXT, lambda: {"prompt": [7 + n % 200 for n in range(1_000_000)]}),
-    "100,000 tools": (
-        _CHAT,
-        lambda: {
-            "messages": _HELLO,
-            "tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(100_000)],
-        },
-    ),
-    "1,536 tools": (_CHAT, lambda: {"messages": _HELLO, "tools": [_tool(n) for n in range(1536)]}),
-    "detokenize 1,000,000": ("/detokenize", lambda: {"tokens": [7 + n % 200 for n in range(1_000_000)]}),
+    "message of 15 MB": (_CHAT, lambda: _message("word " * 3_000_000)),
+    "message of 14 MB, escapes": (_CHAT, lambda: _message('\n"' * 3_500_000)),
+    "2,900,000 escapes": (_CHAT, lambda: _message('\n"' * 1_450_000)),
+    "unknown fields of 15 MB": (_CHAT, lambda: _chat(unknown=["x" * 10] * 1_050_000)),
+    "1,000,000 token ids": ("/v1/completions", lambda: {"prompt": _token_ids()}),
+    "100,000 tools": (_CHAT, lambda: _chat(tools=[_tool(n) for n in range(100_000)])),
+    "1,536 tools": (_CHAT, lambda: _chat(tools=[_tool(n, 15) for n in range(1536)])),
+    "detokenize 1,000,000": ("/detokenize", lambda: {"tokens": _token_ids()}),
     "tokenize 10 MB": ("/tokenize", lambda: {"prompt": "word " * 2_000_000, "return_token_strs": True}),
 }
-
-
-def _tool(number: int) -> Body:
-    properties = {f"p{n}": {"type": "string", "description": "some text"} for n in range(15)}
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
 
 
 def _poll(port: int, control: Connection) -> None:
@@ -100,15 +102,14 @@ def _longest(control: Connection) -> float:
     return float(control.recv())
 
 
-def _measure(port: int, only: list[str], quiet_s: float) -> list[tuple[str, ...]]:
+def _measure(port: int, names: list[str], quiet_s: float) -> list[tuple[str, ...]]:
     control, theirs = multiprocessing.Pipe()
     poller = multiprocessing.get_context("spawn").Process(target=_poll, args=(port, theirs))
     poller.start()
     rows: list[tuple[str, ...]] = []
     try:
-        for name, (path, make) in _BODIES.items():
-            if only and not any(word in name for word in only):
-                continue
+        for name in names:
+            path, make = _BODIES[name]
             limit = {"max_tokens": 1} if path.startswith("/v1") else {}
             body = json.dumps({"model": _MODEL, **limit, **make()}).encode()
             time.sleep(quiet_s)
@@ -129,19 +130,14 @@ def _measure(port: int, only: list[str], quiet_s: float) -> list[tuple[str, ...]
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__)
-    parser.add_argument(
-        "--only", nargs="*", default=[], metavar="WORD", help="bodies with a word in their name"
-    )
-    options = parser.parse_args()
-    only = ["small"] if options.smoke else options.only
+    options = parser_for(__file__, __doc__).parse_args()
     with Processes("stalls") as processes:
         env, port = processes.environ(), free_port()
         processes.start("frontend", [*KVOLT, "frontend", "--port", str(port)], env)
         engine = {"context_length": 2**21, "kv_blocks": 2**18, "latency": '{"base_s": 0.001}'}
         processes.start("worker", [*KVOLT, "worker", _MODEL, "--engine", "sim", *arg_flags(engine)], env)
         processes.wait_answer(port, _MODEL)
-        rows = _measure(port, only, 0.1 if options.smoke else 1.0)
+        rows = _measure(port, *((["small chat"], 0.1) if options.smoke else (list(_BODIES), 1.0)))
     text = table("body | MB | status | total s | stall ms | without | answer", rows)
     report(options, text, {"rows": rows})
 

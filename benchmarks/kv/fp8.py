@@ -1,7 +1,6 @@
 """Effect of 8-bit KV on a model's answers, and the speed of the conversion.
 
     python -m benchmarks.kv.fp8           SmolLM2-135M on the CPU, some minutes; results/fp8.{json,txt}
-    python -m benchmarks.kv.fp8 --speed   only the speed, not kept
 
 Effect: of English texts (Python's own manual) the KV of the first 512 tokens is converted to fp8 and back, as by a disk
 tier, and the model reads the next 128 tokens of the text with it. The distributions of each next token are compared
@@ -26,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from benchmarks.harness import parser_for, report, run, say
+from benchmarks.harness import Figure, parser_for, report, row_table, run, say
 from benchmarks.processes import small_model
 from tokenizers import Tokenizer
 
@@ -262,47 +261,51 @@ def _speeds(values: torch.Tensor, plan: Plan, kind: int) -> list[Speed]:
 # ---
 
 
-def text_of(plan: Plan, model: str, all_effects: Sequence[Effect], all_speeds: Sequence[Speed]) -> str:
-    lines = [
+_EFFECTS = (
+    Figure("KV through", "change", ""),
+    Figure("logits off, mean", "mean_logit", ".4f"),
+    Figure("max", "max_logit"),
+    Figure("(their deviation)", "logit_spread"),
+    Figure("KL mean", "mean_kl", ".5f"),
+    Figure("p99", "p99_kl", ".4f"),
+    Figure("max", "max_kl", ".4f"),
+    Figure("most likely token equal", "same_best", ".1%"),
+    Figure("loss", lambda row: f"{row.loss_before:.4f} -> {row.loss_after:.4f}", ""),
+    Figure("texts with equal greedy tokens", "greedy_same", ""),
+    Figure("greedy tokens before the first difference", "greedy_until", ".0f"),
+)
+_SPEEDS = (
+    Figure("GB of plain blocks per second of a core", "dtype", ""),
+    Figure("codec", "codec", ""),
+    Figure("encode", "encode_gb_s"),
+    Figure("decode", "decode_gb_s"),
+    Figure("bytes left", "ratio", ".3f"),
+)
+
+
+def text_of(plan: Plan, model: str, effects: Sequence[Effect], speeds: Sequence[Speed]) -> str:
+    about = (
         f"{model}, {plan.num_texts} texts, KV of {plan.prefix} tokens changed, {plan.forced} read after it"
-    ]
-    lines += [
-        f"  KV through {row.change}: logits off by {row.mean_logit:.4f} on average, {row.max_logit:.2f} at most "
-        f"(their deviation: {row.logit_spread:.2f}); KL {row.mean_kl:.5f} on average, {row.p99_kl:.4f} p99, "
-        f"{row.max_kl:.4f} at most; most likely token equal {row.same_best:.1%}; loss {row.loss_before:.4f} -> "
-        f"{row.loss_after:.4f}; greedy {row.greedy_same} of {plan.num_texts} texts equal for {plan.greedy} tokens, "
-        f"{row.greedy_until:.0f} before the first difference"
-        for row in all_effects
-    ]
-    lines.append("GB of plain blocks per second of one core: encode, decode; bytes left")
-    lines += [
-        f"  {row.dtype:9} {row.codec:7} {row.encode_gb_s:6.2f} {row.decode_gb_s:6.2f}   {row.ratio:.3f}"
-        for row in all_speeds
-    ]
-    return "\n".join(lines)
+    )
+    return "\n\n".join([about, row_table(_EFFECTS, effects), row_table(_SPEEDS, speeds)])
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__)
-    parser.add_argument("--speed", action="store_true", help="measure the speed only")
-    options = parser.parse_args()
-    plan, all_effects, model = SMOKE if options.smoke else Plan(), list[Effect](), ""
-    if options.speed:
-        options.results = None
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            model = small_model(Path(folder), options.smoke)
-            checkpoint = open_checkpoint(Path(resolve(model, ProgressLog(SystemClock())).path))
-            samples = texts(Tokenizer.from_str(checkpoint.tokenizer_json.decode()), plan)
-            # float32: the rounding of narrow products would add to that of fp8.
-            arguments = NativeArguments(
-                device="cpu", threads=2, dtype="float32", kv_blocks=64, measure_steps=False
-            )
-            core = load_core(EngineSpec(model=model, role=Role.AGGREGATED), arguments)
-            try:
-                all_effects += effects(Reader(core.runner, plan), samples)
-            finally:
-                core.close()
+    options = parser_for(__file__, __doc__).parse_args()
+    plan = SMOKE if options.smoke else Plan()
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model(Path(folder), options.smoke)
+        checkpoint = open_checkpoint(Path(resolve(model, ProgressLog(SystemClock())).path))
+        samples = texts(Tokenizer.from_str(checkpoint.tokenizer_json.decode()), plan)
+        # float32: the rounding of narrow products would add to that of fp8.
+        arguments = NativeArguments(
+            device="cpu", threads=2, dtype="float32", kv_blocks=64, measure_steps=False
+        )
+        core = load_core(EngineSpec(model=model, role=Role.AGGREGATED), arguments)
+        try:
+            all_effects = effects(Reader(core.runner, plan), samples)
+        finally:
+            core.close()
     all_speeds = speeds(plan)
     text = text_of(plan, Path(model).name, all_effects, all_speeds)
     report(options, text, {"effects": all_effects, "speeds": all_speeds})

@@ -217,18 +217,13 @@ def _line(row: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__)
-    parser.add_argument("--tokens", type=int, default=513, help="prompt length (default %(default)s)")
-    parser.add_argument("--step-tokens", type=int, default=64, help="tokens in a step (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    slowness: Sequence[float] = SLOWNESS
-    if options.smoke:
-        options.tokens, options.step_tokens, options.rounds, slowness = 65, 16, 1, SLOWNESS[2:3]
+    options = parser_for(__file__, __doc__).parse_args()
+    num_tokens, step_tokens, rounds = (65, 16, 1) if options.smoke else (513, 64, 3)
+    slowness = SLOWNESS[2:3] if options.smoke else SLOWNESS
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder), options.smoke)
-        rows = asyncio.run(measure(model, options.tokens, options.step_tokens, options.rounds, slowness))
-    plan = {"prompt_tokens": options.tokens, "step_tokens": options.step_tokens, "rounds": options.rounds}
+        rows = asyncio.run(measure(model, num_tokens, step_tokens, rounds, slowness))
+    plan = {"prompt_tokens": num_tokens, "step_tokens": step_tokens, "rounds": rounds}
     report(options, "\n".join(map(_line, rows)), {**plan, "rows": rows})
 
 

@@ -277,7 +277,6 @@ def main() -> int:
     add("--device", default="cpu")
     add("--only", choices=["copies", "disk", "returning", "fresh"])
     add("--disk", action="store_true", help="on a device: with disk tiers as well (48 GiB in $TMPDIR)")
-    add("--rows", nargs="*", default=[], metavar="NAME", help="systems besides `without`")
     options = parser.parse_args()
     is_gpu = options.device != "cpu"
     plan = SMOKE if options.smoke else GPU if is_gpu else CPU
@@ -299,11 +298,7 @@ def main() -> int:
             results["disk"] = disk_reads(options.device, folder / "disk")
         if options.only in (None, "returning", "fresh"):
             system = System(model=model, arguments=arguments)
-            urls = {
-                name: stack.enter_context(served(system, flags))
-                for name, flags in systems(plan, folder)
-                if not options.rows or name in ("without", *options.rows)
-            }
+            urls = {name: stack.enter_context(served(system, flags)) for name, flags in systems(plan, folder)}
             for part, work in (("returning", returned), ("fresh", fresh)):
                 if options.only in (None, part):
                     results[part] = work(plan, urls)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-from benchmarks.harness import parser_for, report, run, say, table
+from benchmarks.harness import Figure, parser_for, report, row_table, run, say
 from benchmarks.kv.returning import tokens
 from benchmarks.processes import KVOLT, Processes, System, complete, served_by, small_model
 
@@ -151,22 +151,21 @@ def solve(plan: Plan, model: str, router: str, pool: str, expected: list[str]) -
     return row
 
 
+FIGURES = (
+    Figure("router", "router", ""),
+    Figure("pools", "pool", ""),
+    Figure("requests/s", "requests_per_s", ".2f"),
+    Figure("cached", "cached_share", ".0%"),
+    Figure("TTFT ms", "ttft_ms", ",.0f"),
+    Figure("blocks kept", "num_kept", ","),
+    Figure("same text", lambda row: "yes" if row.is_same else "NO", ""),
+)
+
+
 def text_of(plan: Plan, rows: Sequence[Row]) -> str:
-    body = [
-        [
-            row.router,
-            row.pool,
-            f"{row.requests_per_s:.2f}",
-            f"{row.cached_share:.0%}",
-            f"{row.ttft_ms:,.0f}",
-            f"{row.num_kept:,}",
-            "yes" if row.is_same else "NO",
-        ]
-        for row in rows
-    ]
     lines = [
         f"{plan.sessions} conversations of {plan.session_blocks} blocks, {plan.pool_blocks} blocks of memory in all",
-        table("router | pools | requests/s | cached | TTFT ms | blocks kept | same text", body),
+        row_table(FIGURES, rows),
     ]
     private = {row.router: row for row in rows if row.pool == "private"}
     for row in rows:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-from benchmarks.harness import in_processes, parser_for, report, run, table
+from benchmarks.harness import Figure, in_processes, parser_for, report, row_table, run
 from benchmarks.router.gains_runs import mooncake
 
 from kvolt.bench.traces import limit, small_trace
@@ -46,17 +46,13 @@ class Row(msgspec.Struct, frozen=True):
     ttft_p90_ms: float
 
 
-def settings_of(rule: str, times: int, device_blocks: int) -> TwinSettings:
-    return TwinSettings(
+def solve(records: Sequence[TraceRecord], device_blocks: int, point: tuple[str, int]) -> Row:
+    rule, times = point
+    settings = TwinSettings(
         num_workers=NUM_WORKERS,
         engine=SimArguments(kv_blocks=device_blocks, block_size=BLOCK),
         tiers=TwinTiers(host_blocks=times * device_blocks, eviction=rule),
     )
-
-
-def solve(records: Sequence[TraceRecord], device_blocks: int, point: tuple[str, int]) -> Row:
-    rule, times = point
-    settings = settings_of(rule, times, device_blocks)
     done = TwinRun(settings, new_tally(settings))
     done.run(records)
     tally = done.tally
@@ -75,22 +71,16 @@ def solve(records: Sequence[TraceRecord], device_blocks: int, point: tuple[str, 
     )
 
 
-def text_of(rows: Sequence[Row]) -> str:
-    body = [
-        [
-            row.rule,
-            f"{row.times}x",
-            f"{row.share:.1%}",
-            f"{row.onboarded:.1%}",
-            f"{row.best:.1%}",
-            f"{row.share / row.best:.0%}",
-            f"{row.ttft_mean_ms:,.0f}",
-            f"{row.ttft_p90_ms:,.0f}",
-        ]
-        for row in rows
-    ]
-    names = "rule | host | cached | onboarded | best | of best | TTFT ms | p90"
-    return table(names, body)
+FIGURES = (
+    Figure("rule", "rule", ""),
+    Figure("host", lambda row: f"{row.times}x", ""),
+    Figure("cached", "share", ".1%"),
+    Figure("onboarded", "onboarded", ".1%"),
+    Figure("best", "best", ".1%"),
+    Figure("of best", lambda row: row.share / row.best, ".0%"),
+    Figure("TTFT ms", "ttft_mean_ms", ",.0f"),
+    Figure("p90", "ttft_p90_ms", ",.0f"),
+)
 
 
 def main() -> None:
@@ -107,7 +97,7 @@ def main() -> None:
         work = partial(solve, records, device_blocks)
         rows = sorted(in_processes(work, points, os.cpu_count() or 1), key=lambda row: (row.times, row.rule))
     results = {"requests": len(records), "device_blocks": device_blocks, "rows": rows}
-    report(options, text_of(rows), results)
+    report(options, row_table(FIGURES, rows), results)
 
 
 if __name__ == "__main__":

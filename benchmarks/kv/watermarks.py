@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from benchmarks.harness import parser_for, report, run
+from benchmarks.harness import Figure, parser_for, report, row_table, run
 from benchmarks.kv.tier_blocks import tier_blocks
 
 from kvolt.kv.disk.files import DiskFiles
@@ -77,10 +77,6 @@ class Burst(msgspec.Struct, frozen=True):
     new: int
     num_new: int
     num_lost: int
-
-    @property
-    def lost(self) -> float:
-        return self.num_lost / self.num_new
 
 
 # --- the disk
@@ -182,20 +178,21 @@ async def _until_written(disk: DiskTier, blocks: Sequence[TierBlock]) -> None:
 # ---
 
 
-def text_of(plan: Plan, synced: Sequence[Synced], bursts: Sequence[Burst]) -> str:
-    lines = [f"a full disk of {plan.num_slots:,} slots: syncs per batch, and seconds of all batches"]
-    lines += [
-        f"  watermarks {row.low:g} {row.high:g}  {row.batch:4} blocks at a time  +{row.added_ms:g} ms: "
-        f"{row.per_batch:.2f} syncs, {row.took_s:.2f} s, {row.free:.1%} free"
-        for row in synced
-    ]
-    lines.append("new blocks that never reached the disk, while others were read through the host")
-    lines += [
-        f"  {row.num_host:4} slots, {row.new:3} at a time, {row.share:g} reserved: {row.num_lost} of {row.num_new} "
-        f"({row.lost:.1%})"
-        for row in bursts
-    ]
-    return "\n".join(lines)
+_SYNCED = (
+    Figure("watermarks", lambda row: f"{row.low:g} {row.high:g}", ""),
+    Figure("blocks at a time", "batch", ""),
+    Figure("+ms per sync", "added_ms", "g"),
+    Figure("syncs per batch", "per_batch"),
+    Figure("seconds of all batches", "took_s"),
+    Figure("free", "free", ".1%"),
+)
+_BURSTS = (
+    Figure("host slots", "num_host", ""),
+    Figure("blocks at a time", "new", ""),
+    Figure("reserved", "share", "g"),
+    Figure("never reached the disk", lambda row: f"{row.num_lost} of {row.num_new}", ""),
+    Figure("share", lambda row: row.num_lost / row.num_new, ".1%"),
+)
 
 
 def main() -> None:
@@ -217,7 +214,9 @@ def main() -> None:
         for share in SHARES:
             with tempfile.TemporaryDirectory(prefix="bench-marks-") as folder:
                 bursts.append(asyncio.run(burst(Path(folder), plan, share, num_host, new, length)))
-    report(options, text_of(plan, synced, bursts), {"disk": synced, "host": bursts})
+    about = f"a full disk of {plan.num_slots:,} slots"
+    text = "\n\n".join([about, row_table(_SYNCED, synced), row_table(_BURSTS, bursts)])
+    report(options, text, {"disk": synced, "host": bursts})
 
 
 if __name__ == "__main__":

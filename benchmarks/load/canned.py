@@ -29,20 +29,7 @@ MODEL = "canned"
 
 _TICK_S = 0.001
 _WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "for",
-    "on",
-    "with",
-    "as",
-    "are",
-    "this",
+    *("the", "of", "and", "to", "in", "is", "that", "it", "for", "on", "with", "as", "are", "this"),
     "because",
 )
 _CREATED = 1_700_000_000
@@ -220,11 +207,8 @@ class Stream(asyncio.Protocol):
 
 
 def _whole(status: bytes, body: bytes) -> bytes:
-    return b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
-        status,
-        len(body),
-        body,
-    )
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, len(body)) + body
 
 
 async def serve(port: int, period_s: float) -> None:

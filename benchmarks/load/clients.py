@@ -26,22 +26,47 @@ aiperf is installed into an environment of its own at the first run (--peer-dir,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgspec
-from benchmarks.harness import Missing, in_turn, parser_for, run, say
-from benchmarks.harness import report as write_report
-from benchmarks.load import aiperf, canned, report
-from benchmarks.load.bare import BareReads
-from benchmarks.load.client import Client, Load, Run
-from benchmarks.load.client import run as run_client
-from benchmarks.load.kvolt_bench import KvoltBench
-from benchmarks.load.report import AgreementRow, Cost, CostRow, ManyRow
-from benchmarks.load.serving import Asked, asked_of, serve_canned
-from benchmarks.processes import System, served
+from benchmarks.harness import (
+    Figure,
+    Rows,
+    Spread,
+    cell,
+    goal,
+    in_turn,
+    parser_for,
+    peer_unless_smoke,
+    report,
+    run,
+    say,
+    spread,
+    table,
+)
+from benchmarks.load import canned
+from benchmarks.load.generators import (
+    AIPERF,
+    KVOLT,
+    Aiperf,
+    BareReads,
+    Client,
+    KvoltBench,
+    Load,
+    Seen,
+    run_client,
+)
+from benchmarks.load.metered import Usage
+from benchmarks.processes import Processes, System, clean_environ, free_port, served
 from msgspec.structs import replace
 
+GOAL_COST = 0.1
+_WIDEST = 2.0
+"""Highest over lowest of one generator's rounds: beyond, the machine was measured."""
+_SAME = 0.05
 _INPUT_TOKENS = 32
 
 
@@ -99,37 +124,70 @@ _SMOKE = Plan(
 )
 
 
+class AgreementRow(msgspec.Struct, frozen=True):
+    """One client at the simulated engine in one round."""
+
+    round: int
+    client: str
+    seen: Seen
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What a run used, in all and from its first request on."""
+
+    whole_s: float
+    work_s: float
+    tokens: int
+
+
+class CostRow(msgspec.Struct, frozen=True):
+    """One client under one load in one round: a run with long answers, and one with as many of a single token."""
+
+    round: int
+    client: str
+    load: str
+    long: Cost
+    short: Cost
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        return (self.long.work_s - self.short.work_s) / (self.long.tokens - self.short.tokens) * 1e6
+
+
+class ManyRow(msgspec.Struct, frozen=True):
+    """Many streams from one core."""
+
+    streams: int
+    peak: int
+    """As the server counted them."""
+    answers: int
+    failed: int
+    wall_s: float
+    rss_bytes: int
+    cost: CostRow
+
+
 def main() -> None:
-    options = parser_for(__file__, __doc__, peer=aiperf.NAME).parse_args()
+    options = parser_for(__file__, __doc__, peer=AIPERF).parse_args()
     plan = _SMOKE if options.smoke else _FULL
-    clients: list[Client] = [KvoltBench()]
-    try:
-        clients.append(aiperf.installed(options.peer_dir, may_install=not options.smoke))
-    except Missing:
-        if not options.smoke:
-            raise
+    aiperf = peer_unless_smoke(options, Aiperf.installed)
+    clients: list[Client] = [KvoltBench()] if aiperf is None else [KvoltBench(), aiperf]
     agreement = _agreement(clients, plan)
     costs = _costs([BareReads(), *clients], plan)
     many = _many(plan)
-    agreed, cost = report.agreement_lines(agreement), report.cost_lines(costs)
-    parts = [report.agreement_text(agreed, agreement), report.cost_text(cost), report.many_text(many)]
+    about = (
+        f"{plan.rounds} rounds. Agreement: sim engine, {plan.agreement_requests} requests at "
+        f"{plan.agreement_rate:g}/s. Cost: {plan.requests} canned answers."
+    )
     results = {
-        "peer": aiperf.NAME,
+        "peer": AIPERF,
         "plan": plan,
-        "agreement": agreed,
-        "cost": cost,
         "agreement_rows": agreement,
         "cost_rows": costs,
         "many": many,
     }
-    write_report(options, "\n\n".join([_about(plan), *parts]), results)
-
-
-def _about(plan: Plan) -> str:
-    return (
-        f"{plan.rounds} rounds. Agreement: sim engine, {plan.agreement_requests} requests at "
-        f"{plan.agreement_rate:g}/s. Cost: {plan.requests} canned answers."
-    )
+    parts = [about, agreement_text(agreement), cost_text(costs), many_text(many)]
+    report(options, "\n\n".join(parts), results)
 
 
 def _agreement(clients: Sequence[Client], plan: Plan) -> list[AgreementRow]:
@@ -145,7 +203,7 @@ def _agreement(clients: Sequence[Client], plan: Plan) -> list[AgreementRow]:
         )
         for number in range(1, plan.rounds + 1):
             for client in in_turn(clients, number):
-                seen = run_client(client, load).seen
+                seen, _ = run_client(client, load)
                 rows.append(AgreementRow(number, client.name, seen))
                 say(f"round {number}  agreement  {client.name:14} ttft p50 {seen.first.p50:.2f} ms")
     return rows
@@ -161,10 +219,9 @@ def _costs(clients: Sequence[Client], plan: Plan) -> list[CostRow]:
                     _load(port, plan.requests, pressure.streams, pressure.output_tokens)
                     for port, pressure in zip(ports, plan.pressures, strict=True)
                 ]
-                short, _, _ = _cost(client, replace(loads[0], output_tokens=1))
+                short, *_ = _cost(client, replace(loads[0], output_tokens=1))
                 for pressure, load in zip(plan.pressures, loads, strict=True):
-                    long, _, _ = _cost(client, load)
-                    row = CostRow(number, client.name, pressure.name, long, short)
+                    row = CostRow(number, client.name, pressure.name, _cost(client, load)[0], short)
                     rows.append(row)
                     say(f"round {number}  {row.load}  {row.client}: {row.cpu_us_per_token:.2f} us per token")
     return rows
@@ -176,24 +233,24 @@ def _many(plan: Plan) -> ManyRow:
     client = KvoltBench()
     with serve_canned(period_s, set(others) or None) as port:
         load = _load(port, plan.streams, plan.streams, round(plan.streams_seconds / period_s))
-        short, _, _ = _cost(client, replace(load, output_tokens=1), str(first))
-        long, ran, asked = _cost(client, load, str(first))
+        short, *_ = _cost(client, replace(load, output_tokens=1), str(first))
+        long, seen, used, asked = _cost(client, load, str(first))
     return ManyRow(
         streams=plan.streams,
         peak=asked.peak,
-        answers=ran.seen.answers,
-        failed=ran.seen.failed,
-        wall_s=ran.used.wall_s,
-        rss_bytes=ran.used.peak_rss_bytes,
+        answers=seen.answers,
+        failed=seen.failed,
+        wall_s=used.wall_s,
+        rss_bytes=used.peak_rss_bytes,
         cost=CostRow(1, client.name, f"{plan.streams} streams, one core", long, short),
     )
 
 
-def _cost(client: Client, load: Load, cores: str | None = None) -> tuple[Cost, Run, Asked]:
+def _cost(client: Client, load: Load, cores: str | None = None) -> tuple[Cost, Seen, Usage, Asked]:
     asked_of(load.port)  # to count anew
-    ran = run_client(client, load, cores)
+    seen, used = run_client(client, load, cores)
     asked = asked_of(load.port)
-    return Cost(ran.used.cpu_s, ran.used.cpu_s_from(asked.began_s), ran.seen.output_tokens), ran, asked
+    return Cost(used.cpu_s, used.cpu_s_from(asked.began_s), seen.output_tokens), seen, used, asked
 
 
 def _load(port: int, requests: int, streams: int, output_tokens: int) -> Load:
@@ -204,6 +261,109 @@ def _load(port: int, requests: int, streams: int, output_tokens: int) -> Load:
         requests=requests,
         input_tokens=_INPUT_TOKENS,
         output_tokens=output_tokens,
+    )
+
+
+# --- the canned server
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Counts of a canned server since the last request for them."""
+
+    began_s: float
+    """Time of its first request."""
+    peak: int
+    """Most streams at one time."""
+
+
+@contextmanager
+def serve_canned(period_s: float, cores: set[int] | None = None) -> Iterator[int]:
+    """Port of a canned server, on the given cores only."""
+    with Processes("canned") as processes:
+        port = free_port()
+        command = [sys.executable, "-m", "benchmarks.load.canned", str(port), f"{period_s * 1e3:g}"]
+        process = processes.start("canned", command, clean_environ())
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)
+
+        def answers() -> bool:
+            try:
+                return bool(asked_of(port))
+            except OSError:
+                return False
+
+        processes.wait_for(answers, "answer")
+        yield port
+
+
+def asked_of(port: int) -> Asked:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/asked", timeout=30) as response:
+        return msgspec.json.decode(response.read(), type=Asked)
+
+
+# --- the report
+
+_DELAYS = {
+    "first": "first token (ttft)",
+    "gap": "gap between tokens (itl)",
+    "per_token": "time per token (tpot)",
+}
+
+
+def _is_same(ours: Spread, theirs: Spread, difference: float) -> bool:
+    """Within a few percent, or one spread reaches into the other; wide spreads would reach anything."""
+    if max(ours.high / ours.low, theirs.high / theirs.low) > _WIDEST:
+        return False
+    return (ours.low <= theirs.high and theirs.low <= ours.high) or abs(difference) <= _SAME
+
+
+def agreement_text(rows: Sequence[AgreementRow]) -> str:
+    body, goals = [], []
+    for field, name in _DELAYS.items():
+        known = Rows([row for row in rows if getattr(row.seen, field) is not None])
+        ours, theirs = known.where(client=KVOLT), known.where(client=AIPERF)
+        for percentile in ("p50", "p90") if theirs else ():
+            figure = Figure(f"{name} {percentile}", f"seen.{field}.{percentile}")
+            ratio = ours.over(theirs, figure)
+            assert ratio is not None
+            difference = spread([ratio.low - 1, ratio.median - 1, ratio.high - 1])
+            sides = ours.fold(figure), theirs.fold(figure)
+            body.append((figure.title, *sides, difference.text("+.1%")))
+            is_same = _is_same(*sides, difference.median)
+            goals.append(goal(f"same {figure.title}", is_same, f"{difference.median:+.1%}"))
+    prompts = {row.client: row.seen.input_tokens for row in rows}
+    shown = ", ".join(f"{name} {tokens:.0f}" for name, tokens in prompts.items())
+    about = f"prompt tokens of a request: {shown}"
+    return "\n".join([table(("ms", KVOLT, AIPERF, "difference"), body), about, *goals])
+
+
+_TOKENS = Figure("of tokens", "cpu_us_per_token")
+_WHOLE = Figure("of the whole run", lambda row: row.long.whole_s / row.long.tokens * 1e6)
+
+
+def cost_text(rows: Sequence[CostRow]) -> str:
+    """Ratios of ours to theirs in each round: smaller is better."""
+    body, goals = [], []
+    for load, mine in Rows(rows).each("load"):
+        sides = dict(mine.each("client"))
+        for figure in (_TOKENS, _WHOLE):
+            ratio = sides[KVOLT].over(sides.get(AIPERF, Rows([])), figure)
+            cells = [each.cells([figure])[0] for each in sides.values()]
+            body.append((load, figure.title, *cells, cell(ratio, ".3f")))
+            if figure is _TOKENS and ratio:
+                name = f"{load}: CPU per token at most {GOAL_COST:g} of {AIPERF}"
+                goals.append(goal(name, ratio.median <= GOAL_COST, ratio.text(".3f")))
+    return "\n".join([table(("load", "CPU us per token", *sides, f"{KVOLT} / {AIPERF}"), body), *goals])
+
+
+def many_text(many: ManyRow) -> str:
+    long = many.cost.long
+    return goal(
+        f"{many.streams} streams at once from one core, none failed",
+        not many.failed and many.peak == many.answers == many.streams,
+        f"{many.answers} whole, {many.peak} at once, {long.tokens / many.wall_s:,.0f} tokens/s, "
+        f"{many.cost.cpu_us_per_token:.2f} CPU us per token, {long.whole_s / many.wall_s:.2f} cores, "
+        f"{many.rss_bytes / (1 << 20):.0f} MiB",
     )
 
 

@@ -1,9 +1,9 @@
-"""How long a decision of the router takes: index, costs, choice and booking; hashing apart.
+"""How long a decision of the router takes: index, costs, choice and reservation; hashing apart.
 
     python -m benchmarks.router.decisions              three rounds, some ten minutes; results/decisions.{json,txt}
 
-Run from the repository's root, on a machine that does nothing else. A decision is `Selector.choose` and `Selector.book`
-for a prompt whose hashes are known, with requests under way at every worker (`decision_side`). Beside it, in the same
+Run from the repository's root, on a machine that does nothing else. A decision is `Selector.choose` and `reserve` for a
+prompt whose hashes are known, with requests under way at every worker (`decision_side`). Beside it, in the same
 round and on the same history, what Dynamo's RadixTree takes for its find alone, without costs and choice, and what
 ours does. If the peer does not start its column is missing, with the reason.
 """
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks.frontend.edges import dynamo_python
-from benchmarks.harness import BrokenRun, goal, in_turn, parser_for, report, run, say, spread, table
-from benchmarks.router.index import run_side
+from benchmarks.harness import Rows, goal, in_turn, parser_for, report, run, say, table
+from benchmarks.router.index import dynamo_or_nothing, figure_of, missing, side_or_error
 from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Shape
 
@@ -57,11 +56,7 @@ class Row(msgspec.Struct, frozen=True):
 def main() -> None:
     options = parser_for(__file__, __doc__, peer="Dynamo").parse_args()
     plan = _SMOKE if options.smoke else _FULL
-    try:
-        python: Path | str = dynamo_python(options.peer_dir, may_install=not options.smoke)
-    except BrokenRun as error:
-        say(f"{DYNAMO} is missing: {error}")
-        python = ""
+    python = dynamo_or_nothing(options)
     rows = [row for number in range(plan.rounds) for row in _round(plan, number, python)]
     report(options, report_text(rows), {"rows": rows})
 
@@ -72,68 +67,45 @@ def _round(plan: Plan, number: int, python: Path | str) -> list[Row]:
         for num_workers in plan.workers:
             shape = tuple(Shape(num_workers, num_blocks, num_workers * _SESSIONS[num_blocks]))
             num = max(int(_NUM_ASKED[num_blocks] * plan.share), 100)
-            theirs = {"system": DYNAMO, "work": "find", "shape": shape, "num_finds": num}
-            turns = [(policy, {"policy": policy, "shape": shape, "num": num}) for policy in POLICIES]
-            turns.append((DYNAMO, theirs))
-            for system, job in in_turn(turns, number + 1):
+            for system in in_turn((*POLICIES, DYNAMO), number + 1):
                 say(f"round {number + 1}: {system}, {num_workers} workers, {num_blocks} blocks")
-                rows.append(_row(number, system, num_workers, num_blocks, python, job))
+                job: dict[str, Any] = {"policy": system, "shape": shape, "num": num}
+                if system == DYNAMO:
+                    job = {"system": DYNAMO, "work": "find", "shape": shape, "num_finds": num}
+                    figures, error = side_or_error(python, job)
+                else:
+                    figures, error = side_or_error(sys.executable, job, "benchmarks.router.decision_side")
+                rows.append(Row(number, system, num_workers, num_blocks, figures, error))
     return rows
 
 
-def _row(
-    number: int, system: str, num_workers: int, num_blocks: int, python: Path | str, job: dict[str, Any]
-) -> Row:
-    is_peer = system == DYNAMO
-    module = "benchmarks.router.sides" if is_peer else "benchmarks.router.decision_side"
-    try:
-        figures = run_side(python if is_peer else sys.executable, job, module)
-    except BrokenRun as error:
-        return Row(number, system, num_workers, num_blocks, {}, str(error))
-    return Row(number, system, num_workers, num_blocks, figures)
+_FIGURES = (
+    figure_of("decision_p50_us", "decision p50 us"),
+    figure_of("decision_p99_us", "p99 us"),
+    figure_of("choose_p50_us", "without reservation p50"),
+    figure_of("find_p50_us", "find alone p50"),
+)
+_PEER = figure_of("p50_us", f"{DYNAMO}, find alone p50")
 
 
 def report_text(rows: Sequence[Row]) -> str:
     body, goals = [], []
-    for num_workers, num_blocks in dict.fromkeys((row.num_workers, row.num_blocks) for row in rows):
-        mine = [row for row in rows if (row.num_workers, row.num_blocks) == (num_workers, num_blocks)]
-        theirs = {row.round: row.figures["p50_us"] for row in mine if row.system == DYNAMO and not row.error}
-        for policy in POLICIES:
-            done = [row for row in mine if row.system == policy and not row.error]
-            if not done:
-                continue
-            ratios = [
-                row.figures["decision_p50_us"] / theirs[row.round] for row in done if row.round in theirs
-            ]
-            names = ("decision_p50_us", "decision_p99_us", "choose_p50_us", "find_p50_us")
-            spreads = {name: spread([row.figures[name] for row in done]) for name in names}
-            body.append(
-                (
-                    str(num_workers),
-                    str(num_blocks),
-                    policy,
-                    *(each.text(".1f") for each in spreads.values()),
-                    spread(list(theirs.values())).text(".1f") if theirs else "-",
-                    spread(ratios).text(".2f") if ratios else "-",
-                )
-            )
+    for (num_workers, num_blocks), mine in Rows([row for row in rows if not row.error]).each(
+        "num_workers", "num_blocks"
+    ):
+        theirs = mine.where(system=DYNAMO)
+        for policy, done in mine.only(lambda row: row.system != DYNAMO).each("system"):
+            ratio = done.over(theirs, _FIGURES[0], _PEER)
+            place = (str(num_workers), str(num_blocks), policy)
+            body.append((*place, *done.cells(_FIGURES), *theirs.cells([_PEER]), ratio))
             limit = GOALS_US.get((num_workers, num_blocks))
             if limit is not None:
                 name = f"{policy}, {num_workers} workers, {num_blocks} blocks: p99 under {limit:g} us"
-                tail = spreads["decision_p99_us"]
+                tail = done.fold(_FIGURES[1])
                 goals.append(goal(name, tail.median < limit, tail.text(".0f")))
-    head = (
-        "workers | blocks | policy | decision p50 us | "
-        f"p99 us | without booking p50 | find alone p50 | {DYNAMO}, find alone p50 | decision / its find"
-    )
-    broken = {row.system: row.error for row in rows if row.error}
-    return "\n".join(
-        [
-            table(head, body),
-            *goals,
-            *(f"missing: {system}: {error}" for system, error in broken.items()),
-        ]
-    )
+    titles = (each.title for each in (*_FIGURES, _PEER))
+    head = ("workers", "blocks", "policy", *titles, "decision / its find")
+    return "\n".join([table(head, body), *goals, *missing(rows)])
 
 
 if __name__ == "__main__":

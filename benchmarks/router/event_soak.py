@@ -18,32 +18,23 @@ import asyncio
 import gc
 import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
-from benchmarks.harness import goal, parser_for, run, say, table
+from benchmarks.harness import Figure, goal, parser_for, row_table, run, say
 from benchmarks.harness import report as write_report
+from benchmarks.router.load_publisher import BLOCK_SIZE, ENDPOINT, REQUESTS_PER_STEP, LoadPublisher
 
-from kvolt.core.card import Capacity, EngineInfo
-from kvolt.core.endpoints import CONTROL, GENERATE, KV_TOPIC
-from kvolt.core.ids import CardHash, InstanceId, SequenceHash
-from kvolt.core.kv_events import KvChange, Removed, Stored
-from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
-from kvolt.core.request import Role
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest.feed import IngestStats
 from kvolt.router.ingest.ingest import IngestOptions, KvIngest
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.events.mem import MemEvents
 from kvolt.runtime.plane.connection import ConnectionOptions
-from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.testing.virtual.link import LinkProfile
@@ -51,21 +42,9 @@ from kvolt.testing.virtual.loop import run_virtual
 from kvolt.testing.virtual.network import VirtualNetwork
 from kvolt.testing.virtual.ports import VirtualProcess
 from kvolt.twin.faults import LossyBus
-from kvolt.worker.kv_event_publisher import KvJournal
 
-_ENDPOINT = EndpointAddress("soak", "tellers", GENERATE)
 _CONNECTIONS = ConnectionOptions(heartbeat_s=3600.0, dead_after_s=3 * 3600.0)
-_BLOCK_SIZE = 64
-_REQUESTS_PER_STEP = 4
 _STEP_S = 0.02
-_MOST_BLOCKS = 12
-"""That a request stores, and 2 at least; and what every worker stores first, the same everywhere."""
-_SHARED_BLOCKS = 64
-_HASH_BYTES = 8
-_CHUNK = 1 << 14
-"""Names made at a time."""
-_HISTORY_BYTES = 1 << 18
-"""Of batches that a worker keeps: less than usual, so that all are full soon."""
 _LOOKS = 300
 _SETTLE_S = 120.0
 GOAL_FLAT = 1.05
@@ -122,101 +101,11 @@ class Soaked(msgspec.Struct, frozen=True):
     """Workers whose blocks in the index are not those that they hold; where there is room for all."""
 
 
-class LoadPublisher:
-    """A worker of which only the KV events are there."""
-
-    def __init__(self, runtime: Runtime, plan: Plan, rng: random.Random) -> None:
-        self.runtime = runtime
-        self.instance_id = InstanceId("")
-        self._room = plan.worker_blocks
-        self._rng = rng
-        self._journal: KvJournal | None = None
-        self._stored: deque[bytes] = deque()
-        self._num_stored = 0
-        self._names = b""
-        self._at = 0
-
-    async def start(self) -> None:
-        info = EngineInfo(
-            engine="teller",
-            role=Role.AGGREGATED,
-            model="soak",
-            card=CardHash(""),
-            block_size=_BLOCK_SIZE,
-            capacity=Capacity(max_num_seqs=256, max_batch_tokens=8192, kv_total_blocks=self._room),
-            features=("KvEvents",),
-        )
-        instance = await self.runtime.serve_streams(_ENDPOINT, _refuse, info=info)
-        self.instance_id = instance.id
-        publish = self.runtime.events.publish
-        self._journal = KvJournal(
-            self._rng.getrandbits(62),
-            instance.id,
-            lambda payload: publish(KV_TOPIC, payload),
-            _HISTORY_BYTES,
-        )
-        control = EndpointAddress(_ENDPOINT.namespace, _ENDPOINT.component, CONTROL)
-        server = self.runtime.server
-        server.register(
-            str(control),
-            InstanceId(""),
-            server.wrap_generator(self._answer, msgpack_decoder(KvRecoveryRequest)),
-        )
-        self._tell(self._store(np.arange(1, _SHARED_BLOCKS + 1, dtype="<u8").tobytes(), None))
-
-    @property
-    def journal(self) -> KvJournal:
-        assert self._journal is not None
-        return self._journal
-
-    async def _answer(self, question: KvRecoveryRequest) -> AsyncIterator[KvRecoveryResponse]:
-        for part in self.journal.recover(question):
-            yield part
-
-    def step(self) -> None:
-        changes: list[KvChange] = []
-        for _ in range(_REQUESTS_PER_STEP):
-            changes += self._store(self._new_names(2 + int(self._rng.random() * (_MOST_BLOCKS - 1))), None)
-        self._tell(changes)
-
-    def held(self) -> set[int]:
-        """Every block, as its journal says."""
-        return {each for _, _, blocks in self.journal._held_blocks.contents() for each in blocks}
-
-    def _store(self, hashes: bytes, parent: SequenceHash | None) -> list[KvChange]:
-        """With what has to go for it: the oldest, and of those the last first."""
-        changes: list[KvChange] = [Stored(hashes, parent)]
-        self._stored.append(hashes)
-        self._num_stored += len(hashes) // _HASH_BYTES
-        while self._num_stored > self._room:
-            gone = self._stored.popleft()
-            self._num_stored -= len(gone) // _HASH_BYTES
-            changes.append(Removed(gone))
-        return changes
-
-    def _tell(self, changes: list[KvChange]) -> None:
-        self.journal.record(tuple(changes))
-
-    def _new_names(self, num: int) -> bytes:
-        start, stop = self._at, self._at + num * _HASH_BYTES
-        if stop > len(self._names):
-            first = np.uint64(self._rng.getrandbits(63))
-            self._names = (np.arange(_CHUNK, dtype="<u8") * np.uint64(0x9E3779B97F4A7C15) + first).tobytes()
-            start, stop = 0, num * _HASH_BYTES
-        self._at = stop
-        return self._names[start:stop]
-
-
-def _refuse(stream: IncomingStream) -> None:
-    raise AssertionError("a load publisher answers no requests")
-
-
 class Soak:
     """One run; on a virtual loop."""
 
-    def __init__(self, plan: Plan, tell: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._report = tell
         self._rng = random.Random(f"{plan.seed}/soak")
         self._network = VirtualNetwork(self._rng, profile=LinkProfile(latency_s=0.0005))
         self._store = MemStore()
@@ -243,10 +132,10 @@ class Soak:
         for _ in range(plan.num_workers):
             await self._add_teller()
         runtime = await self._process()
-        client = await runtime.client(_ENDPOINT)
+        client = await runtime.client(ENDPOINT)
         await client.wait_synced(30.0)
         index, ingest = self._new_ingest(client, runtime)
-        per_round = plan.num_workers * _REQUESTS_PER_STEP
+        per_round = plan.num_workers * REQUESTS_PER_STEP
         num_rounds = -(-plan.num_requests // per_round)
         turns = {
             name: {num_rounds * (at + 1) // (number + 1) for at in range(number)}
@@ -265,15 +154,11 @@ class Soak:
             self._most_bytes = max(self._most_bytes, index.num_bytes)
             if number in turns["look"]:
                 self._look(number * per_round, index)
-        await self._settle()
+        self._bus.stop_losing()
+        await asyncio.sleep(_SETTLE_S)  # publishers that are quiet for a while are asked
         result = self._result(index, ingest, time.perf_counter() - started)
         await ingest.close()
         return result
-
-    async def _settle(self) -> None:
-        """Nothing is lost any more, and who is quiet for a while is asked."""
-        self._bus.stop_losing()
-        await asyncio.sleep(_SETTLE_S)
 
     def _result(self, index: BlockIndex, ingest: KvIngest, wall_s: float) -> Soaked:
         num_wrong, states = 0, dict[str, int]()
@@ -303,7 +188,7 @@ class Soak:
 
     def _new_ingest(self, client: EndpointClient, runtime: Runtime) -> tuple[BlockIndex, KvIngest]:
         index = BlockIndex(self._plan.cap_bytes)
-        ingest = KvIngest(client, runtime, index, _BLOCK_SIZE, IngestOptions(quiet_s=5.0))
+        ingest = KvIngest(client, runtime, index, BLOCK_SIZE, IngestOptions(quiet_s=5.0))
         ingest.start()
         return index, ingest
 
@@ -323,7 +208,9 @@ class Soak:
         self._num_events += teller.journal.next_id
 
     async def _add_teller(self) -> None:
-        teller = LoadPublisher(await self._process(), self._plan, random.Random(self._rng.getrandbits(64)))
+        teller = LoadPublisher(
+            await self._process(), self._plan.worker_blocks, random.Random(self._rng.getrandbits(64))
+        )
         await teller.start()
         self._tellers.append(teller)
 
@@ -348,15 +235,15 @@ class Soak:
     def _look(self, num_requests: int, index: BlockIndex) -> None:
         self._looks.append(Look(num_requests, index.num_bytes, resident_bytes()))
         if len(self._looks) % (_LOOKS // 20) == 0:
-            self._report(
+            say(
                 f"{self._plan.name}: {num_requests:,} requests, index {index.num_bytes / _MIB:.1f} MiB, "
                 f"process {self._looks[-1].resident_bytes / _MIB:.0f} MiB"
             )
 
 
-def soak(plan: Plan, tell: Callable[[str], None] = lambda line: None) -> Soaked:
+def soak(plan: Plan) -> Soaked:
     gc.collect()
-    return run_virtual(lambda: Soak(plan, tell).run(), until_s=10**8, max_iterations=10**10)
+    return run_virtual(lambda: Soak(plan).run(), until_s=10**8, max_iterations=10**10)
 
 
 def resident_bytes() -> int:
@@ -367,60 +254,62 @@ def resident_bytes() -> int:
 # --- the report
 
 
-def growth(looks: list[Look], of: Callable[[Look], int]) -> float:
+def growth(values: Sequence[float]) -> float:
     """The most in the last third over the most in the second."""
-    third = len(looks) // 3
-    return max(of(look) for look in looks[2 * third :]) / max(of(look) for look in looks[third : 2 * third])
+    third = len(values) // 3
+    return max(values[2 * third :]) / max(values[third : 2 * third])
 
 
-def report(runs: list[Soaked]) -> str:
-    body, goals = [], []
+def flat_goals(name: str, looks: Sequence[Any]) -> list[str]:
+    index, resident = (
+        growth([getattr(look, each) for look in looks]) for each in ("index_bytes", "resident_bytes")
+    )
+    return [
+        goal(f"{name}: index flat", index <= GOAL_FLAT, f"x{index:.3f}"),
+        goal(f"{name}: process flat", resident <= GOAL_RESIDENT, f"x{resident:.3f}"),
+    ]
+
+
+INDEX_GROWTH = Figure("index growth", lambda run: growth([look.index_bytes for look in run.looks]), ".3f")
+PROCESS_GROWTH = Figure(
+    "process growth", lambda run: growth([look.resident_bytes for look in run.looks]), ".3f"
+)
+FIGURES = (
+    Figure("run", "plan.name", ""),
+    Figure("requests", lambda run: f"{run.plan.num_requests / 1e6:g} M", ""),
+    Figure("blocks reported", lambda run: f"{run.num_blocks / 1e6:.1f} M", ""),
+    Figure("speed", lambda run: f"{run.num_blocks / run.wall_s / 1e6:.2f} M/s", ""),
+    Figure("cap MiB", lambda run: run.plan.cap_bytes / _MIB, "g"),
+    Figure("most MiB", lambda run: run.most_bytes / _MIB, ".1f"),
+    INDEX_GROWTH,
+    PROCESS_GROWTH,
+    Figure("batches lost", "num_lost", ""),
+    Figure("replays", lambda run: run.stats["num_replays"], ""),
+    Figure("snapshots", lambda run: run.stats["num_snapshots"], ""),
+    Figure(
+        "feeds at the end", lambda run: ", ".join(f"{num} {state}" for state, num in run.states.items()), ""
+    ),
+)
+
+
+def report(runs: Sequence[Soaked]) -> str:
+    goals = []
     for soaked in runs:
         plan = soaked.plan
-        index_growth = growth(soaked.looks, lambda look: look.index_bytes)
-        resident_growth = growth(soaked.looks, lambda look: look.resident_bytes)
-        body.append(
-            (
-                plan.name,
-                f"{plan.num_requests / 1e6:g} M",
-                f"{soaked.num_blocks / 1e6:.1f} M",
-                f"{soaked.num_blocks / soaked.wall_s / 1e6:.2f} M/s",
-                f"{plan.cap_bytes / _MIB:g}",
-                f"{soaked.most_bytes / _MIB:.1f}",
-                f"{index_growth:.3f}",
-                f"{resident_growth:.3f}",
-                str(soaked.num_lost),
-                f"{soaked.stats['num_replays']} / {soaked.stats['num_snapshots']}",
-                ", ".join(f"{number} {state}" for state, number in soaked.states.items()),
-            )
-        )
-        goals += [
-            goal(
-                f"{plan.name}: bytes never above the cap",
-                soaked.most_bytes <= plan.cap_bytes,
-                f"{soaked.most_bytes:,}",
-            ),
-            goal(f"{plan.name}: index flat", index_growth <= GOAL_FLAT, f"x{index_growth:.3f}"),
-            goal(f"{plan.name}: process flat", resident_growth <= GOAL_RESIDENT, f"x{resident_growth:.3f}"),
-        ]
+        is_under = soaked.most_bytes <= plan.cap_bytes
+        goals.append(goal(f"{plan.name}: bytes never above the cap", is_under, f"{soaked.most_bytes:,}"))
+        goals += flat_goals(plan.name, soaked.looks)
         if plan.is_roomy:
+            name = f"{plan.name}: in the end the index has exactly what each worker holds"
             goals.append(
-                goal(
-                    f"{plan.name}: in the end the index has exactly what each worker holds",
-                    soaked.num_wrong == 0,
-                    f"{soaked.num_wrong} of {plan.num_workers} differ",
-                )
+                goal(name, soaked.num_wrong == 0, f"{soaked.num_wrong} of {plan.num_workers} differ")
             )
-    head = (
-        "run | requests | blocks told | speed | cap MiB | "
-        "most MiB | index growth | process growth | batches lost | replays / snapshots | feeds in the end"
-    )
-    return "\n".join([table(head, body), *goals])
+    return "\n".join([row_table(FIGURES, runs), *goals])
 
 
 def main() -> None:
     options = parser_for(__file__, __doc__).parse_args()
-    runs = [soak(plan, say) for plan in (_SMOKE if options.smoke else _FULL)]
+    runs = [soak(plan) for plan in (_SMOKE if options.smoke else _FULL)]
     write_report(options, report(runs), {"runs": runs})
 
 

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from benchmarks.harness import goal, in_processes, run, say, table
+from benchmarks.harness import Figure, goal, in_processes, row_table, run, say
 from benchmarks.harness import report as write_report
-from benchmarks.router.event_soak import GOAL_FLAT, GOAL_RESIDENT, resident_bytes
+from benchmarks.router.event_soak import INDEX_GROWTH, PROCESS_GROWTH, flat_goals, resident_bytes
 from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
 
 from kvolt.bench.load.sample import Sample
@@ -178,60 +178,33 @@ def plans(minutes: float, rate_per_s: float, num_workers: int, faults: Faults) -
     )
 
 
-def growth(values: Sequence[float]) -> float:
-    """The most in the last third over the most in the second."""
-    third = len(values) // 3
-    return max(values[2 * third :]) / max(values[third : 2 * third])
+FIGURES = (
+    Figure("run", "plan.name", ""),
+    Figure("answers", lambda run: sum(minute.num_whole for minute in run.minutes), ","),
+    Figure("failed", lambda run: ", ".join(f"{num} {code}" for code, num in run.errors.items()) or "0", ""),
+    Figure("workers", "num_workers", ""),
+    Figure("hit rate %", lambda run: 100 * run.hit_rate, ".2f"),
+    Figure("TTFT mean ms", "ttft_mean_ms", ".1f"),
+    Figure("index MiB", lambda run: max(look.index_bytes for look in run.looks) / _MIB, ".1f"),
+    INDEX_GROWTH,
+    PROCESS_GROWTH,
+    Figure("wall minutes", lambda run: run.wall_s / 60, ".0f"),
+)
 
 
 def report(calm: Soaked, troubled: Soaked) -> str:
-    body, goals = [], []
-    for soaked in (calm, troubled):
-        index, resident = (
-            [getattr(look, name) for look in soaked.looks] for name in ("index_bytes", "resident_bytes")
-        )
-        body.append(
-            (
-                soaked.plan.name,
-                f"{sum(minute.num_whole for minute in soaked.minutes):,}",
-                ", ".join(f"{number} {code}" for code, number in soaked.errors.items()) or "0",
-                str(soaked.num_workers),
-                f"{100 * soaked.hit_rate:.2f}",
-                f"{soaked.ttft_mean_ms:.1f}",
-                f"{max(index) / _MIB:.1f}",
-                f"{growth(index):.3f}",
-                f"{growth(resident):.3f}",
-                f"{soaked.wall_s / 60:.0f}",
-            )
-        )
-        goals += [
-            goal(f"{soaked.plan.name}: index flat", growth(index) <= GOAL_FLAT, f"x{growth(index):.3f}"),
-            goal(f"{soaked.plan.name}: index under its cap", max(index) <= INDEX_BYTES, f"{max(index):,}"),
-            goal(
-                f"{soaked.plan.name}: process flat",
-                growth(resident) <= GOAL_RESIDENT,
-                f"x{growth(resident):.3f}",
-            ),
-            goal(
-                f"{soaked.plan.name}: every request answered",
-                not soaked.errors,
-                f"{sum(soaked.errors.values())} not",
-            ),
-        ]
     points = 100 * (troubled.hit_rate - calm.hit_rate)
     name = f"hit rate of the disturbed run within {GOAL_POINTS:g} points of the undisturbed"
-    head = (
-        "run | answers | failed | workers | hit rate % | "
-        "TTFT mean ms | index MiB | index growth | process growth | wall minutes"
-    )
-    return "\n".join(
-        [
-            f"{calm.plan.minutes:g} virtual minutes at {calm.plan.rate_per_s:g} requests/s",
-            table(head, body),
-            goal(name, abs(points) <= GOAL_POINTS, f"{points:+.2f} points"),
-            *goals,
-        ]
-    )
+    goals = [goal(name, abs(points) <= GOAL_POINTS, f"{points:+.2f} points")]
+    for soaked in (calm, troubled):
+        most, num_failed = max(look.index_bytes for look in soaked.looks), sum(soaked.errors.values())
+        goals += flat_goals(soaked.plan.name, soaked.looks)
+        goals.append(goal(f"{soaked.plan.name}: index under its cap", most <= INDEX_BYTES, f"{most:,}"))
+        goals.append(
+            goal(f"{soaked.plan.name}: every request answered", not soaked.errors, f"{num_failed} not")
+        )
+    about = f"{calm.plan.minutes:g} virtual minutes at {calm.plan.rate_per_s:g} requests/s"
+    return "\n".join([about, row_table(FIGURES, (calm, troubled)), *goals])
 
 
 def main() -> None:

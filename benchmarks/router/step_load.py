@@ -23,10 +23,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from statistics import fmean
 
 import msgspec
 import numpy as np
-from benchmarks.harness import parser_for, report, run, say
+from benchmarks.harness import Figure, Rows, parser_for, report, run, say, table
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
@@ -141,35 +142,30 @@ def solve(cluster: str, router: str, way: str, jump: Jump, seed: int) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    heading = f"{'cluster':<10}{'router':<9}{'way':<21}{'TTFT mean':>9}{'p50':>7}{'p99':>7}{'max':>7}{'p99 beside':>12}"
-    lines = [f"{heading}{'moved':>7}{'failed':>8}", "-" * 97]
-    for cluster, router in dict.fromkeys((row.cluster, row.router) for row in rows):
-        base: list[float] = []
-        for way in WAYS:
-            found = [
-                row.figures for row in rows if (row.cluster, row.router, row.way) == (cluster, router, way)
-            ]
-            p99 = [each.ttft_p99_ms for each in found]
-            base = base or p99
-            ratio = float(np.mean([now / before for now, before in zip(p99, base, strict=True)]))
-            times = [_mean(found, f"ttft_{name}_ms") for name in ("mean", "p50", "p99", "max")]
-            lines.append(
-                f"{cluster:<10}{router:<9}{way:<21}{times[0]:>9,.0f}{times[1]:>7,.0f}{times[2]:>7,.0f}{times[3]:>7,.0f}"
-                f"{ratio:>11.2f}x{_mean(found, 'num_moves'):>7,.0f}{_mean(found, 'num_failed'):>8,.0f}"
-            )
-    return "\n".join(lines)
+FIGURES = (
+    *(
+        Figure(f"TTFT {name} ms", f"figures.ttft_{name}_ms", ",.0f", fmean)
+        for name in ("mean", "p50", "p99", "max")
+    ),
+    Figure("moved", "figures.num_moves", ",.0f", fmean),
+    Figure("failed", "figures.num_failed", ",.0f", fmean),
+)
+P99 = Figure("p99", "figures.ttft_p99_ms")
 
 
-def _mean(figures: Sequence[Figures], name: str) -> float:
-    return float(np.mean([getattr(each, name) for each in figures]))
+def text(rows: Sequence[Row]) -> str:
+    body = []
+    for place, mine in Rows(rows, by="seed").each("cluster", "router"):
+        base = mine.where(way="at once").values(P99)
+        for way, each in mine.each("way"):
+            ratio = fmean(value / base[seed] for seed, value in each.values(P99).items())
+            body.append((*place, way, *each.cells(FIGURES), f"{ratio:.2f}x"))
+    return table(("cluster", "router", "way", *(each.title for each in FIGURES), "p99 beside"), body)
 
 
 def main() -> None:
-    parser = parser_for(__file__, __doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    jump, points = Jump(), list(product(CLUSTERS, ("latency", "classic"), WAYS, range(options.seeds)))
+    options = parser_for(__file__, __doc__).parse_args()
+    jump, points = Jump(), list(product(CLUSTERS, ("latency", "classic"), WAYS, range(5)))
     if options.smoke:
         jump, points = (
             Jump(from_s=1.0, to_s=2.0, end_s=3.0),
@@ -179,7 +175,7 @@ def main() -> None:
     for cluster, router, way, seed in points:
         rows.append(row := solve(cluster, router, way, jump, seed))
         say(f"{cluster}, {router}, {way}, seed {seed}: p99 {row.figures.ttft_p99_ms:,.0f} ms")
-    report(options, table(rows), {"jump": jump, "rows": rows})
+    report(options, text(rows), {"jump": jump, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,67 +1,31 @@
 """One process of a pair: takes commands as JSON lines over a socket, answers as JSON lines.
 
-Started by `pair`: `python -m benchmarks.runtime.child JOB DESCRIPTOR`. Exits when its socket is closed.
+Started by `plane`: `python -m benchmarks.runtime.child JOB DESCRIPTOR`. Exits when its socket is closed. A module of a
+system has `serve(job)`, whose result has an `address`, `wait_open` and `produce`, and `connect(job)`, whose result has
+`open` and `consume`; both have `counters` and `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import importlib
-import io
-import pstats
 import resource
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import psutil
 import uvloop
-from benchmarks.runtime.workload import Client, Command, Job, Mark, Server, Work
+from benchmarks.runtime.workload import Job, Mark, Work
 
-_PROFILE_LINES = 25
-
-_MODULES = {
-    "kvolt whole step": "over_kvolt",
-    "kvolt step": "over_kvolt",
-    "kvolt sink": "over_kvolt",
-    "kvolt iterator": "over_kvolt",
-    "kvolt generators": "over_kvolt",
-    "kvolt bulk": "over_kvolt_bulk",
-    "bare socket": "over_socket",
-    "bare msgpack": "over_socket",
-    "grpc.aio": "over_grpc",
-}
-
-Act = Callable[[Work], Awaitable[dict[str, Any]]]
+_MODULES = {"bare socket": "over_socket", "grpc.aio": "over_grpc", "kvolt bulk": "over_kvolt_bulk"}
 
 
-def _mark(side: Server | Client) -> Mark:
+def _mark(side: Any) -> Mark:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return Mark(used.ru_utime + used.ru_stime, psutil.Process().memory_info().rss, side.counters())
-
-
-def _module(system: str) -> Any:
-    """The systems live apart, so that no process pays for a library that it does not use."""
-    return importlib.import_module(f"benchmarks.runtime.{_MODULES[system]}")
-
-
-async def _perform(act: Act, work: Work, profile: bool) -> dict[str, Any]:
-    profiler = cProfile.Profile() if profile and work.measured else None
-    if profiler is not None:
-        profiler.enable()
-    started = time.monotonic()
-    found = await act(work)
-    ended = time.monotonic()
-    if profiler is not None:
-        profiler.disable()
-        text = io.StringIO()
-        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
-        found = {**found, "profile": text.getvalue()}
-    return {"started": started, "ended": ended, **found}
 
 
 async def main() -> None:
@@ -71,26 +35,21 @@ async def main() -> None:
     def send(answer: Any) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
 
-    module = _module(job.system)
-    side: Server | Client
-    act: Act
-    if job.side == "server":
-        server: Server = await module.serve(job)
-        side, act = server, server.produce
-        send({"address": server.address, "mark": _mark(side)})
-        await server.wait_open()
-    else:
-        client: Client = await module.connect(job)
-        side, act = client, client.consume
-        send({"mark": _mark(side)})
-        await client.open()
+    # The systems live apart, so that no process pays for a library that it does not use.
+    module = importlib.import_module(f"benchmarks.runtime.{_MODULES.get(job.system, 'over_kvolt')}")
+    is_server = job.side == "server"
+    side = await (module.serve if is_server else module.connect)(job)
+    send({"address": side.address if is_server else "", "mark": _mark(side)})
+    await (side.wait_open() if is_server else side.open())
     send({})
     while line := await commands.readline():
-        command = msgspec.json.decode(line, type=Command)
-        if command.work is None:
+        work = msgspec.json.decode(line, type=Work | None)
+        if work is None:  # to read its meters
             send({"mark": _mark(side)})
         else:
-            send(await _perform(act, command.work, job.profile))
+            started = time.monotonic()
+            found = await (side.produce if is_server else side.consume)(work)
+            send({"started": started, "ended": time.monotonic(), **found})
     await side.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import msgspec
-from benchmarks.runtime.workload import Arrivals, Job, StepClock, Tally, Work, sample_deltas
+from benchmarks.runtime.workload import Job, SteppedHandlers, Tally
 
 from kvolt.core.delta import Delta
 from kvolt.runtime.tasks import TaskGroup
@@ -23,11 +23,9 @@ _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
 
 
-class GrpcServer:
+class GrpcServer(SteppedHandlers):
     def __init__(self, job: Job) -> None:
-        self._clock = StepClock(job.streams)
-        self._arrivals = Arrivals(job.streams)
-        self._deltas = sample_deltas()
+        super().__init__(job)
         self._server = grpc.aio.server()
         handler = grpc.unary_stream_rpc_method_handler(
             self._generate, request_deserializer=_decode_number, response_serializer=_encode
@@ -41,21 +39,8 @@ class GrpcServer:
         await self._server.start()
 
     async def _generate(self, request: int, context: Any) -> None:
-        clock, deltas = self._clock, self._deltas
-        self._arrivals.add()
-        num_written = 0
-        while True:
-            await clock.after(num_written)
-            num_written += 1
-            await context.write(deltas[num_written & 1023])
-            clock.written()
-
-    async def wait_open(self) -> None:
-        await self._arrivals.wait()
-
-    async def produce(self, work: Work) -> dict[str, Any]:
-        await self._clock.run(work.steps)
-        return {}
+        async for delta in self.deltas():
+            await context.write(delta)
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -67,7 +52,8 @@ class GrpcServer:
 class GrpcClient:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._tally = Tally()
+        self._tally = Tally(job.streams)
+        self.consume = self._tally.consume
         self._task_group = TaskGroup("readers")
         self._channel = grpc.aio.insecure_channel(job.address)
 
@@ -79,19 +65,11 @@ class GrpcClient:
             self._task_group.start(self._read(generate(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
-        tally = self._tally
         try:
             async for delta in answers:
-                tally.tokens += len(delta.token_ids)
-                if tally.tokens >= tally.expected:
-                    tally.reach()
+                self._tally.add(len(delta.token_ids))
         except grpc.aio.AioRpcError as error:
-            tally.fail(error)
-
-    async def consume(self, work: Work) -> dict[str, Any]:
-        self._tally.expected += work.steps * self._job.streams
-        await self._tally.reached()
-        return {}
+            self._tally.fail(error)
 
     def counters(self) -> dict[str, int]:
         return {"tokens": self._tally.tokens}

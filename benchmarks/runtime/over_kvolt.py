@@ -1,6 +1,6 @@
 """The request plane as the worker shell and the journey use it.
 
-Four ways, by the job's system:
+Five ways, by the job's system:
 
 * `kvolt whole step`: the step loop sends plain tokens for the whole batch, one call at the client takes them;
 * `kvolt step`: the same server, the client's sinks are called for each token;
@@ -13,20 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from benchmarks.runtime.workload import (
-    WAIT_S,
-    Arrivals,
-    Job,
-    StepClock,
-    Tally,
-    Work,
-    sample_deltas,
-    sample_steps,
-)
+from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, SteppedHandlers, Tally, Work, sample_steps
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError
@@ -53,18 +44,16 @@ _CHECK_ALL_EVERY = 16
 _writable = attrgetter("writable")
 
 
-class CountingNetwork:
+class CountingNetwork(SocketNetwork):
     """Sockets whose writes are counted, so that the bare socket can be given as many."""
 
-    def __init__(self) -> None:
-        self._sockets = SocketNetwork()
-        self.writes = 0
+    writes = 0
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
-        return await self._sockets.listen(address, lambda: self._counted(factory()))
+        return await super().listen(address, lambda: self._counted(factory()))
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
-        return await self._sockets.connect(address, lambda: self._counted(factory()), timeout_s)
+        return await super().connect(address, lambda: self._counted(factory()), timeout_s)
 
     def _counted(self, protocol: asyncio.Protocol) -> asyncio.Protocol:
         made = protocol.connection_made
@@ -112,13 +101,7 @@ class KvoltSide:
 
     def counters(self) -> dict[str, int]:
         stats = self.runtime.plane.stats
-        return {
-            "writes": self.network.writes,
-            "bytes_out": stats.bytes_out,
-            "frames_out": stats.frames_out,
-            "items_in": stats.items_in,
-            "merged": stats.merged,
-        }
+        return {"writes": self.network.writes, "bytes_out": stats.bytes_out, "merged": stats.merged}
 
     async def close(self) -> None:
         await self.runtime.close()
@@ -128,10 +111,10 @@ class KvoltSide:
 class StreamServer(KvoltSide):
     """Answers all streams from one step loop."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, more_streams: int = 0) -> None:
         super().__init__("server", 1)
         self._streams: list[ServedStream] = []
-        self._arrivals = Arrivals(job.streams)
+        self._arrivals = Arrivals(job.streams + more_streams)
         self._tokens = sample_steps(job.streams)
         self._deltas = [[plain_delta(token_id) for token_id in step] for step in self._tokens]
 
@@ -190,112 +173,44 @@ class StepServer(StreamServer):
         return {}
 
 
-class GeneratorServer(KvoltSide):
+class GeneratorServer(KvoltSide, SteppedHandlers):
     """Answers each stream from an async generator of its own."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__("server", 1)
-        self._clock = StepClock(job.streams)
-        self._arrivals = Arrivals(job.streams)
-        self._deltas = sample_deltas()
+        KvoltSide.__init__(self, "server", 1)
+        SteppedHandlers.__init__(self, job)
 
     async def start(self) -> None:
         await self.runtime.start()
-        await self.runtime.serve(ENDPOINT, self._generate, int)
-
-    async def _generate(self, request: int) -> AsyncIterator[Delta]:
-        clock, deltas = self._clock, self._deltas
-        self._arrivals.add()
-        num_written = 0
-        while True:
-            await clock.after(num_written)
-            num_written += 1
-            yield deltas[num_written & 1023]
-            clock.written()
-
-    async def wait_open(self) -> None:
-        await self._arrivals.wait()
-
-    async def produce(self, work: Work) -> dict[str, Any]:
-        await self._clock.run(work.steps)
-        return {}
+        await self.runtime.serve(ENDPOINT, lambda request: self.deltas(), int)
 
 
-class _CountingSink:
+class _Sink:
     """The least that a reader can do with an item: look at it and know when the last one came."""
 
-    __slots__ = ("_finished", "left", "waiting")
+    __slots__ = ("_tally",)
 
-    def __init__(self, finished: Callable[[_CountingSink], None]) -> None:
-        self._finished = finished
-        self.left = 0
-        self.waiting = False
-
-    def on_item(self, item: Delta) -> None:
-        self.left = left = self.left - len(item.token_ids)
-        if left <= 0:
-            self._finished(self)
-
-    def on_end(self, error: KvoltError | None) -> None:
-        self._finished(self)
-
-
-class SinkClient(KvoltSide):
-    """Reads all streams by sinks."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__("client", 2)
-        self._job = job
-        self._tally = Tally()
-        self._sinks = [_CountingSink(self._on_finished) for _ in range(job.streams)]
-        self._num_waiting = 0
-
-    async def open(self) -> None:
-        await self.runtime.start()
-        client = await self.runtime.client(ENDPOINT, static=[self._job.address])
-        for number, sink in enumerate(self._sinks):
-            await client.call(number, sink)
-
-    async def consume(self, work: Work) -> dict[str, Any]:
-        for sink in self._sinks:
-            sink.left += work.steps
-            sink.waiting = sink.left > 0
-        self._tally.expected += work.steps * self._job.streams
-        self._num_waiting = sum(sink.waiting for sink in self._sinks)
-        self._tally.tokens = self._num_tokens
-        await self._tally.reached()
-        return {}
-
-    def _on_finished(self, sink: _CountingSink) -> None:
-        if sink.waiting:
-            sink.waiting = False
-            self._num_waiting -= 1
-            if self._num_waiting == 0:
-                self._tally.tokens = self._num_tokens
-                self._tally.reach()
-
-    @property
-    def _num_tokens(self) -> int:
-        return self._tally.expected - sum(sink.left for sink in self._sinks)
-
-    def counters(self) -> dict[str, int]:
-        return {**super().counters(), "tokens": self._num_tokens}
-
-
-class _WholeStepSink:
-    """A sink that leaves plain tokens to one object for all; what is more than a plain token comes here."""
-
-    __slots__ = ("_tally", "steps")
-
-    def __init__(self, tally: Tally, steps: _WholeSteps) -> None:
+    def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self.steps = steps
 
     def on_item(self, item: Delta) -> None:
-        self.steps.on_step((self,), item.token_ids)
+        tally = self._tally
+        tally.tokens += len(item.token_ids)
+        if tally.tokens >= tally.expected:
+            tally.reach()
 
     def on_end(self, error: KvoltError | None) -> None:
         self._tally.fail(error)
+
+
+class _WholeStepSink(_Sink):
+    """A sink that leaves plain tokens to one object for all; what is more than a plain token comes here."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, tally: Tally, steps: _WholeSteps) -> None:
+        super().__init__(tally)
+        self.steps = steps
 
 
 class _WholeSteps:
@@ -305,50 +220,30 @@ class _WholeSteps:
         self._tally = tally
 
     def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
-        tally = self._tally
-        tally.tokens += len(token_ids)
-        if tally.tokens >= tally.expected:
-            tally.reach()
+        self._tally.add(len(token_ids))
 
 
-class WholeStepClient(KvoltSide):
-    """Takes all streams' plain tokens of a step in one call."""
+class KvoltClient(KvoltSide):
+    """Reads all streams: plain tokens of a step in one call, a sink per stream, or a task per stream."""
 
     def __init__(self, job: Job) -> None:
         super().__init__("client", 2)
         self._job = job
-        self._tally = Tally()
+        self._tally = Tally(job.streams)
+        self.consume = self._tally.consume
+        self._task_group = TaskGroup("readers")
 
     async def open(self) -> None:
         await self.runtime.start()
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
         steps = _WholeSteps(self._tally)
         for number in range(self._job.streams):
-            await client.call(number, _WholeStepSink(self._tally, steps))
-
-    async def consume(self, work: Work) -> dict[str, Any]:
-        self._tally.expected += work.steps * self._job.streams
-        await self._tally.reached()
-        return {}
-
-    def counters(self) -> dict[str, int]:
-        return {**super().counters(), "tokens": self._tally.tokens}
-
-
-class IteratorClient(KvoltSide):
-    """Reads each stream in a task of its own."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__("client", 2)
-        self._job = job
-        self._tally = Tally()
-        self._task_group = TaskGroup("readers")
-
-    async def open(self) -> None:
-        await self.runtime.start()
-        client = await self.runtime.client(ENDPOINT, static=[self._job.address])
-        for number in range(self._job.streams):
-            self._task_group.start(self._read(await client.stream(number)), "reader")
+            if self._job.system == WHOLE:
+                await client.call(number, _WholeStepSink(self._tally, steps))
+            elif self._job.system in (STEP, SINK):
+                await client.call(number, _Sink(self._tally))
+            else:
+                self._task_group.start(self._read(await client.stream(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
@@ -360,11 +255,6 @@ class IteratorClient(KvoltSide):
         except KvoltError as error:
             tally.fail(error)
 
-    async def consume(self, work: Work) -> dict[str, Any]:
-        self._tally.expected += work.steps * self._job.streams
-        await self._tally.reached()
-        return {}
-
     def counters(self) -> dict[str, int]:
         return {**super().counters(), "tokens": self._tally.tokens}
 
@@ -374,16 +264,11 @@ class IteratorClient(KvoltSide):
 
 
 async def serve(job: Job) -> StreamServer | GeneratorServer:
-    server: StreamServer | GeneratorServer
-    if job.system == GENERATORS:
-        server = GeneratorServer(job)
-    else:
-        server = StepServer(job) if job.system in (WHOLE, STEP) else StreamServer(job)
+    kinds = {GENERATORS: GeneratorServer, WHOLE: StepServer, STEP: StepServer}
+    server = kinds.get(job.system, StreamServer)(job)
     await server.start()
     return server
 
 
-async def connect(job: Job) -> WholeStepClient | SinkClient | IteratorClient:
-    if job.system == WHOLE:
-        return WholeStepClient(job)
-    return SinkClient(job) if job.system in (STEP, SINK) else IteratorClient(job)
+async def connect(job: Job) -> KvoltClient:
+    return KvoltClient(job)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from itertools import accumulate, islice
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -32,14 +33,12 @@ class Job(msgspec.Struct, frozen=True):
     streams: int
     address: str = ""
     """Of the server; the client is told."""
-    profile: bool = False
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):
     """One stretch of work, sent to both sides; each takes from it what concerns it."""
 
     steps: int
-    measured: bool = False
     num_bytes: int = 0
     """Bare socket: bytes of all writes together; steps are writes there."""
     replies: int = 0
@@ -50,48 +49,12 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bulk: size of the long messages beside the deltas; 0 for none."""
 
 
-class Command(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process is told: to work, or, without work, to read its meters."""
-
-    work: Work | None = None
-
-
 class Mark(msgspec.Struct, frozen=True):
     """A process's meters at one moment, all counted from its start."""
 
     cpu_s: float
     rss_bytes: int
     counters: dict[str, int] = {}
-
-
-class Server(Protocol):
-    """The producing side of a system under test."""
-
-    address: str
-
-    async def wait_open(self) -> None:
-        """Until all streams of the job are there."""
-        ...
-
-    async def produce(self, work: Work) -> dict[str, Any]: ...
-
-    def counters(self) -> dict[str, int]: ...
-
-    async def close(self) -> None: ...
-
-
-class Client(Protocol):
-    """The reading side of a system under test."""
-
-    async def open(self) -> None: ...
-
-    async def consume(self, work: Work) -> dict[str, Any]:
-        """Until all that the work makes has arrived."""
-        ...
-
-    def counters(self) -> dict[str, int]: ...
-
-    async def close(self) -> None: ...
 
 
 def sample_steps(num_streams: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -105,21 +68,22 @@ def sample_steps(num_streams: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(islice(drawn, num_streams)) for _ in range(num_steps)]
 
 
-def sample_deltas() -> list[Delta]:
-    """1,024 deltas of one token each."""
-    return [plain_delta(token_id) for (token_id,) in sample_steps(1)[:1024]]
-
-
 class Tally:
-    """Counts tokens on arrival; `reached` ends when as many came as were expected."""
+    """Counts tokens on arrival; `consume` ends when as many came as were expected."""
 
-    __slots__ = ("_done", "_failure", "expected", "tokens")
+    __slots__ = ("_done", "_failure", "_streams", "expected", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, num_streams: int) -> None:
         self.tokens = 0
         self.expected = 0
+        self._streams = num_streams
         self._done: asyncio.Event = asyncio.Event()
         self._failure: BaseException | None = None
+
+    def add(self, num_tokens: int) -> None:
+        self.tokens += num_tokens
+        if self.tokens >= self.expected:
+            self.reach()
 
     def reach(self) -> None:
         self._done.set()
@@ -129,14 +93,16 @@ class Tally:
         self._failure = error
         self._done.set()
 
-    async def reached(self) -> None:
-        """Until `tokens` is `expected`, which the caller has raised."""
+    async def consume(self, work: Work) -> dict[str, Any]:
+        """Until all that the work makes has arrived."""
+        self.expected += work.num_bytes or work.steps * self._streams
         self._done.clear()
         if self.tokens < self.expected:
             async with asyncio.timeout(WAIT_S):
                 await self._done.wait()
         if self.tokens < self.expected:
             raise RuntimeError(f"a stream ended early: {self._failure!r}")
+        return {}
 
 
 class Arrivals:
@@ -156,38 +122,46 @@ class Arrivals:
             await self._all.wait()
 
 
-class StepClock:
-    """Paces handlers that run in tasks of their own: each writes one item per step.
+class SteppedHandlers:
+    """A server whose handlers are tasks of their own: each writes one item per step.
 
     The loop of steps runs ahead of slow handlers, but not without bound.
     """
 
-    def __init__(self, num_streams: int) -> None:
-        self._num_streams = num_streams
-        self._max_lag = _MAX_LAG_STEPS * num_streams
+    def __init__(self, job: Job) -> None:
+        self._num_streams = job.streams
+        self._arrivals = Arrivals(job.streams)
+        self._deltas = [plain_delta(token_id) for (token_id,) in sample_steps(1)[:1024]]
         self._outstanding = 0
         self._step = 0
         self._tick = asyncio.Event()
         self._room = asyncio.Event()
 
-    async def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+    async def wait_open(self) -> None:
+        await self._arrivals.wait()
+
+    async def produce(self, work: Work) -> dict[str, Any]:
+        for _ in range(work.steps):
             self._step += 1
             self._outstanding += self._num_streams
             tick, self._tick = self._tick, asyncio.Event()
             tick.set()
-            if self._outstanding > self._max_lag:
+            if self._outstanding > _MAX_LAG_STEPS * self._num_streams:
                 self._room.clear()
                 async with asyncio.timeout(WAIT_S):
                     await self._room.wait()
             await asyncio.sleep(0)
+        return {}
 
-    async def after(self, num_written: int) -> None:
-        """Until there is a step that the caller, who has written so many items, has not served."""
-        while self._step <= num_written:
-            await self._tick.wait()
-
-    def written(self) -> None:
-        self._outstanding -= 1
-        if self._outstanding <= self._max_lag:
-            self._room.set()
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Items of one stream, one for each step."""
+        self._arrivals.add()
+        num_written = 0
+        while True:
+            while self._step <= num_written:
+                await self._tick.wait()
+            num_written += 1
+            yield self._deltas[num_written & 1023]
+            self._outstanding -= 1
+            if self._outstanding <= _MAX_LAG_STEPS * self._num_streams:
+                self._room.set()

@@ -48,15 +48,15 @@ def places(count: int, size: int, seed: int) -> tuple[np.ndarray[Any, np.dtype[n
     return np.random.default_rng(seed).permutation(2 * count)[:count] * size, 2 * count * size
 
 
-def host(memory: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return memory.cpu().numpy()
-
-
 def row_offsets(
     pieces: np.ndarray[Any, np.dtype[np.int64]], size: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Offsets of as many contiguous pieces."""
     return np.arange(len(pieces), dtype=np.int64) * size
+
+
+def host(memory: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return memory.cpu().numpy()
 
 
 def gathered(memory: Tensor, offsets: np.ndarray[Any, np.dtype[np.int64]], size: int) -> bytes:
@@ -74,26 +74,27 @@ def check_memory(blocks: DeviceBlocks, make: Callable[[int], Tensor]) -> None:
     for size, per_block in SHAPES:
         count = per_block * (12 if size < 1 << 20 else 3)
         offsets, num_bytes = places(count, size, size)
+        targets, _ = places(count, size, size + 1)
         slab, other, row = noise(num_bytes), noise(num_bytes), make(count * size)
         seeds = np.arange(count // per_block, dtype=np.uint64) + np.uint64(2**64 - 2)
-        expected = checksums(host(slab), offsets, size, per_block, seeds).tolist()
-        label = f"{count} pieces of {size}, {per_block} to a block"
-        moved = blocks.copy(row, row_offsets(offsets, size), slab, offsets, size, per_block, seeds)
-        expect(moved.checksums().tolist() == expected, f"gather: checksums of {label}")
-        expect(host(row).tobytes() == gathered(slab, offsets, size), f"gather: bytes of {label}")
+        sums, data = checksums(host(slab), offsets, size, per_block, seeds), gathered(slab, offsets, size)
+
+        def check(name: str, moved: Any, found: bytes) -> None:
+            label = f"{name}: {count} pieces of {size}, {per_block} to a block"  # noqa: B023 - called at once
+            expect(moved.checksums().tolist() == sums.tolist(), f"checksums of {label}")  # noqa: B023
+            expect(found == data, f"bytes of {label}")  # noqa: B023
+
+        sizes = (size, per_block, seeds)
+        packed = row_offsets(offsets, size)
+        check("gather", blocks.copy(row, packed, slab, offsets, *sizes), host(row).tobytes())
         untouched = host(other).copy()
-        moved = blocks.copy(other, offsets, row, row_offsets(offsets, size), size, per_block, seeds)
-        expect(moved.checksums().tolist() == expected, f"scatter: checksums of {label}")
-        expect(gathered(other, offsets, size) == gathered(slab, offsets, size), f"scatter: bytes of {label}")
+        moved = blocks.copy(other, offsets, row, packed, *sizes)
+        check("scatter", moved, gathered(other, offsets, size))
         for offset in offsets:
             untouched[offset : offset + size] = host(other)[offset : offset + size]
-        expect((untouched == host(other)).all(), f"scatter: other bytes beside {label}")
-        targets, _ = places(count, size, size + 1)
-        moved = blocks.copy(other, targets, slab, offsets, size, per_block, seeds)
-        expect(moved.checksums().tolist() == expected, f"copy: checksums of {label}")
-        expect(gathered(other, targets, size) == gathered(slab, offsets, size), f"copy: bytes of {label}")
-        moved = blocks.checksums(slab, offsets, size, per_block, seeds)
-        expect(moved.checksums().tolist() == expected, f"checksums of {label}")
+        expect((untouched == host(other)).all(), f"scatter: other bytes beside pieces of {size}")
+        check("copy", blocks.copy(other, targets, slab, offsets, *sizes), gathered(other, targets, size))
+        check("checksums", blocks.checksums(slab, offsets, *sizes), data)
 
 
 def check_own(blocks: DeviceBlocks) -> None:
@@ -141,81 +142,60 @@ def check_changing_source(blocks: DeviceBlocks) -> None:
     torch.cuda.synchronize()
 
 
-def check_ipc(blocks: DeviceBlocks) -> None:
-    """Another process reads blocks of this one's memory, mapped by CUDA IPC."""
+def of_peer(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in another process, to which memory is mapped by CUDA IPC."""
     import torch.multiprocessing as processes
 
-    size, count = 65536, 32
-    offsets, num_bytes = places(count, size, 5)
-    slab = noise(num_bytes)
     context = processes.get_context("spawn")
     asked, answered = context.Queue(), context.Queue()
-    peer = context.Process(target=_read_as_peer, args=(asked, answered))
+    peer = context.Process(target=_answer, args=(asked, answered, work))
     peer.start()
     try:
-        asked.put((slab, offsets, size))
-        data, sums = answered.get(timeout=60)
+        asked.put(arguments)
+        return answered.get(timeout=300)
     finally:
         asked.put(None)
         peer.join(30)
+
+
+def _answer(asked: Any, answered: Any, work: Callable[..., Any]) -> None:
+    arguments = asked.get()
+    answered.put(work(*arguments))
+    asked.get()  # memory that was shared must not go before its owner has been answered
+
+
+def check_ipc(blocks: DeviceBlocks) -> None:
+    """Another process reads blocks of this one's memory."""
+    size, count = 65536, 32
+    offsets, num_bytes = places(count, size, 5)
+    slab = noise(num_bytes)
+    data, sums = of_peer(_read_as_peer, slab, offsets, size)
     expect(data == gathered(slab, offsets, size), "bytes by CUDA IPC")
     expect(sums == checksums(host(slab), offsets, size).tolist(), "checksums by CUDA IPC")
     expect(sums == blocks.checksums(slab, offsets, size).checksums().tolist(), "checksums at the owner")
 
 
-def _read_as_peer(asked: Any, answered: Any) -> None:
-    slab, offsets, size = asked.get()
+def _read_as_peer(slab: Tensor, offsets: Any, size: int) -> tuple[bytes, list[int]]:
     own = torch.zeros(len(offsets) * size, dtype=torch.uint8, device=slab.device)
     in_row = np.arange(len(offsets), dtype=np.int64) * size
-    moved = DeviceBlocks(slab.device).copy(own, in_row, slab, offsets, size)
-    answered.put((moved.checksums().tolist() and own.cpu().numpy().tobytes(), moved.checksums().tolist()))
-    del slab
-    asked.get()  # memory that was shared must not go before its owner has been answered
+    sums = DeviceBlocks(slab.device).copy(own, in_row, slab, offsets, size).checksums().tolist()
+    return own.cpu().numpy().tobytes(), sums
 
 
-def ipc_rates(total: int, rounds: int) -> dict[str, Any]:
-    """Blocks of another process's memory, by CUDA IPC, into this one's; beside one copy of as many bytes of it."""
-    import torch.multiprocessing as processes
-
-    slab = noise(2 * total)
-    context = processes.get_context("spawn")
-    asked, answered = context.Queue(), context.Queue()
-    peer = context.Process(target=_measure_as_peer, args=(asked, answered))
-    peer.start()
-    try:
-        asked.put((slab, total, rounds))
-        found: dict[str, Any] = answered.get(timeout=300)
-    finally:
-        asked.put(None)
-        peer.join(30)
-    for name, rate in found.items():
-        print(
-            f"  {name}: {rate['gbps']:.1f} GB/s, {rate['times a plain copy']:.2f} times a plain copy",
-            flush=True,
-        )
-    return found
-
-
-def _measure_as_peer(asked: Any, answered: Any) -> None:
-    answered.put(_measured_over_ipc(*asked.get()))
-    asked.get()  # memory that was shared must not go before its owner has been answered
-
-
-def _measured_over_ipc(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
+def ipc_rates(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
+    """Blocks of another process's memory into this one's, beside one copy of as many bytes of it."""
     blocks = DeviceBlocks(slab.device)
     own = torch.zeros(total, dtype=torch.uint8, device=slab.device)
     found = {}
     for size in SIZES:
         offsets, _ = places(total // size, size, 1)
         into = np.random.default_rng(2).permutation(total // size) * size
-
-        def ours(offsets: Any = offsets, into: Any = into, size: int = size) -> object:
-            return blocks.copy(own, into, slab, offsets, size).checksums()
-
-        def plain() -> object:
-            return own.copy_(slab[:total])
-
-        rate, ratio, pairs = beside(ours, plain, total, rounds)
+        rate, ratio, pairs = beside(
+            lambda: blocks.copy(own, into, slab, offsets, size).checksums(),  # noqa: B023 - called at once
+            lambda: own.copy_(slab[:total]),
+            total,
+            rounds,
+        )
         found[f"CUDA IPC, {size >> 10} KiB"] = {
             "gbps": rate,
             "times a plain copy": ratio,
@@ -250,55 +230,53 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in SIZES:
         offsets, _ = places(total // size, size, 1)
-        index = torch.from_numpy(offsets // size).to(device)
-
-        def gather_by_torch(size: int = size, index: Tensor = index) -> None:
-            torch.index_select(slab.view(-1, size), 0, index, out=own.view(-1, size))
-
-        def work(name: str, size: int = size, offsets: Any = offsets) -> Callable[[], object]:
-            packed = row_offsets(offsets, size)
-            return {
-                "gather on the device": lambda: blocks.copy(own, packed, slab, offsets, size).checksums(),
-                "scatter on the device": lambda: blocks.copy(slab, offsets, own, packed, size).checksums(),
-                "checksums": lambda: blocks.checksums(slab, offsets, size).checksums(),
-                "gather to the host": lambda: blocks.copy(pinned, packed, slab, offsets, size).checksums(),
-                "scatter from the host": lambda: blocks.copy(slab, offsets, pinned, packed, size).checksums(),
-            }[name]
-
-        plain_copies: dict[str, Callable[[], object]] = {
-            "gather on the device": lambda: own.copy_(slab[:total]),
-            "scatter on the device": lambda: slab[:total].copy_(own),
-            "checksums": gather_by_torch,
-            "gather to the host": lambda: pinned.copy_(slab[:total], non_blocking=True),
-            "scatter from the host": lambda: slab[:total].copy_(pinned, non_blocking=True),
+        index, packed = torch.from_numpy(offsets // size).to(device), row_offsets(offsets, size)
+        rows, out = slab.view(-1, size), own.view(-1, size)
+        works: dict[str, tuple[Callable[[], Any], Callable[[], object]]] = {
+            "gather on the device": (
+                lambda: blocks.copy(own, packed, slab, offsets, size),  # noqa: B023 - called at once
+                lambda: own.copy_(slab[:total]),
+            ),
+            "scatter on the device": (
+                lambda: blocks.copy(slab, offsets, own, packed, size),  # noqa: B023
+                lambda: slab[:total].copy_(own),
+            ),
+            "checksums": (
+                lambda: blocks.checksums(slab, offsets, size),  # noqa: B023
+                lambda: torch.index_select(rows, 0, index, out=out),  # noqa: B023
+            ),
+            "gather to the host": (
+                lambda: blocks.copy(pinned, packed, slab, offsets, size),  # noqa: B023
+                lambda: pinned.copy_(slab[:total], non_blocking=True),
+            ),
+            "scatter from the host": (
+                lambda: blocks.copy(slab, offsets, pinned, packed, size),  # noqa: B023
+                lambda: slab[:total].copy_(pinned, non_blocking=True),
+            ),
         }
-        for name, plain in plain_copies.items():
-            ours = work(name)
-            rate, ratio, _ = beside(ours, plain, total, rounds)
+        for name, (ours, plain) in works.items():
+            rate, ratio, _ = beside(lambda: ours().checksums(), plain, total, rounds)  # noqa: B023
             other = "index_select" if name == "checksums" else "a plain copy"
             found[f"{name}, {size >> 10} KiB"] = {"gbps": rate, f"times {other}": ratio}
-            print(f"  {name}, {size >> 10} KiB: {rate:.1f} GB/s, {ratio:.2f} times {other}", flush=True)
     few, one = np.zeros(1, dtype=np.int64), noise(1 << 16)
     latency = statistics.median(
         seconds(lambda: blocks.copy(own, row_offsets(few, 1 << 16), one, few, 1 << 16).checksums())
         for _ in range(50)
     )
     found["one block of 64 KiB"] = {"us": latency * 1e6}
-    print(f"  one block of 64 KiB: {latency * 1e6:.0f} us until its checksum is known", flush=True)
-    return found
+    return found | of_peer(ipc_rates, slab, total, rounds)
 
 
 def main() -> int:
     parser = parser_for(__file__, __doc__)
     parser.add_argument("--checks", action="store_true", help="only check; measure no rates")
-    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     if KIND == "cpu" and not options.smoke:
         raise Missing("a CUDA device")
     if options.smoke:
         SHAPES[:] = [(8, 1), (24, 3), (16392, 2)]
     blocks = DeviceBlocks(
-        torch.device(KIND, torch.cuda.current_device()) if KIND == "cuda" else torch.device(KIND)
+        torch.device("cuda", torch.cuda.current_device()) if KIND == "cuda" else torch.device(KIND)
     )
     on_device = [check_pinned, check_registered, check_changing_source, check_ipc] if KIND == "cuda" else []
     wrong: dict[str, str] = {}
@@ -313,8 +291,9 @@ def main() -> int:
     results: dict[str, Any] = {"device": device, "wrong": wrong}
     if KIND == "cuda" and not options.checks:
         total = (64 << 20) if options.smoke else (4 << 30)
-        results["rates"] = rates(total, options.rounds) | ipc_rates(total, options.rounds)
-    report(options, "some checks failed" if wrong else "all checks passed", results)
+        results["rates"] = rates(total, rounds=9)
+    lines = [f"{name}: {rate}" for name, rate in results.get("rates", {}).items()]
+    report(options, "\n".join([*lines, "some checks failed" if wrong else "all checks passed"]), results)
     return 1 if wrong else 0
 
 

@@ -37,15 +37,11 @@ class Seated:
         sampling = Sampling(temperature=0.0)
         stop = StopConditions(max_tokens=num_output, ignore_eos=True)
         model = self._engine.card.name
-        requests = {
-            RequestId(f"bench-{next(self._numbers)}"): (sequence, tuple(prompt))
-            for sequence, prompt in enumerate(prompts)
-        }
-        sequence_of = {request_id: sequence for request_id, (sequence, _) in requests.items()}
+        sequence_of = {RequestId(f"bench-{next(self._numbers)}"): at for at in range(len(prompts))}
         answers = seat.Answers(len(prompts))
-        for request_id, (_, tokens) in requests.items():
+        for request_id, prompt in zip(sequence_of, map(tuple, prompts), strict=True):
             self._engine.submit(
-                Request(request_id=request_id, model=model, token_ids=tokens, sampling=sampling, stop=stop)
+                Request(request_id=request_id, model=model, token_ids=prompt, sampling=sampling, stop=stop)
             )
         left = len(prompts) * num_output
         while left:
@@ -83,4 +79,4 @@ def main(folder: str, threads: int, given: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:-1])

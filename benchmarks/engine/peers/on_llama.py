@@ -107,4 +107,4 @@ def _tell(answers: seat.Answers, pieces: Sequence[Piece], tokens: Sequence[int])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), **seat.options(sys.argv[3:]))
+    main(sys.argv[1], int(sys.argv[2]), **seat.options())

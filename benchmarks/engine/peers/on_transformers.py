@@ -54,4 +54,4 @@ def main(folder: str, threads: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), **seat.options(sys.argv[3:]))
+    main(sys.argv[1], int(sys.argv[2]), **seat.options())

@@ -63,4 +63,4 @@ def main(folder: str, dtype: str, eager: str = "1") -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], **seat.options(sys.argv[3:]))
+    main(sys.argv[1], **seat.options())

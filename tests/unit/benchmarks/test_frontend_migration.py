@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.frontend.struck import Reading, chat
+from benchmarks.frontend.migration import Reading, chat
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

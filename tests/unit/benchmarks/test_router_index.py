@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from benchmarks.harness import BrokenRun
-from benchmarks.router import index_report
-from benchmarks.router.index import run_side
-from benchmarks.router.index_report import Row
+from benchmarks.router import index as benchmark
+from benchmarks.router.index import Row, run_side
 from benchmarks.router.sides import (
     DYNAMO,
     KVOLT,
@@ -90,7 +89,7 @@ def test_goals_are_held_against_ratios_within_a_round() -> None:
         row(DYNAMO, "find", p50_us=20.0, p99_us=60.0, answers="b"),
         row(KVOLT, "memory", num_pairs=10**7, resident_per_pair=30.0, said_per_pair=28.0),
     ]
-    text = index_report.text(rows)
+    text = benchmark.text(rows)
     assert "4.00 (4.00..4.00)" in text
     assert "goal met     3 times the peer's ingest rate (kvolt, its events)" in text
     assert "goal met     a third of the peer's find latency" in text
@@ -105,6 +104,6 @@ def test_a_missing_peer_is_a_missing_row() -> None:
         row(KVOLT, "find", p50_us=4.0, p99_us=9.0, answers="a"),
         Row(0, DYNAMO, "find", tuple(SHAPE), {}, "it is not installed"),
     ]
-    text = index_report.text(rows)
+    text = benchmark.text(rows)
     assert f"missing: {DYNAMO}: it is not installed" in text
     assert "third" not in text

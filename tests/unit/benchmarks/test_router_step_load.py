@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.router.step_load import WAYS, Jump, records, solve, table
+from benchmarks.router.step_load import WAYS, Jump, records, solve, text
 
 JUMP = Jump(base_per_s=10.0, peak_per_s=60.0, from_s=1.0, to_s=5.0, end_s=6.0)
 
@@ -14,14 +14,14 @@ def test_what_waits_at_a_slow_worker_is_taken_back() -> None:
     assert stays.figures.num_failed == goes.figures.num_failed == 0
     assert goes.figures.ttft_p99_ms < 0.8 * stays.figures.ttft_p99_ms
     rows = [stays if way == "at once" else goes for way in WAYS]
-    told = table(
+    report = text(
         [
             row.__class__(row.cluster, row.router, way, 1, row.figures)
             for way, row in zip(WAYS, rows, strict=True)
         ]
     )
-    assert len(told.splitlines()) == 2 + len(WAYS)
-    assert "1.00x" in told
+    assert len(report.splitlines()) == 2 + len(WAYS)
+    assert "1.00x" in report
 
 
 def test_load_jumps_and_comes_back() -> None:

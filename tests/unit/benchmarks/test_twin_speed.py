@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.load.metered import Usage
-from benchmarks.twin import speed_report
+from benchmarks.twin import speed
 from benchmarks.twin.replays import KVOLT, LATENCIES, PEER, STATISTICS, Replayed
 from benchmarks.twin.scaling import FEWEST_WORKERS, Scaled, copies_of, run_scaled
 
@@ -56,7 +56,7 @@ def scaled(workers: int, us: float, e2e_ms: float = 7.0) -> Scaled:
     ],
 )
 def test_goals(ours: Replayed, theirs: Replayed, grown: Scaled, missed: list[str]) -> None:
-    text = speed_report.text("a trace", [ours, theirs], [scaled(8, 100), grown])
+    text = speed.text("a trace", [ours, theirs], [scaled(8, 100), grown])
     told = [line for line in text.splitlines() if line.startswith("goal missed")]
     assert len(told) == len(missed)
     assert all(name in line for name, line in zip(missed, told, strict=True))

@@ -1,0 +1,212 @@
+"""The load generators: what they are asked to do, and what they report. `kvolt bench`, aiperf, and bare reads.
+
+aiperf is NVIDIA's, installed into a folder of its own and run as its users run it. It counts tokens by the server's
+usage, as kvolt does, which is its cheaper way: by default it would tokenize all answers again. Nothing is drawn on a
+screen, and no telemetry of GPUs or servers is looked for. How many workers and record processors it starts is left to
+it. It needs a tokenizer to make prompts: that of kvolt's sim model, in a folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+from benchmarks.harness import BrokenRun
+from benchmarks.load.metered import Usage, run_metered
+from benchmarks.processes import installed_python
+
+from kvolt.bench.load.histogram import Summary
+from kvolt.bench.load.report import decode_report
+from kvolt.engines.sim.model import SPECIAL, tokenizer_json
+
+KVOLT = "kvolt bench"
+_AIPERF_VERSION = "0.13.0"
+AIPERF = f"aiperf {_AIPERF_VERSION}"
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a load generator: closed loop with a concurrency, or open loop with a rate."""
+
+    port: int
+    model: str
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def pace(self, rate_flag: str, *constant: str) -> tuple[str, ...]:
+        if self.concurrency is not None:
+            return "--concurrency", str(self.concurrency)
+        return rate_flag, str(self.rate), *constant
+
+
+class Delay(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    p50: float
+    p90: float
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generator reports."""
+
+    answers: int
+    failed: int
+    output_tokens: int
+    input_tokens: float
+    """Per request, by the server's count."""
+    first: Delay
+    """TTFT."""
+    gap: Delay | None
+    """Between two events with tokens, over all of all answers. None where answers have one."""
+    per_token: Delay | None
+    """Mean of each answer, over answers."""
+
+
+class Client(Protocol):
+    """A load generator."""
+
+    name: str
+    environ: Mapping[str, str]
+
+    def command(self, load: Load, folder: Path) -> list[str]:
+        """Its results are to be in the folder, or in its stdout, which will be."""
+        ...
+
+    def seen(self, folder: Path, stdout: bytes) -> Seen: ...
+
+
+def run_client(client: Client, load: Load, cores: str | None = None) -> tuple[Seen, Usage]:
+    """One run in fresh processes, on the named cores. BrokenRun: it failed, or did not ask for what it was told."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as name:
+        folder = Path(name)
+        used, stdout = run_metered(client.name, client.command(load, folder), folder, cores, **client.environ)
+        seen = client.seen(folder, stdout)
+    wanted = load.requests * load.output_tokens
+    if seen.failed or seen.answers != load.requests or seen.output_tokens != wanted:
+        raise BrokenRun(
+            f"{client.name} has {seen.answers} answers of {load.requests} ({seen.failed} failed) with "
+            f"{seen.output_tokens} tokens of {wanted}"
+        )
+    return seen, used
+
+
+class KvoltBench:
+    name = KVOLT
+    environ: Mapping[str, str] = MappingProxyType({})
+
+    def command(self, load: Load, folder: Path) -> list[str]:
+        return [
+            *(sys.executable, "-m", "kvolt", "bench", "--quiet", "--json"),
+            *("--url", f"http://127.0.0.1:{load.port}", "--model", load.model),
+            *load.pace("--rate", "--arrivals", "constant"),
+            *("--requests", str(load.requests)),
+            *("--input", str(load.input_tokens), "--output", str(load.output_tokens)),
+        ]
+
+    def seen(self, folder: Path, stdout: bytes) -> Seen:
+        report = decode_report(stdout, self.name)
+        counts = report.counts
+
+        def delay(name: str) -> Delay | None:
+            summary: Summary = report.latencies[name]
+            return Delay(summary.p50 * 1e3, summary.p90 * 1e3) if summary.count else None
+
+        return Seen(
+            answers=counts.complete,
+            failed=counts.failed + counts.interrupted,
+            output_tokens=counts.output_tokens,
+            input_tokens=counts.input_tokens / max(1, counts.complete),
+            first=delay("ttft") or Delay(0.0, 0.0),
+            gap=delay("itl"),
+            per_token=delay("tpot"),
+        )
+
+
+class Aiperf:
+    name = AIPERF
+    environ = MappingProxyType({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""})
+    """Offline, it takes the tokenizer's folder for a name on a hub."""
+
+    def __init__(self, folder: Path) -> None:
+        self._program = folder / "aiperf" / "bin" / "aiperf"
+        self._tokenizer = folder / "aiperf-tokenizer"
+
+    @classmethod
+    def installed(cls, folder: Path, *, may_install: bool = True) -> Aiperf:
+        """From this folder, installed at the first use; Missing if it cannot be installed."""
+        packages = ([f"aiperf=={_AIPERF_VERSION}"],)
+        about = f"{AIPERF} (1.2 GB)"
+        installed_python(folder / "aiperf", "import aiperf", about, packages, may_install=may_install)
+        found = cls(folder)
+        found._tokenizer.mkdir(parents=True, exist_ok=True)
+        (found._tokenizer / "tokenizer.json").write_bytes(tokenizer_json())
+        kind = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": SPECIAL[2],
+            "bos_token": SPECIAL[0],
+        }
+        (found._tokenizer / "tokenizer_config.json").write_bytes(msgspec.json.encode(kind))
+        return found
+
+    def command(self, load: Load, folder: Path) -> list[str]:
+        return [
+            *(str(self._program), "profile", "--ui-type", "none"),
+            *("--no-gpu-telemetry", "--no-server-metrics"),
+            *("--url", f"http://127.0.0.1:{load.port}", "--model", load.model),
+            *load.pace("--request-rate", "--arrival-pattern", "constant"),
+            *("--endpoint-type", "chat", "--streaming", "--use-server-token-count"),
+            *("--request-count", str(load.requests), "--num-prompts", str(load.requests)),
+            *("--isl", str(load.input_tokens), "--osl", str(load.output_tokens)),
+            *("--extra-inputs", "ignore_eos:true", "--random-seed", "0"),
+            *("--tokenizer", str(self._tokenizer), "--output-artifact-dir", str(folder)),
+        ]
+
+    def seen(self, folder: Path, stdout: bytes) -> Seen:
+        [path] = folder.rglob("profile_export_aiperf.json")
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+
+        def average(name: str) -> float:
+            return float(found[name]["avg"]) if found.get(name) else 0.0
+
+        def delay(name: str) -> Delay | None:
+            return Delay(float(found[name]["p50"]), float(found[name]["p90"])) if name in found else None
+
+        return Seen(
+            answers=round(average("request_count")),
+            failed=round(average("error_request_count")),
+            output_tokens=round(average("total_output_tokens") or average("total_osl")),
+            input_tokens=average("input_sequence_length"),
+            first=delay("time_to_first_token") or Delay(0.0, 0.0),
+            gap=delay("inter_chunk_latency"),
+            per_token=delay("inter_token_latency"),
+        )
+
+
+class BareReads:
+    """See `bare`."""
+
+    name = "bare reads"
+    environ: Mapping[str, str] = MappingProxyType({})
+
+    def command(self, load: Load, folder: Path) -> list[str]:
+        numbers = (load.port, load.concurrency or 1, load.requests, load.output_tokens)
+        return [sys.executable, "-m", "benchmarks.load.bare", *map(str, numbers)]
+
+    def seen(self, folder: Path, stdout: bytes) -> Seen:
+        answers, tokens = map(int, stdout.split())
+        return Seen(
+            answers=answers,
+            failed=0,
+            output_tokens=answers * tokens,
+            input_tokens=0.0,
+            first=Delay(0.0, 0.0),
+            gap=None,
+            per_token=None,
+        )
