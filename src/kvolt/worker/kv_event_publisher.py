@@ -8,20 +8,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvolt.core import kv_recovery
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, KvEventBatch, Removed, Stored
-from kvolt.core.kv_recovery import (
-    KvContents,
-    KvEventsSince,
-    KvRecoveryRequest,
-    KvRecoveryResponse,
-    KvReplay,
-    KvSnapshot,
-    KvSnapshotPart,
-    pack_hash_parts,
-    split_batches,
-)
 from kvolt.worker.held_blocks import HeldBlocks
 
 log = logging.getLogger(__name__)
@@ -86,21 +76,24 @@ class KvJournal:
         last = max(index for index, (first, _) in enumerate(batches) if first <= event_id)
         return [payload for _, payload in batches[last:]]
 
-    def recover(self, request: KvRecoveryRequest) -> Iterator[KvRecoveryResponse]:
+    def recover(self, request: kv_recovery.KvRecoveryRequest) -> Iterator[kv_recovery.KvRecoveryResponse]:
         """Parts of the response, all as of now. Unsupported if the held blocks are unknown (see `HeldBlocks`)."""
         match request:
-            case KvEventsSince(epoch, event_id):
+            case kv_recovery.KvEventsSince(epoch, event_id):
                 return self._replay(self.batches_since(event_id) if epoch == self.epoch else None)
-            case KvContents():
+            case kv_recovery.KvContents():
                 return iter(self._snapshot())
 
-    def _replay(self, batches: list[bytes] | None) -> Iterator[KvReplay]:
-        state = KvReplay(
+    def _replay(self, batches: list[bytes] | None) -> Iterator[kv_recovery.KvReplay]:
+        state = kv_recovery.KvReplay(
             self._instance, self.epoch, self.next_id, (), batches is None, self._held_blocks.digests()
         )
-        return (msgspec.structs.replace(state, batches=group) for group in list(split_batches(batches or ())))
+        return (
+            msgspec.structs.replace(state, batches=group)
+            for group in list(kv_recovery.split_batches(batches or ()))
+        )
 
-    def _snapshot(self) -> list[KvRecoveryResponse]:
+    def _snapshot(self) -> list[kv_recovery.KvRecoveryResponse]:
         """Eight bytes per block; bounded by `HeldBlocks`."""
         held_blocks = self._held_blocks
         if held_blocks.is_lost:
@@ -108,11 +101,14 @@ class KvJournal:
                 "the blocks of this worker are unknown: its engine published more blocks than can be tracked",
                 feature="kv_contents",
             )
-        parts: list[KvRecoveryResponse] = [
-            KvSnapshot(self._instance, self.epoch, self.next_id, held_blocks.digests()),
+        parts: list[kv_recovery.KvRecoveryResponse] = [
+            kv_recovery.KvSnapshot(self._instance, self.epoch, self.next_id, held_blocks.digests()),
         ]
         for dp_rank, tier, blocks in held_blocks.contents():
-            parts += (KvSnapshotPart(packed, dp_rank, tier) for packed in pack_hash_parts(blocks))
+            parts += (
+                kv_recovery.KvSnapshotPart(packed, dp_rank, tier)
+                for packed in kv_recovery.pack_hash_parts(blocks)
+            )
         return parts
 
     def _apply(self, changes: tuple[KvChange, ...], dp_rank: int) -> tuple[KvDigest, ...]:

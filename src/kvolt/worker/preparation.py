@@ -20,8 +20,7 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import Engine, KvAddressable, Prefill
 from kvolt.runtime.tasks import Scope
-from kvolt.worker.engine_handoffs import EngineHandoffs
-from kvolt.worker.handoffs import Handoffs, PullResult
+from kvolt.worker.handoffs import EngineHandoffs, Handoffs, PullResult
 from kvolt.worker.kv_moving import KvMover
 from kvolt.worker.metrics import FAILED, FINISHED
 from kvolt.worker.open_requests import OpenRequests

@@ -27,8 +27,7 @@ from kvolt.engines.contract import Engine, check_sampling_fields
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.worker.control import adapter_names
-from kvolt.worker.engine_handoffs import EngineHandoffs
-from kvolt.worker.handoffs import Handoffs
+from kvolt.worker.handoffs import EngineHandoffs, Handoffs
 from kvolt.worker.metrics import CANCELLED, DEADLINE, FAILED, REFUSED, WITHDRAWN
 from kvolt.worker.open_requests import OpenRequests
 from kvolt.worker.preparation import Work, onboard_then_submit, run_handoff, with_expanded_prompt

@@ -49,8 +49,7 @@ from kvolt.worker.control import (
     kv_recovery,
     perform,
 )
-from kvolt.worker.engine_handoffs import EngineHandoffs
-from kvolt.worker.handoffs import Handoffs, HandoffStats
+from kvolt.worker.handoffs import EngineHandoffs, Handoffs, HandoffStats
 from kvolt.worker.kv_compatibility import check_peers, with_slabs
 from kvolt.worker.kv_event_publisher import HISTORY_BYTES, KvJournal
 from kvolt.worker.kv_moving import KvMover

@@ -32,8 +32,7 @@ from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
-from kvolt.worker.engine_handoffs import EngineHandoffs
-from kvolt.worker.handoffs import Handoffs
+from kvolt.worker.handoffs import EngineHandoffs, Handoffs
 from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.worker import stats_of
 

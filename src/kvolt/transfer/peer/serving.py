@@ -34,9 +34,8 @@ from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.checksum_task import ChecksumTask
 from kvolt.transfer.peer.chunks import ChunkSender, OutgoingBlocks
 from kvolt.transfer.peer.connection import FrameConnection
-from kvolt.transfer.peer.fetch_check import MAX_PIECES, CheckedFetch, check_fetch
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
-from kvolt.transfer.peer.offers import Offer, Offers
+from kvolt.transfer.peer.offers import MAX_PIECES, CheckedFetch, Offer, Offers, check_fetch
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.writes import Writes
 

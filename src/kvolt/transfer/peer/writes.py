@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, NotFound, Overloaded
 from kvolt.transfer.memory.slabs import Numbers, Slab, are_unique
-from kvolt.transfer.peer.fetch_check import unpack_numbers
+from kvolt.transfer.peer.offers import unpack_numbers
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.read_op import OnDone, ReadOp
 from kvolt.transfer.peer.read_request import ALL, ReadRequest, new_read_request
