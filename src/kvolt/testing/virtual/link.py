@@ -28,7 +28,6 @@ from kvolt.runtime.network import ProtocolFactory, join_address
 
 _SEGMENT_BYTES = 64 * 1024
 """Maximum segment size: a quarter of the default window, so that long writes are pipelined."""
-
 _HIGH_WATER_BYTES = 64 * 1024
 """asyncio's default."""
 
@@ -213,9 +212,6 @@ class VirtualTransport(asyncio.Transport):
         self._aborted = False
         self._linger: asyncio.TimerHandle | None = None
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol  # type: ignore[no-any-return]
-
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
@@ -333,6 +329,9 @@ class VirtualTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self._unsent_bytes
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return self._low_bytes, self._high_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         if high is None:
