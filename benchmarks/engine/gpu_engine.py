@@ -67,8 +67,7 @@ def build(bench: Bench, num_blocks: int | None = None) -> EngineCore:
     )
     spec = EngineSpec(model="random", role=Role.AGGREGATED)
     weights = RandomWeights(bench.config, bench.device)
-    hooks = CoreHooks(progress=lambda text: bench.say(f"  {text}"))
-    return build_core(spec, "random", weights, arguments, hooks, Solo())
+    return build_core(spec, "random", weights, arguments, CoreHooks(), Solo())
 
 
 def run_engine(bench: Bench) -> dict[str, Any]:

@@ -7,51 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvolt.core.block_key import KvBlock, KvLayout
-from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, Unsupported
+from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv
 from kvolt.engines.kv_exchange import BlockMemory, KvExchange
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.slab import LAYOUT
 from kvolt.engines.prefills import HOLD_S, OnBlocks, OnHandoff, Prefills
 from kvolt.kv import BlockId
-from kvolt.scheduler.scheduler import Scheduler
-from kvolt.scheduler.step_plan import NewToken
 
-
-class RequestCore(Protocol):
-    """The part of EngineCore that the capabilities use."""
-
-    scheduler: Scheduler
-    runner: ModelRunner
-
-    def submit(self, request: Request, keep_blocks: bool = False) -> None: ...
-
-    def abort(self, request_id: RequestId) -> None: ...
-
-    def drop_lora(self, name: str) -> None: ...
+if TYPE_CHECKING:
+    from kvolt.engines.native.core import EngineCore
 
 
 class Capabilities:
     """See the module."""
 
-    def __init__(self, core: RequestCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
+    def __init__(self, core: EngineCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
         """`blocks`: access to blocks with the heads of all ranks; None if the other ranks' blocks cannot be
         accessed. `now`: a monotonic clock."""
         self._core = core
         self._has_blocks = blocks is not None
         memory = blocks or core.runner.slab
         self._exchange = KvExchange(core.scheduler, memory, self.kv_layout().block_bytes)
-        self._prefills = Prefills(core.scheduler, core.abort, now, HOLD_S)
+        self.prefills = Prefills(core.scheduler, core.abort, now, HOLD_S)
 
     # --- blocks
 
@@ -92,13 +79,13 @@ class Capabilities:
     def computed_kv(self, request_id: RequestId, after: int, on_blocks: OnBlocks) -> None:
         """`on_blocks` is called in a later step, or when the prompt is released."""
         self._need_blocks()
-        self._prefills.watch(request_id, after, on_blocks)
+        self.prefills.watch(request_id, after, on_blocks)
 
     def notify_computed(self) -> None:
         """Report newly completed blocks to their watchers."""
-        if self._prefills.has_watchers:
+        if self.prefills.has_watchers:
             self._core.runner.wait()
-            self._prefills.notify_watchers()
+            self.prefills.notify_watchers()
 
     def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:
         self._need_blocks()
@@ -107,7 +94,7 @@ class Capabilities:
         return self._exchange.allocate_kv(keys, hashes)
 
     def commit_kv(self, allocation: KvAllocation, num_filled: int, keep_for: RequestId | None = None) -> None:
-        self._exchange.commit(allocation, num_filled, keep_for, self._prefills.expires_at)
+        self._exchange.commit(allocation, num_filled, keep_for, self.prefills.expires_at)
 
     def attach_kv(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
         return self._exchange.attach(allocation, num_last, request_id)
@@ -115,9 +102,9 @@ class Capabilities:
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         self._need_blocks()
         self._core.runner.wait()  # the device may still write a block that has a name
-        sealed = self._exchange.pin_sealed(name, self._prefills.hold_s)
+        sealed = self._exchange.pin_sealed(name, self.prefills.hold_s)
         if sealed:
-            self._prefills.start_hold(name)
+            self.prefills.start_hold(name)
         return sealed
 
     def _need_blocks(self) -> None:
@@ -133,23 +120,10 @@ class Capabilities:
     def prefill(self, request: Request, on_handoff: OnHandoff) -> None:
         """Compute a prompt and sample its first tokens; `on_handoff` is called in a later step. Same errors
         as `submit`."""
-        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
+        self.prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
 
     def release_prefill(self, request_id: RequestId) -> None:
-        self._prefills.release(request_id)
-
-    def consume_token(self, new: NewToken) -> bool:
-        return self._prefills.consume_token(new)
-
-    def fail(self, request_id: RequestId, error: ErrorInfo) -> bool:
-        return self._prefills.fail(request_id, error)
-
-    def expire(self) -> None:
-        self._prefills.expire()
-
-    @property
-    def next_expiry(self) -> float | None:
-        return self._prefills.next_expiry
+        self.prefills.release(request_id)
 
     # --- adapters
 

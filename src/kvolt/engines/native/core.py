@@ -158,7 +158,7 @@ class EngineCore:
         """
         started = self._now() if self._ended_at is None else self._ended_at
         self._ended_at = None
-        self.capabilities.expire()
+        self.capabilities.prefills.expire()
         self._admit_compiled()
         plan = self.scheduler.plan()
         self.capabilities.notify_computed()  # cached blocks need not wait for the step
@@ -286,7 +286,7 @@ class EngineCore:
         deltas: list[tuple[RequestId, Delta]] = []
         for new in new_tokens:
             sequence = new.sequence
-            if self.capabilities.consume_token(new):
+            if self.capabilities.prefills.consume_token(new):
                 self._sampling.pop(sequence, None)
                 continue
             deltas.append((sequence.request.request_id, self._delta(new, sampled[id(sequence)])))
@@ -364,7 +364,7 @@ class EngineCore:
         self.scheduler.abort(request_id)
         self._drop_state(request_id)
         info = to_info(error)
-        if not self.capabilities.fail(request_id, info):
+        if not self.capabilities.prefills.fail(request_id, info):
             self._failed.append((request_id, info))
 
     def _take_failed(self) -> tuple[tuple[RequestId, ErrorInfo], ...]:

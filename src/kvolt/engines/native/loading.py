@@ -1,6 +1,6 @@
 """Loads a model and builds an EngineCore.
 
-Owns the assembly of the engine's parts and the number of KV blocks. Reports progress, since loading may take minutes.
+Owns the assembly of the engine's parts and the number of KV blocks. Logs its progress, since loading may take minutes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -58,8 +58,9 @@ _WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in _OF_WHOLE
 """Features if a rank's blocks have only its share of the heads, and the others' blocks cannot be accessed."""
 
 
-def _ignore_progress(text: str) -> None:
-    pass
+KvMemory = Callable[[int, int], int | None]
+"""Maps a rank and a size in bytes to a descriptor of host memory for its KV slab, which loading closes; None
+to allocate it here."""
 
 
 def _own_memory(rank: int, num_bytes: int) -> int | None:
@@ -70,30 +71,16 @@ def _own_memory(rank: int, num_bytes: int) -> int | None:
 class CoreHooks:
     """Dependencies of loading, provided by the caller."""
 
-    progress: Callable[[str], None] = _ignore_progress
-    memory: Callable[[int, int], int | None] = _own_memory
-    """Maps a rank and a size in bytes to a descriptor of host memory for its KV slab, which loading closes;
-    None to allocate it here."""
+    memory: KvMemory = _own_memory
     clock: Clock = field(default_factory=SystemClock)
     turn: Callable[[Sequence[str]], AbstractContextManager[None]] = host_turn
     """Exclusive use of the named cores or devices while steps are measured."""
 
 
-class LoadHooks(Protocol):
-    """The part of CoreHooks that a caller without torch provides."""
-
-    @property
-    def progress(self) -> Callable[[str], None]: ...
-
-    @property
-    def memory(self) -> Callable[[int, int], int | None]: ...
-
-
-def load_core(spec: EngineSpec, arguments: NativeArguments, caller: LoadHooks | None = None) -> EngineCore:
+def load_core(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory = _own_memory) -> EngineCore:
     """Load a model and build its core. ConfigError if it cannot be found, read or run here."""
-    hooks = CoreHooks() if caller is None else CoreHooks(caller.progress, caller.memory)
-    resolved = resolve(spec.model, ProgressLog(hooks.clock, write_line=hooks.progress))
-    path = Path(resolved.path)
+    hooks = CoreHooks(memory)
+    path = Path(resolve(spec.model, ProgressLog()).path)
     checkpoint = open_checkpoint(path, arguments.context_length)
     name = arguments.served_name or spec.model
     if arguments.tensor_parallel == 1:
@@ -128,13 +115,13 @@ def build_core(
     setup = choose_setup(spec, arguments, config, group.rank)
     set_threads(arguments)
     started = hooks.clock.monotonic()
-    hooks.progress(f"loading {name}: {config.num_layers} layers in {setup.dtype} on {setup.device}")
+    log.info("loading %s: %d layers in %s on %s", name, config.num_layers, setup.dtype, setup.device)
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
-    model = Transformer(checkpoint, options, group, _layer_progress(name, hooks))
-    slab = _slab(config, setup, arguments, hooks, group)
+    model = Transformer(checkpoint, options, group, _layer_progress(name, hooks.clock))
+    slab = _slab(config, setup, arguments, hooks.memory, group)
     blocks: BlockMemory | None = slab
     if tp_ranks is not None:
-        blocks = _allocate_others(tp_ranks, slab, group.degree, setup, hooks)
+        blocks = _allocate_others(tp_ranks, slab, group.degree, setup, hooks.memory)
     num_blocks = slab.shape.num_blocks - 1  # the last one receives the KV of padding rows in captured steps
     runner = ModelRunner(model, attention_backend(slab, config, setup.device, group), slab, setup.device)
     for adapter, folder in arguments.loras.items():
@@ -199,13 +186,13 @@ def build_core(
         keys_of,
         hooks.clock,
     )
-    hooks.progress("running a first step")
+    log.info("running a first step")
     runner.warm_up()
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
-        hooks.progress("capturing CUDA graphs of decode steps")
+        log.info("capturing CUDA graphs of decode steps")
         _capture(runner, setup, config)
     if arguments.measure_steps:
-        hooks.progress("measuring steps")
+        log.info("measuring steps")
         try:
             with hooks.turn(_measured_resources(setup.device)):
                 trials = run_trials(runner, limits, num_blocks, hooks.clock.monotonic)
@@ -217,7 +204,7 @@ def build_core(
                 scheduler.planner.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
-    hooks.progress(f"loaded {name} in {hooks.clock.monotonic() - started:.1f} s with {num_blocks} KV blocks")
+    log.info("loaded %s in %.1f s with %d KV blocks", name, hooks.clock.monotonic() - started, num_blocks)
     return core
 
 
@@ -229,7 +216,7 @@ def _measured_resources(device: torch.device) -> list[str]:
 
 
 def _slab(
-    config: ModelConfig, setup: Setup, arguments: NativeArguments, hooks: CoreHooks, group: Group
+    config: ModelConfig, setup: Setup, arguments: NativeArguments, memory: KvMemory, group: Group
 ) -> KvSlab:
     one = SlabShape.of(config, 1, setup.block_size, setup.dtype, group.degree)
     count = arguments.kv_blocks
@@ -249,25 +236,21 @@ def _slab(
             remedy="raise kv_memory_gib, or choose a smaller model",
         )
     if count < least:
-        hooks.progress(f"the {count} KV blocks cannot hold a full context of {config.context_length} tokens")
+        log.info("the %d KV blocks cannot hold a full context of %d tokens", count, config.context_length)
     shape = msgspec.structs.replace(one, num_blocks=count + 1)
-    memory = None if setup.device.type == "cuda" else hooks.memory(group.rank, shape.num_bytes)
-    return slab_in(memory, shape, setup)
+    descriptor = None if setup.device.type == "cuda" else memory(group.rank, shape.num_bytes)
+    return slab_in(descriptor, shape, setup)
 
 
 def _allocate_others(
-    tp_ranks: TpRanks, slab: KvSlab, degree: int, setup: Setup, hooks: CoreHooks
+    tp_ranks: TpRanks, slab: KvSlab, degree: int, setup: Setup, memory: KvMemory
 ) -> RankSlabs | None:
     """Allocate the other ranks' blocks. Returns access to the blocks of all ranks, or None if it is not possible."""
-    memories: list[int] = []
-    if setup.device.type != "cuda":
-        memories = [
-            memory
-            for rank in range(1, degree)
-            if (memory := hooks.memory(rank, slab.shape.num_bytes)) is not None
-        ]
-    tp_ranks.allocate(slab.shape.num_blocks, memories)
-    others = [slab_in(memory, slab.shape, setup) for memory in memories]
+    ranks = () if setup.device.type == "cuda" else range(1, degree)
+    found = (memory(rank, slab.shape.num_bytes) for rank in ranks)
+    descriptors = [each for each in found if each is not None]
+    tp_ranks.allocate(slab.shape.num_blocks, descriptors)
+    others = [slab_in(each, slab.shape, setup) for each in descriptors]
     return RankSlabs([slab, *others]) if others else None
 
 
@@ -309,14 +292,13 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _layer_progress(name: str, hooks: CoreHooks) -> Callable[[int, int], None]:
-    now = hooks.clock.monotonic
-    reported_at = now()
+def _layer_progress(name: str, clock: Clock) -> Callable[[int, int], None]:
+    reported_at = clock.monotonic()
 
     def layer(done: int, total: int) -> None:
         nonlocal reported_at
-        if now() - reported_at > _PROGRESS_S:
-            reported_at = now()
-            hooks.progress(f"loading {name}: {done} of {total} layers")
+        if clock.monotonic() - reported_at > _PROGRESS_S:
+            reported_at = clock.monotonic()
+            log.info("loading %s: %d of %d layers", name, done, total)
 
     return layer

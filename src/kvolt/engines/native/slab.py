@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,22 +67,11 @@ class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks * self.block_bytes
 
 
-def create_memory(num_bytes: int) -> int:
-    """A descriptor of anonymous memory that other processes can map. The caller closes it."""
-    descriptor = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, num_bytes)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 class KvSlab:
     """See the module."""
 
     def __init__(self, shape: SlabShape, device: str = "cpu", descriptor: int | None = None) -> None:
-        """`descriptor`: memory made by `create_memory`, on the host only; it may be closed afterwards."""
+        """`descriptor`: a memfd of `shape.num_bytes`, on the host only; it may be closed afterwards."""
         self.shape = shape
         self._map: mmap.mmap | None = None
         dtype = DTYPES[shape.dtype]

@@ -24,7 +24,7 @@ from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.loading import CoreHooks, load_core
+from kvolt.engines.native.loading import KvMemory, _own_memory, load_core
 
 disable_progress_bar()
 
@@ -51,7 +51,7 @@ class Watch:
         return self.time
 
 
-def core_of(model: Path | str, hooks: CoreHooks | None = None, **arguments: Any) -> EngineCore:
+def core_of(model: Path | str, memory: KvMemory = _own_memory, **arguments: Any) -> EngineCore:
     """Exact and small, unless told otherwise. One thread: several that wait for each other on cores that other
     processes use make them ten times slower. Steps are not measured."""
     given: dict[str, Any] = {
@@ -62,7 +62,7 @@ def core_of(model: Path | str, hooks: CoreHooks | None = None, **arguments: Any)
         "threads": 1,
         "measure_steps": False,
     } | arguments
-    return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given), hooks)
+    return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given), memory)
 
 
 def ask(

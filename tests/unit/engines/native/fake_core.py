@@ -14,9 +14,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
@@ -39,6 +38,7 @@ from kvolt.kv import BlockId, BlockPool
 from kvolt.scheduler.scheduler import Limits, NewToken, Scheduler, Work
 from kvolt.transfer.memory.device_memory import DeviceHandle
 
+KvMemory = Callable[[int, int], int]
 VOCABULARY = 1000
 NUM_OUTPUT_TOKENS = 48
 """The model generates tokens below this, EOS (2) among them."""
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class FakeCore:
-    def __init__(self, spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> None:
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> None:
         block_size = arguments.block_size
         num_blocks = arguments.kv_blocks or 256
         self.card = sim_card(spec.model, arguments.context_length or 256, block_size)
@@ -82,7 +82,7 @@ class FakeCore:
             device="cpu",
         )
         self.block_bytes = block_size * _STATE.size
-        descriptor = hooks.memory(0, num_blocks * self.block_bytes)
+        descriptor = memory(0, num_blocks * self.block_bytes)
         self.memory = mmap.mmap(descriptor, num_blocks * self.block_bytes)
         os.close(descriptor)
         self.capabilities = FakeCapabilities(self)
@@ -134,9 +134,9 @@ class FakeCore:
         self.memory.close()
 
     def step(self) -> StepOutput | None:
-        self.capabilities.expire()
+        self.capabilities.prefills.expire()
         plan = self.scheduler.plan()
-        self.capabilities.notify_watchers()
+        self.capabilities.prefills.notify_watchers()
         if plan is None:
             changes = self.scheduler.take_changes()
             return StepOutput(load=self.load(), kv_changes=changes) if changes else None
@@ -149,8 +149,8 @@ class FakeCore:
             self._next_token(work, state) for work, state in zip(works, states, strict=True) if work.samples
         ]
         new_tokens = self.scheduler.commit(plan, sampled)
-        emitted = [new for new in new_tokens if not self.capabilities.consume_token(new)]
-        self.capabilities.notify_watchers()
+        emitted = [new for new in new_tokens if not self.capabilities.prefills.consume_token(new)]
+        self.capabilities.prefills.notify_watchers()
         plain = [new for new in emitted if _is_plain(new)]
         return StepOutput(
             deltas=tuple(
@@ -245,7 +245,7 @@ class FakeCapabilities:
         self._core = core
         self._exchange = KvExchange(core.scheduler, core, core.block_bytes)
         self.adapters: dict[str, str] = {}
-        self._prefills = Prefills(core.scheduler, core.abort, time.monotonic, HOLD_S)
+        self.prefills = Prefills(core.scheduler, core.abort, time.monotonic, HOLD_S)
 
     # --- blocks
 
@@ -282,40 +282,27 @@ class FakeCapabilities:
         return self._exchange.allocate_kv(keys, hashes)
 
     def commit_kv(self, room: KvAllocation, num_filled: int, keep_for: RequestId | None) -> None:
-        self._exchange.commit(room, num_filled, keep_for, self._prefills.expires_at)
+        self._exchange.commit(room, num_filled, keep_for, self.prefills.expires_at)
 
     def attach_kv(self, room: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
         return self._exchange.attach(room, num_last, request_id)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
-        found = self._exchange.pin_sealed(name, self._prefills.hold_s)
+        found = self._exchange.pin_sealed(name, self.prefills.hold_s)
         if found:
-            self._prefills.start_hold(name)
+            self.prefills.start_hold(name)
         return found
 
     # --- prompts for others
 
     def prefill(self, request: Request, on_handoff: OnHandoff) -> None:
-        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
+        self.prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), on_handoff)
 
     def computed_kv(self, request_id: RequestId, after: int, on_blocks: OnBlocks) -> None:
-        self._prefills.watch(request_id, after, on_blocks)
-
-    def notify_watchers(self) -> None:
-        self._prefills.notify_watchers()
-
-    def consume_token(self, new: NewToken) -> bool:
-        return self._prefills.consume_token(new)
+        self.prefills.watch(request_id, after, on_blocks)
 
     def release_prefill(self, request_id: RequestId) -> None:
-        self._prefills.release(request_id)
-
-    def expire(self) -> None:
-        self._prefills.expire()
-
-    @property
-    def next_expiry(self) -> float | None:
-        return self._prefills.next_expiry
+        self.prefills.release(request_id)
 
     # --- adapters, embeddings
 
@@ -343,16 +330,16 @@ class FakeCapabilities:
 # --- what can be loaded
 
 
-def load(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
-    hooks.progress("loading")
-    return FakeCore(spec, arguments, hooks)
+def load(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    log.info("loading")
+    return FakeCore(spec, arguments, memory)
 
 
 class MeasuredCore(FakeCore):
     """Registers steps of ten seconds and runs steps of a tenth."""
 
-    def __init__(self, spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> None:
-        super().__init__(spec, arguments, hooks)
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> None:
+        super().__init__(spec, arguments, memory)
         self.info = replace(self.info, latency=LatencyModel(base_s=10.0))
 
     def step(self) -> StepOutput | None:
@@ -362,64 +349,64 @@ class MeasuredCore(FakeCore):
         return replace(output, load=replace(output.load, step=StepStats(batch=1, time_s=0.1)))
 
 
-def load_measured(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
-    return MeasuredCore(spec, arguments, hooks)
+def load_measured(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    return MeasuredCore(spec, arguments, memory)
 
 
-def load_slowly(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_slowly(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     for number in range(40):
-        hooks.progress(f"layer {number} of 40")
+        log.info("layer %d of 40", number)
         time.sleep(0.01)
-    return FakeCore(spec, arguments, hooks)
+    return FakeCore(spec, arguments, memory)
 
 
-def load_for_ever(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
-    hooks.progress(f"pid {os.getpid()}")
+def load_for_ever(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    log.info("pid %d", os.getpid())
     time.sleep(60)
     raise AssertionError
 
 
-def load_two_ranks(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_two_ranks(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     """The memory of the second has its mark in it."""
-    core = FakeCore(spec, arguments, hooks)
-    descriptor = hooks.memory(1, len(core.memory))
+    core = FakeCore(spec, arguments, memory)
+    descriptor = memory(1, len(core.memory))
     os.pwrite(descriptor, b"rank 1", 0)
     os.close(descriptor)
     return core
 
 
-def _load_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any, role: Role) -> FakeCore:
+def _load_on_device(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory, role: Role) -> FakeCore:
     """As if its blocks lay in a device's memory, which a worker of this role opens."""
-    core = FakeCore(spec, arguments, hooks)
+    core = FakeCore(spec, arguments, memory)
     core.info = replace(core.info, role=role)
     core.runner.slab.device_handle = lambda: DeviceHandle(b"handle", 8, len(core.memory))
     core.runner.device = "cuda:1"
     return core
 
 
-def load_decode_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
-    return _load_on_device(spec, arguments, hooks, Role.DECODE)
+def load_decode_on_device(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    return _load_on_device(spec, arguments, memory, Role.DECODE)
 
 
-def load_aggregated_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
-    return _load_on_device(spec, arguments, hooks, Role.AGGREGATED)
+def load_aggregated_on_device(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    return _load_on_device(spec, arguments, memory, Role.AGGREGATED)
 
 
-def load_unknown(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_unknown(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     raise ConfigError(f"there is no model {spec.model!r}", key="model", remedy="name a folder")
 
 
-def load_with_a_bug(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_with_a_bug(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     raise ZeroDivisionError("a bug in loading")
 
 
-def load_and_exit(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_and_exit(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     print("out of something", file=sys.stderr, flush=True)
     os._exit(3)
 
 
-def load_reporting_threads(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+def load_reporting_threads(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
     """By what a library would read, which is not what Python read at its start."""
     found = subprocess.check_output(["sh", "-c", "echo OMP_NUM_THREADS=$OMP_NUM_THREADS"], text=True)
-    hooks.progress(found.strip())
-    return FakeCore(spec, arguments, hooks)
+    log.info(found.strip())
+    return FakeCore(spec, arguments, memory)

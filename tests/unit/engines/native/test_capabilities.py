@@ -258,13 +258,13 @@ def test_a_hold_ends_when_its_time_is_over(folder: Path) -> None:
     arguments = NativeArguments(dtype="float32", kv_blocks=64, context_length=256)
     core = build_core(spec, "m", open_checkpoint(folder, 256), arguments, CoreHooks(clock=watch))
     prefilled(core, ask("a", PROMPT, 5))
-    assert core.capabilities.next_expiry == watch.time + HOLD_S
+    assert core.capabilities.prefills.next_expiry == watch.time + HOLD_S
     watch.time += HOLD_S - 0.1
     core.step()
     assert core.scheduler.pool.num_used > 0
     watch.time += 0.2
     core.step()
-    assert core.capabilities.next_expiry is None
+    assert core.capabilities.prefills.next_expiry is None
     assert_at_rest(core)
 
 

@@ -25,6 +25,7 @@ from tests.unit.engines.native.equality_lab import (
     core_of,
     make_prompts,
 )
+from tests.unit.engines.native.test_slab import memory_file
 
 from kvolt.engines.native.kernels import cpu_kernels
 from kvolt.models.config import ARCHITECTURES
@@ -118,20 +119,19 @@ def test_a_memory_file_holds_the_blocks_as_well(models: dict[str, tuple[Path, Re
     from kvolt.core.request import Role
     from kvolt.engines.contract import EngineSpec
     from kvolt.engines.native.arguments import NativeArguments
-    from kvolt.engines.native.loading import CoreHooks, load_core
-    from kvolt.engines.native.slab import create_memory
+    from kvolt.engines.native.loading import load_core
 
     folder, reference = models["LlamaForCausalLM"]
     made: list[int] = []
 
     def memory(rank: int, num_bytes: int) -> int:
-        made.append(create_memory(num_bytes))
+        made.append(memory_file(num_bytes))
         return os.dup(made[0])
 
     core = load_core(
         EngineSpec(model=str(folder), role=Role.AGGREGATED),
         NativeArguments(dtype="float32", kv_blocks=64, context_length=256),
-        CoreHooks(memory=memory),
+        memory,
     )
     assert_equal(
         reference, answers(core, *(ask(name, prompt, MAX_TOKENS) for name, prompt in PROMPTS.items()))

@@ -32,6 +32,7 @@ from tests.unit.engines.native.equality_lab import (
     preempted,
 )
 from tests.unit.engines.native.lora_lab import merged, write_adapter
+from tests.unit.engines.native.test_slab import memory_file
 
 from kvolt.core.errors import ConfigError, EngineFailed, Unsupported
 from kvolt.core.ids import RequestId
@@ -40,10 +41,10 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.loading import CoreHooks, _allocate_others
+from kvolt.engines.native.loading import _allocate_others, _own_memory
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.engines.native.setup import device_of
-from kvolt.engines.native.slab import KvSlab, create_memory
+from kvolt.engines.native.slab import KvSlab
 from kvolt.engines.native.tp_rank import TpRanks
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint
@@ -80,7 +81,7 @@ class Memories:
         self.descriptors: dict[int, int] = {}
 
     def give(self, rank: int, num_bytes: int) -> int:
-        self.descriptors[rank] = create_memory(num_bytes)
+        self.descriptors[rank] = memory_file(num_bytes)
         return os.dup(self.descriptors[rank])
 
     def tensor(self, rank: int, core: EngineCore) -> torch.Tensor:
@@ -100,9 +101,8 @@ def memories() -> Iterator[Memories]:
 
 @pytest.fixture(scope="module")
 def core(folder: Path, adapter: Path, memories: Memories) -> Iterator[EngineCore]:
-    hooks = CoreHooks(memory=memories.give)
     loras = {"early": str(adapter)}
-    with closing(core_of(folder, hooks, loras=loras, measure_steps=True, **SMALL, **TIGHT)) as core:
+    with closing(core_of(folder, memories.give, loras=loras, measure_steps=True, **SMALL, **TIGHT)) as core:
         yield core
 
 
@@ -229,7 +229,7 @@ def test_where_they_are_not_it_says_so(folder: Path) -> None:
     with closing(core_of(folder)) as alone:
         told = StubRanks()
         setup = SimpleNamespace(device=torch.device("cpu"))
-        found = _allocate_others(told, alone.runner.slab, 2, setup, CoreHooks())  # type: ignore[arg-type]
+        found = _allocate_others(told, alone.runner.slab, 2, setup, _own_memory)  # type: ignore[arg-type]
         assert (found, told.memories) == (None, [])
         blocks = Capabilities(alone, found, time.monotonic)
         for call in (blocks.export_kv, blocks.import_kv):

@@ -187,7 +187,7 @@ class _Stub:
         self.has_work = has_work
         self.num_steps = 0
         self.outputs: list[StepOutput] = []
-        self.capabilities: Any = SimpleNamespace(next_expiry=None)
+        self.capabilities: Any = SimpleNamespace(prefills=SimpleNamespace(next_expiry=None))
 
     def step(self) -> StepOutput | None:
         self.num_steps += 1
@@ -245,7 +245,7 @@ def test_a_core_that_is_stuck_is_asked_now_and_then() -> None:
 
 def test_a_hold_that_runs_out_wakes_it() -> None:
     core = _Stub(has_work=False)
-    core.capabilities.next_expiry = time.monotonic() + 0.05
+    core.capabilities.prefills.next_expiry = time.monotonic() + 0.05
     _run(core, 0.2, bytes(encode_frame(Stop())))
     assert core.num_steps >= 2
 

@@ -9,14 +9,22 @@ import msgspec
 import pytest
 import torch
 
-from kvolt.engines.native.slab import KvSlab, RankSlabs, SlabShape, create_memory
+from kvolt.engines.native.slab import KvSlab, RankSlabs, SlabShape
+
+
+def memory_file(num_bytes: int) -> int:
+    """A descriptor of anonymous memory, as a shell gives one."""
+    descriptor = os.memfd_create("kv")
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
 
 SHAPE = SlabShape(num_blocks=5, num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype="float32")
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_block_is_one_piece_with_all_layers(shared: bool) -> None:
-    descriptor = create_memory(SHAPE.num_bytes) if shared else None
+    descriptor = memory_file(SHAPE.num_bytes) if shared else None
     slab = KvSlab(SHAPE, descriptor=descriptor)
     if descriptor is not None:
         os.close(descriptor)
@@ -35,7 +43,7 @@ def test_a_block_is_one_piece_with_all_layers(shared: bool) -> None:
 
 
 def test_another_process_could_map_it() -> None:
-    descriptor = create_memory(SHAPE.num_bytes)
+    descriptor = memory_file(SHAPE.num_bytes)
     slab = KvSlab(SHAPE, descriptor=descriptor)
     slab.layer(0)[0][1] = 7
     with mmap.mmap(descriptor, SHAPE.num_bytes) as seen:

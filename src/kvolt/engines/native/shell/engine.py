@@ -56,13 +56,11 @@ from kvolt.engines.native.shell.messages import (
     Fatal,
     Loaded,
     Log,
-    Progress,
     Start,
     Step,
     Stop,
     Submit,
 )
-from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.step_queue import mentions_request, without_requests
 from kvolt.runtime.supervisor.process import end_child
 from kvolt.runtime.tasks import TaskGroup
@@ -98,7 +96,6 @@ class NativeEngine:
         self._host: EngineHost | None = None
         self._link = Link(self._on_answer, self._on_connection_lost)
         self._task_group = TaskGroup("native-engine")
-        self._progress = ProgressLines(log)
         self._memories: list[int] = []
         self._slabs: tuple[Slab, ...] = ()
         self._loading: asyncio.Future[Loaded] | None = None
@@ -143,8 +140,6 @@ class NativeEngine:
         except BaseException:
             await self.close()
             raise
-        finally:
-            self._progress.close()
         info = loaded.info
         return msgspec.structs.replace(info, features=info.features or features_of(self))
 
@@ -274,8 +269,6 @@ class NativeEngine:
                 self._on_step(answer)
             case Log(level, name, text):
                 logging.getLogger(name).log(level, "%s", text)
-            case Progress(text):
-                self._progress.report(text)
             case Loaded():
                 self._loaded = answer
                 self._loras = dict(answer.facts.loras)

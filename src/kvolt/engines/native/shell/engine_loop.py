@@ -1,4 +1,4 @@
-"""EngineLoop: handles commands, runs a step, sends its output, and repeats; for any core.
+"""EngineLoop: handles commands, runs a step, sends its output, and repeats.
 
 Owns the order of work on the engine's side and its end of the socket. Synchronous; imports no torch. Loading
 a core and choosing its process or thread is in `process`.
@@ -11,13 +11,10 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyContext
-from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, to_info
 from kvolt.core.ids import RequestId
@@ -44,8 +41,10 @@ from kvolt.engines.native.shell.messages import (
     decode_start,
 )
 from kvolt.runtime.clock import Clock
-from kvolt.scheduler.scheduler import Scheduler
 from kvolt.transfer.memory.device_memory import DeviceHandle
+
+if TYPE_CHECKING:
+    from kvolt.engines.native.core import EngineCore
 
 log = logging.getLogger(__name__)
 
@@ -53,46 +52,12 @@ _READ_BYTES = 64 * 1024
 _STALLED_S = 0.01
 """Poll interval of a core that has work but cannot run any of it."""
 _LATER = (PREFILL, COMPUTED_KV)
-"""Calls that are answered by a later step."""
+"""Calls that a later step answers: their last argument is called with the result or an ErrorInfo."""
 _ANY_REQUEST = Request(request_id=RequestId(""), model="", token_ids=(), stop=StopConditions(max_tokens=1))
 """A request without adapter and salt."""
 
 
-class Core(Protocol):
-    """The served core: `core.EngineCore`, or a test double."""
-
-    card: ModelCard
-    info: EngineInfo
-    keys_of: Callable[[Request], BlockKeyContext]
-    scheduler: Scheduler
-    runner: Any
-    """Gives the model's config."""
-    capabilities: Any
-    """Implements each of `messages.METHODS` except withdraw.
-
-    `prefill` and `computed_kv` also take a callback, which a later step calls with the result or an
-    ErrorInfo. `next_expiry` is the monotonic time at which a hold expires, or None; `step` releases it then.
-    """
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def abort(self, request_id: RequestId) -> None: ...
-
-    def withdraw(self, request_id: RequestId) -> bool: ...
-
-    def step(self) -> StepOutput | None:
-        """None if nothing ran and there is nothing to report."""
-        ...
-
-    def load(self) -> WorkerLoad: ...
-
-    def close(self) -> None: ...
-
-
-def engine_facts(core: Core) -> EngineFacts:
+def engine_facts(core: EngineCore) -> EngineFacts:
     return EngineFacts(
         limits=core.scheduler.limits,
         keys=core.keys_of(_ANY_REQUEST),
@@ -104,14 +69,13 @@ def engine_facts(core: Core) -> EngineFacts:
     )
 
 
-def _device_memory(core: Core) -> DeviceHandle | None:
+def _device_memory(core: EngineCore) -> DeviceHandle | None:
     """Handle of the first rank's memory."""
     try:
-        handle: DeviceHandle | None = core.runner.slab.device_handle()
+        return core.runner.slab.device_handle()
     except Unsupported as error:
         log.warning("KV blocks cannot be sent to other workers: %s", error)
         return None
-    return handle
 
 
 class ShellClosed(Exception):
@@ -167,7 +131,7 @@ class Pipe:
 class EngineLoop:
     """See the module."""
 
-    def __init__(self, pipe: Pipe, core: Core, clock: Clock) -> None:
+    def __init__(self, pipe: Pipe, core: EngineCore, clock: Clock) -> None:
         self._pipe = pipe
         self._core = core
         self._clock = clock
@@ -199,7 +163,7 @@ class EngineLoop:
     def _wait_s(self, *, has_moved: bool) -> float | None:
         if self._core.has_work:
             return 0.0 if has_moved else _STALLED_S
-        expiry = self._core.capabilities.next_expiry
+        expiry = self._core.capabilities.prefills.next_expiry
         return None if expiry is None else max(expiry - self._clock.monotonic(), _STALLED_S)
 
     # --- commands

@@ -81,12 +81,6 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """Loading progress, as text for the log."""
-
-    text: str
-
-
 class Log(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     """A log record of the engine process."""
 
@@ -129,7 +123,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
     """Traceback; empty for an expected error."""
 
 
-Answer = Progress | Log | Loaded | Step | Reply | Fatal
+Answer = Log | Loaded | Step | Reply | Fatal
 
 decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_command = msgspec.msgpack.Decoder(Command).decode
@@ -201,25 +195,5 @@ LORAS: Method[dict[str, str]] = Method("loras", tuple[()], dict[str, str])
 EMBED: Method[list[list[float]]] = Method("embed", tuple[list[list[int]], Pooling], list[list[float]], 300.0)
 
 METHODS: dict[str, Method[Any]] = {
-    method.name: method
-    for method in (
-        WITHDRAW,
-        CLEAR_KV,
-        MATCH,
-        KV_CONTENTS,
-        EXPORT_KV,
-        IMPORT_KV,
-        HELD_KV,
-        COMPUTED_KV,
-        ALLOCATE_KV,
-        COMMIT_KV,
-        ATTACH_KV,
-        PIN_SEALED,
-        PREFILL,
-        RELEASE_PREFILL,
-        LOAD_LORA,
-        UNLOAD_LORA,
-        LORAS,
-        EMBED,
-    )
+    each.name: each for each in tuple(globals().values()) if isinstance(each, Method)
 }

@@ -20,31 +20,25 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, to_info
-from kvolt.engines.native.shell.engine_loop import Core, EngineLoop, Pipe, ShellClosed, engine_facts
-from kvolt.engines.native.shell.messages import Fatal, Loaded, Log, Progress, Start
+from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellClosed, engine_facts
+from kvolt.engines.native.shell.messages import Fatal, Loaded, Log, Start
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.host.cores import thread_env
 from kvolt.runtime.stop import exit_at_once
 
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Callbacks for loading."""
-
-    progress: Callable[[str], None]
-    memory: Callable[[int, int], int | None]
-    """As in `loading.CoreHooks`."""
+if TYPE_CHECKING:
+    from kvolt.engines.native.core import EngineCore
 
 
 def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process: bool = False) -> int:
     """Load a core and run it; returns the exit code. Reports the cause of an early end. Raises ShellClosed if
     the shell is gone."""
     try:
-        core = _load(pipe, start, memory_fds)
+        core = _load(start, memory_fds)
     except ShellClosed:
         raise
     except KvoltError as error:
@@ -68,7 +62,7 @@ def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process
     return 0
 
 
-def _load(pipe: Pipe, start: Start, memory_fds: Sequence[int]) -> Core:
+def _load(start: Start, memory_fds: Sequence[int]) -> EngineCore:
     def memory(rank: int, num_bytes: int) -> int | None:
         """The shell's memory resized to `num_bytes`; the caller closes the descriptor."""
         if rank >= len(memory_fds):
@@ -85,7 +79,7 @@ def _load(pipe: Pipe, start: Start, memory_fds: Sequence[int]) -> Core:
             key="engine",
             remedy="pip install 'kvolt[native]'",
         ) from error
-    core: Core = load(start.spec, start.arguments, Hooks(lambda text: pipe.send(Progress(text)), memory))
+    core: EngineCore = load(start.spec, start.arguments, memory)
     return core
 
 
