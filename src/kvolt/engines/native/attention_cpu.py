@@ -18,12 +18,7 @@ from torch.nn import functional as F
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels import cpu_kernels
 from kvolt.engines.native.kernels.cpu_kernels import NARROW, CpuKernels, is_dense
-from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
-from kvolt.engines.native.kernels.operations import (
-    plain_rmsnorm,
-    plain_rotate,
-    plain_write_kv,
-)
+from kvolt.engines.native.kernels.operations import KvTarget, Rotation, plain_rotate_and_write
 from kvolt.engines.native.slab import KvSlab
 
 _SEQUENCES_PER_THREAD = 4
@@ -42,21 +37,14 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _PlainStep:
-    """Data shared by all layers of a step in plain torch."""
-
-    cos: Tensor
-    sin: Tensor
-    decode_blocks: Tensor
-    decode_mask: Tensor
-
-
-@dataclass(slots=True)
 class _Step:
+    """Data shared by all layers of a step."""
+
     batch: Batch
     chunks: list[_Chunk]
-    plain: _PlainStep | None = None
-    paged: PagedStep | None = None
+    paged: PagedStep | None
+    plain: tuple[Tensor, Tensor] | None = None
+    """Blocks and mask of the decodes, if a layer uses plain torch."""
 
 
 class CpuAttention:
@@ -86,7 +74,7 @@ class CpuAttention:
         if paged is not None and step.paged is not None and paged.supports(layer, q, k, v, rotation):
             paged.attend(layer, q, k, v, step.paged, out)
         else:
-            q, k = self._plain_attend(layer, q, k, v, rotation, step, out)
+            self._plain_attend(layer, q, k, v, rotation, step, out)
         for chunk in step.chunks:
             rows = slice(chunk.first, chunk.last)
             attended = self._prefill(layer, chunk, q[rows], k[rows], v[rows], step)
@@ -130,50 +118,39 @@ class CpuAttention:
                 hidden = torch.full((count, chunk.context), float("-inf"), dtype=dtype)
                 chunk.mask = hidden.triu_(chunk.context - count + 1)
             chunks.append(chunk)
-        paged = None if self._paged is None else self._paged.step(batch, rotation)
-        return _Step(batch, chunks, paged=paged)
+        return _Step(batch, chunks, None if self._paged is None else self._paged.step(batch, rotation))
 
     def _plain_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, step: _Step, out: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate q and k, write KV, and compute the decodes' attention; returns the rotated q and k."""
+    ) -> None:
+        """Like `PagedAttention.attend` in plain torch, for any inputs."""
         batch = step.batch
-        plain = step.plain
-        if plain is None:
-            plain = step.plain = self._plain_step(batch, rotation, q.dtype)
-        if rotation.query_norm is not None and rotation.key_norm is not None:
-            q = plain_rmsnorm(q, rotation.query_norm, rotation.eps)
-            k = plain_rmsnorm(k, rotation.key_norm, rotation.eps)
-        q, k = plain_rotate(q, plain.cos, plain.sin), plain_rotate(k, plain.cos, plain.sin)
         keys, values = self._views[layer]
-        plain_write_kv(k, v, KvTarget(keys, values, batch.slots))
+        plain_rotate_and_write(q, k, v, batch.positions, rotation, KvTarget(keys, values, batch.slots))
         count = batch.num_decodes
         if count:
+            if step.plain is None:
+                step.plain = self._plain_decodes(batch, q.dtype)
+            blocks, mask = step.plain
             # The query heads that share a KV head take the dimension of query positions.
             shape = (count, self._num_kv_heads, -1, q.shape[2])
             attended = F.scaled_dot_product_attention(
                 q[:count].reshape(shape),
-                keys[plain.decode_blocks, self._heads].view(shape),
-                values[plain.decode_blocks, self._heads].view(shape),
-                attn_mask=plain.decode_mask,
+                keys[blocks, self._heads].view(shape),
+                values[blocks, self._heads].view(shape),
+                attn_mask=mask,
                 scale=self._scale,
             )
             out[:count] = attended.reshape(count, -1)
-        return q, k
 
-    def _plain_step(self, batch: Batch, rotation: Rotation, dtype: torch.dtype) -> _PlainStep:
+    def _plain_decodes(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         count = batch.num_decodes
         lens = batch.context_lens_t[:count].long()
-        num_blocks = -(-max(batch.context_lens[:count], default=0) // self._block_size)
+        num_blocks = -(-max(batch.context_lens[:count]) // self._block_size)
         positions = torch.arange(num_blocks * self._block_size)
         hidden = positions[None, :] >= lens[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return _PlainStep(
-            cos=rotation.cos[batch.positions],
-            sin=rotation.sin[batch.positions],
-            decode_blocks=batch.block_tables[:count, :num_blocks].long()[:, None, :],
-            decode_mask=mask[:, None, None, :],
-        )
+        return batch.block_tables[:count, :num_blocks].long()[:, None, :], mask[:, None, None, :]
 
 
 @dataclass(slots=True)
@@ -233,13 +210,10 @@ class PagedAttention:
             and num_heads % shape.num_kv_heads == 0
         )
 
-    def step(self, batch: Batch, rotation: Rotation) -> PagedStep | None:
-        """Prepare a step; None if it must use plain torch. IndexError if the batch exceeds the slab or
-        rotation tables."""
+    def step(self, batch: Batch, rotation: Rotation) -> PagedStep:
+        """Prepare a step. IndexError if the batch exceeds the slab or rotation tables."""
         shape, kernels, count = self._shape, self._kernels, batch.num_decodes
         positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
-        if positions.dtype is not torch.int64 or slots.dtype is not torch.int64:
-            return None
         tables, lens = batch.block_tables.int().contiguous(), batch.context_lens_t.int().contiguous()
         read = sum(batch.context_lens[:count]) * shape.num_kv_heads * shape.head_dim * 2
         threads = kernels.threads_for(read)
@@ -270,8 +244,6 @@ class PagedAttention:
     def supports(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> bool:
         bound = self._layers[layer]
         if bound is None or bound.rotation is not rotation:
-            if not self._fits_rotation(rotation):
-                return False
             self._layers[layer] = self._bind(layer, rotation)
         head_dim = self._shape.head_dim
         row = q.stride(0)
@@ -308,22 +280,12 @@ class PagedAttention:
             self._kernels.gather(self._shape_address, view.data_ptr(), table, length, into.data_ptr())
         return out[0], out[1]
 
-    def _fits_rotation(self, rotation: Rotation) -> bool:
-        head_dim = self._shape.head_dim
-        norms = [norm for norm in (rotation.query_norm, rotation.key_norm) if norm is not None]
-        return (
-            len(norms) in (0, 2)
-            and all(is_dense(norm, self._dtype) and norm.numel() == head_dim for norm in norms)
-            and all(
-                is_dense(table, torch.float32) and table.shape[1] * 2 == head_dim
-                for table in (rotation.cos, rotation.sin)
-            )
-            and rotation.cos.shape == rotation.sin.shape
-        )
-
     def _bind(self, layer: int, rotation: Rotation) -> _PagedLayer:
         keys, values = self._slab.layer(layer)
         query_norm, key_norm = rotation.query_norm, rotation.key_norm
+        tables = (rotation.cos, rotation.sin)
+        assert all(is_dense(table, torch.float32) for table in tables), "tables in float32"
+        assert all(norm is None or is_dense(norm, self._dtype) for norm in (query_norm, key_norm)), "norms"
         bound = cpu_kernels.Layer(
             keys=keys.data_ptr(),
             values=values.data_ptr(),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvolt.engines.native.sampling.draw import to_device
 from kvolt.scheduler.sequence import Sequence
 from kvolt.scheduler.step_plan import StepPlan, Work
 
@@ -86,6 +87,28 @@ class BatchBuilder:
             _lora_rows(plan.decodes, range(len(decoding) + 1)),
         )
 
+    def chunk(self, tokens: Seq[int], start: int, blocks: Seq[int]) -> Batch:
+        """Tokens of one sequence from position `start` on. None needs logits."""
+        end = start + len(tokens)
+        positions = np.arange(start, end, dtype=np.int64)
+        table = np.array(blocks, dtype=np.int32)
+        return self._batch(
+            np.array(tokens, dtype=np.int64),
+            positions,
+            self._slots(table, positions),
+            table[None],
+            [0, len(tokens)],
+            [end],
+            0,
+            np.empty(0, dtype=np.int64),
+            [],
+        )
+
+    def _slots(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Slots of positions of one sequence, whose blocks are `table`."""
+        slots: npt.NDArray[np.int64] = table[positions // self._block_size].astype(np.int64)
+        return slots * self._block_size + positions % self._block_size
+
     def _reset_tables(self, decoding: list[Sequence], last: int) -> None:
         """Rebuild the tables for a different set of sequences, with some spare columns."""
         self._decoding = decoding
@@ -129,9 +152,7 @@ class BatchBuilder:
             rows = slice(query_starts[number], query_starts[number + 1])
             steps = np.arange(work.start, end, dtype=np.int64)
             positions[rows] = steps
-            slots[rows] = (
-                tables[number, steps // block_size].astype(np.int64) * block_size + steps % block_size
-            )
+            slots[rows] = self._slots(tables[number], steps)
         return self._batch(
             np.array(token_ids, dtype=np.int64),
             positions,
@@ -156,22 +177,17 @@ class BatchBuilder:
         logit_rows: npt.NDArray[np.int64],
         lora_rows: list[tuple[str, int, int]],
     ) -> Batch:
-        def to_device(values: npt.NDArray[np.generic]) -> torch.Tensor:
-            tensor = torch.from_numpy(values)
-            if self._device.type == "cpu":
-                return tensor
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-
+        device = self._device
         return Batch(
-            token_ids=to_device(token_ids),
-            positions=to_device(positions),
-            slots=to_device(slots),
+            token_ids=to_device(token_ids, device),
+            positions=to_device(positions, device),
+            slots=to_device(slots, device),
             num_decodes=num_decodes,
             query_starts=query_starts,
             context_lens=context_lens,
-            context_lens_t=to_device(np.array(context_lens, dtype=np.int32)),
-            block_tables=to_device(tables),
-            logit_rows=to_device(logit_rows),
+            context_lens_t=to_device(np.array(context_lens, dtype=np.int32), device),
+            block_tables=to_device(tables, device),
+            logit_rows=to_device(logit_rows, device),
             lora_rows=lora_rows,
         )
 

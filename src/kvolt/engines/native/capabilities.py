@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvolt.core.block_key import KvBlock, KvLayout
@@ -19,10 +18,8 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv
 from kvolt.engines.kv_exchange import BlockMemory, KvExchange
-from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.slab import LAYOUT
 from kvolt.engines.prefills import HOLD_S, OnBlocks, OnHandoff, Prefills
-from kvolt.kv import BlockId
 
 if TYPE_CHECKING:
     from kvolt.engines.native.core import EngineCore
@@ -162,8 +159,7 @@ class Capabilities:
 
     def _embed(self, tokens: Sequence[int], pooling: Pooling) -> list[float]:
         scheduler, runner = self._core.scheduler, self._core.runner
-        block_size = scheduler.limits.block_size
-        blocks = scheduler.allocate(-(-len(tokens) // block_size))
+        blocks = scheduler.allocate(-(-len(tokens) // scheduler.limits.block_size))
         if blocks is None:
             raise Overloaded(
                 "no KV blocks are free for an embedding", queue="kv_blocks", limit=scheduler.pool.num_blocks
@@ -171,8 +167,8 @@ class Capabilities:
         try:
             total: torch.Tensor | None = None
             for start in range(0, len(tokens), scheduler.limits.max_batch_tokens):
-                end = min(start + scheduler.limits.max_batch_tokens, len(tokens))
-                hidden = runner.forward(_chunk(tokens, blocks, start, end, block_size, runner.device)).float()
+                end = start + scheduler.limits.max_batch_tokens
+                hidden = runner.forward_chunk(tokens[start:end], start, blocks).float()
                 part = hidden.sum(dim=0) if pooling == "mean" else hidden[-1]
                 total = part if total is None or pooling == "last" else total + part
         finally:
@@ -180,23 +176,3 @@ class Capabilities:
         assert total is not None
         vector: list[float] = torch.nn.functional.normalize(total, dim=0).tolist()
         return vector
-
-
-def _chunk(
-    tokens: Sequence[int], blocks: list[BlockId], start: int, end: int, block_size: int, device: torch.device
-) -> Batch:
-    """Tokens [start, end) of one sequence as a batch."""
-    positions = np.arange(start, end, dtype=np.int64)
-    table = np.array(blocks, dtype=np.int32)
-    slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size
-    return Batch(
-        token_ids=torch.tensor(tokens[start:end], dtype=torch.int64, device=device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        num_decodes=0,
-        query_starts=[0, end - start],
-        context_lens=[end],
-        context_lens_t=torch.tensor([end], dtype=torch.int32, device=device),
-        block_tables=torch.from_numpy(table[None]).to(device),
-        logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
-    )

@@ -27,9 +27,10 @@ from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.runner import Computed, ModelRunner
+from kvolt.engines.native.sampling.draw import sampling_seed
+from kvolt.engines.native.sampling.logprobs import prompt_logprobs
 from kvolt.engines.native.sampling.processors import LogitsProcessor, make_processors
-from kvolt.engines.native.sampling.randomness import sampling_seed
-from kvolt.engines.native.sampling.sampler import Row, Sampled, check_sampling, prompt_logprobs, sample
+from kvolt.engines.native.sampling.sampler import Row, Sampled, check_sampling, sample
 from kvolt.runtime.clock import Clock
 from kvolt.scheduler.scheduler import Scheduler
 from kvolt.scheduler.sequence import Phase, Sequence

@@ -26,10 +26,8 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.model import LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
-from kvolt.engines.native.rank_runner import attention_backend, set_threads, slab_in
-from kvolt.engines.native.runner import ModelRunner
-from kvolt.engines.native.setup import Setup, choose_setup, device_of
-from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
+from kvolt.engines.native.runner import ModelRunner, attention_backend, set_threads, slab_in
+from kvolt.engines.native.setup import Setup, choose_setup, device_of, largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
 from kvolt.engines.native.tp_rank import LoadLora, TpRanks, UnloadLora
 from kvolt.engines.native.trial_runner import run_trials
@@ -266,7 +264,7 @@ def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:
     graphs = DecodeGraphs(runner.decode_logits, limits, setup.device)
     with torch.inference_mode():
         graphs.capture()
-    runner.use_replay(graphs)
+    runner.graphs = graphs
 
 
 def _step_log(path: Path, core: EngineCore, setup: Setup) -> Callable[[StepStats], None]:

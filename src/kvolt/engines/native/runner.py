@@ -6,28 +6,30 @@ decode steps. Sampling is done by `core`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.batch import Batch, BatchBuilder
-from kvolt.engines.native.model import Attention, Transformer
-from kvolt.engines.native.slab import KvSlab
+from kvolt.engines.native.graphs import DecodeGraphs
+from kvolt.engines.native.model import Attention, LoadOptions, Transformer
+from kvolt.engines.native.parallel import Group
+from kvolt.engines.native.setup import Setup
+from kvolt.engines.native.slab import DTYPES, KvSlab, SlabShape
+from kvolt.models.checkpoint import Checkpoint
+from kvolt.models.config import ModelConfig
+from kvolt.runtime.host.cores import usable_cores
 from kvolt.scheduler.step_plan import StepPlan, Work
 
 _WARM_UP_TOKENS = 64
 _MAX_LOGIT_ROWS = 256
 """Prompt logits are computed in slices of this many rows: each row is as wide as the vocabulary."""
-
-
-class Replay(Protocol):
-    """Captured decode steps; see graphs.DecodeGraphs."""
-
-    def covers(self, batch: Batch) -> bool: ...
-
-    def replay(self, batch: Batch) -> Tensor: ...
 
 
 class Computed(NamedTuple):
@@ -49,12 +51,10 @@ class ModelRunner:
         self.device = device
         self._attention = attention
         self._batches = BatchBuilder(slab.shape.block_size, device)
-        self._replay: Replay | None = None
+        self.graphs: DecodeGraphs | None = None
+        """Captured decode steps."""
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         """Called with every batch before it runs; broadcasts it to the other ranks."""
-
-    def use_replay(self, replay: Replay) -> None:
-        self._replay = replay
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Computed:
@@ -65,8 +65,8 @@ class ModelRunner:
             if work.samples:
                 rows.append(row - 1)
         batch = self._batches.build(plan, rows)
-        if self._replay is not None and self._replay.covers(batch):
-            return Computed(self._replay.replay(batch), None, batch.query_starts)
+        if self.graphs is not None and self.graphs.covers(batch):
+            return Computed(self.graphs.replay(batch), None, batch.query_starts)
         hidden = self.forward(batch)
         is_every_row = len(rows) == batch.num_tokens
         selected = hidden if is_every_row else hidden[batch.logit_rows]
@@ -75,6 +75,10 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         self.on_batch(batch)
         return self.model.forward(batch, self._attention)
+
+    def forward_chunk(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Tensor:
+        """Hidden states of tokens of one sequence, from position `start` on."""
+        return self.forward(self._batches.chunk(tokens, start, blocks))
 
     def wait(self) -> None:
         """Wait until all KV is written: steps that sample nothing are not synchronised otherwise."""
@@ -87,21 +91,8 @@ class ModelRunner:
         workspaces."""
         shape = self.slab.shape
         length = min(_WARM_UP_TOKENS, shape.num_blocks * shape.block_size, self.model.config.context_length)
-        places = torch.arange(length, device=self.device)
-        batch = Batch(
-            token_ids=torch.zeros_like(places),
-            positions=places,
-            slots=places,
-            num_decodes=0,
-            query_starts=[0, length],
-            context_lens=[length],
-            context_lens_t=torch.tensor([length], dtype=torch.int32, device=self.device),
-            block_tables=torch.arange(
-                -(-length // shape.block_size), dtype=torch.int32, device=self.device
-            ).unsqueeze(0),
-            logit_rows=places[-1:],
-        )
-        self.model.logits(self.forward(batch)[batch.logit_rows])
+        blocks = range(-(-length // shape.block_size))
+        self.model.logits(self.forward_chunk([0] * length, 0, blocks)[-1:])
 
     def decode_logits(self, batch: Batch) -> Tensor:
         """The function captured by graphs."""
@@ -115,3 +106,48 @@ class ModelRunner:
         rows = computed.hidden[first : first + count]
         starts = range(0, count, _MAX_LOGIT_ROWS)
         return [self.model.logits(rows[start : start + _MAX_LOGIT_ROWS]) for start in starts]
+
+
+def rank_runner(
+    checkpoint: Checkpoint,
+    arguments: NativeArguments,
+    setup: Setup,
+    group: Group,
+    num_blocks: int,
+    memory: int | None,
+) -> ModelRunner:
+    """The runner of a rank other than the first. Takes ownership of the descriptor `memory`."""
+    set_threads(arguments)
+    options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
+    model = Transformer(checkpoint, options, group)
+    shape = SlabShape.of(checkpoint.config, num_blocks, setup.block_size, setup.dtype, group.degree)
+    slab = slab_in(memory, shape, setup)
+    for adapter, folder in arguments.loras.items():
+        model.adapters.load(adapter, Path(folder))
+    return ModelRunner(
+        model, attention_backend(slab, checkpoint.config, setup.device, group), slab, setup.device
+    )
+
+
+def set_threads(arguments: NativeArguments) -> None:
+    # torch counts the machine's cores; a container may have a smaller quota, and the ranks share it.
+    usable = min(torch.get_num_threads(), len(usable_cores().ids))
+    torch.set_num_threads(arguments.threads or max(1, usable // arguments.tensor_parallel))
+
+
+def slab_in(memory: int | None, shape: SlabShape, setup: Setup) -> KvSlab:
+    """A slab in the memory of a descriptor, which is closed once it is mapped; None: newly allocated."""
+    try:
+        return KvSlab(shape, str(setup.device), memory)
+    finally:
+        if memory is not None:
+            os.close(memory)
+
+
+def attention_backend(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
+    scale = config.head_dim**-0.5
+    if device.type == "cuda":
+        from kvolt.engines.native.attention_cuda import CudaAttention
+
+        return CudaAttention(slab, scale)
+    return CpuAttention(slab, config.num_heads // group.degree, scale)

@@ -1,5 +1,7 @@
-"""Setup: resolves device, data type and step limits that the arguments leave open. All ranks resolve them
-alike."""
+"""Setup: resolves device, data type, step limits and KV memory that the arguments leave open.
+
+All ranks resolve them alike. Default sizes follow from the model's shape and the free memory; allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,25 @@ from kvolt.core.errors import ConfigError
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.kernels.operations import check_gpu_shape
-from kvolt.engines.native.sizing import step_tokens
 from kvolt.models.config import ModelConfig
+from kvolt.runtime.host.memory import free_bytes
 
 log = logging.getLogger(__name__)
+
+_GIB = 1024**3
+_CPU_KV_BYTES = 2 * _GIB
+_GPU_KV_SHARE = 0.9
+"""Share of the GPU memory left beside weights and the largest step; the rest is for libraries and
+fragmentation."""
+
+_GPU_STEP_TOKENS = 8192
+_CPU_STEP_TOKENS = range(256, 2049)
+_CPU_STEP_WEIGHTS = 4e11
+"""Multiplications per CPU step, about a second on two cores: decodes wait that long behind a prompt."""
+
+_BYTES_PER_DRAWN_LOGIT = 48
+"""Bytes per logit of a top_p draw: float32 logits twice, sorted values and indices, float64 probabilities and
+sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +136,36 @@ def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
 
 def _has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or bool(torch.cpu.get_capabilities().get("bf16"))
+
+
+def step_tokens(config: ModelConfig, on_gpu: bool) -> int:
+    """Tokens per step."""
+    if on_gpu:
+        return _GPU_STEP_TOKENS
+    tokens = int(_CPU_STEP_WEIGHTS / config.num_weights) // 64 * 64
+    return min(max(tokens, _CPU_STEP_TOKENS[0]), _CPU_STEP_TOKENS[-1])
+
+
+def largest_step_bytes(
+    config: ModelConfig, max_batch_tokens: int, max_num_seqs: int, itemsize: int, degree: int = 1
+) -> int:
+    """Upper bound of the tensor memory of one step on one rank.
+
+    The largest point of a layer holds: hidden states and residual, raw and normed; q, k, v and the attention
+    output, or gate, up and their product. After the layers: logits of all sequences and the sampler's
+    buffers.
+    """
+    hidden = 4 * config.hidden_size
+    attention = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) // degree
+    mlp = 3 * config.intermediate_size // degree
+    layers = max_batch_tokens * (hidden + max(attention, mlp)) * itemsize
+    logits = max_num_seqs * config.vocab_size * (_BYTES_PER_DRAWN_LOGIT + 2 * 4)
+    return layers + logits
+
+
+def memory_for_kv(device: torch.device, step_bytes: int) -> int:
+    """GPU: most of the memory left after loading and beside a step. CPU: a share of the free memory."""
+    if device.type != "cuda":
+        return min(_CPU_KV_BYTES, free_bytes() // 4)
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int((free - step_bytes) * _GPU_KV_SHARE))

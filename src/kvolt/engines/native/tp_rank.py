@@ -27,7 +27,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.parallel import TorchGroup
-from kvolt.engines.native.rank_runner import rank_runner
+from kvolt.engines.native.runner import rank_runner
 from kvolt.engines.native.setup import choose_setup
 from kvolt.models.checkpoint import open_checkpoint
 

@@ -19,7 +19,7 @@ from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Sampling
 from kvolt.engines.native.grammar import compiler as grammar_module
 from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler
-from kvolt.engines.native.grammar.gbnf import lark_of_gbnf
+from kvolt.engines.native.grammar.lark import lark_of_gbnf
 from kvolt.engines.native.sampling.sampler import Row, sample
 from kvolt.engines.sim.model import EOS, SPECIAL, tokenizer_json
 

@@ -88,8 +88,9 @@ class Paged:
         ).long()
 
     def write(self, row: int, end: int) -> None:
-        target = operations.KvTarget(*self.slab.layer(self.layer), self.slots(row, 0, end))
-        operations.plain_write_kv(self.kv[row][0, :end], self.kv[row][1, :end], target)
+        slots, size = self.slots(row, 0, end), self.slab.shape.block_size
+        for cache, written in zip(self.slab.layer(self.layer), self.kv[row], strict=True):
+            cache[slots // size, :, slots % size] = written[:end]
 
     def attended(self, row: int, q: Tensor) -> Tensor:
         """q: the last queries of the row's context, [L, heads, hd]."""

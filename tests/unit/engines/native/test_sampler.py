@@ -11,7 +11,8 @@ import torch
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Sampling
 from kvolt.engines.native.sampling.draw import Draws, draw_on_device, draw_on_host
-from kvolt.engines.native.sampling.sampler import Row, check_sampling, prepare, prompt_logprobs, sample
+from kvolt.engines.native.sampling.logprobs import prompt_logprobs
+from kvolt.engines.native.sampling.sampler import Row, _draws, _filter, check_sampling, prepare, sample
 
 NAN, INF = math.nan, math.inf
 NO_LIMIT = 1 << 40
@@ -52,6 +53,44 @@ def bitmask(allowed: Sequence[int], words: int) -> torch.Tensor:
     for token in allowed:
         mask[token // 32] |= np.uint32(1 << (token % 32))
     return torch.from_numpy(mask.view(np.int32))
+
+
+# --- fields ---
+
+OTHER_FIELDS = {
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+    ),  # edits
+    *("seed", "num_choices", "logprobs", "prompt_logprobs"),
+}
+"""Fields of `Sampling` that do not filter the tokens to draw from."""
+
+
+class Recorder:
+    """Sampling parameters that remember which of them were read."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(Sampling(), name)
+
+
+def test_filters_read_every_field_that_filters() -> None:
+    """A new field of `Sampling` counts as a filter until OTHER_FIELDS names it."""
+    filters = {*Sampling.__struct_fields__} - OTHER_FIELDS
+    chosen, drawn = Recorder(), Recorder()
+    _filter(chosen)  # type: ignore[arg-type]
+    plain = row()
+    plain.sampling = drawn  # type: ignore[assignment]
+    _draws([plain])
+    assert chosen.names == filters, "_filter decides which weights the filters of a row need"
+    assert drawn.names == filters, "_draws collects the values that draw.py filters by"
 
 
 # --- greedy and what changes logits ---

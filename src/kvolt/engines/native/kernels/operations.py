@@ -6,13 +6,37 @@ know models, batches or schedules. Imports Triton only for CUDA tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.native.kernels import cpu_kernels
-from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary embedding of queries and keys: tables by position, and the norms that some models apply before."""
+
+    cos: Tensor
+    """[positions, head_dim // 2]; both halves of a head use the same angles."""
+    sin: Tensor
+    query_norm: Tensor | None = None
+    """[head_dim], or None for models that do not normalise heads (all but Qwen3)."""
+    key_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class KvTarget:
+    """Destination of a layer's keys and values: views [blocks, kv_heads, block_size, head_dim] and a slot per token."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    """[T] int64: block * block_size + offset."""
 
 
 def check_gpu_shape(head_dim: int, block_size: int) -> None:
@@ -75,26 +99,15 @@ def plain_silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, hd] by the angles of cos and sin [T, hd // 2]."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
 def plain_rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation, target: KvTarget
 ) -> None:
     """Normalise and rotate q [T, heads, hd] and k [T, kv_heads, hd] in place, and write k and v to their slots."""
-    cos, sin = rotation.cos[positions], rotation.sin[positions]
+    cos, sin = rotation.cos[positions].float().unsqueeze(1), rotation.sin[positions].float().unsqueeze(1)
     for heads, norm in ((q, rotation.query_norm), (k, rotation.key_norm)):
         normed = heads if norm is None else plain_rmsnorm(heads, norm, rotation.eps)
-        heads.copy_(plain_rotate(normed, cos, sin))
-    plain_write_kv(k, v, target)
-
-
-def plain_write_kv(k: Tensor, v: Tensor, target: KvTarget) -> None:
-    """Write k and v [T, kv_heads, hd] to their slots."""
+        first, second = normed.float().chunk(2, dim=-1)
+        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
     block_size = target.keys.shape[2]
     block, offset = target.slots // block_size, target.slots % block_size
     target.keys[block, :, offset] = k

@@ -9,6 +9,11 @@ weight are all kept or all dropped) and no sorting is undone: on the host the la
 partition; on a device by topk or, if top_k does not bound their number, by a sort. The work on a device does not
 depend on results, so it needs no synchronisation.
 
+Order of the filters: top_k, then top_p over the sum of what top_k keeps. min_p is a share of the largest weight and
+depends on neither. The largest threshold counts. A new filter is a threshold too: one by rank or by the largest weight
+goes before top_p, one that needs the sum of the kept weights after it; the same on the host (`_apply_filters`) and on
+a device (`_thresholds`).
+
 Knows only numbers; the sampler knows the meaning of rows. Logits are float32 and not modified.
 """
 
@@ -18,10 +23,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,6 +40,11 @@ _HOST_CHUNK = 4
 """Rows processed at a time on the host, so that they stay in the CPU cache."""
 _NUCLEUS_SEARCH = 1024
 """Number of largest weights searched for the nucleus (top_p) before sorting the whole row."""
+
+_MASK = (1 << 64) - 1
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 Floats = NDArray[np.float64]
 
@@ -50,14 +61,11 @@ class Draws:
     min_p: Floats
 
 
-class Picked:
+class Picked(NamedTuple):
     """A token per row, and the row's largest logit, which is finite if the row is valid."""
 
-    __slots__ = ("maxima", "tokens")
-
-    def __init__(self, tokens: Tensor, maxima: Tensor) -> None:
-        self.tokens = tokens
-        self.maxima = maxima
+    tokens: Tensor
+    maxima: Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -245,3 +253,40 @@ def _thresholds(weights: Tensor, draws: Draws, moved: Tensor) -> Tensor:
     place = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), mass)
     last = largest.gather(1, place.clamp_(max=largest.shape[1] - 1))
     return torch.maximum(least, torch.maximum(kth, last))
+
+
+# --- uniform numbers ---
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = state + _GAMMA
+    state = (state ^ (state >> np.uint64(30))) * _FIRST
+    state = (state ^ (state >> np.uint64(27))) * _SECOND
+    return state ^ (state >> np.uint64(31))
+
+
+def _words(numbers: Sequence[int]) -> NDArray[np.uint64]:
+    return np.array([number & _MASK for number in numbers], dtype=np.uint64)
+
+
+def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Floats:
+    """One number in [0, 1) per row: a pure function of (seed, choice, position). Seeds are taken modulo 2**64.
+
+    So a token does not depend on the other rows of its batch, on preemptions, or on migration to another worker. The
+    function is SplitMix64's finalizer, once per argument:
+
+        h = mix(seed + GAMMA);  h = mix((h ^ choice) + GAMMA);  h = mix((h ^ position) + GAMMA)
+
+    and the number is the upper 53 bits of h divided by 2**53. Each step is a bijection of 64-bit integers, so positions
+    of one choice never repeat a number. Part of the wire contract between workers that resume each other's requests:
+    the test vectors must never change.
+    """
+    state = _mix(_words(seeds))
+    state = _mix(state ^ _words(choices))
+    state = _mix(state ^ _words(positions))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sampling_seed(seed: int | None, request_id: str) -> int:
+    """The seed of a request; if it has none, one that every worker derives from its id."""
+    return xxhash.xxh3_64_intdigest(request_id.encode()) if seed is None else seed

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -156,18 +157,13 @@ class MovedScatter:
         return torch.repeat_interleave(by_copy, self._lengths, output_size=self._num_ids)
 
 
-class Processed:
-    """A row with custom processors."""
+class Processed(NamedTuple):
+    """A copy with custom processors."""
 
-    __slots__ = ("output", "processors", "prompt", "row")
-
-    def __init__(
-        self, row: int, processors: Sequence[LogitsProcessor], prompt: Sequence[int], output: Sequence[int]
-    ) -> None:
-        self.row = row
-        self.processors = processors
-        self.prompt = prompt
-        self.output = output
+    copy: int
+    processors: Sequence[LogitsProcessor]
+    prompt: Sequence[int]
+    output: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -197,17 +193,14 @@ class Edits:
         self.masks.append(mask)
         self.masked.append(copy)
 
-    def move(self, device: torch.device) -> MovedEdits:
-        return MovedEdits(self, device)
-
 
 class MovedEdits:
     """Edits copied to the device."""
 
-    __slots__ = ("_added", "_banned", "_biased", "_masks", "_processed", "_rows", "_scaled", "_vocabulary")
+    __slots__ = ("_added", "_banned", "_biased", "_edits", "_masks", "_rows", "_scaled")
 
     def __init__(self, edits: Edits, device: torch.device) -> None:
-        self._vocabulary = edits.vocabulary
+        self._edits = edits
         self._rows = to_device(np.array(edits.rows, dtype=np.int64), device)
         self._scaled, self._added, self._biased, self._banned = (
             MovedScatter(scatter, device) if scatter.ids else None
@@ -217,24 +210,23 @@ class MovedEdits:
         if edits.masks:
             masked = to_device(np.array(edits.masked, dtype=np.int64), device)
             self._masks = masked, join_to_device(edits.masks, device).view(len(masked), -1)
-        self._processed = edits.processed
 
     def apply(self, logits: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """Apply the changes; returns the changed copies, and failures of processors by copy."""
+        """Apply the changes; returns the changed copies, and failures of processors by row."""
         copies = logits.index_select(0, self._rows).float()
-        flat = copies.view(-1)
+        flat, vocabulary = copies.view(-1), self._edits.vocabulary
         if self._scaled is not None:
-            places, factors = self._scaled.places(self._vocabulary), self._scaled.values
+            places, factors = self._scaled.places(vocabulary), self._scaled.values
             now = flat[places]
             flat[places] = torch.where(now > 0, now / factors, now * factors)
         for scatter in (self._added, self._biased):
             if scatter is not None:
-                flat.index_add_(0, scatter.places(self._vocabulary), scatter.values)
+                flat.index_add_(0, scatter.places(vocabulary), scatter.values)
         if self._banned is not None:
-            flat.index_fill_(0, self._banned.places(self._vocabulary), -_INFINITY)
+            flat.index_fill_(0, self._banned.places(vocabulary), -_INFINITY)
         if self._masks is not None:
             self._mask(copies, *self._masks)
-        return copies, _run_processors(copies, self._processed)
+        return copies, self._run_processors(copies)
 
     def _mask(self, copies: Tensor, masked: Tensor, masks: Tensor) -> None:
         table = _bias_of_byte(copies.device)
@@ -242,26 +234,27 @@ class MovedEdits:
             for copy, mask in zip(
                 masked.tolist(), masks, strict=True
             ):  # one row at a time stays in the CPU cache
-                copies[copy] += _bias(table, mask)[: self._vocabulary]
+                copies[copy] += _bias(table, mask)[: self._edits.vocabulary]
             return
         bias = _bias(table, masks.view(-1)).view(len(masks), -1)
-        copies.index_add_(0, masked, bias[:, : self._vocabulary])
+        copies.index_add_(0, masked, bias[:, : self._edits.vocabulary])
+
+    def _run_processors(self, copies: Tensor) -> dict[int, str]:
+        failures: dict[int, str] = {}
+        for item in self._edits.processed:
+            row = copies[item.copy]
+            try:
+                for processor in item.processors:
+                    processor(row, item.prompt, item.output)
+            except Exception as error:  # third-party code: may fail its request, but not the step
+                name = type(processor).__name__
+                failures[self._edits.rows[item.copy]] = (
+                    f"logits processor {name} failed: {type(error).__name__}: {str(error)[:200]}"
+                )
+            row.clamp_(max=torch.finfo(torch.float32).max)  # a processor may force a token with infinity
+        return failures
 
 
 def _bias(table: Tensor, words: Tensor) -> Tensor:
     """32 bias values for each word of a mask."""
     return table.index_select(0, words.view(torch.uint8).int()).view(-1)
-
-
-def _run_processors(copies: Tensor, processed: list[Processed]) -> dict[int, str]:
-    failures: dict[int, str] = {}
-    for item in processed:
-        row = copies[item.row]
-        try:
-            for processor in item.processors:
-                processor(row, item.prompt, item.output)
-        except Exception as error:  # third-party code: may fail its request, but not the step
-            name = type(processor).__name__
-            failures[item.row] = f"logits processor {name} failed: {type(error).__name__}: {str(error)[:200]}"
-        row.clamp_(max=torch.finfo(torch.float32).max)  # a processor may force a token with infinity
-    return failures

@@ -4,9 +4,9 @@
 `PendingSamples.collect`, which waits for the device and reads all results in one copy.
 
 In order: repetition, presence and frequency penalties, logit bias, banned and allowed tokens, grammar mask, custom
-processors, temperature, top_k, top_p, min_p, then one uniform number per row (`randomness`). Rows are grouped by their
-needs, so that unusual rows do not slow down plain ones: a step of plain rows is one argmax or one draw. Does not know
-the meaning of tokens, or when a sequence ends.
+processors, temperature, top_k, top_p, min_p, then one uniform number per row (`draw.uniforms`). Rows are grouped by
+their needs, so that unusual rows do not slow down plain ones: a step of plain rows is one argmax or one draw. Does not
+know the meaning of tokens, or when a sequence ends.
 """
 
 from __future__ import annotations
@@ -24,22 +24,10 @@ from torch import Tensor
 from kvolt.core.delta import TokenLogprobs
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Sampling
-from kvolt.engines.native.sampling.draw import MAX_TOPK, Draws, Picked, draw, most_likely, to_device
+from kvolt.engines.native.sampling.draw import MAX_TOPK, Draws, Picked, draw, most_likely, to_device, uniforms
 from kvolt.engines.native.sampling.logit_edits import Edits, History, MovedEdits, Processed, pack_ids
-from kvolt.engines.native.sampling.logprobs import measure, prompt_logprobs, read
+from kvolt.engines.native.sampling.logprobs import measure, read
 from kvolt.engines.native.sampling.processors import LogitsProcessor
-from kvolt.engines.native.sampling.randomness import uniforms
-
-__all__ = [
-    "PendingSamples",
-    "Plan",
-    "Row",
-    "Sampled",
-    "check_sampling",
-    "prepare",
-    "prompt_logprobs",
-    "sample",
-]
 
 _GREEDY_BELOW = 1e-5
 _NO_LIMIT = 1 << 40
@@ -57,6 +45,8 @@ _BOUNDS = (
     ("logprobs", 0, _MOST_TOKENS),
     ("prompt_logprobs", 0, _MOST_TOKENS),
 )
+_NO_TOKEN = "no token is allowed: masks, bans and allowed_token_ids leave none"
+_NOT_FINITE = "the model's logits are not finite"
 _NOT_ZERO = ("top_p", "repetition_penalty")
 
 
@@ -213,9 +203,9 @@ def prepare(rows: Sequence[Row], vocabulary: int, device: torch.device | str) ->
         )
         for (edited, greedy, filter), numbers in members.items()
     ]
-    moved_edits = edits.move(torch.device(device)) if edits.rows else None
+    moved_edits = MovedEdits(edits, torch.device(device)) if edits.rows else None
     measured = [number for number, row in enumerate(rows) if row.sampling.logprobs is not None]
-    return Plan(rows, groups, moved_edits, list(copies), measured)
+    return Plan(rows, groups, moved_edits, measured)
 
 
 def _draws(rows: list[Row]) -> Draws:
@@ -256,24 +246,15 @@ def _ids(tokens: Iterable[int]) -> NDArray[np.int32]:
     return np.fromiter(tokens, dtype=np.int32)
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """A prepared step, to be applied to its logits."""
 
-    __slots__ = ("_copied", "_edits", "_groups", "_measured", "_rows")
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        groups: list[_Group],
-        edits: MovedEdits | None,
-        copied: list[int],
-        measured: list[int],
-    ) -> None:
-        self._rows = rows
-        self._groups = groups
-        self._edits = edits
-        self._copied = copied
-        self._measured = measured
+    _rows: Sequence[Row]
+    _groups: list[_Group]
+    _edits: MovedEdits | None
+    _measured: list[int]
+    """Rows whose log probabilities are requested."""
 
     @torch.inference_mode()
     def choose(self, logits: Tensor) -> PendingSamples:
@@ -282,12 +263,11 @@ class Plan:
         failures: dict[int, str] = {}
         changed: Tensor | None = None
         if self._edits is not None:
-            changed, failed = self._edits.apply(logits)
-            failures = {self._copied[copy]: reason for copy, reason in failed.items()}
+            changed, failures = self._edits.apply(logits)
         picked = self._pick(logits, changed)
-        top = max((self._rows[number].sampling.logprobs or 0 for number in self._measured), default=0)
         measured = None
         if self._measured:
+            top = max(self._rows[number].sampling.logprobs or 0 for number in self._measured)
             where = to_device(np.array(self._measured, dtype=np.int64), logits.device)
             measured = measure(logits[where], picked.tokens[where], top)
         return PendingSamples(self._rows, picked, self._measured, measured, failures)
@@ -319,7 +299,7 @@ class PendingSamples:
     """Tokens of a step, which the device may still be computing. `tokens` are on the device of the logits;
     those of failed rows are invalid."""
 
-    __slots__ = ("_failures", "_host", "_measured", "_ready", "_rows", "_width", "tokens")
+    __slots__ = ("_failures", "_host", "_measured", "_ready", "_rows", "tokens")
 
     def __init__(
         self,
@@ -333,7 +313,6 @@ class PendingSamples:
         self._rows = rows
         self._measured = measured
         self._failures = failures
-        self._width = 0 if logprob_values is None else logprob_values.shape[1]
         parts = [picked.tokens.int(), picked.maxima.float().view(torch.int32)]
         if logprob_values is not None:
             parts.append(logprob_values.reshape(-1))
@@ -352,30 +331,18 @@ class PendingSamples:
         if self._ready is not None:
             self._ready.synchronize()
         num_rows = len(self._rows)
-        tokens, maxima, logprob_values = torch.split(
-            self._host, [num_rows, num_rows, len(self._measured) * self._width]
-        )
-        finite = np.isfinite(maxima.view(torch.float32).numpy())
+        tokens, logprob_values = self._host[:num_rows], self._host[2 * num_rows :]
+        maxima = self._host[num_rows : 2 * num_rows].view(torch.float32).numpy()
         sampled = [Sampled(token) for token in tokens.tolist()]
         if self._measured:
             tops = [self._rows[number].sampling.logprobs or 0 for number in self._measured]
             measured_tokens = [sampled[number].token or 0 for number in self._measured]
-            read_logprobs = read(
-                measured_tokens, logprob_values.view(len(measured_tokens), self._width), tops
-            )
+            read_logprobs = read(measured_tokens, logprob_values.view(len(measured_tokens), -1), tops)
             for number, token, one in zip(self._measured, measured_tokens, read_logprobs, strict=True):
                 sampled[number] = Sampled(token, one)
-        if not finite.all():
-            for number in np.flatnonzero(~finite).tolist():
-                sampled[number] = Sampled(
-                    None, failure=_failure_reason(float(maxima.view(torch.float32)[number]))
-                )
+        for number in np.flatnonzero(~np.isfinite(maxima)).tolist():
+            is_empty = maxima[number] == -np.inf
+            sampled[number] = Sampled(None, failure=_NO_TOKEN if is_empty else _NOT_FINITE)
         for number, reason in self._failures.items():
             sampled[number] = Sampled(None, failure=reason)
         return sampled
-
-
-def _failure_reason(largest: float) -> str:
-    if largest == -np.inf:
-        return "no token is allowed: masks, bans and allowed_token_ids leave none"
-    return "the model's logits are not finite"

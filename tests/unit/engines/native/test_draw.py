@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvolt.engines.native.sampling.randomness import sampling_seed, uniforms
+from kvolt.engines.native.sampling.draw import sampling_seed, uniforms
 
 MASK = (1 << 64) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv, step_tokens
+from kvolt.engines.native.setup import largest_step_bytes, memory_for_kv, step_tokens
 from kvolt.models.config import ModelConfig
 
 SMOLLM2 = ModelConfig(
