@@ -2,8 +2,3 @@
 
 Sockets, sequence numbers and replays belong to the adapters.
 """
-
-from kvolt.engines.kv_formats.schema import Engine
-from kvolt.engines.kv_formats.translator import SALT_TAG, Translated, Translator
-
-__all__ = ["SALT_TAG", "Engine", "Translated", "Translator"]

@@ -6,6 +6,7 @@ same structs; unused fields are ignored. Owns the formats, not their meaning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -26,7 +27,7 @@ class Engine(StrEnum):
 ExtraKeys = tuple[tuple[Any, ...] | None, ...]
 
 
-class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Consecutive blocks of one sequence."""
 
     block_hashes: tuple[EngineHash, ...]
@@ -46,13 +47,13 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_spec_kind: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -73,19 +74,10 @@ class _Batch(msgspec.Struct, array_like=True):
     dp_rank: int | None = None
 
 
-class _Type(msgspec.Struct):
-    type: str
-
-
-class _TypeFirst(msgspec.Struct, array_like=True):
-    type: str
-
-
 # Array forms: the type, then fields in this order. Later versions only append fields.
 
 
-class _VllmStored(msgspec.Struct, array_like=True):
-    type: str
+class _VllmStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None
     token_ids: tuple[int, ...]
@@ -102,8 +94,7 @@ class _SglangMetadata(msgspec.Struct):
     cache_salt: str | None = None
 
 
-class _SglangStored(msgspec.Struct, array_like=True):
-    type: str
+class _SglangStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None
     token_ids: tuple[int, ...]
@@ -113,21 +104,24 @@ class _SglangStored(msgspec.Struct, array_like=True):
     metadata: _SglangMetadata | None = None
 
 
-class _Removed(msgspec.Struct, array_like=True):
-    type: str
+class _Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
     group_idx: int | None = None
 
 
+class _Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+_Row = _VllmStored | _SglangStored | _Removed | _Cleared
+
 _decode_batch = msgspec.msgpack.Decoder(_Batch).decode
-_decode_type = msgspec.msgpack.Decoder(_Type).decode
-_decode_type_first = msgspec.msgpack.Decoder(_TypeFirst).decode
-_decode_stored = msgspec.msgpack.Decoder(BlockStored).decode
-_decode_removed = msgspec.msgpack.Decoder(BlockRemoved).decode
-_decode_vllm_stored = msgspec.msgpack.Decoder(_VllmStored).decode
-_decode_sglang_stored = msgspec.msgpack.Decoder(_SglangStored).decode
-_decode_removed_row = msgspec.msgpack.Decoder(_Removed).decode
+_decode_map = msgspec.msgpack.Decoder(EngineEvent).decode
+_DECODE_ROW: dict[Engine, Callable[[msgspec.Raw], _Row]] = {
+    Engine.VLLM: msgspec.msgpack.Decoder(_VllmStored | _Removed | _Cleared).decode,
+    Engine.SGLANG: msgspec.msgpack.Decoder(_SglangStored | _Removed | _Cleared).decode,
+}
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -142,13 +136,9 @@ def decode_batch(payload: bytes, engine: Engine) -> EngineBatch:
     num_unreadable = 0
     for raw in batch.events:
         try:
-            event = _decode_map(raw) if _is_map(raw) else _decode_row(raw, engine)
+            events.append(_decode_map(raw) if _is_map(raw) else _event_of(_DECODE_ROW[engine](raw)))
         except _UNREADABLE:
-            event = None
-        if event is None:
             num_unreadable += 1
-        else:
-            events.append(event)
     return EngineBatch(tuple(events), batch.dp_rank, num_unreadable)
 
 
@@ -157,55 +147,15 @@ def _is_map(raw: msgspec.Raw) -> bool:
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
 
 
-def _decode_map(raw: msgspec.Raw) -> EngineEvent | None:
-    match _decode_type(raw).type:
-        case "BlockStored":
-            return _decode_stored(raw)
-        case "BlockRemoved":
-            return _decode_removed(raw)
-        case "AllBlocksCleared":
+def _event_of(row: _Row) -> EngineEvent:
+    fields = msgspec.structs.asdict(row)
+    match row:
+        case _VllmStored():
+            return BlockStored(**fields)
+        case _SglangStored():
+            metadata = fields.pop("metadata")
+            return BlockStored(**fields, cache_salt=metadata.cache_salt if metadata is not None else None)
+        case _Removed():
+            return BlockRemoved(**fields)
+        case _Cleared():
             return AllBlocksCleared()
-    return None
-
-
-def _decode_row(raw: msgspec.Raw, engine: Engine) -> EngineEvent | None:
-    match _decode_type_first(raw).type, engine:
-        case "BlockStored", Engine.VLLM:
-            return _of_vllm(_decode_vllm_stored(raw))
-        case "BlockStored", Engine.SGLANG:
-            return _of_sglang(_decode_sglang_stored(raw))
-        case "BlockRemoved", _:
-            removed = _decode_removed_row(raw)
-            return BlockRemoved(
-                block_hashes=removed.block_hashes, medium=removed.medium, group_idx=removed.group_idx
-            )
-        case "AllBlocksCleared", _:
-            return AllBlocksCleared()
-    return None
-
-
-def _of_vllm(row: _VllmStored) -> BlockStored:
-    return BlockStored(
-        block_hashes=row.block_hashes,
-        parent_block_hash=row.parent_block_hash,
-        token_ids=row.token_ids,
-        block_size=row.block_size,
-        lora_id=row.lora_id,
-        lora_name=row.lora_name,
-        medium=row.medium,
-        extra_keys=row.extra_keys,
-        group_idx=row.group_idx,
-        kv_cache_spec_kind=row.kv_cache_spec_kind,
-    )
-
-
-def _of_sglang(row: _SglangStored) -> BlockStored:
-    return BlockStored(
-        block_hashes=row.block_hashes,
-        parent_block_hash=row.parent_block_hash,
-        token_ids=row.token_ids,
-        block_size=row.block_size,
-        lora_id=row.lora_id,
-        medium=row.medium,
-        cache_salt=row.metadata.cache_salt if row.metadata is not None else None,
-    )

@@ -12,7 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvolt.core.hashing import local_hashes
-from kvolt.engines.kv_formats.trtllm_schema import EngineHash
+
+EngineHash = int | str
+"""TensorRT-LLM's hash of a block; opaque."""
 
 MAX_ROOTS = 1 << 16
 

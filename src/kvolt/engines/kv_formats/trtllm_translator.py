@@ -12,24 +12,64 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import check_block_size, local_hashes, sequence_hashes
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
-from kvolt.engines.kv_formats.trtllm_schema import (
-    CreatedData,
-    EngineHash,
-    RemovedData,
-    StoredBlock,
-    StoredData,
-    UpdatedData,
-    decode_event,
-)
-from kvolt.engines.kv_formats.trtllm_seeds import SequenceSeeds
+from kvolt.engines.kv_formats.trtllm_seeds import EngineHash, SequenceSeeds
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 """Tier of each cache level."""
 MAX_NAMES = 1 << 19
+
+# Events as written by TensorRT-LLM's KVCacheEventSerializer: dictionaries with an id and a window. Unused fields are
+# ignored.
+
+
+class UniqueToken(msgspec.Struct, frozen=True):
+    token_id: int | str
+    """A string for media."""
+    token_extra_id: int = 0
+
+
+class StoredBlock(msgspec.Struct, frozen=True):
+    block_hash: EngineHash
+    tokens: tuple[UniqueToken, ...]
+    cache_level: int = 0
+    mm_keys: tuple[Any, ...] = ()
+
+
+class StoredData(msgspec.Struct, frozen=True, tag_field="type", tag="stored"):
+    """Consecutive blocks of one sequence."""
+
+    blocks: tuple[StoredBlock, ...]
+    parent_hash: EngineHash | None = None
+
+
+class RemovedData(msgspec.Struct, frozen=True, tag_field="type", tag="removed"):
+    block_hashes: tuple[EngineHash, ...]
+
+
+class CreatedData(msgspec.Struct, frozen=True, tag_field="type", tag="created"):
+    """Creation of the pools; the first event."""
+
+
+class Diff(msgspec.Struct, frozen=True):
+    new_value: int
+
+
+class UpdatedData(msgspec.Struct, frozen=True, tag_field="type", tag="updated"):
+    block_hash: EngineHash
+    cache_level: Diff | None = None
+
+
+class TrtllmKvEvent(msgspec.Struct, frozen=True):
+    event_id: int
+    data: StoredData | RemovedData | CreatedData | UpdatedData
+    window_size: int | None = None
+    """Attention window of the layers that these blocks belong to."""
 
 
 @dataclass(slots=True)
@@ -65,8 +105,9 @@ class TrtllmTranslator:
         """Number of skipped blocks or events by reason."""
 
     def translate(self, raw_event: Any) -> list[KvChange]:
-        event = decode_event(raw_event)
-        if event is None:
+        try:
+            event = msgspec.convert(raw_event, TrtllmKvEvent)
+        except msgspec.ValidationError:  # of an unknown type or form
             return self._skip("unreadable")
         changes = self._check_gap(event.event_id)
         if isinstance(event.data, CreatedData):

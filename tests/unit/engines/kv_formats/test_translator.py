@@ -12,9 +12,8 @@ import pytest
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
-from kvolt.engines.kv_formats import SALT_TAG, Engine, Translator
-from kvolt.engines.kv_formats.schema import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
-from kvolt.engines.kv_formats.translator import NAME_BYTES
+from kvolt.engines.kv_formats.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine, decode_batch
+from kvolt.engines.kv_formats.translator import NAME_BYTES, SALT_TAG, Translator
 
 BLOCK = 4
 TOKENS = tuple(range(100, 124))
