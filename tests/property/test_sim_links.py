@@ -4,9 +4,11 @@ transfers are equal."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.engines.sim.test_links import rate
 
 from kvolt.engines.sim.links import Link, SharedLinks, TransferId
 
@@ -49,11 +51,15 @@ class Run:
         self.paths: dict[TransferId, tuple[str, ...]] = {}
         self.arrived_at: dict[TransferId, float] = {}
         self.order: list[TransferId] = []
+        self.moved: Counter[TransferId] = Counter()
+        """Bytes by transfer, from the rates between events."""
+        self.now = 0.0
 
     def drive(self, transfers: list[tuple[float, float, tuple[str, ...]]]) -> list[TransferId]:
         ids = []
         for start, num_bytes, path in transfers:
             self.until(start)
+            self.pass_time(start)
             transfer = self.shared.start(start, num_bytes, path)
             self.paths[transfer] = path
             ids.append(transfer)
@@ -63,29 +69,33 @@ class Run:
 
     def until(self, end: float) -> None:
         while (due := self.shared.next_arrival()) is not None and due <= end:
+            self.pass_time(due)
             for transfer in self.shared.advance(due):
                 self.arrived_at[transfer] = due
                 self.order.append(transfer)
             self.check_rates()
 
+    def pass_time(self, now: float) -> None:
+        for transfer in self.paths:
+            self.moved[transfer] += rate(self.shared, transfer) * (now - self.now)
+        self.now = now
+
     def check_rates(self) -> None:
         """Max-min fair: rates are within the links' bandwidth, and each transfer has a full link on which
         none is faster."""
-        rates = {transfer: self.shared.rate(transfer) for transfer in self.paths}
-        moving = {transfer: rate for transfer, rate in rates.items() if rate > 0}
+        rates = {transfer: rate(self.shared, transfer) for transfer in self.paths}
+        moving = {transfer: each for transfer, each in rates.items() if each > 0}
         room = {link.name: link.bytes_per_s for link in self.made}
         used = {
-            name: sum(rate for transfer, rate in moving.items() if name in self.paths[transfer])
+            name: sum(each for transfer, each in moving.items() if name in self.paths[transfer])
             for name in room
         }
         for name, bytes_per_s in room.items():
             assert used[name] <= bytes_per_s * (1 + 1e-9)
-        for transfer, rate in moving.items():
+        for transfer, own in moving.items():
             assert any(
                 used[name] >= room[name] * (1 - 1e-9)
-                and all(
-                    rate >= other * (1 - 1e-9) for one, other in moving.items() if name in self.paths[one]
-                )
+                and all(own >= other * (1 - 1e-9) for one, other in moving.items() if name in self.paths[one])
                 for name in self.paths[transfer]
             ), "it could be faster without slowing a slower transfer"
 
@@ -99,13 +109,10 @@ def test_fair_work_conserving_and_complete(
     ids = run.drive(transfers)
     assert sorted(run.arrived_at) == ids, "each arrives once"
     for transfer, (start, num_bytes, path) in zip(ids, transfers, strict=True):
+        moved = run.moved[transfer]
+        assert math.isclose(moved, num_bytes, rel_tol=1e-6, abs_tol=1.0), "what went in came out"
         took_s = run.arrived_at[transfer] - start
         assert took_s >= alone_s(made, num_bytes, path) * (1 - 1e-6) - 1e-9, "none is faster than alone"
-    for link in made:
-        wanted = sum(num_bytes for _, num_bytes, path in transfers if link.name in path)
-        use = run.shared.use[link.name]
-        assert math.isclose(use.moved_bytes, wanted, rel_tol=1e-6), "what went in came out"
-        assert use.busy_s >= wanted / link.bytes_per_s * (1 - 1e-6) - 1e-9
     assert run.shared.next_arrival() is None
 
 
@@ -127,7 +134,7 @@ def test_equals_end_together_after_as_many_times_the_time(
 ) -> None:
     shared = SharedLinks([Link("wire", bytes_per_s, latency_s)])
     ids = [shared.start(now, num_bytes, ["wire"]) for _ in range(count)]
-    assert len({shared.rate(transfer) for transfer in ids}) == 1
+    assert len({rate(shared, transfer) for transfer in ids}) == 1
     arrived: list[TransferId] = []
     while (due := shared.next_arrival()) is not None:
         found = shared.advance(due)

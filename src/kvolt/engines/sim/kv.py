@@ -1,4 +1,4 @@
-"""SimMemory: content of the simulated engine's blocks, in place of KV.
+"""The simulated engine's blocks: their content, in place of KV, and the names of blocks without content.
 
 A computed block holds the fingerprint of the tokens, salt and adapter it was computed from, four times. Fingerprints
 are independent of block keys: a block that was swapped, damaged in transfer, never filled, or found by an ambiguous
@@ -8,13 +8,16 @@ key differs from what its reader expects. Owns the content and its verification.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import xxhash
 
 from kvolt.core.block_key import BlockKeyContext, KvLayout
+from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import token_bytes
+from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.request import Request
-from kvolt.kv import BlockId
+from kvolt.kv import BlockId, BlockNames
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 
@@ -109,3 +112,32 @@ class ExpectedKv:
             fingerprint = xxhash.xxh3_128_digest(token_bytes(tokens[start : start + size]), self._parent)
             self.fingerprints.append(fingerprint)
             self._parent = int.from_bytes(fingerprint[:8], "little")
+
+
+class TraceNaming:
+    """Like TokenNaming for a trace request, whose tokens are unknown.
+
+    The request has one hash per full block of its prompt: equal hashes are equal blocks. Generated blocks are unique to
+    the request. Must not be used where block content is kept: these hashes do not identify content.
+    """
+
+    __slots__ = ("_seed", "names")
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        num_blocks = request.num_prompt_tokens // block_size
+        if request.block_size != block_size or len(request.sequence_hashes) < num_blocks:
+            raise InvalidRequest(
+                f"a trace request needs the hashes of its {num_blocks} blocks of {block_size} tokens",
+                param="sequence_hashes",
+            )
+        self._seed = xxhash.xxh3_64_intdigest(request.request_id.encode())
+        self.names = _names(request.sequence_hashes[:num_blocks])
+
+    def reach(self, tokens: list[int], num_blocks: int) -> None:
+        positions = (position.to_bytes(8, "little") for position in range(len(self.names), num_blocks))
+        self.names.extend(_names([xxhash.xxh3_64_intdigest(each, self._seed) for each in positions]))
+
+
+def _names(hashes: Sequence[int]) -> BlockNames:
+    """Block names from hashes. The hash is also the key: trace blocks have no content."""
+    return BlockNames(cast("list[BlockKey]", list(hashes)), cast("list[SequenceHash]", list(hashes)))

@@ -43,14 +43,6 @@ class Link(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class LinkUse:
-    """Usage counters of a link."""
-
-    moved_bytes: float = 0.0
-    busy_s: float = 0.0
-
-
-@dataclass(slots=True)
 class _Moving:
     path: tuple[str, ...]
     left_bytes: float
@@ -65,7 +57,6 @@ class SharedLinks:
         self._links = {link.name: link for link in links}
         if len(self._links) != len(links):
             raise ValueError("two links have the same name")
-        self.use = {link.name: LinkUse() for link in links}
         self._moving: dict[TransferId, _Moving] = {}
         self._arriving: dict[TransferId, float] = {}
         """Arrival times of transfers whose bytes have all been sent."""
@@ -110,11 +101,6 @@ class SharedLinks:
             del self._arriving[transfer]
         return [transfer for _, transfer in arrived]
 
-    def rate(self, transfer: TransferId) -> float:
-        """Current rate in bytes per second; 0 if all bytes have been sent."""
-        moving = self._moving.get(transfer)
-        return 0.0 if moving is None else moving.rate
-
     # ---
 
     def _move_until(self, now: float) -> None:
@@ -126,27 +112,15 @@ class SharedLinks:
             self._move_for(end - self._now)
             self._now = end
             for transfer in self._ending:
-                moving = self._moving.pop(transfer)
-                self._count(moving, moving.left_bytes)  # the rounding difference
-                self._arriving[transfer] = end + sum(self._links[name].latency_s for name in moving.path)
+                path = self._moving.pop(transfer).path
+                self._arriving[transfer] = end + sum(self._links[name].latency_s for name in path)
             self._update_rates()
-        if self._moving:
-            self._move_for(now - self._now)
+        self._move_for(now - self._now)
         self._now = now
 
     def _move_for(self, duration_s: float) -> None:
-        busy: dict[str, None] = {}
         for moving in self._moving.values():
-            num_bytes = moving.rate * duration_s
-            moving.left_bytes -= num_bytes
-            self._count(moving, num_bytes)
-            busy.update(dict.fromkeys(moving.path))
-        for name in busy:
-            self.use[name].busy_s += duration_s
-
-    def _count(self, moving: _Moving, num_bytes: float) -> None:
-        for name in moving.path:
-            self.use[name].moved_bytes += num_bytes
+            moving.left_bytes -= moving.rate * duration_s
 
     def _update_rates(self) -> None:
         """Recompute the rates and the next end."""

@@ -25,10 +25,6 @@ class SimTransfers:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    @property
-    def num_moving(self) -> int:
-        return len(self._waiting)
-
     async def move(self, num_bytes: float, *path: str) -> bool:
         """Wait for a transfer over these links; unknown links take no time. Returns False if it was closed
         before the arrival. Cancelling frees the links for other transfers."""

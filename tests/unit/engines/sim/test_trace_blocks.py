@@ -12,7 +12,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.engines.sim.trace_blocks import TraceNaming
+from kvolt.engines.sim.kv import TraceNaming
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.virtual.loop import run_virtual
 
