@@ -39,10 +39,6 @@ class CudaAttention:
         keys, values = self._layers[layer]
         target = KvTarget(keys, values, batch.slots)
         triton_fused.rotate_and_write(q, k, v, batch.positions, rotation, target)
-        return self._attend(layer, q, batch)
-
-    def _attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        keys, values = self._layers[layer]
         rows, decodes = q.shape[0], batch.num_decodes
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if decodes:

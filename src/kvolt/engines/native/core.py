@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from kvolt.core.block_key import BlockKeyContext
@@ -188,14 +189,7 @@ class EngineCore:
         new_tokens = self.scheduler.commit(plan, [one.token or 0 for one in sampled], self._plain)
         by_sequence = {id(work.sequence): one for work, one in zip(sampling_works, sampled, strict=True)}
         ended = self._now()
-        stats = StepStats(
-            plan.stats.batch,
-            plan.stats.prefill_tokens,
-            plan.stats.prefill_context,
-            plan.stats.context_tokens,
-            ended - started,
-            plan.stats.shared_tokens,
-        )
+        stats = msgspec.structs.replace(plan.stats, time_s=ended - started)
         if self.has_work:
             self._ended_at = ended
         if (pace := self.scheduler.planner.pace) is not None:

@@ -7,7 +7,9 @@ again. Int8 is weight-only: activations are unchanged, and each output column ha
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,21 +32,8 @@ _INT8_ROWS = 48
 """From this row count on, the weight is converted to bfloat16 first, whose products use AMX."""
 
 
-class Projection(Protocol):
-    """x [T, in] -> [T, out]."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class Plain:
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+Projection = Callable[[Tensor], Tensor]
+"""x [T, in] -> [T, out]."""
 
 
 class Packed:
@@ -99,19 +88,18 @@ class Int8:
 
 def projection(weight: Tensor, bias: Tensor | None, quantize: Quantize = "none") -> Projection:
     """The fastest projection for this weight."""
-    if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
-        return Plain(weight, bias)
-    if quantize == "int8" and Int8.fits(weight):
-        return Int8(weight, bias)
-    return Packed(weight, bias) if _can_pack() else Plain(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+        if quantize == "int8" and Int8.fits(weight):
+            return Int8(weight, bias)
+        if _can_pack():
+            return Packed(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 def _can_pack() -> bool:
-    """Whether the operator exists, since it is not public, and supports this CPU."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if _has_probe() else False
-
-
-def _has_probe() -> bool:
-    return hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and hasattr(
-        torch.ops.mkldnn, "_reorder_linear_weight"
+    """Whether the operators exist, since they are not public, and support this CPU."""
+    operators = torch.ops.mkldnn
+    has_operators = all(
+        hasattr(operators, name) for name in ("_is_mkldnn_bf16_supported", "_reorder_linear_weight")
     )
+    return has_operators and bool(operators._is_mkldnn_bf16_supported())

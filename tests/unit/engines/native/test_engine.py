@@ -29,9 +29,9 @@ from kvolt.core.errors import (
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import MediaSpan, Sampling
 from kvolt.engines.contract import features_of
+from kvolt.engines.native.shell import core_calls, messages
 from kvolt.engines.native.shell import engine as engine_module
 from kvolt.engines.native.shell import link as link_module
-from kvolt.engines.native.shell import messages
 from kvolt.runtime.tasks import Scope
 from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.layout import SlabLayout
@@ -421,7 +421,7 @@ async def test_a_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_blocks_move_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (source, reader), running() as (target, other):
-        monkeypatch.setattr(engine_module, "_MOVE_BYTES", 3 * source.kv_layout().block_bytes)
+        monkeypatch.setattr(core_calls, "_MOVE_BYTES", 3 * source.kv_layout().block_bytes)
         source.submit(request("r", prompt=41))
         await reader.finish("r")
         keys = source.kv_keys(request("r", prompt=41))
@@ -533,7 +533,7 @@ async def test_a_decode_worker_opens_its_engine_s_device(monkeypatch: pytest.Mon
         opened.append((handle.allocation, handle.offset, name))
         return Slab.on_device(device, layout.block.block_bytes, layout)
 
-    monkeypatch.setattr(engine_module, "_open_slab", open_slab)
+    monkeypatch.setattr(core_calls, "_open_slab", open_slab)
     async with running("load_decode_on_device", process="own") as (engine, _):
         (slab,) = engine.kv_slabs()
         assert slab.device is device
@@ -551,7 +551,7 @@ async def test_a_decode_worker_opens_its_engine_s_device(monkeypatch: pytest.Mon
 async def test_a_device_is_not_opened_where_that_is_of_no_use(
     load: str, arguments: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_open_slab", lambda *given: pytest.fail("was opened"))
+    monkeypatch.setattr(core_calls, "_open_slab", lambda *given: pytest.fail("was opened"))
     async with running(load, **arguments) as (engine, reader):
         engine.submit(request("r"))
         await reader.finish("r")
@@ -564,7 +564,7 @@ async def test_a_device_that_cannot_be_opened_keeps_its_blocks(
     def refuse(*given: object) -> Slab:
         raise error
 
-    monkeypatch.setattr(engine_module, "_open_slab", refuse)
+    monkeypatch.setattr(core_calls, "_open_slab", refuse)
     async with running("load_decode_on_device", process="own") as (engine, reader):
         engine.submit(request("r"))
         await reader.finish("r")

@@ -16,6 +16,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
@@ -76,16 +77,14 @@ class Matcher:
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
+@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A compiled grammar for one tokenizer. Thread-safe."""
 
-    __slots__ = ("_first", "_num_words", "num_bytes")
-
-    def __init__(self, first: LLMatcher, num_words: int, num_bytes: int) -> None:
-        self._first = first
-        self._num_words = num_words
-        self.num_bytes = num_bytes
-        """Estimated size."""
+    _first: LLMatcher
+    _num_words: int
+    num_bytes: int
+    """Estimated size."""
 
     def start(self, prior_tokens: Sequence[int] = ()) -> Matcher:
         """A matcher at the start, or after tokens generated before. InvalidRequest if the grammar does not
@@ -125,13 +124,10 @@ class GrammarCompiler:
         self._slots = threading.BoundedSemaphore(MAX_COMPILING)
         self._lock = threading.Lock()
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Estimated size of the cache."""
         self.mask_words = -(-self._tokenizer.vocab_size // 32)
         """Length of a mask; more than the model's vocabulary requires if the tokenizer has more tokens."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
 
     def find_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """A grammar in the cache, or None. Counts as a use; does not block."""
@@ -225,11 +221,11 @@ class GrammarCompiler:
 
     def _store(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         replaced = self._cache.pop(grammar, None)
-        self._num_bytes += compiled.num_bytes - (replaced.num_bytes if replaced else 0)
+        self.num_bytes += compiled.num_bytes - (replaced.num_bytes if replaced else 0)
         self._cache[grammar] = compiled
-        while self._cache and (len(self._cache) > self._max_grammars or self._num_bytes > self._max_bytes):
+        while self._cache and (len(self._cache) > self._max_grammars or self.num_bytes > self._max_bytes):
             _, dropped = self._cache.popitem(last=False)
-            self._num_bytes -= dropped.num_bytes
+            self.num_bytes -= dropped.num_bytes
 
 
 def _json_source(text: str) -> str:

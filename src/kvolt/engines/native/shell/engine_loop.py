@@ -11,6 +11,7 @@ import logging
 import select
 import socket
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,8 +20,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Handoff, Request, StopConditions
-from kvolt.engines.contract import HeldKv
+from kvolt.core.request import Request, StopConditions
 from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
 from kvolt.engines.native.shell.messages import (
     COMPUTED_KV,
@@ -196,26 +196,25 @@ class EngineLoop:
             self._failed.append((request_id, to_info(EngineFailed(message, engine="native"))))
 
     def _call(self, call: Call) -> None:
-        number = call.number
+        reply = partial(self._reply, call.number)
         try:
             method = METHODS[call.method]
             arguments = method.decode_arguments(call.arguments)
             owner = self._core if method is WITHDRAW else self._core.capabilities
             call_it = getattr(owner, method.name)
             if method in _LATER:
-                call_it(*arguments, lambda result: self._reply(number, result))
+                call_it(*arguments, reply)
                 return
-            value = encode_raw(call_it(*arguments))
+            result = call_it(*arguments)
         except KvoltError as error:
-            self._reply(number, to_info(error))
+            result = to_info(error)
         except Exception as error:
             log.exception("engine call failed: method=%s", call.method)
             message = f"{call.method} failed ({type(error).__name__})"
-            self._reply(number, to_info(EngineFailed(message, engine="native")))
-        else:
-            self._pipe.send(Reply(number, value))
+            result = to_info(EngineFailed(message, engine="native"))
+        reply(result)
 
-    def _reply(self, number: int, result: Handoff | HeldKv | ErrorInfo) -> None:
+    def _reply(self, number: int, result: object) -> None:
         if isinstance(result, ErrorInfo):
             self._pipe.send(Reply(number, error=result))
         else:
