@@ -24,7 +24,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.model import LoadOptions, Transformer
+from kvolt.engines.native.model.transformer import LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner, attention_backend, set_threads, slab_in
 from kvolt.engines.native.setup import Setup, choose_setup, device_of, largest_step_bytes, memory_for_kv

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.batch import Batch, BatchBuilder
 from kvolt.engines.native.graphs import DecodeGraphs
-from kvolt.engines.native.model import Attention, LoadOptions, Transformer
+from kvolt.engines.native.model.attention_cpu import CpuAttention
+from kvolt.engines.native.model.transformer import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group
 from kvolt.engines.native.setup import Setup
 from kvolt.engines.native.slab import DTYPES, KvSlab, SlabShape
@@ -147,7 +147,7 @@ def slab_in(memory: int | None, shape: SlabShape, setup: Setup) -> KvSlab:
 def attention_backend(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
     scale = config.head_dim**-0.5
     if device.type == "cuda":
-        from kvolt.engines.native.attention_cuda import CudaAttention
+        from kvolt.engines.native.model.attention_cuda import CudaAttention
 
         return CudaAttention(slab, scale)
     return CpuAttention(slab, config.num_heads // group.degree, scale)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels import cpu_kernels, operations
 from kvolt.engines.native.kernels.cpu_kernels import CpuKernels
 from kvolt.engines.native.kernels.operations import KvTarget, Rotation
+from kvolt.engines.native.model.attention_cpu import CpuAttention
 from kvolt.engines.native.slab import KvSlab, SlabShape
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

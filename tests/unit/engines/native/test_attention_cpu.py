@@ -21,8 +21,8 @@ from tests.unit.engines.native.cpu_lab import (  # noqa: E402
     threads,
 )
 
-from kvolt.engines.native.attention_cpu import CpuAttention, PagedAttention  # noqa: E402
 from kvolt.engines.native.kernels.cpu_kernels import CpuKernels  # noqa: E402
+from kvolt.engines.native.model.attention_cpu import CpuAttention, PagedAttention  # noqa: E402
 
 
 @pytest.fixture(scope="module")

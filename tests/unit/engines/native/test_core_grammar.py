@@ -27,7 +27,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.grammar.threads import MAX_COMPILING, CompilingThreads
-from kvolt.engines.native.lora import Adapter
+from kvolt.engines.native.model.lora import Adapter
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPT = make_prompts(seed=7, vocabulary=900, count=6, longest=60)["p3"]

@@ -23,7 +23,6 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from kvolt.core.errors import ConfigError  # noqa: E402
-from kvolt.engines.native.attention_cuda import CudaAttention  # noqa: E402
 from kvolt.engines.native.batch import Batch  # noqa: E402
 from kvolt.engines.native.graphs import DecodeGraphs, GraphLimits, Run, sizes_up_to  # noqa: E402
 from kvolt.engines.native.kernels import operations, triton_fused  # noqa: E402
@@ -32,6 +31,7 @@ from kvolt.engines.native.kernels.triton_decode import (  # noqa: E402
     decode_attention,
     num_splits,
 )
+from kvolt.engines.native.model.attention_cuda import CudaAttention  # noqa: E402
 from kvolt.engines.native.slab import KvSlab, SlabShape  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

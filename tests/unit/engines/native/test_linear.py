@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kvolt.engines.native.linear import Int8, Packed, projection
+from kvolt.engines.native.model.linear import Int8, Packed, projection
 
 
 @pytest.fixture

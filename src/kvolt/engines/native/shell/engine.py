@@ -1,8 +1,8 @@
 """NativeEngine: the Engine of the contract, in the worker's process. The core runs in a `host`.
 
 Owns the engine's life cycle as the worker sees it, the synchronous checks of `submit`, and the queue of
-unread steps, from which outputs of aborted requests are removed. Never waits for a step; imports torch only
-if blocks of a device are to be moved (ADR 12). All other work is done by the core, behind `link`.
+unread steps, from which outputs of aborted requests are removed. Never waits for a step. All other work is
+done by the core, behind `link`; calls that concern no request's life are in `core_calls`.
 """
 
 from __future__ import annotations

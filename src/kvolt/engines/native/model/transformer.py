@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels.operations import Rotation, add_rmsnorm, silu_mul
-from kvolt.engines.native.linear import Projection, Quantize, projection
-from kvolt.engines.native.lora import Adapters
+from kvolt.engines.native.model.linear import Projection, Quantize, projection
+from kvolt.engines.native.model.lora import Adapters
 from kvolt.engines.native.parallel import Group, Solo, share
 from kvolt.models.checkpoint import Checkpoint
 from kvolt.models.config import ModelConfig, inverse_frequencies
