@@ -45,8 +45,7 @@ from kvolt.frontend.tokenization.preprocess import (
     ProcessorSpec,
     RenderedChat,
 )
-from kvolt.models.card import model_card
-from kvolt.models.checkpoint import open_checkpoint
+from kvolt.models.checkpoint import model_card, open_checkpoint
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import ModelConfig, read_hf_config
 from kvolt.models.folder_texts import FolderTexts, read_json, read_required
@@ -21,6 +22,9 @@ from kvolt.models.weights import check_shapes, hash_weights
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SMALL_MODEL_WEIGHTS = 400_000_000
+_SMALL_MODEL_TOKENS = 1024
+"""Default `max_tokens` of small models, which often repeat themselves until the context is full."""
 
 
 class Checkpoint(Protocol):
@@ -64,6 +68,22 @@ def open_checkpoint(path: Path, context_length: int | None = None) -> Checkpoint
     from kvolt.models.gguf_file import GgufFile
 
     return GgufFile(path, context_length)
+
+
+def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
+    """The card of a model. Names no parsers: a frontend derives them from the chat template."""
+    config = checkpoint.config
+    return ModelCard(
+        name=name,
+        tokenizer_json=checkpoint.tokenizer_json,
+        chat_template=checkpoint.chat_template,
+        context_length=config.context_length,
+        block_size=block_size,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        defaults=dict(checkpoint.sampling_defaults),
+        default_max_tokens=_SMALL_MODEL_TOKENS if config.num_weights < _SMALL_MODEL_WEIGHTS else None,
+    )
 
 
 class _Index(msgspec.Struct):

@@ -312,7 +312,7 @@ def read_gguf_config(
     if architecture not in ARCHITECTURES:
         raise unknown_architecture(architecture, tuple(ARCHITECTURES))
     if metadata.get("split.count", 1) > 1:
-        _refuse("the file is one part of a split model", "join them with llama-gguf-split --merge")
+        _refuse("the file is one part of a split model", remedy="join them with llama-gguf-split --merge")
     if metadata.get(f"{architecture}.expert_count"):
         _refuse("a mixture of experts is not supported")
     check_gguf_fields(metadata, architecture)
@@ -390,7 +390,5 @@ def _stored_dtype(weight: TensorInfo | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse(message: str, remedy: str | None = None) -> NoReturn:
-    if remedy is None:
-        raise ConfigError(message, key="model")
-    raise ConfigError(message, key="model", remedy=remedy)
+def _refuse(message: str, **fields: str) -> NoReturn:
+    raise ConfigError(message, key="model", **fields)

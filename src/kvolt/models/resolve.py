@@ -74,18 +74,15 @@ class Sources:
 
 def resolve(name: str, progress: Progress, sources: Sources | None = None) -> Resolved:
     """Resolve a model, downloading it if necessary. ConfigError, or NetworkFault if a retry may help."""
-    sources = sources or Sources()
     return locate(name, sources) or fetch(name, progress, sources)
 
 
 def locate(name: str, sources: Sources | None = None) -> Resolved | None:
     """Resolve a model from the local disk; None if it is not there. ConfigError for an invalid name."""
     sources = sources or Sources()
-    local = _local(name)
-    if local is not None:
+    if (local := _local(name)) is not None:
         return local
-    built_in = _built_in(name)
-    if built_in is not None:
+    if (built_in := _built_in(name)) is not None:
         path = package_weights.find(BUILT_IN[built_in], sources.cache_dir)
         return None if path is None else _from_package(built_in, path)
     hub_name = _hub_name(name)
@@ -96,11 +93,9 @@ def locate(name: str, sources: Sources | None = None) -> Resolved | None:
 def fetch(name: str, progress: Progress, sources: Sources | None = None) -> Resolved:
     """Like `resolve`, but checks the hub first and downloads a newer revision."""
     sources = sources or Sources()
-    local = _local(name)
-    if local is not None:
+    if (local := _local(name)) is not None:
         return local
-    built_in = _built_in(name)
-    if built_in is not None:
+    if (built_in := _built_in(name)) is not None:
         path = package_weights.fetch(BUILT_IN[built_in], sources.cache_dir, progress)
         return _from_package(built_in, path)
     hub_name = _hub_name(name)

@@ -11,8 +11,7 @@ import msgspec
 from kvolt.core.card import card_hash
 from kvolt.engines.sim.model import CHAT_TEMPLATE, tokenizer_json
 from kvolt.frontend.openai_api.generation import sampling_defaults
-from kvolt.models.card import model_card
-from kvolt.models.checkpoint import open_checkpoint
+from kvolt.models.checkpoint import model_card, open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 
 

@@ -32,8 +32,7 @@ from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabSha
 from kvolt.engines.native.tp_rank import LoadLora, TpRanks, UnloadLora
 from kvolt.engines.native.trial_runner import run_trials
 from kvolt.kv import BlockPool
-from kvolt.models.card import model_card
-from kvolt.models.checkpoint import Checkpoint, open_checkpoint
+from kvolt.models.checkpoint import Checkpoint, model_card, open_checkpoint
 from kvolt.models.config import ModelConfig
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.resolve import resolve
