@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -18,17 +18,29 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv
 from kvolt.engines.kv_exchange import BlockMemory, KvExchange
+from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.slab import LAYOUT
 from kvolt.engines.prefills import HOLD_S, OnBlocks, OnHandoff, Prefills
+from kvolt.scheduler.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from kvolt.engines.native.core import EngineCore
+
+class RequestCore(Protocol):
+    """The part of EngineCore that the capabilities use."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+
+    def submit(self, request: Request, keep_blocks: bool = False) -> None: ...
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+    def drop_lora(self, name: str) -> None: ...
 
 
 class Capabilities:
     """See the module."""
 
-    def __init__(self, core: EngineCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
+    def __init__(self, core: RequestCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
         """`blocks`: access to blocks with the heads of all ranks; None if the other ranks' blocks cannot be
         accessed. `now`: a monotonic clock."""
         self._core = core

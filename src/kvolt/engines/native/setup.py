@@ -34,6 +34,8 @@ _CPU_STEP_WEIGHTS = 4e11
 _BYTES_PER_DRAWN_LOGIT = 48
 """Bytes per logit of a top_p draw: float32 logits twice, sorted values and indices, float64 probabilities and
 sums."""
+MAX_COMPILING = 2
+"""Grammars compiled concurrently; more would take CPU time from the steps."""
 
 
 @dataclass(frozen=True, slots=True)

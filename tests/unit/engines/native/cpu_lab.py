@@ -13,7 +13,7 @@ from torch import Tensor
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels import cpu_kernels, operations
 from kvolt.engines.native.kernels.cpu_kernels import CpuKernels
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
 from kvolt.engines.native.model.attention_cpu import CpuAttention
 from kvolt.engines.native.slab import KvSlab, SlabShape
 

@@ -29,7 +29,7 @@ from kvolt.engines.native.grammar.lark import lark_of_ebnf
 from kvolt.engines.native.grammar.regex import alternatives, regex_source
 from kvolt.engines.native.grammar.schema import prepared_schema
 from kvolt.engines.native.grammar.tags import lark_of_tag
-from kvolt.engines.native.grammar.threads import MAX_COMPILING
+from kvolt.engines.native.setup import MAX_COMPILING
 
 _MAX_REASON_CHARS = 300
 _STACK_BYTES = 64 * 1024 * 1024

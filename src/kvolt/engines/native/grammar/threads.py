@@ -12,13 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvolt.core.request import Grammar
+from kvolt.engines.native.setup import MAX_COMPILING
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler
-
-
-MAX_COMPILING = 2
-"""Grammars compiled concurrently; more would take CPU time from the steps."""
 
 
 class CompilingThreads:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
 
 _HEADS_TILE = 8
 _WIDTH_TILE = 1024

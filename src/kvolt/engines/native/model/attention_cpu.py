@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.kernels import cpu_kernels
 from kvolt.engines.native.kernels.cpu_kernels import NARROW, CpuKernels, is_dense
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation, plain_rotate_and_write
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
+from kvolt.engines.native.kernels.operations import plain_rotate_and_write
 from kvolt.engines.native.slab import KvSlab
 
 _SEQUENCES_PER_THREAD = 4

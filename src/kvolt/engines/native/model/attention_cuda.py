@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvolt.engines.native.kernels import triton_fused
-from kvolt.engines.native.kernels.operations import KvTarget, Rotation, check_gpu_shape
+from kvolt.engines.native.kernels.inputs import KvTarget, Rotation
+from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.kernels.triton_decode import PagedContext, decode_attention
 from kvolt.engines.native.kernels.triton_prefill import Chunks, prefill_attention
 

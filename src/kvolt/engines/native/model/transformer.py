@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.kernels.operations import Rotation, add_rmsnorm, silu_mul
+from kvolt.engines.native.kernels.inputs import Rotation
+from kvolt.engines.native.kernels.operations import add_rmsnorm, silu_mul
 from kvolt.engines.native.model.linear import Projection, Quantize, projection
 from kvolt.engines.native.model.lora import Adapters
 from kvolt.engines.native.parallel import Group, Solo, share
