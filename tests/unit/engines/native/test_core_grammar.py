@@ -26,8 +26,9 @@ from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request
 from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.model.lora import Adapter
-from kvolt.engines.native.setup import MAX_COMPILING, CompilingThreads
+from kvolt.engines.native.setup import MAX_COMPILING
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPT = make_prompts(seed=7, vocabulary=900, count=6, longest=60)["p3"]
