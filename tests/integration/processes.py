@@ -38,9 +38,9 @@ from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import WORDS, tokenizer_json, word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress

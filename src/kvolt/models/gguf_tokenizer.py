@@ -43,39 +43,22 @@ class _Splits(NamedTuple):
     """Text is normalised to NFC first, as by the model's own tokenizer."""
 
 
-_DIGITS_APART = _Splits((_DIGIT, _GPT2))
-_PLAIN = _Splits((_GPT2,))
-_LLAMA3_SPLITS = _Splits((_LLAMA3,), ignore_merges=True, add_bos=True)
 _PRE_TOKENIZERS = {
     "default": _Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PLAIN,
-    "mpt": _PLAIN,
-    "olmo": _PLAIN,
-    "jais": _PLAIN,
-    "phi-2": _PLAIN,
-    "trillion": _PLAIN,
-    "exaone4": _PLAIN,
-    "smollm": _DIGITS_APART,
-    "starcoder": _DIGITS_APART,
-    "refact": _DIGITS_APART,
-    "command-r": _DIGITS_APART,
-    "codeshell": _DIGITS_APART,
-    "exaone": _DIGITS_APART,
-    "minerva-7b": _DIGITS_APART,
-    "llama-bpe": _LLAMA3_SPLITS,
-    "llama3": _LLAMA3_SPLITS,
-    "llama-v3": _LLAMA3_SPLITS,
-    "falcon3": _LLAMA3_SPLITS,
-    "midm-2.0": _LLAMA3_SPLITS,
-    "dbrx": _Splits((_LLAMA3,)),
-    "smaug-bpe": _Splits((_LLAMA3,)),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "exaone4"), _Splits((_GPT2,))),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _Splits((_DIGIT, _GPT2)),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"),
+        _Splits((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splits((_LLAMA3,))),
     "qwen2": _Splits((_QWEN2,), composed=True),
-    "deepseek-r1-qwen": _Splits((_QWEN2,)),
-    "stablelm2": _Splits((_QWEN2,)),
-    "megrez": _Splits((_QWEN2,)),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Splits((_QWEN2,))),
     "tekken": _Splits((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": _Splits((_GPT4O,)),
-    "llama4": _Splits((_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Splits((_GPT4O,))),
     "deepseek-coder": _Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT)),
 }
 

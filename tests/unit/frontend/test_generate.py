@@ -31,9 +31,9 @@ from kvolt.core.errors import ErrorInfo, InvalidRequest
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request, Sampling
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import sim_card, word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.model import ModelOptions

@@ -25,8 +25,8 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.context import RerouteKey, RerouteOutcome
 from kvolt.journey.events import State
 from kvolt.journey.journey import Journey, JourneyContext

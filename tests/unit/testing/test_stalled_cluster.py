@@ -21,9 +21,9 @@ from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.journey import JourneyContext
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS

@@ -26,9 +26,9 @@ from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Unsuppor
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Rendezvous, Request, Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual

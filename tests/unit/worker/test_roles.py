@@ -41,9 +41,9 @@ from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import EngineSpec, KvAllocation
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient

@@ -36,8 +36,8 @@ from kvolt.core.errors import (
 from kvolt.core.ids import RequestId
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind, Sampling
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination

@@ -127,7 +127,17 @@ class DecodeGraphs:
         self._lens[rows:size].zero_()
 
     def _step_of(self, size: int) -> Run:
-        batch = self._static_batch(size)
+        batch = Batch(
+            token_ids=self._tokens[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            num_decodes=size,
+            query_starts=list(range(size + 1)),
+            context_lens=[0] * size,  # the kernels read the tensor
+            context_lens_t=self._lens[:size],
+            block_tables=self._tables[:size],
+            logit_rows=self._rows[:size],
+        )
 
         def step() -> Tensor:
             result = self._forward(batch)
@@ -140,16 +150,3 @@ class DecodeGraphs:
             return self._out[:size]
 
         return step
-
-    def _static_batch(self, size: int) -> Batch:
-        return Batch(
-            token_ids=self._tokens[:size],
-            positions=self._positions[:size],
-            slots=self._slots[:size],
-            num_decodes=size,
-            query_starts=list(range(size + 1)),
-            context_lens=[0] * size,  # the kernels read the tensor
-            context_lens_t=self._lens[:size],
-            block_tables=self._tables[:size],
-            logit_rows=self._rows[:size],
-        )

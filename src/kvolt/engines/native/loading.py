@@ -168,7 +168,7 @@ def build_core(
         max_num_seqs=setup.max_num_seqs,
         max_batch_tokens=setup.max_batch_tokens,
         # Requests that will run at once wait too, until the first step.
-        max_waiting=setup.max_waiting + setup.max_num_seqs,
+        max_waiting=arguments.max_waiting + setup.max_num_seqs,
         context_length=config.context_length,
         block_size=setup.block_size,
     )

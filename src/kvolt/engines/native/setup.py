@@ -47,7 +47,6 @@ class Setup:
     block_size: int
     max_num_seqs: int
     max_batch_tokens: int
-    max_waiting: int
 
 
 def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.device:
@@ -103,7 +102,6 @@ def choose_setup(spec: EngineSpec, arguments: NativeArguments, config: ModelConf
         block_size=arguments.block_size,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max(arguments.max_batch_tokens or step_tokens(config, on_gpu), max_num_seqs),
-        max_waiting=arguments.max_waiting,
     )
 
 

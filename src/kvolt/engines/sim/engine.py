@@ -1,7 +1,7 @@
 """SimEngine: real scheduling, blocks and streaming, with step times from a model instead of computation.
 
 Uses the scheduler, the pool and the block exchange of the native engine. Instead of a model it has answers derived
-from all tokens before them, or a script (`sim.runner`, `sim.answer`, `sim.script`), and memory whose content
+from all tokens before them, or a script (`sim.runner`, `sim.script`), and memory whose content
 identifies the tokens it was computed from (`sim.kv`), so that wrong KV produces wrong text. Steps take the time of
 the latency model on the running event loop.
 

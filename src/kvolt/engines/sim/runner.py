@@ -16,9 +16,8 @@ from kvolt.core.delta import Delta
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
-from kvolt.engines.sim.answer import fold, next_state, prompt_state
 from kvolt.engines.sim.kv import ExpectedKv, SimMemory
-from kvolt.engines.sim.script import AnswerScripts, Choice
+from kvolt.engines.sim.script import AnswerScripts, Choice, fold, next_state, prompt_state
 from kvolt.scheduler.sequence import Phase, Sequence
 from kvolt.scheduler.step_output import delta_of
 from kvolt.scheduler.step_plan import NewToken, StepPlan, Work

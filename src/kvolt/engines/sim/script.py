@@ -1,8 +1,9 @@
 """Content of simulated answers: a scripted text, or generated words.
 
-A token is a function of the request, its seed and all tokens before it (`sim.answer`), so an answer resumed with the
-right tokens continues unchanged, and wrong KV changes it. Knows no scheduling: the engine requests one token at a
-time and ends the answer.
+A token is a function of the request, its seed and all tokens before it: a rolling hash over them selects the next one,
+at the cost of one hash per token. So an answer resumed with the right tokens continues unchanged; a missing, changed or
+misplaced token, or wrong KV, changes it. Tests compute the expected answer with `answer_tokens`, without an engine.
+Knows no scheduling: the engine requests one token at a time and ends the answer.
 
 A script is a text that is reproduced exactly, tokenized by the model's tokenizer, then EOS. Names of special tokens
 in it are encoded as plain text: as special tokens they would be removed from the answer, and EOS would end it. If EOS
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -36,6 +37,34 @@ _CHOICE_STEP = 0x9E3779B97F4A7C15
 _LOGPROBS_SALT = 0xA5A5A5A5A5A5A5A5
 
 _Script = tuple[int, ...]
+
+
+def prompt_state(prompt: Sequence[int], seed: int) -> int:
+    """Rolling hash after the prompt."""
+    return xxhash.xxh3_64_intdigest(token_bytes(prompt), seed % 2**64)
+
+
+def next_state(state: int, token: int) -> int:
+    """Rolling hash after one more token."""
+    return xxhash.xxh3_64_intdigest(token.to_bytes(4, "little"), state)
+
+
+def answer_tokens(prompt: Sequence[int], seed: int, num_tokens: int, words: Sequence[int]) -> list[int]:
+    """The first `num_tokens` tokens of the answer, drawn from `words`."""
+    state = prompt_state(prompt, seed)
+    answer: list[int] = []
+    for _ in range(num_tokens):
+        token = words[state % len(words)]
+        answer.append(token)
+        state = next_state(state, token)
+    return answer
+
+
+def fold(state: int, tokens: Iterable[int]) -> int:
+    """Rolling hash after all of `tokens`."""
+    for token in tokens:
+        state = xxhash.xxh3_64_intdigest(token.to_bytes(4, "little"), state)
+    return state
 
 
 class Choice:

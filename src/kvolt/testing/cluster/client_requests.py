@@ -2,7 +2,7 @@
 
 Clients are random: some read slowly, disconnect, have a short deadline, or send invalid requests. Prompts share
 prefixes, so that KV is reused, moved and onboarded from tiers; tenants share none. The expected response is computed
-without an engine (`engines.sim.answer`).
+without an engine (`engines.sim.script`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.journey import JourneyContext
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.endpoint.call import Deadlines

@@ -14,10 +14,10 @@ from kvolt.core.errors import Cancelled, EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared, Stored
 from kvolt.core.latency import LatencyModel
-from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, SimMemory
 from kvolt.engines.sim.model import word_token_ids
+from kvolt.engines.sim.script import answer_tokens
 from kvolt.kv import BlockId
 from kvolt.runtime.tasks import Scope
 

@@ -16,7 +16,6 @@ from kvolt.core.card import card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.sim.answer import answer_tokens, fold, next_state, prompt_state
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import (
     CHAT_TEMPLATE,
@@ -28,6 +27,7 @@ from kvolt.engines.sim.model import (
     tokenizer_json,
     word_token_ids,
 )
+from kvolt.engines.sim.script import answer_tokens, fold, next_state, prompt_state
 
 CARD = sim_card("m", 1000, 16)
 TOKENIZER = Tokenizer.from_buffer(tokenizer_json())

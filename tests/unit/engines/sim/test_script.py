@@ -18,10 +18,9 @@ from tokenizers import Tokenizer
 from kvolt.core.delta import Delta, FinishReason, plain_delta
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Request
-from kvolt.engines.sim.answer import answer_tokens, fold, prompt_state
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.engines.sim.model import EOS, SPECIAL, tokenizer_json, word_token_ids
-from kvolt.engines.sim.script import MAX_LOGPROBS, scripted_texts
+from kvolt.engines.sim.script import MAX_LOGPROBS, answer_tokens, fold, prompt_state, scripted_texts
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 
