@@ -691,7 +691,7 @@ def test_at_a_deadline_between_tokens_an_answer_with_text_ends_as_at_its_limit(s
 def test_a_chat_without_a_limit_ends_at_the_default_of_its_model() -> None:
     def limited() -> SimEngine:
         engine = sim(replace(ARGUMENTS, context_length=900))
-        engine._card = replace(engine.card, default_max_tokens=40)
+        engine.card = replace(engine.card, default_max_tokens=40)
         return engine
 
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:

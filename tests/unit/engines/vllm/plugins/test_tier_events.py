@@ -19,7 +19,8 @@ from tests.unit.engines.vllm.plugins.tier_lab import (
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.kv_formats import SALT_TAG, Engine, Translator
+from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.translator import SALT_TAG, Translator
 from kvolt.engines.vllm.plugins import tier_events, tier_names
 from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun, TierEvents
 from kvolt.engines.vllm.plugins.tier_names import BlockDescription, NamesFile, packed_tokens
