@@ -35,6 +35,9 @@ from kvolt.router.port import Decision
 _NOT_WORKER_FAULTS = (Fault.CALLER, Fault.NONE)
 """Faults that another worker would have as well."""
 
+_REFUSALS = (Overloaded, Unavailable, Unsupported)
+"""Errors of workers that have computed nothing for the request."""
+
 _MAX_PREFILLS = 2
 """Prefill workers tried per request."""
 
@@ -106,7 +109,7 @@ class JourneyMachine:
             return self._end(error)
         if event.instance_id is None:
             return self._route()
-        if not isinstance(error, Overloaded | Unavailable):
+        if not isinstance(error, _REFUSALS):
             self.gpu_work = GpuWork.UNKNOWN
         self._num_prefills += 1
         self._excluded |= {event.instance_id}
@@ -147,8 +150,7 @@ class JourneyMachine:
         return self._end(self.failure if none_left else event.error)
 
     def _retry(self, event: events.Failed) -> Action:
-        is_refusal = isinstance(event.error, Overloaded | Unavailable | Unsupported)
-        if self.state is State.WAITING and not is_refusal:
+        if self.state is State.WAITING and not isinstance(event.error, _REFUSALS):
             self.gpu_work = GpuWork.UNKNOWN
         if self._is_final(event.error) or self.num_attempts >= self.max_attempts:
             return self._end(event.error)

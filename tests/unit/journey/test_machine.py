@@ -404,6 +404,20 @@ def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, 
     assert machine.gpu_work is spent
 
 
+@pytest.mark.parametrize(
+    ("error", "spent"),
+    [
+        (Overloaded("full"), GpuWork.NONE),
+        (Unsupported("u"), GpuWork.NONE),
+        (WorkerLost("w"), GpuWork.UNKNOWN),
+    ],
+)
+def test_whether_a_failed_remote_prefill_computed_anything(error: KvoltError, spent: GpuWork) -> None:
+    machine = at(State.PREFILLING)
+    machine.handle(PrefillFailed(error, InstanceId("p")))
+    assert machine.gpu_work is spent
+
+
 def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
     action = at(State.STREAMING).handle(Stopped())
     assert isinstance(action, End)
