@@ -161,7 +161,9 @@ def _moves(used: Mapping[Tier, list[TierUsage]]) -> Iterator[Metric]:
         labels=("tier", "reason"),
     )
     for tier, every in used.items():
-        by_reason = sum((Counter(each.failures) for each in every), Counter[str]())
+        by_reason: Counter[str] = Counter()
+        for each in every:
+            by_reason.update(each.failures)  # a sum of counters would drop counts of 0
         for reason, count in sorted(by_reason.items()):
             failures.add_metric((tier, reason), count)
     yield failures

@@ -21,6 +21,7 @@ async def test_moved_and_stored_blocks_are_reported(tmp_path: Path) -> None:
         await at.engine.clear_kv()
         await at.answer(request("again", 10))
         at.cache.host.stats[Tier.DISK].failures["corrupt"] += 1
+        at.cache.host.stats[Tier.DISK].failures["gone"] += 0
         told = generate_latest(registry).decode()
     for line in (
         'kvolt_tier_blocks{tier="host"} 8.0',
@@ -28,6 +29,7 @@ async def test_moved_and_stored_blocks_are_reported(tmp_path: Path) -> None:
         'kvolt_tier_stored_blocks_total{tier="host"} 8.0',
         'kvolt_tier_loaded_blocks_total{tier="host"} 8.0',
         'kvolt_tier_failures_total{reason="corrupt",tier="disk"} 1.0',
+        'kvolt_tier_failures_total{reason="gone",tier="disk"} 0.0',
         "kvolt_tier_matched_tokens_total 128.0",
         'kvolt_tier_hit_rate{tier="host"} 0.5',
         'kvolt_tier_utilization_ratio{tier="host"} 0.125',
