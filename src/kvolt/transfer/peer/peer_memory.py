@@ -29,9 +29,11 @@ class PeerMemory:
     def add_shared(self, message: wire.SharedSlab, descriptor: int | None) -> None:
         """Map shared memory read-only: only the owner writes to a memory. Closes the descriptor."""
         slab = message.slab
-        if descriptor is None or slab.kind is not MemoryKind.SHARED:
+        if descriptor is None:
             raise ProtocolError("SharedSlab without its descriptor", rule="described")
         try:
+            if slab.kind is not MemoryKind.SHARED:
+                raise ProtocolError(f"SharedSlab of {slab.kind} memory", rule="described")
             mapped = map_for_reading(descriptor, slab.block_bytes * slab.num_blocks)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"cannot map the peer's memory: {error}", rule="described") from None
