@@ -28,10 +28,10 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.framing import FrameSplitter, encode_frame
+from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
 from kvolt.engines.native.shell import engine as engine_module
 from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellClosed
-from kvolt.engines.native.shell.messages import Abort, Step, Stop, decode_answer
+from kvolt.engines.native.shell.messages import CLEAR_KV, Abort, Call, Reply, Step, Stop, decode_answer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Scope
 
@@ -262,6 +262,16 @@ def test_it_is_heard_of_that_a_request_went_though_no_load_changed() -> None:
     abort = bytes(encode_frame(Abort(RequestId("a"))))
     said = _run(_Stub(has_work=False), 0.1, bytes(encode_frame(Stop())), first=abort)
     assert [step.load for step in said if isinstance(step, Step)] == [WorkerLoad()]
+
+
+def test_a_result_that_cannot_be_sent_fails_its_call_only() -> None:
+    core = _Stub(has_work=False)
+    core.capabilities.clear_kv = lambda: 1 << 80
+    call = bytes(encode_frame(Call(1, CLEAR_KV.name, encode_raw(()))))
+    (reply,) = _run(core, 0.1, bytes(encode_frame(Stop())), first=call)
+    assert isinstance(reply, Reply)
+    assert reply.error is not None
+    assert "clear_kv failed" in reply.error.message
 
 
 def test_the_loop_ends_with_the_socket() -> None:

@@ -20,7 +20,8 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Request, StopConditions
+from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.engines.contract import HeldKv
 from kvolt.engines.framing import FrameSplitter, encode_frame, encode_raw
 from kvolt.engines.native.shell.messages import (
     COMPUTED_KV,
@@ -196,25 +197,24 @@ class EngineLoop:
             self._failed.append((request_id, to_info(EngineFailed(message, engine="native"))))
 
     def _call(self, call: Call) -> None:
-        reply = partial(self._reply, call.number)
         try:
             method = METHODS[call.method]
             arguments = method.decode_arguments(call.arguments)
             owner = self._core if method is WITHDRAW else self._core.capabilities
             call_it = getattr(owner, method.name)
             if method in _LATER:
-                call_it(*arguments, reply)
+                call_it(*arguments, partial(self._reply, call.number))
                 return
-            result = call_it(*arguments)
+            answer = Reply(call.number, encode_raw(call_it(*arguments)))
         except KvoltError as error:
-            result = to_info(error)
+            answer = Reply(call.number, error=to_info(error))
         except Exception as error:
             log.exception("engine call failed: method=%s", call.method)
             message = f"{call.method} failed ({type(error).__name__})"
-            result = to_info(EngineFailed(message, engine="native"))
-        reply(result)
+            answer = Reply(call.number, error=to_info(EngineFailed(message, engine="native")))
+        self._pipe.send(answer)
 
-    def _reply(self, number: int, result: object) -> None:
+    def _reply(self, number: int, result: Handoff | HeldKv | ErrorInfo) -> None:
         if isinstance(result, ErrorInfo):
             self._pipe.send(Reply(number, error=result))
         else:
