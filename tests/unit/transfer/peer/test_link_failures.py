@@ -455,6 +455,7 @@ async def test_shared_memory_is_used_again_once_its_socket_is_reached(
         return real(progress, to, use_unix, on_done)
 
     monkeypatch.setattr(link, "connect", connect)
+    monkeypatch.setattr(sockets, "connect", connect)  # of the probes
     reader = Side()
     try:
         paths = []
@@ -466,6 +467,7 @@ async def test_shared_memory_is_used_again_once_its_socket_is_reached(
                     is_reachable.set()
                 await asyncio.sleep(0.01)
         assert paths[0] == "tcp"
+        assert num_refused >= 3, "probes were refused, and others followed"
         assert (reader.rows[1:3] == source.rows[1:3]).all()
     finally:
         reader.agent.close()
