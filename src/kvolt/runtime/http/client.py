@@ -292,7 +292,7 @@ class _Connection(asyncio.Protocol):
             try:
                 call.receiver.data(pieces, now)
             except KvoltError as error:
-                failure = error
+                call.fail(error)
         elif not self._is_complete:
             self._num_unparsed_bytes += len(data)
             if self._num_unparsed_bytes > _MAX_HEAD_BYTES:

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError, ProtocolError, WorkerLost
+from kvolt.core.errors import (
+    ConfigError,
+    ConnectFailed,
+    InvalidRequest,
+    KvoltError,
+    ProtocolError,
+    WorkerLost,
+)
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.client_call import Timeouts
 from kvolt.runtime.http.server_url import ServerUrl
@@ -211,6 +218,22 @@ async def test_a_call_abandoned_at_its_head_gets_nothing_more() -> None:
         await asyncio.wait_for(left.wait(), 5)
         await asyncio.sleep(0)
     assert (receiver.batches, receiver.over.is_set(), network.num_aborted) == ([], False, 1)
+
+
+class Refusing(Recorder):
+    def data(self, pieces: list[bytes], now: float) -> None:
+        raise InvalidRequest("not this")
+
+
+@pytest.mark.parametrize("last", [b"0\r\n\r\n", b""], ids=["complete", "incomplete"])
+async def test_an_error_of_a_receiver_ends_its_call(last: bytes) -> None:
+    network = ScriptedNetwork([CHUNKED + b"2\r\nab\r\n" + last])
+    async with HttpClient(URL, network=network) as client:
+        receiver = Refusing()
+        client.send("/v1/models", None, receiver)
+        await asyncio.wait_for(receiver.over.wait(), 5)
+        assert isinstance(receiver.error, InvalidRequest)
+        assert client.num_connections == 0
 
 
 async def test_a_coroutine_reads_a_response() -> None:
