@@ -50,9 +50,9 @@ def api_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, 
 
 async def served_models(base: str, timeout_s: float) -> Served | None:
     """Ready models of the frontend; None if it is unreachable or not a kvolt frontend."""
-    async with HttpClient(ServerUrl.parse(base)) as client:
-        try:
+    try:
+        async with HttpClient(ServerUrl.parse(base)) as client:
             response = await client.fetch("/health", timeout_s)
-            return msgspec.json.decode(response.body, type=_Health).roles  # status 503: no ready model
-        except (KvoltError, msgspec.DecodeError, UnicodeDecodeError):
-            return None
+        return msgspec.json.decode(response.body, type=_Health).roles  # status 503: no ready model
+    except (KvoltError, msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -192,6 +192,12 @@ def test_a_port_that_kvolt_holds(body: bytes, status: int, is_kvolt: bool) -> No
     assert ("a kvolt frontend is running" in finding.found) == is_kvolt
 
 
+def test_an_address_that_is_none_is_a_finding() -> None:
+    overrides = [Override("frontend.host", "no host", "--host")]
+    [finding] = doctor.port_findings(load(environ={}, cwd=Path("/"), overrides=overrides).settings)
+    assert (finding.state, finding.blocks) == ("missing", True)
+
+
 def test_directory(tmp_path: Path) -> None:
     uid = os.getuid()
     assert doctor.directory_finding(tmp_path, uid) == Finding("discovery", "ok", str(tmp_path))
