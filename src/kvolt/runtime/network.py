@@ -220,7 +220,8 @@ def _connect_error(address: str, error: OSError | UnicodeError) -> ConnectFailed
         return ConnectFailed(
             f"{address} does not speak TLS: {error.reason}", address=address, remedy="try http://"
         )
-    reason = getattr(error, "strerror", None) or str(error)
+    # The error of a connection that ends during the TLS handshake has no text.
+    reason = getattr(error, "strerror", None) or str(error) or "connection closed"
     if isinstance(error, ConnectionRefusedError):
         reason = "connection refused"
     return ConnectFailed(f"cannot connect to {address}: {reason}", address=address)

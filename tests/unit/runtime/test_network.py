@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+
 import pytest
 
-from kvolt.core.errors import ConfigError
+from kvolt.core.errors import ConfigError, ConnectFailed
 from kvolt.runtime.network import (
+    SocketNetwork,
     is_loopback,
     is_wildcard,
     join_address,
@@ -91,3 +95,14 @@ def test_an_ipv6_host_counts_with_its_whole_network(host: str, group: str) -> No
 def test_hosts_written_in_two_ways(one: str, other: str, same: bool) -> None:
     assert same_host(one, other) is same
     assert same_host(other, one) is same
+
+
+async def test_an_end_within_the_tls_handshake_has_a_reason() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10_000)
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        address = join_address(*server.sockets[0].getsockname())
+        with pytest.raises(ConnectFailed, match="connection closed"):
+            await SocketNetwork(tls=ssl.create_default_context()).connect(address, asyncio.Protocol, 5.0)
