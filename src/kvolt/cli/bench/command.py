@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import sys
@@ -42,7 +43,7 @@ from kvolt.cli.flags import option, switch
 from kvolt.cli.health import api_url
 from kvolt.cli.process import run_loop
 from kvolt.cli.progress import run_until_signal
-from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError
+from kvolt.core.errors import ConfigError, ConnectFailed, DeadlineExceeded, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.http.client import HttpClient
@@ -140,7 +141,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
 async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> Report:
     clock = SystemClock()
     tally = plan.tally
-    model = await _find_model(plan.server, args.model)
+    model = await _find_model(plan.server, args.model, plan.connect_s)
     maker = RequestMaker(model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
     async with HttpClient(
         plan.server,
@@ -166,10 +167,10 @@ async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> 
     return make_report(facts, tally)
 
 
-async def _find_model(server: ServerUrl, requested: str | None) -> str:
+async def _find_model(server: ServerUrl, requested: str | None, connect_s: float) -> str:
     """The requested model, or the only one. Raises ConfigError if the server is unreachable or has several models."""
     try:
-        names = await ChatClient(server, _LISTING_TIMEOUT_S).models()
+        names = await _list_models(ChatClient(server, _LISTING_TIMEOUT_S, connect_s))
     except KvoltError as error:
         if requested is not None and not isinstance(error, ConnectFailed):
             return requested  # not every server lists its models
@@ -187,6 +188,15 @@ async def _find_model(server: ServerUrl, requested: str | None) -> str:
         key="model",
         remedy="choose with --model NAME",
     )
+
+
+async def _list_models(client: ChatClient) -> list[str]:
+    try:
+        async with asyncio.timeout(_LISTING_TIMEOUT_S):
+            return await client.models()
+    except TimeoutError:
+        message = f"no model list within {_LISTING_TIMEOUT_S:g} s"
+        raise DeadlineExceeded(message, stage="total", after_s=_LISTING_TIMEOUT_S) from None
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -41,8 +41,9 @@ _SET_KEY = "set --api-key or OPENAI_API_KEY"
 class ChatClient:
     """Client of one server. Each request uses its own connection; closing it cancels the request."""
 
-    def __init__(self, server: ServerUrl, timeout_s: float = 300.0) -> None:
+    def __init__(self, server: ServerUrl, timeout_s: float = 300.0, connect_s: float = 10.0) -> None:
         self._server = server
+        self._connect_s = connect_s
         self.url = server.text
         self._timeouts = Timeouts(timeout_s, timeout_s)
 
@@ -72,7 +73,7 @@ class ChatClient:
 
     @asynccontextmanager
     async def _open(self, path: str, body: bytes | None = None) -> AsyncIterator[StreamedResponse]:
-        async with HttpClient(self._server) as client:
+        async with HttpClient(self._server, connect_s=self._connect_s) as client:
             try:
                 async with client.open(path, body, self._timeouts) as response:
                     if response.status != 200:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from tests.unit.bench.load.scripted_server import Heard, Script, ScriptedServer, answer, plain
 from tests.unit.bench.load.server_thread import listening
 from tests.unit.cli.chat_lab import CERTIFICATE
@@ -184,6 +186,31 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
         assert asked(url, f"{flags} --out o") == 0
     assert read("o").counts.complete == 6
+
+
+def test_the_time_to_connect_is_that_of_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def connect(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect)
+    monkeypatch.setattr(uvloop.Loop, "create_connection", connect)
+    assert asked("http://127.0.0.1:1", "--rate 1 --connect-timeout 0.05s") == 2
+    assert "did not answer within 0.05 s" in capsys.readouterr().err
+
+
+def test_a_list_of_models_that_does_not_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def models(client: object) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(bench, "_LISTING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(bench.ChatClient, "models", models)
+    assert asked("http://127.0.0.1:1", "--rate 1") == 2
+    assert "no model list within 0.05 s" in capsys.readouterr().err
 
 
 def test_runs_are_compared(url: str, capsys: pytest.CaptureFixture[str]) -> None:
