@@ -27,6 +27,8 @@ class Registrations:
     def __init__(self, client: EndpointClient) -> None:
         self._client = client
         self._infos: dict[InstanceId, EngineInfo | None] | None = None
+        self._with_lora: dict[str, list[InstanceId]] = {}
+        """Registered instances by adapter."""
         self._loras: dict[str, list[Instance]] = {}
         """Candidates by adapter, in order of id."""
         self.version = 0
@@ -41,11 +43,13 @@ class Registrations:
         """All registered instances, reachable or not; None if the metadata cannot be decoded."""
         if self._infos is None:
             infos = self._infos = {instance.id: _info_of(instance) for instance in self._client.instances()}
-            self._loras = {}
-            for instance in self._client.candidates():
-                info = infos.get(instance.id)
+            self._with_lora, self._loras = {}, {}
+            candidates = {instance.id: instance for instance in self._client.candidates()}
+            for instance_id, info in infos.items():
                 for name in dict.fromkeys(info.loras) if info is not None else ():
-                    self._loras.setdefault(name, []).append(instance)
+                    self._with_lora.setdefault(name, []).append(instance_id)
+                    if instance_id in candidates:
+                        self._loras.setdefault(name, []).append(candidates[instance_id])
         return self._infos
 
     def has_taints(self, instance_id: InstanceId, taints: tuple[str, ...]) -> bool:
@@ -55,7 +59,8 @@ class Registrations:
 
     def registered_with(self, lora: str) -> list[InstanceId]:
         """All registered instances with an adapter, reachable or not."""
-        return [each for each, info in self.infos().items() if info is not None and lora in info.loras]
+        self.infos()
+        return self._with_lora.get(lora, [])
 
     def candidates_with(self, lora: str) -> list[Instance]:
         """Candidates with an adapter, in order of id."""

@@ -56,3 +56,24 @@ def test_read_once_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
         listener()
     assert registered.version != version
     assert list(registered.infos()) == ["c"]
+
+
+def test_an_adapter_is_found_without_a_search_of_all_workers() -> None:
+    number = 200
+    told = msgspec.msgpack.encode(info(loras=tuple(f"lora-{index}" for index in range(number))))
+    registered = Registrations(Client(**{f"w{index:03}": told for index in range(number)}))  # type: ignore[arg-type]
+    assert len(registered.registered_with("lora-0")) == number
+    comparisons = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return str.__eq__(self, other)
+
+    assert registered.registered_with(Name("unknown")) == []
+    assert len(registered.registered_with(Name(f"lora-{number - 1}"))) == number
+    assert comparisons < number
