@@ -11,6 +11,8 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
@@ -103,8 +105,7 @@ def cost_terms(policy: Policy, request: RequestView, workers: WorkersView, costs
 
 
 def _sum_terms(terms: CostTerms) -> Floats:
-    costs: Floats = np.sum(list(terms.values()), axis=0)
-    return costs
+    return reduce(add, terms.values())  # np.sum would copy the terms into one array first
 
 
 @dataclass(frozen=True, slots=True)
