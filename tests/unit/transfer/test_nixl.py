@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,8 +36,7 @@ from kvolt.transfer.nixl.memory import unit_bytes_of, units_of
 from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.peer import checksum_task as summing
 from kvolt.transfer.peer import read_op as read_op_module
-from kvolt.transfer.peer import serving
-from kvolt.transfer.peer.wire import Ready
+from kvolt.transfer.peer import serving, wire
 
 if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)
@@ -183,10 +183,10 @@ async def test_tickets_that_are_not_known(source: Side, target: Side) -> None:
 async def test_a_peer_that_names_blocks_that_there_are_not(
     source: Side, target: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def more(op: int, slab: int, blocks: bytes) -> Ready:
-        return Ready(op, slab, named.tobytes())
+    def more(op: int, slab: int, blocks: bytes) -> wire.Ready:
+        return wire.Ready(op, slab, named.tobytes())
 
-    monkeypatch.setattr(serving, "Ready", more)
+    monkeypatch.setattr(serving, "wire", SimpleNamespace(**{**vars(wire), "Ready": more}))
     named = np.array([1, NUM + 5])
     offer = source.agent.offer(source.slab, [1, 2], SOON_S)
     with pytest.raises(ProtocolError, match="outside"):
