@@ -134,6 +134,8 @@ class TraceNaming:
         self.names = _names(request.sequence_hashes[:num_blocks])
 
     def reach(self, tokens: list[int], num_blocks: int) -> None:
+        if num_blocks <= len(self.names):  # the usual case
+            return
         positions = (position.to_bytes(8, "little") for position in range(len(self.names), num_blocks))
         self.names.extend(_names([xxhash.xxh3_64_intdigest(each, self._seed) for each in positions]))
 
