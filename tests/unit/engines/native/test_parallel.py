@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,7 +19,6 @@ import torch
 from tests.unit.engines.native.equality_lab import (
     NUM_TOP,
     Answer,
-    Drive,
     Reference,
     after_aborts,
     answer,
@@ -112,28 +110,6 @@ def assert_equal(reference: Reference, found: dict[str, Answer]) -> None:
         assert verdict.flips == ()
         assert verdict.max_delta < 1e-3
         assert len(one.tokens) == MAX_TOKENS
-
-
-def test_a_rank_that_dies_ends_the_step_and_the_next_start_works(folder: Path, reference: Reference) -> None:
-    before = {process.pid for process in multiprocessing.active_children()}
-    assert not torch.distributed.is_initialized(), "must run before the tests that share a core"
-    for is_killed in (True, False):
-        core = core_of(folder, **SMALL)
-        try:
-            (rank,) = [process for process in multiprocessing.active_children() if process.pid not in before]
-            drive = Drive(core, [ask("p6", PROMPT, MAX_TOKENS)])
-            drive.step()
-            if is_killed:
-                rank.kill()
-                rank.join()
-                with pytest.raises(Exception, match=r"rank-1|peer|Connection"):
-                    drive.step()
-                core.scheduler.check_integrity()
-            else:
-                assert_equal(reference, drive.finish())
-        finally:
-            core.close()
-        assert not rank.is_alive()
 
 
 def test_steps_are_measured_with_all_ranks(core: EngineCore) -> None:
