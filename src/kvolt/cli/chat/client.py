@@ -61,7 +61,7 @@ class ChatClient:
         # json accepts lone surrogates, msgspec does not.
         async with self._open("/chat/completions", json.dumps(body).encode()) as response:
             reader = ChunkReader()
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
                 yield reader.read(await response.read(ANSWER_LIMIT_BYTES))  # the server does not stream
                 return
             async for event in _events(response):

@@ -126,6 +126,11 @@ def test_an_answer_comes_whole_however_it_is_split() -> None:
         assert server.asked[0].body == BODY
 
 
+def test_the_content_type_has_no_case() -> None:
+    with Server(Script([event("a"), event(finish="stop"), DONE], content_type="Text/Event-Stream")) as server:
+        assert text_of(server) == "a"
+
+
 async def test_pieces_come_as_they_are_sent() -> None:
     hold = threading.Event()
     script = Script([event("first"), hold, event("second"), event(finish="stop"), DONE])
