@@ -1,4 +1,4 @@
-"""What is told of the models themselves: their limits, their tokenization caches, their retries."""
+"""Metrics of models: limits, tokenization caches, retries."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _CACHE = (
 """Fields of EncoderStats."""
 
 _MIGRATION_TYPES = {False: "new_request", True: "ongoing_request"}
-"""Dynamo's words for whether anything of the answer had been told."""
+"""Dynamo's labels for whether a part of the answer had been sent."""
 _REROUTES = (
     ("retries", _MIGRATION_TYPES[False], "Requests retried on another worker, by reason"),
     ("migrations", _MIGRATION_TYPES[True], "Requests migrated to another worker, by reason"),

@@ -1,4 +1,4 @@
-"""One request's times and counts, told to the metrics as it goes and once when it ends."""
+"""Times and counts of one request, recorded as it runs and reported to the metrics when it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestRecord:
     on_end: Callable[[], None] | None = None
     """Gives back the request's place."""
     failure: KvoltError | None = None
-    """Told to the client inside its stream."""
+    """Sent to the client in its stream."""
     output_tokens: int = 0
     cached_tokens: int = 0
 
@@ -87,10 +87,10 @@ class RequestRecord:
     def timing(self) -> dict[str, float]:
         """In milliseconds, by the names of `nvext.timing`."""
         now = self._now()
-        told = {"total_time_ms": (now - self.started_at) * 1e3}
+        timing = {"total_time_ms": (now - self.started_at) * 1e3}
         if self._first_at is not None:
-            told["ttft_ms"] = (self._first_at - self.started_at) * 1e3
-        return told
+            timing["ttft_ms"] = (self._first_at - self.started_at) * 1e3
+        return timing
 
     def timing_headers(self) -> dict[str, str]:
         timing = self.timing()
