@@ -152,6 +152,7 @@ def peak_rss_bytes(pid: int) -> int:
 async def test_ten_thousand_streams_on_one_connection(bench: Bench) -> None:
     worker = bench.worker(
         "worker",
+        speed=1,  # slow enough that it computes all of them at once, on a machine that is not too busy
         max_num_seqs=NUM_STREAMS,
         max_waiting=NUM_STREAMS,
         max_batch_tokens=8 * NUM_STREAMS,

@@ -41,11 +41,12 @@ def check(case: Case, num_threads: int = 1) -> None:
     dtype = case.shape.dtype
     close(found[:count], expected[:count], dtype)
     torch.testing.assert_close(found[count:].double(), expected[count:], rtol=0.02, atol=0.02)
-    # A rotated value is the difference of two rounded ones: one step of theirs is more than one of its own.
-    step = 2 * TOLERANCE[dtype]
-    torch.testing.assert_close(
-        slab.tensor.float(), expected_slab.tensor.float(), rtol=step, atol=step, equal_nan=True
-    )
+    if dtype is torch.bfloat16 and case.shape.qk_norm:
+        # A rotated value is the difference of two rounded ones: one step of theirs is more than one of its own.
+        step = 2 * TOLERANCE[dtype]
+        torch.testing.assert_close(slab.tensor, expected_slab.tensor, rtol=step, atol=step, equal_nan=True)
+    else:
+        close(slab.tensor, expected_slab.tensor, dtype)
     rounded_alike(slab.tensor, expected_slab.tensor)
 
 
