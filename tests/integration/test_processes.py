@@ -223,7 +223,7 @@ async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_alon
         os.kill(bench.child_pid(mine[0].process), signal.SIGKILL)
         answers = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(answer, httpx.TransportError) for answer in answers[:3]), answers[:3]
-        assert all(is_whole(str(answer)) for answer in answers[3:])
+        assert all(is_whole(str(answer)) for answer in answers[3:]), answers[3:]
         # Its places are free again, and the other one goes on by itself.
         answers = await asyncio.gather(*(stream(connection) for connection in second))
         assert all(is_whole(answer) for answer in answers)
