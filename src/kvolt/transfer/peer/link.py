@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -34,25 +32,15 @@ from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.path_watch import PathWatch
 from kvolt.transfer.paths.peer_paths import PeerPaths
 from kvolt.transfer.peer import wire
-from kvolt.transfer.peer.chunks import ChunkReceiver
+from kvolt.transfer.peer.chunk_connection import Action, ActionQueue, ChunkConnection, ConnectAttempt, OnError
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Waiter
 from kvolt.transfer.peer.peer_memory import PeerMemory
-from kvolt.transfer.peer.progress import Progress, Timer
+from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.read_op import SHM, TCP, OnDone, ReadOp
-from kvolt.transfer.peer.sockets import SocketProbe, connect, host_port
+from kvolt.transfer.peer.sockets import SocketProbe, host_port
 
 log = logging.getLogger(__name__)
-
-CONNECT_S = 10.0
-"""Deadline for the Welcome message."""
-
-_Action = Callable[[], None]
-_ActionQueue = deque[tuple[_Action, Callable[[KvoltError], None]]]
-"""Each with its error callback."""
-
-
-def _nothing() -> None: ...
 
 
 class LinkOwner(Protocol):
@@ -82,18 +70,11 @@ class Link:
         self._hub = hub
         self._address = address
         self._frames: FrameConnection | None = None
-        self._chunks: ChunkReceiver | None = None
-        self._chunk_handshake: FrameConnection | None = None
-        """Handshake of the chunk connection."""
-        self._cancel_connect: Callable[[], None] = _nothing
-        """Cancels the pending connect."""
+        self._chunks: ChunkConnection | None = None
+        """Set by Welcome."""
         self._probe: SocketProbe | None = None
-        self._has_tcp = True
-        """TCP is reachable, as far as known."""
-        self._chunk_key = ""
         self._is_welcomed = False
-        self._waiting: _ActionQueue = deque()
-        self._waiting_for_chunk_socket: _ActionQueue = deque()
+        self._waiting = ActionQueue()
         self._read_ops: dict[int, ReadOp] = {}
         self._write_requests: dict[int, OnDone] = {}
         self._waiters: dict[int, Waiter] = {}
@@ -103,7 +84,7 @@ class Link:
         self._last_op = 0
         self._close_error: KvoltError | None = None
         self._paths = PeerPaths(hub.paths, hub.progress, self, address, hub.tests_paths)
-        self._deadline = self._start_deadline(CONNECT_S)
+        self._attempt = ConnectAttempt(hub.progress, address, self.close)
         self._connect(use_unix=hub.uses_unix and bool(address.unix))
 
     @property
@@ -113,7 +94,7 @@ class Link:
     @property
     def is_busy(self) -> bool:
         """Whether reads are active or queued."""
-        return bool(self._read_ops or self._waiting or self._waiting_for_chunk_socket)
+        return bool(self._read_ops or self._waiting) or (self._chunks is not None and self._chunks.is_awaited)
 
     @property
     def is_idle(self) -> bool:
@@ -176,9 +157,8 @@ class Link:
         if self._close_error is not None:
             return
         self._close_error = error
-        self._deadline.cancel()
-        self._cancel_connect()
-        for connection in (self._frames, self._chunk_handshake, self._chunks, self._probe):
+        self._attempt.end()
+        for connection in (self._frames, self._chunks, self._probe):
             if connection is not None:
                 connection.close()
         self._hub.remove_link(self._address, self)
@@ -189,22 +169,14 @@ class Link:
         self._write_requests.clear()
         for waiter in list(self._waiters.values()):
             waiter.fail(error)
-        for waiting in (self._waiting, self._waiting_for_chunk_socket):
-            while waiting:
-                _, fail = waiting.popleft()
-                fail(error)
+        for waiting in (self._waiting, self._chunks):
+            if waiting is not None:
+                waiting.fail(error)
         self._memory.close()
         if self._hub.nixl is not None and not self._hub.has_link(self._address):
             self._hub.nixl.forget_peer(self._address)
 
     # --- connecting
-
-    def _start_deadline(self, seconds: float) -> Timer:
-        def on_timeout() -> None:
-            peer = host_port(self._address)
-            self.close(ConnectFailed(f"no answer from {peer} within {seconds:g} s", address=peer))
-
-        return self._hub.progress.call_at(self._hub.progress.now() + seconds, on_timeout)
 
     def _connect(self, use_unix: bool) -> None:
         def done(result: socket.socket | ConnectFailed) -> None:
@@ -224,71 +196,19 @@ class Link:
             else:
                 self.close(result)
 
-        self._open(use_unix, done)
+        self._attempt.connect(use_unix, done)
 
     def _on_socket_reachable(self) -> None:
         log.info("shared memory reachable again: peer=%s", host_port(self._address))
         self._hub.retire(self._address, self)
 
-    def _connect_chunks(self) -> None:
-        def done(result: socket.socket | ConnectFailed) -> None:
-            if isinstance(result, ConnectFailed):
-                if not self._is_near:
-                    self.close(result)
-                    return
-                # Same host but TCP unreachable: only reads with another path proceed.
-                self._deadline.cancel()
-                self._has_tcp = False
-                self._run_queue(self._waiting_for_chunk_socket)
-                return
-            handshake = FrameConnection(
-                self._hub.progress, result, self._on_chunk_welcome, self.close, wire.MAX_GREETING_BYTES
-            )
-            self._chunk_handshake = handshake
-            handshake.send(wire.Hello(self._hub.address.agent, "chunks", key=self._chunk_key))
-
-        self._deadline = self._start_deadline(CONNECT_S)
-        self._open(use_unix=False, done=done)
-
-    def _open(self, use_unix: bool, done: Callable[[socket.socket | ConnectFailed], None]) -> None:
-        is_done = False
-
-        def once(result: socket.socket | ConnectFailed) -> None:
-            nonlocal is_done
-            is_done = True
-            self._cancel_connect = _nothing
-            done(result)
-
-        cancel = connect(self._hub.progress, self._address, use_unix, once)
-        if not is_done:
-            self._cancel_connect = cancel
-
-    def _on_chunk_welcome(self, message: wire.Message) -> None:
-        if not isinstance(message, wire.Welcome) or self._chunk_handshake is None:
-            raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
-        self._deadline.cancel()
-        link, self._chunk_handshake = self._chunk_handshake.detach(), None
-        self._chunks = ChunkReceiver(
-            self._hub.progress,
-            link,
-            self._read_ops.get,
-            lambda error: self.close(WorkerLost("chunk connection lost", reason=str(error))),
-        )
-        self._run_queue(self._waiting_for_chunk_socket)
-
-    def _run_queue(self, waiting: _ActionQueue) -> None:
-        """Run one at a time: each may find the peer gone, and `close` then fails the rest."""
-        while waiting:
-            action, _ = waiting.popleft()
-            action()
-
-    def _when_ready(self, action: _Action, fail: Callable[[KvoltError], None]) -> None:
+    def _when_ready(self, action: Action, on_error: OnError) -> None:
         if self._close_error is not None:
-            fail(self._close_error)
+            on_error(self._close_error)
         elif self._is_welcomed:
             action()
         else:
-            self._waiting.append((action, fail))
+            self._waiting.enqueue(action, on_error)
 
     def _start_read(self, read_op: ReadOp) -> None:
         if read_op.is_done:
@@ -315,10 +235,8 @@ class Link:
                 )
             )
             return
-        if path == TCP and self._chunks is None:
-            self._waiting_for_chunk_socket.append((lambda: self._start_read(read_op), read_op.stop))
-            if len(self._waiting_for_chunk_socket) == 1:
-                self._connect_chunks()
+        if path == TCP and self._chunks is not None and not self._chunks.is_open:
+            self._chunks.when_open(lambda: self._start_read(read_op), read_op.stop)
             return
         self._last_op += 1
         self._read_ops[self._last_op] = read_op
@@ -343,6 +261,11 @@ class Link:
         return paths if paths and not self._has_tcp else [*paths, TCP]
 
     @property
+    def _has_tcp(self) -> bool:
+        """TCP is reachable, as far as known."""
+        return self._chunks is None or not self._chunks.is_unreachable
+
+    @property
     def _is_near(self) -> bool:
         """Whether the peer was reached over its Unix socket, so that its shared memory can be mapped."""
         return self._frames is not None and self._frames.is_unix
@@ -359,11 +282,19 @@ class Link:
                     if message.capabilities is None
                     else message.capabilities.paths & {wire.CUDA_IPC}
                 )
-                self._served_paths, self._chunk_key = ipc.union(message.also_serves), message.key
+                self._served_paths = ipc.union(message.also_serves)
+                self._chunks = ChunkConnection(
+                    self._hub.progress,
+                    self._address,
+                    wire.Hello(self._hub.address.agent, "chunks", key=message.key),
+                    self._read_ops.get,
+                    self.close,
+                    is_optional=self._is_near,
+                )
                 self._is_welcomed = True
-                self._deadline.cancel()
+                self._attempt.end()
                 self._paths.on_welcome(message.capabilities, self._is_near)
-                self._run_queue(self._waiting)
+                self._waiting.run()
             case _ if not self._is_welcomed:
                 raise ProtocolError(f"expected Welcome, got {type(message).__name__}", rule="hello")
             case wire.SharedSlab():

@@ -24,8 +24,8 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.agent import TransferAgent, TransferOptions
+from kvolt.transfer.peer import chunk_connection, sockets
 from kvolt.transfer.peer import hub as hub_module
-from kvolt.transfer.peer import link, sockets
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.wire import (
@@ -83,7 +83,7 @@ def advertising(source: Side, **changed: object) -> bytes:
 async def test_who_never_says_welcome_is_given_up(
     target: Side, peer: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "CONNECT_S", 0.1)
+    monkeypatch.setattr(chunk_connection, "CONNECT_S", 0.1)
     reads = [target.agent.read(peer.ticket(), target.slab, [block], SOON_S) for block in (1, 2)]
     talk = peer.accept()
     for read in reads:
@@ -96,7 +96,7 @@ async def test_who_never_says_welcome_is_given_up(
 async def test_who_never_says_welcome_to_chunks_is_given_up(
     target: Side, peer: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "CONNECT_S", 0.1)
+    monkeypatch.setattr(chunk_connection, "CONNECT_S", 0.1)
     read = target.agent.read(peer.ticket(), target.slab, [1], SOON_S)
     frames, blocks = peer.greet(), peer.accept()
     with pytest.raises(ConnectFailed, match=str(peer.address.port)):
@@ -108,7 +108,7 @@ async def test_who_never_says_welcome_to_chunks_is_given_up(
 async def test_a_connection_that_never_comes_about_is_given_up(
     target: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "CONNECT_S", 0.1)
+    monkeypatch.setattr(chunk_connection, "CONNECT_S", 0.1)
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -141,7 +141,7 @@ async def test_chunks_that_cannot_be_connected_at_all(
         on_done(ConnectFailed("no connection", address="nowhere"))
         return lambda: None
 
-    monkeypatch.setattr(link, "connect", second_fails)
+    monkeypatch.setattr(chunk_connection, "connect", second_fails)
     read = target.agent.read(peer.ticket(), target.slab, [1], SOON_S)
     peer.greet()
     with pytest.raises(ConnectFailed, match="no connection"):
@@ -444,7 +444,7 @@ async def test_shared_memory_is_used_again_once_its_socket_is_reached(
     source: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "PROBE_S", 0.05)
-    real, is_reachable, num_refused = link.connect, threading.Event(), 0
+    real, is_reachable, num_refused = sockets.connect, threading.Event(), 0
 
     def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
         nonlocal num_refused
@@ -454,7 +454,7 @@ async def test_shared_memory_is_used_again_once_its_socket_is_reached(
             return lambda: None
         return real(progress, to, use_unix, on_done)
 
-    monkeypatch.setattr(link, "connect", connect)
+    monkeypatch.setattr(chunk_connection, "connect", connect)
     monkeypatch.setattr(sockets, "connect", connect)  # of the probes
     reader = Side()
     try:
@@ -477,7 +477,7 @@ async def test_a_near_peer_that_tcp_does_not_reach_is_read_by_its_socket(
     source: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that is to try TCP takes the path that there is."""
-    real = link.connect
+    real = sockets.connect
 
     def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
         if not use_unix:
@@ -485,7 +485,7 @@ async def test_a_near_peer_that_tcp_does_not_reach_is_read_by_its_socket(
             return lambda: None
         return real(progress, to, use_unix, on_done)
 
-    monkeypatch.setattr(link, "connect", connect)
+    monkeypatch.setattr(chunk_connection, "connect", connect)
     reader = Side()
     monkeypatch.setattr(reader.agent.paths, "choose_path", lambda peer, ends, paths: paths[-1])
     try:
