@@ -1,3 +1,5 @@
 """kvolt serves large language models across many machines."""
 
-__version__ = "0.7.0"
+from kvolt.version import __version__
+
+__all__ = ["__version__"]

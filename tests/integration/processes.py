@@ -29,7 +29,7 @@ import msgspec
 import psutil
 from tokenizers import Tokenizer
 
-from kvolt.cli.cluster import ProcessView, visit
+from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.process import running
 from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvolt import __version__
 from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.version import __version__
 
 _SERVING = ("HTTP API", "routing", "disaggregated prefill")
 _PROCESS = ("discovery", "network", "logging", "metrics")

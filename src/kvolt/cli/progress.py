@@ -14,11 +14,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvolt.runtime.clock import SystemClock
+from kvolt.api.progress import LINE_S
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
-
-_LINE_S = 5.0
 
 
 async def run_until_signal(
@@ -52,45 +50,12 @@ async def show_live(line: Callable[[], str], picture: Callable[[], RenderableTyp
     console = Console(stderr=True)
     if not console.is_terminal:
         while True:
-            await asyncio.sleep(_LINE_S)
+            await asyncio.sleep(LINE_S)
             print(line(), file=sys.stderr, flush=True)
     with Live(picture(), console=console, auto_refresh=False, transient=True) as live:
         while True:
             await asyncio.sleep(every_s)
             live.update(picture(), refresh=True)
-
-
-@contextmanager
-def progress(what: str, total: int, quiet: bool, done: int = 0) -> Iterator[Callable[[], None]]:
-    """Progress on stderr: a bar on a terminal, else periodic lines. Call the yielded function for each item."""
-    if quiet:
-        yield lambda: None
-        return
-    if not sys.stderr.isatty():
-        yield _Lines(what, total, done).step
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(what, total=total, completed=done)
-        yield lambda: shown.update(task, advance=1)
-
-
-class _Lines:
-    def __init__(self, what: str, total: int, done: int) -> None:
-        self._what = what
-        self._total = total
-        self._done = done
-        self._now = SystemClock().monotonic
-        self._printed_at = self._now()
-
-    def step(self) -> None:
-        self._done += 1
-        now = self._now()
-        if now - self._printed_at >= _LINE_S:
-            self._printed_at = now
-            print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
 
 
 @contextmanager

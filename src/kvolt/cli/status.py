@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvolt.cli.cluster import ProcessView, visit
+from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.flags import switch
 from kvolt.cli.process import run_loop
 from kvolt.router.metrics import BREAKER_DETAILS

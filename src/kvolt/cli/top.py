@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from kvolt.cli.cluster import Cluster, ProcessView, visit
+from kvolt.api.cluster import Cluster, ProcessView, visit
 from kvolt.cli.flags import option, switch
 from kvolt.cli.process import run_loop
 from kvolt.cli.status import console, picture

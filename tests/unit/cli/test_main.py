@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvolt import __version__
 from kvolt.cli.flags import GROUPS
 from kvolt.cli.main import VERBS, Verb, main
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.version import __version__
 
 Run = Callable[[argparse.Namespace, LoadedConfig], int]
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import check_directory, make_ports, plane_host
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
 from kvolt.runtime.tasks import TaskGroup
 
 

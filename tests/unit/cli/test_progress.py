@@ -15,7 +15,7 @@ from kvolt.cli import progress
 def test_progress_is_written_to_stderr(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_S", 0.01)
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
 

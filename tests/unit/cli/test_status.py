@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kvolt.cli.cluster import ProcessView
+from kvolt.api.cluster import ProcessView
 from kvolt.cli.status import picture
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.runtime import EndpointStatus, ProcessStatus

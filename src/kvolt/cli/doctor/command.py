@@ -24,7 +24,6 @@ import msgspec
 from kvolt.cli.doctor.transfer import Finding, transfer_findings
 from kvolt.cli.flags import option, switch
 from kvolt.cli.health import base_url, served_models
-from kvolt.cli.process import plane_host
 from kvolt.cli.serve.command import check_shared
 from kvolt.cli.serve.worker_groups import with_workers
 from kvolt.core.errors import ConfigError
@@ -34,6 +33,7 @@ from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.host.cores import usable_cores
 from kvolt.runtime.host.private_directory import untrusted_reason
 from kvolt.runtime.network import join_address, split_address
+from kvolt.runtime.system_ports import plane_host
 from kvolt.transfer.paths.machine import probe_machine
 
 HELP = """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvolt.cli.cluster import visit
+from kvolt.api.cluster import visit
 from kvolt.cli.frontend.edge_member import EDGE_DETAILS
 from kvolt.cli.health import Served
 from kvolt.frontend.shared_count import SharedCounts

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvolt.cli.cluster import visit
+from kvolt.api.cluster import visit
 from kvolt.cli.flags import CLIENT_GROUPS, option, switch
 from kvolt.cli.process import run_loop
 from kvolt.cli.trace.record import find_frontends

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from kvolt.api.cluster import visit
 from kvolt.cli.cache.shared_pool import pools_of
-from kvolt.cli.cluster import visit
 from kvolt.cli.flags import option, optional, switch
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import Served, base_url, served_models
-from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
+from kvolt.cli.process import run_loop
 from kvolt.cli.serve.chat import HeldOutput, chat_in_terminal
 from kvolt.cli.serve.placement import device_flags, place, visible_gpus
 from kvolt.cli.serve.readiness import is_ready, missing, models_text
@@ -37,6 +37,7 @@ from kvolt.runtime.supervisor.folder import own_folder, private_file
 from kvolt.runtime.supervisor.output import TerminalView
 from kvolt.runtime.supervisor.plan import RestartRule
 from kvolt.runtime.supervisor.supervisor import ChildSpec, Supervisor, SupervisorConfig
+from kvolt.runtime.system_ports import check_directory, plane_host, process_options
 from kvolt.runtime.tasks import Scope
 
 HELP = """

@@ -18,9 +18,9 @@ import msgspec
 from msgspec.structs import replace
 from rich.text import Text
 
+from kvolt.api.cluster import Cluster, visit
 from kvolt.bench.load.sla import parse_duration_s
 from kvolt.bench.traces.writing import UnsortedTrace
-from kvolt.cli.cluster import Cluster, visit
 from kvolt.cli.process import run_loop
 from kvolt.cli.progress import run_until_signal, show_live
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable

@@ -6,12 +6,13 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvolt.api.progress import progress
 from kvolt.bench.load.report import RunFacts
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import WRITTEN, open_rows, output_report
 from kvolt.cli.flags import option, switch
-from kvolt.cli.progress import ending, progress
+from kvolt.cli.progress import ending
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.cli.twin.screen import print_twin
 from kvolt.runtime.config.loader import LoadedConfig

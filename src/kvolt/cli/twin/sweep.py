@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
+from kvolt.api.progress import progress
 from kvolt.bench.load.sla import parse_sla
 from kvolt.cli.bench.screen import stdout_console, text_table, unwritable
 from kvolt.cli.flags import option, repeated, switch
-from kvolt.cli.progress import ending, progress
+from kvolt.cli.progress import ending
 from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, settings_of
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig

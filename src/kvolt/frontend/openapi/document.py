@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvolt import __version__
 from kvolt.frontend.openai_api.nvext import ANNOTATIONS, NOT_YET
 from kvolt.frontend.openai_api.responses import ErrorBody
 from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS, Answer, Operation
 from kvolt.frontend.openapi.schemas import SCHEMAS, Json, schemas_of
 from kvolt.runtime.http.server import json_error
+from kvolt.version import __version__
 
 _RESPONSES = "#/components/responses/"
 _DESCRIPTION = """\

@@ -18,7 +18,6 @@ from typing import Protocol, Self, cast
 
 import httptools
 
-from kvolt import __version__
 from kvolt.core.errors import (
     ConnectFailed,
     DeadlineExceeded,
@@ -32,6 +31,7 @@ from kvolt.runtime.http.streamed_response import Fetched, StreamedResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import ProtocolFactory, SocketNetwork, tune_socket
 from kvolt.runtime.tasks import TaskGroup
+from kvolt.version import __version__
 
 _MAX_CONNECTIONS = 10_000
 _MAX_CONNECTING = 128

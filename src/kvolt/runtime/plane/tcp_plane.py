@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections import Counter
 
-from kvolt import __version__
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError
 from kvolt.runtime.network import (
     Listener,
@@ -40,6 +39,7 @@ from kvolt.runtime.plane.stats import PlaneGauges, PlaneStats
 from kvolt.runtime.plane.streams import Decode, Sink
 from kvolt.runtime.plane.wire import VERSIONS, Hello
 from kvolt.runtime.tasks import TaskGroup
+from kvolt.version import __version__
 
 log = logging.getLogger(__name__)
 

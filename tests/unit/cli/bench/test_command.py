@@ -164,7 +164,7 @@ def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(
     from kvolt.cli import progress
     from kvolt.cli.bench import screen as bench_screen
 
-    monkeypatch.setattr(progress, "_LINE_S", 0.02)
+    monkeypatch.setattr(progress, "LINE_S", 0.02)
     monkeypatch.setattr(bench_screen, "_LIVE_S", 0.02)
     flags = "--concurrency 1 --duration 0.3s"
     assert asked(url, flags) == 0

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvolt.api.cluster import Cluster
 from kvolt.bench.traces import read_trace
 from kvolt.bench.traces.writing import UnsortedTrace
-from kvolt.cli.cluster import Cluster
 from kvolt.cli.main import main
 from kvolt.cli.trace import record as trace_record
 from kvolt.cli.trace.record import RecordingRun, find_frontends

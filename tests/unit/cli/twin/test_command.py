@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvolt.api import progress as progress_module
+from kvolt.api.progress import progress
 from kvolt.bench.load.report import decode_report
-from kvolt.cli import progress as progress_module
 from kvolt.cli.main import main
-from kvolt.cli.progress import ending, progress
+from kvolt.cli.progress import ending
 from kvolt.cli.twin import command as twin
 from kvolt.twin.report import TwinReport
 
@@ -206,7 +207,7 @@ def test_the_end_is_asked_for_once() -> None:
 def test_lines_now_and_then_for_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_module, "_LINE_S", 0.0)
+    monkeypatch.setattr(progress_module, "LINE_S", 0.0)
     with progress("things", 3, quiet=False, done=1) as step:
         step()
         step()

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import check_directory, make_ports
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
@@ -21,6 +20,7 @@ from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
+from kvolt.runtime.system_ports import check_directory, make_ports
 from kvolt.runtime.tasks import Scope
 
 _MAX_CONCURRENT_CALLS = 32
