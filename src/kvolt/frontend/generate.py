@@ -52,7 +52,7 @@ from kvolt.frontend.worker_request import (
     VLLM_XARGS,
     too_long,
 )
-from kvolt.journey.journey import Journey, Receiver
+from kvolt.journey.journey import Journey
 from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.http.server import HttpRequest, Response, WrittenResponse
@@ -111,27 +111,38 @@ class Generation:
         )
 
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
-        with self._record("chat_completions") as record:
+        with self.new_record("chat_completions") as record:
             check_json(http.headers)
-            parsed = await self._parse(http, parse_chat)
-            body = parsed.request
-            serializer = ChatSerializer(self._new_call_id, body.return_tokens_as_token_ids or False)
-            context = await self._begin_request(http, parsed, serializer, record, chat_options)
-            await self._prepare_chat(context, body)
-            return await self._answer(context)
+            return await self._answer(await self.prepare_chat(http, record))
 
     async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
-        with self._record("completions") as record:
+        with self.new_record("completions") as record:
             check_json(http.headers)
-            parsed = await self._parse(http, parse_completion)
-            body = parsed.request
-            serializer = CompletionSerializer(body.return_tokens_as_token_ids or False)
-            context = await self._begin_request(http, parsed, serializer, record, completion_options)
-            await self._prepare_completion(context, body)
-            record.stage("tokenize")
-            return await self._answer(context)
+            return await self._answer(await self.prepare_completion(http, record))
 
     # --- before anything is sent
+
+    def new_record(self, endpoint: str) -> RequestRecord:
+        return RequestRecord(self._metrics, endpoint, self._clock.monotonic)
+
+    async def prepare_chat(self, http: HttpRequest, record: RequestRecord) -> GenerationContext:
+        """Check a chat request and turn its messages into tokens."""
+        parsed = await self._parse(http, parse_chat)
+        body = parsed.request
+        serializer = ChatSerializer(self.new_call_id, body.return_tokens_as_token_ids or False)
+        context = await self._begin_request(http, parsed, serializer, record, chat_options)
+        await self._prepare_chat(context, body)
+        return context
+
+    async def prepare_completion(self, http: HttpRequest, record: RequestRecord) -> GenerationContext:
+        """Check a completion request and turn its prompts into tokens."""
+        parsed = await self._parse(http, parse_completion)
+        body = parsed.request
+        serializer = CompletionSerializer(body.return_tokens_as_token_ids or False)
+        context = await self._begin_request(http, parsed, serializer, record, completion_options)
+        await self._prepare_completion(context, body)
+        record.stage("tokenize")
+        return context
 
     async def _parse(self, http: HttpRequest, parse: Callable[[bytes], Parsed[T]]) -> Parsed[T]:
         body, http.body = http.body, b""  # do not keep megabytes while the answer is generated
@@ -234,16 +245,21 @@ class Generation:
 
     # --- the answer
 
+    async def build(self, context: GenerationContext) -> tuple[list[Request], AnswerSpec]:
+        """Worker requests of a prepared request, and the parameters of its answer."""
+        num_tokens = sum(map(len, context.prompts))
+
+        def build() -> tuple[list[Request], AnswerSpec]:
+            created = int(self._clock.wall())
+            return build_requests(context), build_answer_spec(context, created, self._clock.monotonic)
+
+        built = build() if num_tokens <= INLINE_TOKENS else await self.off_loop.run(build)
+        context.record.prompt_tokens(num_tokens)
+        return built
+
     async def _answer(self, context: GenerationContext) -> Response | WrittenResponse:
         record = context.record
-        num_tokens = sum(map(len, context.prompts))
-        if num_tokens <= INLINE_TOKENS:
-            requests, spec = build_requests(context), self._answer_spec(context)
-        else:
-            requests, spec = await self.off_loop.run(
-                lambda: (build_requests(context), self._answer_spec(context))
-            )
-        record.prompt_tokens(num_tokens)
+        requests, spec = await self.build(context)
         if context.hints.routing.query_only:
             return await self._query(context, spec, requests)
         if context.body.stream:
@@ -254,14 +270,14 @@ class Generation:
                     await self._stream(context, spec, requests, writer)
 
             return WrittenResponse(produce, headers={**_SSE_HEADERS, **context.headers})
-        answer = WholeAnswer(spec, self._new_call_id, self._fan)
+        answer = WholeAnswer(spec, self.new_call_id, self._fan)
         try:
-            await self._run(context, answer, answer.receivers, requests, answer.done)
-            is_long = _num_logprobs(context.options.sampling, num_tokens, answer) > INLINE_LOGPROBS
+            await self.run(context, answer, requests)
+            is_long = _num_logprobs(context, answer) > INLINE_LOGPROBS
             body = await self.off_loop.run(answer.body) if is_long else answer.body()
             return Response(200, body, {**context.headers, **spec.timing_headers()})
         finally:
-            _record_usage(record, answer)
+            record_usage(record, answer)
             answer.close()
 
     async def _query(self, context: GenerationContext, spec: AnswerSpec, requests: list[Request]) -> Response:
@@ -283,7 +299,7 @@ class Generation:
         answer = StreamingAnswer(spec, writer, self._fan)
         headers_timer = self._loop.call_later(self._options.hold_headers_s, answer.send_headers)
         try:
-            await self._run(context, answer, answer.receivers, requests, answer.done)
+            await self.run(context, answer, requests)
         except KvoltError as error:
             if not writer.head_sent:
                 raise
@@ -291,23 +307,16 @@ class Generation:
         finally:
             context.record.failure = answer.failure
             headers_timer.cancel()
-            _record_usage(context.record, answer)
+            record_usage(context.record, answer)
             answer.close()
 
-    async def _run(
-        self,
-        context: GenerationContext,
-        answer: Answer[Any],
-        receivers: Sequence[Receiver],
-        requests: list[Request],
-        done: asyncio.Future[None],
-    ) -> None:
-        """Run the journeys until the answer is complete. On return or error nothing of them is left running."""
+    async def run(self, context: GenerationContext, answer: Answer[Any], requests: list[Request]) -> None:
+        """Run the journeys of an answer until it is complete. On return or error nothing of them is left running."""
         context.http.on_disconnect(answer.cancel)
         deadlines = self._remaining_deadlines(context)
         journeys = [
             Journey(context.model.journey_context, request, receiver, deadlines)
-            for request, receiver in zip(requests, receivers, strict=True)
+            for request, receiver in zip(requests, answer.receivers, strict=True)
         ]
         for journey in journeys:
             answer.add_journey(journey)
@@ -320,7 +329,7 @@ class Generation:
                 else:
                     await _start_all(journeys)
             context.record.stage("route")
-            await done
+            await answer.done
         except InvalidRequest as error:
             raise with_client_param(error, context.body, context.options) from error
         finally:
@@ -337,13 +346,7 @@ class Generation:
         left_s = max(total_s - context.record.elapsed_s, 0.0)
         return msgspec.structs.replace(deadlines, total_s=left_s, first_s=min(deadlines.first_s, left_s))
 
-    def _answer_spec(self, context: GenerationContext) -> AnswerSpec:
-        return build_answer_spec(context, int(self._clock.wall()), self._clock.monotonic)
-
-    def _record(self, endpoint: str) -> RequestRecord:
-        return RequestRecord(self._metrics, endpoint, self._clock.monotonic)
-
-    def _new_call_id(self) -> str:
+    def new_call_id(self) -> str:
         return f"call_{new_id(self._rng)[:24]}"
 
 
@@ -362,12 +365,13 @@ async def _start_all(journeys: list[Journey]) -> None:
             raise result
 
 
-def _num_logprobs(sampling: Sampling, num_prompt_tokens: int, answer: WholeAnswer) -> int:
+def _num_logprobs(context: GenerationContext, answer: WholeAnswer) -> int:
     """Number of log probabilities in the answer, alternatives included."""
-    total = 0
+    sampling, total = context.options.sampling, 0
     if sampling.logprobs is not None:
         total += sum(state.choice.num_tokens for state in answer.states) * (sampling.logprobs + 1)
     if sampling.prompt_logprobs is not None:
+        num_prompt_tokens = sum(map(len, context.prompts))
         total += num_prompt_tokens * sampling.num_choices * (sampling.prompt_logprobs + 1)
     return total
 
@@ -377,6 +381,6 @@ def _check_length(card: ModelCard, prompt: Sized, num_output: int) -> None:
         raise too_long(card, len(prompt), num_output, "prompt")
 
 
-def _record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
+def record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
     record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
     record.cached_tokens = answer.cached_tokens
