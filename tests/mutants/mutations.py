@@ -123,15 +123,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="an abort keeps the blocks",
         path="scheduler/scheduler.py",
-        old="                self._deferred.append(sequence.blocks[sequence.num_lent :])\n",
+        old="                self.holds.defer(sequence.blocks[sequence.num_lent :])\n",
         new="",
         why="every cancelled request costs its blocks for ever",
     ),
     Mutation(
         name="blocks of aborted requests are released twice",
-        path="scheduler/scheduler.py",
-        old="            self.pool.release(reversed(blocks))\n        self._deferred.clear()\n",
-        new="            self.pool.release(reversed(blocks))\n        del self._deferred[1:]\n",
+        path="scheduler/holds.py",
+        old="            self._pool.release(reversed(blocks))\n        self._deferred.clear()\n",
+        new="            self._pool.release(reversed(blocks))\n        del self._deferred[1:]\n",
         why="blocks that another request has by now are taken from it",
     ),
     Mutation(

@@ -110,7 +110,7 @@ class KvExchange:
         pool = self._scheduler.pool
         return tuple(
             _sealed(*each, hold_s)
-            for each in self._scheduler.pin_sealed(name, max(int(pool.num_blocks * _PINNED_SHARE), 1))
+            for each in self._scheduler.holds.pin_sealed(name, max(int(pool.num_blocks * _PINNED_SHARE), 1))
         )
 
     def allocate_kv(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvAllocation:

@@ -6,7 +6,7 @@ Part of `scheduler`, whose internal state it reads; changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 
 from kvolt.core.ids import RequestId
@@ -24,14 +24,12 @@ def check_scheduler(
     planner: StepPlanner,
     holds: BlockHolds,
     prefetched: PrefetchedBlocks,
-    deferred: Iterable[list[BlockId]],
 ) -> None:
     """AssertionError with details if sequences and pool disagree."""
     check_pool(pool)
     holders = Counter(
         chain(
             *(sequence.blocks for sequence in planner.running),
-            *deferred,
             holds,
             prefetched,
         )

@@ -3,6 +3,7 @@
 - kept: blocks of a finished request, until a peer has fetched them
 - orphaned: blocks of a failed request, while a peer may still be reading them
 - pinned: blocks being copied to another tier
+- deferred: blocks that were given up, which the step in flight may still use
 - incoming: blocks allocated for received KV, until it is complete (then they may become `prefetched_blocks`)
 
 Knows no deadlines and moves no bytes. Holds that are not released reduce the engine's capacity.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvolt.core.ids import BlockKey, RequestId
-from kvolt.kv import BlockId, BlockNames, BlockPool
+from kvolt.kv import BlockId, BlockNames, BlockPool, SealedLog
 
 
 @dataclass(slots=True)
@@ -37,13 +38,14 @@ class BlockHolds:
         self._orphaned: dict[RequestId, list[BlockId]] = {}
         self._pinned: dict[RequestId, list[list[BlockId]]] = {}
         """By the name under which they are released."""
+        self._deferred: list[list[BlockId]] = []
         self._incoming: dict[BlockId, _Chain] = {}  # by the first block to be filled
 
     def __iter__(self) -> Iterator[BlockId]:
         """Every block, once per hold."""
         held = (each.blocks for each in chain(self._kept.values(), self._incoming.values()))
         pinned = chain.from_iterable(self._pinned.values())
-        return chain.from_iterable(chain(held, self._orphaned.values(), pinned))
+        return chain.from_iterable(chain(held, self._orphaned.values(), pinned, self._deferred))
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._kept or request_id in self._orphaned or request_id in self._pinned
@@ -68,9 +70,24 @@ class BlockHolds:
         if held is not None:
             self.keep_orphaned(request_id, held.blocks)
 
-    def pop_orphaned(self, request_id: RequestId) -> list[BlockId]:
-        """Returns orphaned blocks to the caller, which must release them."""
-        return self._orphaned.pop(request_id, [])
+    def pin_sealed(self, name: RequestId, most_blocks: int) -> list[tuple[list[BlockId], BlockNames, int]]:
+        """Pin blocks that were named since the last call and are still cached, until `release_kept(name)`.
+
+        Returns for each run of them the chain that it ends and its start in the chain. At most `most_blocks`
+        of the free blocks are pinned (few while requests run); the rest follows in the next call. The first
+        call returns nothing: it only starts the log.
+        """
+        pool = self._pool
+        if pool.sealed is None:
+            pool.sealed = SealedLog(pool.num_blocks)
+        pinned: list[tuple[list[BlockId], BlockNames, int]] = []
+        fewest_free = pool.num_free - most_blocks
+        while pool.sealed and pool.num_free > fewest_free:
+            tip, first = pool.sealed.pop_run()
+            blocks, names = self.pin(name, tip)
+            if len(blocks) > first:
+                pinned.append((blocks, names, first))
+        return pinned
 
     def pin(self, name: RequestId, tip: BlockKey) -> tuple[list[BlockId], BlockNames]:
         """Hold a block and all blocks before it in its sequence; empty if it is no longer cached."""
@@ -81,14 +98,29 @@ class BlockHolds:
         return blocks, names
 
     def release_kept(self, request_id: RequestId) -> bool:
-        """Release kept and pinned blocks; returns whether any were kept."""
+        """Release kept and pinned blocks, and defer orphaned ones; returns whether any were kept or orphaned."""
         for blocks in self._pinned.pop(request_id, ()):
             self._pool.release(reversed(blocks))
+        orphaned = self._orphaned.pop(request_id, None)
+        if orphaned:
+            self.defer(orphaned)
         held = self._kept.pop(request_id, None)
-        if held is None:
-            return False
-        self._pool.release(reversed(held.blocks))
-        return True
+        if held is not None:
+            self._pool.release(reversed(held.blocks))
+        return bool(orphaned) or held is not None
+
+    @property
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
+
+    def defer(self, blocks: list[BlockId]) -> None:
+        """Hold blocks until `release_deferred`; ownership passes from the caller."""
+        self._deferred.append(blocks)
+
+    def release_deferred(self) -> None:
+        for blocks in self._deferred:
+            self._pool.release(reversed(blocks))
+        self._deferred.clear()
 
     def allocate_incoming(self, names: BlockNames) -> list[tuple[int, BlockId]]:
         """Allocate a block for each of `names` that is not cached; the caller fills them and commits.

@@ -20,7 +20,7 @@ from kvolt.core.delta import ChoiceEnd, FinishReason
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request
-from kvolt.kv import BlockId, BlockNames, BlockPool, Change, SealedLog
+from kvolt.kv import BlockId, BlockNames, BlockPool, Change
 from kvolt.scheduler.check import check_scheduler
 from kvolt.scheduler.holds import BlockHolds
 from kvolt.scheduler.prefetched_blocks import PrefetchedBlocks
@@ -71,8 +71,6 @@ class Scheduler:
         self._num_live = 0
         self._num_arrived = 0
         self._in_flight: StepPlan | None = None
-        self._deferred: list[list[BlockId]] = []
-        """Blocks of aborted sequences, which the step in flight may still use."""
 
     @property
     def num_running(self) -> int:
@@ -129,12 +127,11 @@ class Scheduler:
             if sequence.num_lent:
                 self.holds.keep_orphaned(request_id, sequence.blocks[: sequence.num_lent])
             if sequence.blocks:
-                self._deferred.append(sequence.blocks[sequence.num_lent :])
+                self.holds.defer(sequence.blocks[sequence.num_lent :])
                 sequence.blocks = []
             sequence.phase = Phase.DONE
         self._num_live -= len(group.live)
-        if self._in_flight is None:
-            self._release_deferred()
+        self._release_deferred()
         return True
 
     def withdraw(self, request_id: RequestId) -> bool:
@@ -281,30 +278,9 @@ class Scheduler:
 
     def release_kept(self, request_id: RequestId) -> bool:
         """Returns whether anything was held."""
-        orphaned = self.holds.pop_orphaned(request_id)
-        if orphaned:
-            self._deferred.append(orphaned)
-            if self._in_flight is None:
-                self._release_deferred()
-        return self.holds.release_kept(request_id) or bool(orphaned)
-
-    def pin_sealed(self, name: RequestId, most_blocks: int) -> list[tuple[list[BlockId], BlockNames, int]]:
-        """Pin blocks that were named since the last call and are still cached, until `release_kept(name)`.
-
-        Returns for each run of them the chain that it ends and its start in the chain. At most `most_blocks`
-        of the free blocks are pinned (few while requests run); the rest follows in the next call. The first
-        call returns nothing: it only starts the log.
-        """
-        if self.pool.sealed is None:
-            self.pool.sealed = SealedLog(self.pool.num_blocks)
-        pinned: list[tuple[list[BlockId], BlockNames, int]] = []
-        fewest_free = self.pool.num_free - most_blocks
-        while self.pool.sealed and self.pool.num_free > fewest_free:
-            tip, first = self.pool.sealed.pop_run()
-            blocks, names = self.holds.pin(name, tip)
-            if len(blocks) > first:
-                pinned.append((blocks, names, first))
-        return pinned
+        was_held = self.holds.release_kept(request_id)
+        self._release_deferred()
+        return was_held
 
     def prompt_keys(self, request: Request) -> list[BlockKey]:
         """Keys of the full blocks of its prompt."""
@@ -359,9 +335,8 @@ class Scheduler:
         if attached:
             start = end - len(attached)
             own, first.blocks[start:end] = first.blocks[start:end], attached
-            self._deferred.append(own)
-            if self._in_flight is None:
-                self._release_deferred()
+            self.holds.defer(own)
+            self._release_deferred()
             follows = first.received_span[0] == end
             first.received_span = (start, first.received_span[1] if follows else end)
             if num_reached * self.limits.block_size == first.num_computed:
@@ -416,9 +391,8 @@ class Scheduler:
         self._release_deferred()
 
     def _release_deferred(self) -> None:
-        for blocks in self._deferred:
-            self.pool.release(reversed(blocks))
-        self._deferred.clear()
+        if self._in_flight is None:
+            self.holds.release_deferred()
 
     def _seal(self, sequence: Sequence) -> None:
         """Name the blocks that were filled since the last call."""
@@ -452,6 +426,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """AssertionError with details if sequences and pool disagree."""
-        check_scheduler(self.pool, self._groups, self.planner, self.holds, self.prefetched, self._deferred)
-        assert self._in_flight or not self._deferred, "blocks wait for a step that is not in flight"
+        check_scheduler(self.pool, self._groups, self.planner, self.holds, self.prefetched)
+        assert self._in_flight or not self.holds.has_deferred, "blocks wait for a step that is not in flight"
         assert self._num_live == sum(len(group.live) for group in self._groups.values())
