@@ -65,7 +65,7 @@ $(VENV)/.bench: $(VENV)/.test
 
 install: $(VENV)/.core ## set up the virtual environment
 
-serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a decode worker (ARGS="--port 8080")
+serve: $(VENV)/.native ## kvolt serve --prefill 1 --decode 1: SmolLM2-135M on http://127.0.0.1:8000 (ARGS="--port 8080")
 	@$(BIN)/kvolt serve $(ROLES) $(ARGS)
 
 test: $(VENV)/.test ## lint, types, import contract, tests with branch coverage

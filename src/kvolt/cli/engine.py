@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="Engine argument; may be repeated. VALUE is JSON or a string.",
+        help="Engine argument; repeatable. VALUE is JSON or a string.",
     )
     repeated(check, "--only", "TEXT", "Run only cases with TEXT in TIER/CASE.")
     option(check, "--ending-prompt", "TEXT", "Prompt with a short answer. Default: found by the suite.")

@@ -56,7 +56,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         columns = min(shutil.get_terminal_size().columns, _MAX_HELP_COLUMNS)
-        super().__init__(prog, max_help_position=27, width=columns)
+        super().__init__(prog, max_help_position=28, width=columns)
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,7 +113,7 @@ def option(
 
 def repeated(parser: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
     """Add an option that may be repeated; its value is a list."""
-    text = f"{text.removesuffix('.')}; may be repeated."
+    text = f"{text.removesuffix('.')}; repeatable."
     parser.add_argument(flag, metavar=metavar, action="append", default=[], help=text)
 
 
@@ -185,14 +185,14 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="TOML config file. Default: $KVOLT_CONFIG, else ./kvolt.toml if it exists.",
+        help="Default: $KVOLT_CONFIG, else ./kvolt.toml.",
     )
     general.add_argument(
         "--set",
         action=_RecordOverride,
         key=None,
         metavar="SECTION.KEY=VALUE",
-        help="Set any setting, such as router.queue=false; may be repeated. `kvolt config describe` lists all.",
+        help="Set any setting; repeatable. `kvolt config describe` documents all, with the flags below.",
     )
     for title in groups:
         group = parser.add_argument_group(title)
@@ -225,7 +225,7 @@ def _keys_by_flag() -> dict[str, str]:
 def _add_flag(group: argparse._ArgumentGroup, leaf: Leaf, metavar: str) -> None:
     name = flag_name(leaf.key)
     assert name is not None
-    text, default = leaf.description, leaf.default
+    text, default = leaf.summary, leaf.default
     if default not in (None, "") and "Default:" not in text:
         text += f" [default: {default}]"
     group.add_argument(

@@ -105,6 +105,7 @@ def test_a_verb_has_only_the_flags_of_its_groups() -> None:
 def test_help_shows_description_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = parser_for().format_help()
-    assert "Port of the HTTP API. 0 picks a free port. [default: 8000]" in text
+    assert "Port of the HTTP API; 0 picks a free one. [default: 8000]" in text
+    assert "lowest predicted latency" not in text, "flags show one sentence; `kvolt config describe` has all"
     assert text.startswith("usage: kvolt serve [OPTIONS]\n")
     assert max(map(len, text.splitlines())) <= 100

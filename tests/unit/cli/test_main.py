@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from kvolt.cli.flags import GROUPS
 from kvolt.cli.main import VERBS, Verb, main
+from kvolt.cli.serve.command import HELP as serve_help
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.version import __version__
@@ -55,6 +58,31 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvolt {__version__}\n"
+
+
+def test_readme_changelog_and_package_have_the_version_of_the_command() -> None:
+    root = Path(__file__).parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/kvolt/__init__.py"
+    assert f"**Status ({__version__}).**" in (root / "README.md").read_text()
+    newest = (root / "CHANGELOG.md").read_text().partition("\n## ")[2].split()[0]
+    assert newest == __version__
+
+
+def test_readme_and_make_start_the_layout_that_help_describes() -> None:
+    root = Path(__file__).parents[3]
+    makefile = (root / "Makefile").read_text()
+    roles = next(line for line in makefile.splitlines() if line.startswith("ROLES ?= ")).split("= ")[1]
+    assert f"`make serve` is `kvolt serve {roles}`" in (root / "README.md").read_text()
+    assert f"kvolt serve {roles} " in serve_help
+    assert "as `make serve`" in serve_help
+
+
+def test_readme_names_only_existing_verbs() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    named = set(re.findall(r"(?:\$ |`|bin/)kvolt ([a-z]+)\b", text))
+    assert named <= set(VERBS)
 
 
 def test_verbs_name_existing_groups_of_settings() -> None:
@@ -134,11 +162,11 @@ def test_help_of_a_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_help_of_serve_fits_two_screens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["serve", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 105
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_imports_nothing_heavy() -> None:

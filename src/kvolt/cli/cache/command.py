@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                 "--key",
                 action="append",
                 metavar="HEX",
-                help="Remove the block with this key or key prefix; may be repeated.",
+                help="Remove the block with this key or key prefix; repeatable.",
             )
         if name == "export":
             verb.add_argument("key", metavar="HEX", help="Key or key prefix of the block.")

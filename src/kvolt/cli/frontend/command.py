@@ -77,7 +77,7 @@ def _add_attach_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL[,NAME=VALUE...]",
-        help="Route requests to a running vLLM or SGLang server; may be repeated. NAME is `events` (its KV event "
+        help="Route requests to a running vLLM or SGLang server; repeatable. NAME is `events` (its KV event "
         "publisher, tcp://HOST:PORT), `replay`, `tokenizer`, `model`, `api_key` or another argument of the remote "
         "engine (`kvolt engine list remote`).",
     )

@@ -41,17 +41,18 @@ from kvolt.runtime.system_ports import check_directory, plane_host, process_opti
 from kvolt.runtime.tasks import Scope
 
 HELP = """
-Start a frontend and workers on this machine, restart failed processes, and show their merged logs.
+Start a frontend and workers on this machine, restart failed processes, and
+show their merged logs. By default one worker computes prompts and answers.
 Ctrl-C drains and stops everything; a second Ctrl-C stops at once.
 
 Examples:
   kvolt serve                          SmolLM2-135M on 127.0.0.1:8000
-  kvolt serve Qwen/Qwen3-0.6B          a Hugging Face name, a folder or a GGUF file
+  kvolt serve Qwen/Qwen3-0.6B          a Hugging Face name, folder or GGUF file
   kvolt serve Qwen/Qwen3-8B --engine vllm --arg engine_args.max_model_len=32768
-  kvolt serve sim-tiny --workers 4     four simulated workers; needs no weights and no torch
-  kvolt serve --prefill 2 --decode 2   disaggregated prefill
-  kvolt serve --kv-host 4GiB --kv-disk 50GiB            offload KV to host memory and disk
-  kvolt serve --discovery-join-listen 10.0.0.5:7400     accept `kvolt worker --join 10.0.0.5:7400`
+  kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
+  kvolt serve --prefill 1 --decode 1   disaggregated prefill, as `make serve`
+  kvolt serve --kv-host 4GiB --kv-disk 50GiB          offload KV blocks
+  kvolt serve --discovery-join-listen 10.0.0.5:7400   let other machines join
 """
 
 _FOR_WORKERS = "workers.toml"
@@ -66,21 +67,21 @@ _MAX_PORT_ATTEMPTS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    optional(parser, "model", "MODEL", "Hugging Face name, folder or GGUF file. Default: smollm2-135m.")
+    optional(parser, "model", "MODEL", "Name, folder or GGUF file. Default: smollm2-135m.")
     add_engine_flags(parser)
     workers = parser.add_argument_group("workers (of the first [[workers]] entry)")
     option(workers, "--workers", "N", "Number of worker processes.", int)
-    option(workers, "--prefill", "N", "Number of prefill workers. Requires --decode.", int)
+    option(workers, "--prefill", "N", "Number of prefill workers; requires --decode.", int)
     option(workers, "--decode", "N", "Number of decode workers.", int)
-    option(workers, "--aggregated", "N", "Number of aggregated workers (prefill and decode).", int)
+    option(workers, "--aggregated", "N", "Number of workers that do both.", int)
     switch(
         add_tier_flags(parser, is_brief=True),
         "--kv-shared",
-        "Create one KV pool for all workers instead of one per worker.",
+        "One host and disk tier for all workers together.",
     )
     output = parser.add_argument_group("terminal")
     switch(output, "--quiet", "Show only warnings and errors.")
-    switch(output, "--interactive", "Chat in this terminal, log to files, and stop when the chat ends.")
+    switch(output, "--interactive", "Chat in this terminal; stop when the chat ends.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -50,26 +50,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     optional(parser, "model", "MODEL", "Hugging Face name, folder or GGUF file. Default: from the config.")
     add_engine_flags(parser)
     worker = parser.add_argument_group("worker")
-    option(worker, "--group", "NAME", "Name of the [[workers]] entry to run. Default: the first entry.")
+    option(worker, "--group", "NAME", "Name of the [[workers]] entry to run. Default: the first.")
     option(
         worker,
         "--name",
         None,
-        "Name of this process in logs and status. Default: the name of the [[workers]] entry.",
+        "Name in logs and status. Default: that of the entry.",
     )
     option(
         worker,
         "--role",
         None,
-        "Role of this worker. Default: from the config, else aggregated.",
+        "Role of the worker. Default: from the config, else aggregated.",
         choices=[role.value for role in Role],
     )
-    option(worker, "--devices", "A,B", "GPUs to use, by index or UUID. Default: from the config, else all.")
+    option(worker, "--devices", "A,B", "GPUs, by index or UUID. Default: from the config, else all.")
     option(
         worker,
         "--workers",
         "N",
-        "Number of workers in this process, for engines that support it (`sim`). Default: 1.",
+        "Workers in this process (sim engine only). Default: 1.",
         int,
     )
     worker.add_argument(
@@ -77,8 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="Label that requests can require or prefer, such as gpu=h100; may be repeated. "
-        "Added to the taints of the config.",
+        help="Label that requests can require or prefer, such as gpu=h100; repeatable.",
     )
     add_tier_flags(parser)
 
@@ -89,11 +88,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         engine,
         "--engine",
         "NAME",
-        "Inference engine: native, sim, vllm, sglang, trtllm or remote. Default: sim for models named "
-        "sim-..., else native.",
+        "native, sim, vllm, sglang, trtllm or remote. Default: sim for models named sim-..., else native.",
     )
-    repeated(engine, "--arg", "KEY=VALUE", "Engine argument (`kvolt engine list`), JSON or a string.")
-    repeated(engine, "--lora", "NAME=FOLDER", "Serve a LoRA adapter in PEFT format as model NAME.")
+    repeated(engine, "--arg", "KEY=VALUE", "Engine argument (`kvolt engine list`)")
+    repeated(engine, "--lora", "NAME=FOLDER", "LoRA adapter (PEFT), served as NAME")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -49,45 +49,32 @@ _STAGING_BYTES = 256 << 20
 def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> argparse._ArgumentGroup:
     """Add the `--kv-...` flags. `is_brief` hides the rarely used ones from `--help`."""
     group = parser.add_argument_group(
-        "KV offloading",
-        "More: --kv-disk-compression, --kv-disk-direct, --kv-pool (`kvolt worker --help`)."
-        if is_brief
-        else None,
+        "KV offloading" + (" (more: `kvolt worker --help`)" if is_brief else ""),
     )
 
     def rare(text: str) -> str:
         return argparse.SUPPRESS if is_brief else text
 
-    option(
-        group,
-        "--kv-host",
-        "SIZE",
-        "Host memory for KV blocks evicted from the device: 4GiB, 1000blocks, or 2x the device capacity. "
-        "Default: no offloading.",
-    )
-    option(group, "--kv-disk", "SIZE", "Disk space for KV blocks, which survive restarts.")
-    option(group, "--kv-disk-dir", "DIR", "Directory of the disk tier. Default: the user's cache directory.")
+    option(group, "--kv-host", "SIZE", "Host memory for KV: 4GiB, 1000blocks, or 2x the device's.")
+    option(group, "--kv-disk", "SIZE", "Disk space for KV, which survives restarts.")
+    option(group, "--kv-disk-dir", "DIR", "Its directory. Default: in the user's cache directory.")
     group.add_argument(
         "--kv-disk-compression",
         choices=("none", "fp8"),
-        help=rare("fp8 stores 8 bits per value: lossy, two to four times the capacity. Default: none."),
+        help=rare("fp8: 8 bits per value, lossy, 2 to 4 times the capacity."),
     )
     switch(
         group,
         "--kv-disk-direct",
-        rare(
-            "Onboard blocks from disk to the device with NIXL and GPUDirect Storage, bypassing host memory."
-        ),
+        rare("Read from disk into the GPU (NIXL, GPUDirect Storage)."),
     )
-    option(
-        group, "--kv-object", "URL", "Shared object store: s3://BUCKET/PREFIX, gs://, az:// or a directory."
-    )
+    option(group, "--kv-object", "URL", "Store: s3://BUCKET/PREFIX, gs://, az:// or a folder.")
     group.add_argument(
         "--kv-pool",
         metavar="SOCKET",
-        help=rare("Use the KV pool of a `kvolt cache serve` process on this host."),
+        help=rare("Use the pool of a `kvolt cache serve` on this host."),
     )
-    switch(group, "--kv-peers", "Onboard blocks from the tiers of other workers, and serve blocks to them.")
+    switch(group, "--kv-peers", "Onboard blocks from tiers of other workers.")
     return group
 
 

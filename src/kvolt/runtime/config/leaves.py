@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,14 @@ class Leaf(msgspec.Struct, frozen=True):
     def description(self) -> str:
         """Help: the string below the field, on one line."""
         return " ".join(field_texts(self.struct).get(self.name, "").split())
+
+    @property
+    def summary(self) -> str:
+        """First sentence of the help, and its `Default:` unless that is none: what fits a list of flags."""
+        first, *rest = re.split(r"(?<=\.) (?=[A-Z0-9`])", self.description)
+        return " ".join(
+            [first, *(each for each in rest if each.startswith("Default:") and "none" not in each)]
+        )
 
     @property
     def key(self) -> str:

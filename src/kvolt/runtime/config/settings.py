@@ -43,8 +43,8 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     port: Port = 0
     """Listen port of the request plane. 0 picks a free port."""
     advertise: Text | None = None
-    """Address that other machines use to reach this process, for NAT or wildcard listen addresses. Default:
-    runtime.host."""
+    """Address that other machines connect to. Set it behind NAT and for wildcard listen addresses.
+    Default: runtime.host."""
     start_timeout_s: Seconds = 30.0
     """Maximum time for a process to become ready before it exits with an error."""
     drain_timeout_s: Grace = 30.0
@@ -58,12 +58,12 @@ class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Discovery backend. `file`: processes of one machine share a directory. `join`: register with a join
     server on another machine. `mem`: a single process."""
     path: Annotated[Text | None, Meta(extra=_PATH)] = None
-    """Directory of file discovery on this machine. Default: one per user."""
+    """Directory of file discovery. Default: one per user."""
     join: Annotated[Text | None, Meta(extra=_ADDRESS)] = None
-    """Join server to register with (see --discovery-join-listen). Implies discovery.kind=join. Default:
-    none."""
+    """Join server to register with, on another machine. It listens on `--discovery-join-listen`. Implies
+    discovery.kind=join. Default: none."""
     join_listen: Annotated[Text | None, Meta(extra=_ADDRESS)] = None
-    """Run a join server on this address, for `--join` on other machines. Default: none."""
+    """Run a join server here, for other machines with `--join`. Default: none."""
     ttl_s: Seconds = 5.0
     """Lease time-to-live. A process that does not renew its lease for this long is deregistered; a join
     server waits at most 60 s."""
@@ -140,8 +140,7 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Prometheus metrics."""
 
     aliases: AliasScheme = "none"
-    """`dynamo`: also serve metrics under Dynamo's names, for its dashboards and alerts. `none`: kvolt's names
-    only."""
+    """dynamo: serve metrics under Dynamo's names too, for its dashboards and alerts."""
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,23 +149,24 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum log level: debug, info, warning or error."""
     format: Literal["auto", "human", "json"] = "auto"
-    """`human`, `json`, or `auto`: human on a terminal, JSON otherwise."""
+    """human, json or auto: human on a terminal, else JSON."""
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenAI-compatible HTTP frontend."""
 
     host: Host = "127.0.0.1"
-    """Listen address of the HTTP API. 0.0.0.0 accepts remote clients."""
+    """Listen address of the HTTP API; 0.0.0.0 accepts remote clients."""
     port: Port = 8000
-    """Port of the HTTP API. 0 picks a free port."""
+    """Port of the HTTP API; 0 picks a free one."""
     processes: Annotated[int, Meta(ge=1, le=256)] = 1
-    """Number of HTTP processes that share the port. Above 1, a router process is started too. Raise it when
+    """Number of HTTP processes. They share the port; above 1, a router process is started too. Raise it when
     the frontend saturates a CPU core."""
     router: RouterName = ROUTER_NAMES[0]
-    """Routing policy. `latency`: lowest predicted latency given each worker's cached prefix and load.
-    `classic`: Dynamo's KV cost. `round-robin`, `least-loaded`, `power-of-two` and `random` ignore the KV
-    cache. `direct`: the worker named by the request. FILE.py:FUNCTION or MODULE:FUNCTION: a custom policy."""
+    """Routing policy: latency, classic, round-robin, least-loaded, power-of-two, random, direct, or
+    FILE.py:FUNCTION. `latency`: lowest predicted latency given each worker's cached prefix and load.
+    `classic`: Dynamo's KV cost. `round-robin`, `least-loaded`, `power-of-two` and `random` ignore the KV cache.
+    `direct`: the worker named by the request. `FILE.py:FUNCTION` or `MODULE:FUNCTION`: a custom policy."""
     max_body_bytes: Bytes = 16 * MIB
     """Maximum size of a request body. Larger requests get a 413."""
     request_timeout_s: Seconds = 600.0
@@ -192,31 +192,32 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Maximum number of migrations of a request to another worker when its worker is lost. 0 fails the
     request instead."""
     prefill_choice: Literal["predicted", "threshold"] = "predicted"
-    """When to use the prefill workers. `predicted`: unless another mode is predicted to be much cheaper.
-    `threshold`: above prefill_min_tokens uncached tokens, up to prefill_max_queue_s."""
+    """Use of prefill workers: predicted or threshold. `predicted`: unless another mode is predicted to be
+    much cheaper. `threshold`: above prefill_min_tokens uncached tokens, up to prefill_max_queue_s."""
     prefill_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Compute a prompt on the decode worker if at most this many of its tokens are uncached there. Prompts
     within one KV block are always computed there."""
     decode_first: str = ""
-    """Comma-separated models (`*`: all) whose decode worker gets the request at once and pulls KV during
-    prefill. Default: prefill-first."""
+    """Models (A,B or *) whose decode worker gets the request at once. It pulls KV during prefill. Default:
+    none."""
     prefill_max_queue_s: Seconds | None = None
     """Compute a prompt on the decode worker if the predicted queueing time at the prefill workers is longer.
     Default: no limit."""
     target_ttft_s: Seconds | None = None
-    """TTFT target. While the targets are met, all prompts go to prefill workers. Default: none."""
+    """TTFT target: while it is met, all prompts go to prefill workers. Default: none."""
     target_itl_s: Seconds | None = None
-    """Target for the mean inter-token latency of a request. Default: none."""
+    """The same for the mean inter-token latency. Default: none."""
     token_cache_bytes: Bytes = 8 * MIB
     """Memory for the tokenizer cache of each model."""
     processor: Text = "card"
-    """Renders prompts and parses tool calls and reasoning. `card`: kvolt's own. `vllm`: vLLM's (must be
-    installed), for parsers that only vLLM has. Or the name of a plugin."""
+    """Renders prompts and parses answers: card, vllm or the name of a plugin. `card`: kvolt's own. `vllm`:
+    vLLM's (must be installed), for parsers that only vLLM has."""
     tool_parser: Text | None = None
-    """Tool-call parser for all models, or `none`. Default: chosen by the chat template; none with the `vllm`
-    processor."""
+    """Tool-call parser, or none. Applies to all models; the `vllm` processor has no default. Default: by the
+    template."""
     reasoning_parser: Text | None = None
-    """Reasoning parser for all models, or `none`. Default: as for the tool-call parser."""
+    """Reasoning parser, or none. Applies to all models; the `vllm` processor has no default. Default: by the
+    template."""
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -318,7 +319,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The config tree."""
 
     namespace: Name = "default"
-    """Processes only see others of the same namespace."""
+    """Processes see only those of their namespace."""
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     plane: PlaneSettings = PlaneSettings()
