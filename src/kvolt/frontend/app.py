@@ -90,11 +90,14 @@ class FrontendApp:
     # --- models
 
     async def _list_models(self, request: HttpRequest) -> Response:
-        data = [self._describe(model) for model in (*self._models.ready(), *self._models.adapters())]
+        named = [(name, model) for model in self._models.ready() for name in self._models.names_of(model)]
+        named += [(adapter.name, adapter) for adapter in self._models.adapters()]
+        data = [self._describe(name, model) for name, model in named]
         return Response(200, _json(responses.ModelList(data=data)))
 
     async def _show_model(self, request: HttpRequest) -> Response:
-        return Response(200, _json(self._describe(self._models.get(request.params["model"]))))
+        name = request.params["model"]
+        return Response(200, _json(self._describe(name, self._models.get(name))))
 
     async def _show_long_name(self, request: HttpRequest) -> Response:
         """Model names with slashes, which many clients do not escape."""
@@ -103,15 +106,16 @@ class FrontendApp:
         request.params = {"model": name.removesuffix("/ready")}
         return await (self._show_ready(request) if ready else self._show_model(request))
 
-    def _describe(self, model: Model) -> responses.Model:
+    def _describe(self, name: str, model: Model) -> responses.Model:
         length = model.card.context_length
         return responses.Model(
-            id=model.name,
+            id=name,
             created=self._started_at,
             root=model.card.name,
             parent=None if model.lora is None else model.card.name,
             context_window=length,
             max_model_len=length,
+            default_sampling_params=model.card.defaults,
             workers=count_workers(model),
         )
 

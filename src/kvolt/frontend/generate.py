@@ -35,6 +35,7 @@ from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
 from kvolt.frontend.openai_api.generation import (
+    GenerationDefaults,
     GenerationOptions,
     chat_options,
     completion_options,
@@ -156,7 +157,7 @@ class Generation:
         parsed: Parsed[Any],
         serializer: ResponseSerializer,
         record: RequestRecord,
-        options_of: Callable[[Any, Sampling], GenerationOptions],
+        options_of: Callable[[Any, GenerationDefaults], GenerationOptions],
     ) -> GenerationContext:
         body: GenerationRequest = parsed.request
         unknown = parsed.unknown

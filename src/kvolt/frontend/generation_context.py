@@ -95,14 +95,15 @@ def build_requests(context: GenerationContext) -> list[Request]:
 
 
 def _default_max_tokens(context: GenerationContext, prompt: tuple[int, ...]) -> int:
-    """Output limit of a request without `max_tokens`."""
-    if not isinstance(context.body, ChatRequest):
+    """Output limit of a request without `max_tokens`: the model's, else the API's."""
+    model = context.model
+    limit = model.defaults.max_tokens
+    if limit is None and not isinstance(context.body, ChatRequest):
         return _COMPLETION_TOKENS
-    num_left, of_model = (
-        context.model.max_sequence_tokens - len(prompt),
-        context.model.card.default_max_tokens,
-    )
-    return num_left if of_model is None else min(num_left, max(of_model, context.options.min_tokens))
+    num_left = model.max_sequence_tokens - len(prompt)
+    if limit is None:
+        limit = model.card.default_max_tokens
+    return num_left if limit is None else min(num_left, max(limit, context.options.min_tokens))
 
 
 def build_answer_spec(context: GenerationContext, created: int, now: Callable[[], float]) -> AnswerSpec:

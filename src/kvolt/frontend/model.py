@@ -14,7 +14,8 @@ from kvolt.core.card import Capacity, ModelCard, card_hash
 from kvolt.core.endpoints import CARD
 from kvolt.core.errors import InvalidRequest, KvoltError, Unavailable
 from kvolt.core.ids import CardHash
-from kvolt.core.request import Role, Sampling
+from kvolt.core.request import Role
+from kvolt.frontend.openai_api.generation import GenerationDefaults
 from kvolt.frontend.openai_api.headers import RequestHints
 from kvolt.frontend.tokenization.preprocess import CardProcessor, NewProcessor, ParserNames, Processor
 from kvolt.journey.journey import JourneyContext
@@ -67,7 +68,7 @@ class Model:
     processor: Processor
     client: EndpointClient
     journey_context: JourneyContext
-    defaults: Sampling
+    defaults: GenerationDefaults
     capacity: Capacity
     """Capacity of one worker; equal for all workers of a component."""
     registrations: Registrations

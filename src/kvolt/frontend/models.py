@@ -20,7 +20,7 @@ from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
 from kvolt.frontend.kv_pair_filter import with_kv_filter
 from kvolt.frontend.model import Model, ModelOptions, fetch_card, no_workers_error, starting_error
-from kvolt.frontend.openai_api.generation import sampling_defaults
+from kvolt.frontend.openai_api.generation import generation_defaults
 from kvolt.frontend.templates.process import Renderer
 from kvolt.frontend.tokenization.preprocess import (
     ProcessorSpec,
@@ -142,6 +142,12 @@ class Models:
             raise self._unknown_model_error(name)
         reached = (model for model in matching if model.registrations.candidates_with(name))
         return next(reached, matching[0]).with_adapter(name)
+
+    def names_of(self, model: Model) -> list[str]:
+        """Name and aliases under which requests reach the model."""
+        name = model.card.name
+        aliases = (alias for alias in model.card.aliases if alias not in self._models)
+        return [name, *(alias for alias in aliases if self._aliases.get(alias) == name)]
 
     def all(self) -> list[Model]:
         """All models, ready or not."""
@@ -355,7 +361,7 @@ class Models:
             prefill_modes=self._prefill_mode_policy(router, prefill_target, info),
             is_decode_first=not {info.model, "*"}.isdisjoint(options.decode_first),
         )
-        defaults = sampling_defaults(card.defaults)
+        defaults = generation_defaults(card.defaults)
         return Model(
             card,
             processor,

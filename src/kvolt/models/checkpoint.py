@@ -18,6 +18,7 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import ModelConfig, read_hf_config
 from kvolt.models.folder_texts import FolderTexts, read_json, read_required
+from kvolt.models.generation_config import GenerationDefaults
 from kvolt.models.weights import check_shapes, hash_weights
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -54,8 +55,8 @@ class Checkpoint(Protocol):
     def chat_template(self) -> str: ...
 
     @property
-    def sampling_defaults(self) -> dict[str, float | int]:
-        """Sampling parameters recommended by the model's authors, by their names in `Sampling`."""
+    def generation_defaults(self) -> GenerationDefaults:
+        """Defaults of requests, recommended by the model's authors."""
         ...
 
 
@@ -81,7 +82,7 @@ def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
         block_size=block_size,
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
-        defaults=dict(checkpoint.sampling_defaults),
+        defaults=dict(checkpoint.generation_defaults),
         default_max_tokens=_SMALL_MODEL_TOKENS if config.num_weights < _SMALL_MODEL_WEIGHTS else None,
     )
 
@@ -132,8 +133,8 @@ class SafetensorsFolder:
         return self._texts.chat_template
 
     @property
-    def sampling_defaults(self) -> dict[str, float | int]:
-        return self._texts.sampling_defaults
+    def generation_defaults(self) -> GenerationDefaults:
+        return self._texts.generation_defaults
 
     def _open_files(self) -> tuple[list[Path], dict[str, Any]]:
         """Paths of the weight files, and the open file of each tensor."""

@@ -1,4 +1,4 @@
-"""FolderTexts: tokenizer, chat template, special tokens and sampling defaults of a Hugging Face folder.
+"""FolderTexts: tokenizer, chat template, special tokens and generation defaults of a Hugging Face folder.
 
 Independent of the architecture and of torch, since external engines serve models that the native engine does not
 support.
@@ -14,21 +14,9 @@ import msgspec
 
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import token_ids
+from kvolt.models.generation_config import FILE, GenerationConfig, GenerationDefaults
 
 T = TypeVar("T")
-
-
-class _Generation(msgspec.Struct):
-    """The fields of generation_config.json that are used."""
-
-    eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -61,7 +49,7 @@ class FolderTexts:
             "tokenizer.json",
             "create it with AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         )
-        self._generation = read_json(folder, "generation_config.json", _Generation) or _Generation()
+        self._generation = read_json(folder, FILE, GenerationConfig) or GenerationConfig()
         self._tokenizer = read_json(folder, "tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
 
     @cached_property
@@ -77,18 +65,8 @@ class FolderTexts:
         return named.get("default") or next(iter(named.values()), "")
 
     @property
-    def sampling_defaults(self) -> dict[str, float | int]:
-        generation = self._generation
-        if not generation.do_sample:
-            return {}
-        values = {
-            "temperature": generation.temperature,
-            "top_p": generation.top_p,
-            "top_k": generation.top_k or None,  # 0 means no limit
-            "min_p": generation.min_p,
-            "repetition_penalty": generation.repetition_penalty,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+    def generation_defaults(self) -> GenerationDefaults:
+        return self._generation.defaults
 
     def eos_token_ids(self, config_ids: tuple[int, ...]) -> tuple[int, ...]:
         """EOS token ids: those of generation_config.json, else of config.json.

@@ -38,6 +38,7 @@ from kvolt.models.config import (
     scaled_context,
     unknown_architecture,
 )
+from kvolt.models.generation_config import GenerationDefaults, read_gguf_defaults
 from kvolt.models.gguf_tokenizer import build_tokenizer_json, end_token_ids, special_token_id
 from kvolt.models.unsupported_fields import check_gguf_fields
 from kvolt.models.weights import Shape, check_shapes, hash_weights
@@ -224,10 +225,8 @@ class GgufFile:
         return str(self._metadata.get("tokenizer.chat_template", ""))
 
     @property
-    def sampling_defaults(self) -> dict[str, float | int]:
-        names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-        values = {name: self._metadata.get(f"general.sampling.{key}") for key, name in names.items()}
-        return {name: value for name, value in values.items() if value is not None}
+    def generation_defaults(self) -> GenerationDefaults:
+        return read_gguf_defaults(self._metadata)
 
     def _read_divisors(self, info: TensorInfo) -> RopeDivisors:
         if info.kind not in _PLAIN or not info.num_bytes:

@@ -45,6 +45,8 @@ class PackageWeights(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     sha256: str
     wheel_bytes: int
+    generation_defaults: dict[str, float | int] = {}
+    """Defaults that the publisher recommends, where the file itself has none."""
 
     @property
     def requirement(self) -> str:
@@ -59,6 +61,8 @@ SMOLLM2_135M = PackageWeights(
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     wheel_bytes=92_871_040,
+    # Of the model's page on the hub. At OpenAI's temperature of 1 most of its answers are incoherent.
+    generation_defaults={"temperature": 0.2, "top_p": 0.9},
 )
 
 

@@ -110,6 +110,12 @@ def fetch(name: str, progress: Progress, sources: Sources | None = None) -> Reso
         return _from_package(fallback, path)
 
 
+def recommended_defaults(name: str) -> dict[str, float | int] | None:
+    """Generation defaults of a built-in model, whose files have none; None for other models."""
+    built_in = _built_in(name) or _FALLBACKS.get(name)
+    return None if built_in is None else dict(BUILT_IN[built_in].generation_defaults)
+
+
 def _local(name: str) -> Resolved | None:
     """Resolve a path; None if the name is not one. An existing file or folder takes precedence over other meanings."""
     if not name.strip():

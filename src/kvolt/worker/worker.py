@@ -59,6 +59,7 @@ from kvolt.worker.peer_workers import PeerWorkers
 from kvolt.worker.pool_event_publisher import watch_pool
 from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.request_intake import RequestIntake
+from kvolt.worker.served_card import ServedModel, served_card, with_served_card
 from kvolt.worker.tiering import Tiering, TieringFactory
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Recent KV events kept for routers that missed some."""
     taints: tuple[str, ...] = ()
     """Taints in addition to the engine's; requests may require or prefer them."""
+    served: ServedModel = ServedModel()
 
 
 class Worker:
@@ -127,7 +129,7 @@ class Worker:
         """Start the engine, then register: a registered worker can compute."""
         self._set_health(State.STARTING)
         began_at = self._clock.monotonic()
-        info = await self._engine.start()
+        info = with_served_card(await self._engine.start(), self._engine, self._options.served)
         self.features = info.features or features_of(self._engine)
         loras = info.loras or adapter_names(self._engine, self.features)
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
@@ -150,10 +152,8 @@ class Worker:
         self._set_health(State.READY)
         self._runtime.add_status_details("engine", self._describe)
         self._serve_control(component)
-        card = self._engine.card
-        await self._runtime.serve(
-            EndpointAddress(self._namespace, component, CARD), self._serve_card, str, info=card_hash(card)
-        )
+        card = EndpointAddress(self._namespace, component, CARD)
+        await self._runtime.serve(card, self._serve_card, str, info=info.card)
         self._generate = EndpointAddress(self._namespace, component, GENERATE)
         if self.tiering is not None and self.tiering.peers is not None:
             self._peer_workers = PeerWorkers(self._runtime, self._generate, *self.tiering.peers)
@@ -172,7 +172,7 @@ class Worker:
             self._peer_workers.connect(instance.id)
         if isinstance(self._engine, Calibrated) and self._engine.latency is not None:
             self._task_group.start(self._register_latency(self._engine), "latency")
-        log.info("worker serving: model=%s role=%s engine=%s", card.name, info.role, info.engine)
+        log.info("worker serving: model=%s role=%s engine=%s", info.model, info.role, info.engine)
 
     async def _start_tiers(self, info: EngineInfo) -> None:
         """Create the tiers before the worker registers, so that errors show at startup."""
@@ -330,7 +330,7 @@ class Worker:
         }
 
     async def _serve_card(self, requested: str) -> AsyncIterator[ModelCard]:
-        card = self._engine.card
+        card = served_card(self._engine, self._options.served)
         if requested not in ("", card_hash(card)):
             raise NotFound("this worker has another card", kind="card", name=requested)
         yield card

@@ -18,9 +18,15 @@ from kvolt.models.hub import Hub
 
 pytest.importorskip("huggingface_hub")
 
+GENERATION = {"eos_token_id": 2, "temperature": 0.6, "max_new_tokens": 512}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 512}
 REPO = Repo(
-    {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"x" * 5000, "tokenizer.json": b"{}"}
+    {
+        "config.json": json.dumps(CONFIG).encode(),
+        "generation_config.json": json.dumps(GENERATION).encode(),
+        "model.safetensors": b"x" * 5000,
+        "tokenizer.json": b"{}",
+    }
 )
 
 
@@ -49,7 +55,7 @@ def test_fetch_then_show_then_list(hub: FakeHub, tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     path = Path(out.strip())
     assert (path / "model.safetensors").read_bytes() == b"x" * 5000
-    assert f"fetching kvolt/tiny from {hub.url} (5.1 kB)" in err
+    assert f"fetching kvolt/tiny from {hub.url} (5.16 kB)" in err
     assert "fetched kvolt/tiny" in err
     assert main(["model", "fetch", "kvolt/gguf:Q8_0"]) == 0
     capsys.readouterr()
@@ -62,6 +68,7 @@ def test_fetch_then_show_then_list(hub: FakeHub, tmp_path: Path, capsys: pytest.
     assert lines["revision"] == REPO.commit
     assert lines["architecture"] == "LlamaForCausalLM"
     assert lines["context"] == "512"
+    assert lines["defaults"] == "max_tokens 512, temperature 0.6"
     assert "5 kB  model.safetensors" in shown
 
     assert main(["model", "show", "kvolt/gguf:Q8_0", "--json"]) == 0

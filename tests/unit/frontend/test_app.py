@@ -206,7 +206,8 @@ def test_busy_thresholds_are_read_set_and_kept() -> None:
 
 def test_a_threshold_by_an_alias_is_the_model_s() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        assert (await edge.ask("/v1/models/nick")).json["id"] == MODEL
+        nick = (await edge.ask("/v1/models/nick")).json
+        assert (nick["id"], nick["root"]) == ("nick", MODEL)
         told = await edge.ask("/busy_threshold", {"model": "nick", "active_decode_blocks_threshold": 0.5})
         assert told.json["model"] == MODEL
         listed = (await edge.ask("/busy_threshold")).json["thresholds"]

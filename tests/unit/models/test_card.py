@@ -10,7 +10,7 @@ import msgspec
 
 from kvolt.core.card import card_hash
 from kvolt.engines.sim.model import CHAT_TEMPLATE, tokenizer_json
-from kvolt.frontend.openai_api.generation import sampling_defaults
+from kvolt.frontend.openai_api.generation import generation_defaults
 from kvolt.models.checkpoint import model_card, open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 
@@ -26,7 +26,7 @@ def test_the_card_of_a_folder(tmp_path: Path) -> None:
     assert card.bos_token_id is None
     assert card.tool_parser is None
     assert card.reasoning_parser is None
-    sampling = sampling_defaults(card.defaults)
+    sampling = generation_defaults(card.defaults)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 20, 1.0)
 
 
@@ -45,8 +45,8 @@ def test_a_small_model_has_a_default_limit_and_a_large_one_has_none(tmp_path: Pa
     assert model_card("large", Large(), 16).default_max_tokens is None
 
 
-def test_a_model_that_does_not_sample_has_no_defaults(tmp_path: Path) -> None:
-    generation = {"eos_token_id": 2, "temperature": 0.7}
+def test_a_model_that_does_not_sample_has_no_sampling_defaults(tmp_path: Path) -> None:
+    generation = {"eos_token_id": 2, "do_sample": False, "temperature": 0.7}
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "model", generation=generation))
     assert model_card("tiny", checkpoint, 16).defaults == {}
 

@@ -194,19 +194,19 @@ def test_a_template_has_three_places(folder: Path) -> None:
     assert open_checkpoint(folder).chat_template == ""
 
 
-def test_sampling_defaults_count_only_where_the_model_samples(folder: Path) -> None:
+def test_generation_defaults_of_a_folder(folder: Path) -> None:
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "max_length": 20}
     edit(folder / "generation_config.json", do_sample=True, **values)
-    assert open_checkpoint(folder).sampling_defaults == {
+    assert open_checkpoint(folder).generation_defaults == {
         "temperature": 0.6,
         "top_p": 0.95,
         "top_k": 20,
         "repetition_penalty": 1.05,
     }
     edit(folder / "generation_config.json", top_k=0)
-    assert "top_k" not in open_checkpoint(folder).sampling_defaults
+    assert "top_k" not in open_checkpoint(folder).generation_defaults
     edit(folder / "generation_config.json", do_sample=False)
-    assert open_checkpoint(folder).sampling_defaults == {}
+    assert open_checkpoint(folder).generation_defaults == {"repetition_penalty": 1.05}
 
 
 def test_a_missing_tensor_is_named_with_their_number(folder: Path) -> None:

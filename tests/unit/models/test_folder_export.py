@@ -116,7 +116,7 @@ def test_other_engines_texts_are_those_of_the_file(small: Path, tmp_path: Path) 
     assert texts.chat_template == CHAT_TEMPLATE
     assert texts.eos_token_ids(()) == file.config.eos_token_ids
     assert texts.bos_token_id(None) is None
-    assert texts.sampling_defaults == {}
+    assert texts.generation_defaults == {}
 
 
 def test_it_is_written_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

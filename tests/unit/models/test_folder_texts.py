@@ -34,7 +34,7 @@ def folder(path: Path, **files: Any) -> FolderTexts:
 def test_a_tokenizer_is_all_that_is_needed(tmp_path: Path) -> None:
     texts = folder(tmp_path)
     assert json.loads(texts.tokenizer_json) == TOKENIZER
-    assert (texts.chat_template, texts.sampling_defaults) == ("", {})
+    assert (texts.chat_template, texts.generation_defaults) == ("", {})
     assert (texts.eos_token_ids((7, 8)), texts.bos_token_id(5)) == ((7, 8), 5)
     assert (texts.eos_token_ids(()), texts.bos_token_id(None)) == ((), None)
 
@@ -123,7 +123,7 @@ def test_templates(tmp_path: Path, given: Any, template: str) -> None:
 # --- defaults
 
 
-def test_defaults_of_a_model_that_samples(tmp_path: Path) -> None:
+def test_defaults_of_generation_config(tmp_path: Path) -> None:
     given = {
         "do_sample": True,
         "temperature": 0.6,
@@ -132,27 +132,43 @@ def test_defaults_of_a_model_that_samples(tmp_path: Path) -> None:
         "min_p": 0.0,
         "repetition_penalty": 1.05,
         "max_new_tokens": 9,
+        "max_length": 20,
     }
-    assert folder(tmp_path, generation_config=given).sampling_defaults == {
+    assert folder(tmp_path, generation_config=given).generation_defaults == {
         "temperature": 0.6,
         "top_p": 0.95,
         "top_k": 20,
         "min_p": 0.0,
         "repetition_penalty": 1.05,
+        "max_tokens": 9,
     }
 
 
 @pytest.mark.parametrize(
     ("given", "defaults"),
     [
-        ({"temperature": 0.6}, {}),
-        ({"do_sample": False, "temperature": 0.6}, {}),
-        ({"do_sample": True, "top_k": 0}, {}),
-        ({"do_sample": True, "top_p": None, "temperature": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        (
+            {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1, "max_new_tokens": 9},
+            {"repetition_penalty": 1.1, "max_tokens": 9},
+        ),
+        ({"top_k": 0}, {}),
+        ({"top_k": -1}, {}),
+        ({"top_p": None, "temperature": 0.0}, {"temperature": 0.0}),
     ],
 )
 def test_what_is_no_default(tmp_path: Path, given: Any, defaults: Any) -> None:
-    assert folder(tmp_path, generation_config=given).sampling_defaults == defaults
+    assert folder(tmp_path, generation_config=given).generation_defaults == defaults
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": 0}],
+    ids=str,
+)
+def test_defaults_out_of_range_are_refused_when_the_model_is_read(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json .*" + next(iter(given))):
+        folder(tmp_path, generation_config=given)
 
 
 # --- files that are wrong

@@ -204,7 +204,13 @@ def test_template_ends_and_defaults(tmp_path: Path) -> None:
     metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "tokenizer.ggml.bos_token_id": 1}
     checkpoint = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", metadata=metadata))
     assert checkpoint.chat_template == CHAT_TEMPLATE
-    assert checkpoint.sampling_defaults == {"temperature": 0.5, "top_k": 40}
+    assert checkpoint.generation_defaults == {"temperature": 0.5, "top_k": 40}
+    metadata |= {"general.sampling.penalty_repeat": 1.1, "general.sampling.top_k": 0}
+    other = open_checkpoint(tiny_gguf(tmp_path / "n.gguf", metadata=metadata))
+    assert other.generation_defaults == {"temperature": 0.5, "repetition_penalty": 1.1}
+    wrong = open_checkpoint(tiny_gguf(tmp_path / "w.gguf", metadata={"general.sampling.temp": "hot"}))
+    with pytest.raises(ConfigError, match="temperature"):
+        _ = wrong.generation_defaults
     assert checkpoint.config.eos_token_ids == (2, 0)
     assert checkpoint.config.bos_token_id == 1
 

@@ -48,13 +48,14 @@ class ChatClient:
         self._timeouts = Timeouts(timeout_s, timeout_s)
 
     async def models(self) -> list[str]:
-        """Names of the served models."""
+        """Names of the served models, without kvolt's aliases of them."""
         async with self._open("/models") as response:
             listed = read_json(await response.read(_OTHER_LIMIT_BYTES))
         data = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(data, list):
             raise self._incompatible("invalid model list")
-        return [str(model["id"]) for model in data if isinstance(model, dict) and "id" in model]
+        models = {str(model["id"]): model for model in data if isinstance(model, dict) and "id" in model}
+        return [name for name, model in models.items() if not _is_alias(name, model, models)]
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """Stream an answer. Closing the iterator cancels the request."""
@@ -132,3 +133,9 @@ def _response_error(status: int, headers: Mapping[str, str], body: bytes) -> Kvo
             return InvalidRequest(message)
         case _:
             return KvoltError(message)
+
+
+def _is_alias(name: str, model: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
+    """Whether an entry is another name of a listed model; an adapter also names its `parent`."""
+    root = model.get("root")
+    return isinstance(root, str) and root != name and root in listed and not model.get("parent")

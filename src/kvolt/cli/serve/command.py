@@ -24,6 +24,7 @@ from kvolt.cli.serve.placement import device_flags, place, visible_gpus
 from kvolt.cli.serve.readiness import is_ready, missing, models_text
 from kvolt.cli.serve.worker_groups import apply_flags
 from kvolt.cli.worker.command import add_engine_flags, check_engine
+from kvolt.cli.worker.served_model import served_model
 from kvolt.cli.worker.tiers import add_tier_flags
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.clock import SystemClock
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     settings = apply_flags(loaded.settings, args)
     for group in settings.workers:
         check_engine(group)
+        served_model(group)
     return serve(settings, args.quiet, args.interactive)
 
 

@@ -23,7 +23,9 @@ def is_ready(settings: Settings, models: Served, *, every_worker: bool) -> bool:
     `every_worker` requires all workers of each role, otherwise one is enough.
     """
     groups = [group for group in settings.workers if group.count]
-    num_answering = len({group.model for group in groups if group.role in GENERATING})
+    num_answering = len(
+        {(group.model, *group.served_names[:1]) for group in groups if group.role in GENERATING}
+    )
     return len(models) >= num_answering and not missing_roles(groups, models, every_worker=every_worker)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvolt.cli.worker.command import with_arguments, with_model
+from kvolt.cli.worker.served_model import with_served_model
 from kvolt.cli.worker.tiers import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
@@ -21,7 +22,9 @@ def apply_flags(settings: Settings, args: argparse.Namespace) -> Settings:
     settings = with_workers(with_model_served(settings, args.model, args.engine), args.workers)
     settings = with_engine_flags(settings, args.arg, args.lora)
     if settings.workers:
-        settings = _with_first(settings, with_tiers(settings.workers[0], args))
+        first = with_tiers(settings.workers[0], args)
+        first = with_served_model(first, args.served_model_name, args.generation_config)
+        settings = _with_first(settings, first)
     return with_roles(settings, {role: getattr(args, role) for role in ROLES})
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from kvolt.cli.flags import option, optional, repeated
 from kvolt.cli.process import Process, run_process
+from kvolt.cli.worker.served_model import add_model_flags, served_model, with_served_model
 from kvolt.cli.worker.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of, with_tiers
 from kvolt.cli.worker.transfers import Transfers
 from kvolt.core.errors import ConfigError
@@ -92,6 +93,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     repeated(engine, "--arg", "KEY=VALUE", "Engine argument (`kvolt engine list`)")
     repeated(engine, "--lora", "NAME=FOLDER", "LoRA adapter (PEFT), served as NAME")
+    add_model_flags(engine)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         group = with_model(group, args.model or group.model, args.engine)
     count = group.per_process if args.workers is None else args.workers
     group = with_tiers(msgspec.structs.replace(group, per_process=count), args)
+    group = with_served_model(group, args.served_model_name, args.generation_config)
     if count > 1 and are_wanted(group.tiers):
         raise ConfigError(
             f"KV tiers are not supported with {count} workers in one process",
@@ -114,7 +117,11 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         devices=tuple(devices),
         has_tiers=are_wanted(group.tiers),
     )
-    options = WorkerOptions(stuck_after_s=group.stuck_after_s, taints=(*group.taints, *args.taint))
+    options = WorkerOptions(
+        stuck_after_s=group.stuck_after_s,
+        taints=(*group.taints, *args.taint),
+        served=served_model(group),
+    )
 
     async def fleet(process: Process) -> None:
         from kvolt.cli.worker.fleet import WorkerFleet
@@ -192,10 +199,12 @@ def _check_name(model: str) -> None:
 
 
 def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> WorkerSettings:
-    """The group with another model. Engine and arguments of the old model are dropped unless they still apply."""
+    """The group with another model. What was set for the old model is dropped unless it still applies."""
     if engine is None:
         engine = group.engine if model == group.model else AUTO
     same = model == group.model and engine in (group.engine, choose_engine(group.engine, model)[0])
+    if model != group.model:
+        group = msgspec.structs.replace(group, served_names=[], generation_config="auto")
     return msgspec.structs.replace(group, model=model, engine=engine, args=group.args if same else {})
 
 

@@ -48,7 +48,7 @@ def card_of(
         block_size=block_size,
         eos_token_ids=tuple(dict.fromkeys((*ends, *extra_eos))),
         bos_token_id=texts.bos_token_id(own.bos_token_id),
-        defaults=dict(texts.sampling_defaults),
+        defaults=dict(texts.generation_defaults),
     )
 
 

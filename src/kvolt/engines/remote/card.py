@@ -15,6 +15,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.engines.remote.server import ServerFacts
 from kvolt.models.config import token_ids
 from kvolt.models.folder_texts import FolderTexts, read_json
+from kvolt.models.generation_config import GenerationDefaults
 from kvolt.models.resolve import locate
 
 
@@ -28,7 +29,7 @@ class _Texts(Protocol):
     def chat_template(self) -> str: ...
 
     @property
-    def sampling_defaults(self) -> dict[str, float | int]: ...
+    def generation_defaults(self) -> GenerationDefaults: ...
 
 
 class _Config(msgspec.Struct):
@@ -47,7 +48,7 @@ def card_of(facts: ServerFacts, tokenizer: str | None) -> ModelCard:
         block_size=facts.block_size,
         eos_token_ids=ends,
         bos_token_id=begin,
-        defaults=dict(texts.sampling_defaults),
+        defaults=dict(texts.generation_defaults),
     )
 
 

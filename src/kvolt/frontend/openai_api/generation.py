@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, Sampling
@@ -18,7 +19,14 @@ from kvolt.frontend.openai_api.requests import (
 )
 from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_tools, tool_grammar
 
-_DEFAULTS = Sampling()
+
+class GenerationDefaults(Sampling, frozen=True, kw_only=True):
+    """A model's values of what a request does not set."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+_DEFAULTS = GenerationDefaults()
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +51,15 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
 
 
-def sampling_defaults(values: Mapping[str, Any]) -> Sampling:
+def generation_defaults(values: Mapping[str, Any]) -> GenerationDefaults:
     """Convert a model card's `defaults`, once per model; raises ConfigError if they are invalid."""
     try:
-        return msgspec.convert(dict(values), Sampling)
+        return msgspec.convert(dict(values), GenerationDefaults)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"invalid sampling defaults of the model: {error}", key="defaults") from error
+        raise ConfigError(f"invalid generation defaults of the model: {error}", key="defaults") from error
 
 
-def chat_options(request: ChatRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
+def chat_options(request: ChatRequest, defaults: GenerationDefaults = _DEFAULTS) -> GenerationOptions:
     """Options of a chat. Raises InvalidRequest or Unsupported for an invalid grammar or tool choice."""
     parallel = request.parallel_tool_calls is not False
     toolset = resolve_tools(request.tools, request.tool_choice)
@@ -67,7 +75,9 @@ def chat_options(request: ChatRequest, defaults: Sampling = _DEFAULTS) -> Genera
     )
 
 
-def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
+def completion_options(
+    request: CompletionRequest, defaults: GenerationDefaults = _DEFAULTS
+) -> GenerationOptions:
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs is None and request.echo:
         prompt_logprobs = request.logprobs  # an echoed prompt has them too

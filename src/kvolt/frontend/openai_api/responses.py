@@ -253,13 +253,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="
     created: _Count
     owned_by: str = "kvolt"
     root: str | UnsetType = UNSET
-    """The base model of an adapter; a model's own name."""
+    """The base model of an adapter, the model of an alias; a model's own name."""
     parent: str | UnsetType | None = UNSET
     """The base model of an adapter; `null` for a model."""
     context_window: _Count | UnsetType = UNSET
     max_output_tokens: _Count | UnsetType = UNSET
     max_model_len: _Count | UnsetType = UNSET
     """`context_window` under vLLM's name."""
+    default_sampling_params: dict[str, Any] | UnsetType = UNSET
+    """Values of what a request does not set, such as `temperature`; OpenAI's defaults are left out."""
     workers: dict[str, _Count] | UnsetType = UNSET
     """Reachable workers by role."""
 

@@ -294,6 +294,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Inference engine. `auto` is `sim` for models named sim-... and `native` otherwise."""
     model: Text = "smollm2-135m"
     """Model to serve: a built-in name, a Hugging Face name, a folder or a GGUF file."""
+    served_names: list[str] = []
+    """Names of the model for clients: the first in answers and metrics, the others as aliases. Empty: the
+    model as given; for a GGUF file its name without .gguf."""
+    generation_config: Text = "auto"
+    """Generation defaults of requests. `auto`: those of the model's generation_config.json or GGUF file.
+    `none`: OpenAI's. Or a folder with another generation_config.json."""
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
     """Number of processes."""
     per_process: Annotated[int, Meta(ge=1, le=MAX_PER_PROCESS)] = 1

@@ -14,8 +14,8 @@ from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
+    generation_defaults,
     list_prompts,
-    sampling_defaults,
     with_client_param,
 )
 
@@ -127,8 +127,9 @@ def test_logprobs_of_completions(fields: dict[str, Any], expected: tuple[int | N
 
 
 def test_the_models_defaults_hold_where_a_request_is_silent() -> None:
-    defaults = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05})
-    assert chat(defaults).sampling == defaults
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    defaults = generation_defaults({**values, "max_tokens": 9})
+    assert chat(defaults).sampling == chat(defaults, **dict.fromkeys(values)).sampling == Sampling(**values)
     mine = chat(defaults, temperature=0, top_k=0).sampling
     assert (mine.temperature, mine.top_k, mine.top_p) == (0.0, None, 0.95)
 
@@ -136,7 +137,7 @@ def test_the_models_defaults_hold_where_a_request_is_silent() -> None:
 @pytest.mark.parametrize("values", [{"temperature": "hot"}, {"top_k": 1.5}])
 def test_defaults_that_are_no_sampling(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        sampling_defaults(values)
+        generation_defaults(values)
 
 
 @pytest.mark.parametrize(
