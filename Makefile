@@ -27,7 +27,7 @@ ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts
 # Packages whose unit tests neither start processes nor run whole clusters.
 QUICK := $(addprefix tests/unit/,core runtime transfer kv router journey frontend)
 
-.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint format bench seeds mutants clean install
+.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint docs format bench seeds mutants clean install
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -110,13 +110,17 @@ seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each
 mutants: $(VENV)/.test ## known defects, each of which the seeds must find (some minutes)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(VENV)/.test ## ruff, mypy --strict, import contract, words, help of settings
+lint: $(VENV)/.test ## ruff, mypy --strict, import contract, words, help of settings, links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/lint_words.py
 	$(BIN)/python tools/lint_settings.py
+	$(BIN)/python tools/docs_site.py
+
+docs: $(VENV)/.test ## the documentation as a site, in build/site
+	$(BIN)/python tools/docs_site.py
 
 format: $(VENV)/.test ## rewrite files as ruff formats them
 	$(BIN)/ruff check --fix .

@@ -15,9 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.version import __version__
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from types import ModuleType
 
 _SERVING = ("HTTP API", "routing", "disaggregated prefill")
 _PROCESS = ("discovery", "network", "logging", "metrics")
@@ -126,30 +131,40 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if argv[0].startswith("-"):
         raise ConfigError(f"flag {argv[0]} before the verb", key="verb", remedy="write `kvolt VERB FLAGS`")
-    return _run_verb(argv[0], argv[1:])
+    return _run_verb(argv)
 
 
-def _run_verb(name: str, argv: list[str]) -> int:
+def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[str]]:
+    """Module and parser of a command line's verb or sub-verb, and the arguments after it."""
     from kvolt.cli import flags
-    from kvolt.runtime.config.loader import load, nearest
+    from kvolt.runtime.config.loader import nearest
 
+    name, *rest = argv
     verb = VERBS.get(name)
     if verb is None:
         raise ConfigError(
             f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"
         )
     module_name = verb.module
-    sub_module = dict(verb.sub_modules).get(argv[0]) if argv else None
+    sub_module = dict(verb.sub_modules).get(rest[0]) if rest else None
     if sub_module is not None:
-        module_name, name, argv = sub_module, f"{name} {argv[0]}", argv[1:]
+        module_name, name, rest = sub_module, f"{name} {rest[0]}", rest[1:]
     module = importlib.import_module(module_name)
     parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
     module.configure(parser)
     groups = getattr(module, "SETTINGS", verb.settings)  # a sub-verb may need fewer than its verb
     if groups:
         flags.add_settings(parser, groups)
+    return module, parser, rest
+
+
+def _run_verb(argv: list[str]) -> int:
+    from kvolt.cli.flags import recorded_overrides
+    from kvolt.runtime.config.loader import load
+
+    module, parser, rest = verb_parser(argv)
     try:
-        args = parser.parse_args(argv)
+        args = parser.parse_args(rest)
     except SystemExit as stop:  # --help was printed
         return stop.code if isinstance(stop.code, int) else 0
     without_config = getattr(args, "without_config", None)
@@ -159,7 +174,7 @@ def _run_verb(name: str, argv: list[str]) -> int:
         environ=os.environ,
         cwd=Path.cwd(),
         file=getattr(args, "config", None),
-        overrides=flags.recorded_overrides(args),
+        overrides=recorded_overrides(args),
     )
     return int(module.run(args, loaded))
 
