@@ -49,6 +49,11 @@ async def test_a_question(bench: Bench) -> None:
     assert len(asked.stdout.split()) == 5
     by_settings = bench.run("chat", "Hello", *limit, KVOLT_FRONTEND_PORT=url.rpartition(":")[2])
     assert (by_settings.returncode, len(by_settings.stdout.split())) == (0, 5)
+    found = bench.run("chat", "Hello", "--set", "max_tokens=5", "--set", "temprature=1")
+    assert (found.returncode, len(found.stdout.split())) == (0, 5)
+    assert found.stderr == (
+        "kvolt: --set temprature: unknown field, sent anyway; did you mean temperature?\n"
+    )
     wrong = bench.run("chat", "--url", url, "Hello", "--model", "nobody")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "the server responded 404: " in wrong.stderr

@@ -36,6 +36,8 @@ Examples:
 """
 
 _WIDTH = 100
+_MAX_CELL = 56
+"""Width of the columns of a table outside a terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,11 @@ def value_rows(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
     for index, worker in enumerate(tree["workers"]):
         for name in worker_leaves():
             key = f"workers.{index}.{name}"
-            rows.append((key, _shown(worker[name]), loaded.origins[key]))
+            values = (
+                {f"{key}.{each}": value for each, value in worker[name].items()} if name == "tiers" else {}
+            )
+            for shown_key, value in (values or {key: worker[name]}).items():
+                rows.append((shown_key, _shown(value), loaded.origins[key]))
     if not tree["workers"]:
         rows.append(("workers", "[]", loaded.origins["workers"]))
     return rows
@@ -172,6 +178,7 @@ def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None
             table.add_row(*(Text(cell, style=style) for cell in row))
         Console().print(table)
         return
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    # A long value widens its own line only.
+    widths = [min(max(len(row[column]) for row in [head, *rows]), _MAX_CELL) for column in range(len(head))]
     for row in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

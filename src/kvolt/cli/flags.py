@@ -195,9 +195,13 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None
         help="Set any setting; repeatable. `kvolt config describe` documents all, with the flags below.",
     )
     for title in groups:
-        group = parser.add_argument_group(title)
-        for key, metavar in GROUPS[title].items():
-            _add_flag(group, leaves()[key], metavar)
+        add_group(parser.add_argument_group(title), title)
+
+
+def add_group(container: argparse._ActionsContainer, title: str) -> None:
+    """Add the flags of one group of settings."""
+    for key, metavar in GROUPS[title].items():
+        _add_flag(container, leaves()[key], metavar)
 
 
 def recorded_overrides(args: argparse.Namespace) -> list[Override]:
@@ -222,7 +226,7 @@ def _keys_by_flag() -> dict[str, str]:
     return names
 
 
-def _add_flag(group: argparse._ArgumentGroup, leaf: Leaf, metavar: str) -> None:
+def _add_flag(group: argparse._ActionsContainer, leaf: Leaf, metavar: str) -> None:
     name = flag_name(leaf.key)
     assert name is not None
     text, default = leaf.summary, leaf.default

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Mapping
 
 import msgspec
 
-from kvolt.cli.flags import option
+from kvolt.cli.flags import add_group, option
+from kvolt.cli.frontends import running_urls
 from kvolt.core.errors import ConfigError, KvoltError
-from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.network import join_address
@@ -30,22 +32,34 @@ def base_url(host: str, port: int) -> str:
 
 def add_server_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags of `api_url`, and --model."""
-    text = "Base URL of the server. Default: $OPENAI_BASE_URL, else the address of `kvolt serve`."
+    text = "Base URL of the server. Default: $OPENAI_BASE_URL, else the kvolt frontend that `kvolt status` shows."
     option(parser, "--url", None, text)
     option(parser, "--model", "NAME", "Model to use. Default: the only model that the server lists.")
     option(parser, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
-    option(parser, "--config", "FILE", "TOML config file, for the address of `kvolt serve`.")
+    option(parser, "--config", "FILE", "TOML config file, to find the frontend.")
+    add_group(parser, "discovery")
 
 
-def api_url(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> ServerUrl:
-    """OpenAI API to use: --url and --api-key, else the environment, else the frontend of the settings."""
-    url = args.url or environ.get("OPENAI_BASE_URL")
-    if not url:
-        frontend = settings.frontend
-        if not frontend.port:
-            raise ConfigError("no URL: frontend.port is 0", key="url", remedy="set --url HOST:PORT")
-        url = base_url(frontend.host, frontend.port)
+def api_url(args: argparse.Namespace, loaded: LoadedConfig, environ: Mapping[str, str]) -> ServerUrl:
+    """OpenAI API to use: --url and --api-key, else the environment, else a running frontend, else the settings'."""
+    url = args.url or environ.get("OPENAI_BASE_URL") or _frontend_url(loaded)
     return ServerUrl.parse(url, args.api_key or environ.get("OPENAI_API_KEY")).of_api()
+
+
+def _frontend_url(loaded: LoadedConfig) -> str:
+    """Frontend at the address of the settings if it runs or is set explicitly, else another one of the namespace."""
+    frontend = loaded.settings.frontend
+    configured = base_url(frontend.host, frontend.port) if frontend.port else None
+    if configured is not None and loaded.origins["frontend.port"] != "default":
+        return configured
+    running = asyncio.run(running_urls(loaded.settings))
+    if running and configured not in running:
+        return running[0]
+    if configured is None:
+        raise ConfigError(
+            "no frontend is running, and frontend.port is 0", key="url", remedy="set --url HOST:PORT"
+        )
+    return configured
 
 
 async def served_models(base: str, timeout_s: float) -> Served | None:

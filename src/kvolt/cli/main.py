@@ -100,6 +100,18 @@ VERBS: dict[str, Verb] = {
     "config": Verb("kvolt.cli.config", "show, describe and check settings", "inspect"),
 }
 
+_OTHER_NAMES = {
+    "run": "`kvolt serve MODEL --interactive` serves a model and chats with it; `kvolt chat` chats with a running one",
+    "pull": "`kvolt model fetch NAME` downloads a model",
+    "list": "`kvolt model list` lists models",
+    "ls": "`kvolt model list` lists models",
+    "show": "`kvolt model show NAME` shows a model",
+    "ps": "`kvolt status` shows what is running",
+    "stop": "press Ctrl-C where `kvolt serve` runs, or send its process SIGTERM; `kvolt status` shows what is running",
+    "rm": "delete its directory, which `kvolt model show NAME` shows",
+}
+"""Verbs of other tools, such as Ollama's, with the command that does the same."""
+
 _CATEGORIES = {"start": "Start processes", "client": "Send requests", "inspect": "Inspect and analyze"}
 
 
@@ -141,6 +153,8 @@ def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[s
 
     name, *rest = argv
     verb = VERBS.get(name)
+    if verb is None and name in _OTHER_NAMES:
+        raise ConfigError(f"no verb {name}", key="verb", remedy=_OTHER_NAMES[name])
     if verb is None:
         raise ConfigError(
             f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"

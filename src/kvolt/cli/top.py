@@ -17,7 +17,8 @@ from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
-Show running processes like `kvolt status`, refreshed until Ctrl-C.
+Show running processes like `kvolt status`, refreshed until Ctrl-C. Without a terminal (a pipe, a file, cron) it prints
+once and exits.
 
 Examples:
   kvolt top
@@ -35,11 +36,11 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     async def main() -> int:
         screen = console()
         async with visit(loaded.settings) as cluster:
-            if args.once:
+            if args.once or not screen.is_terminal:
                 screen.print(_draw(await cluster.list_processes(), loaded.settings.namespace))
                 return 0
             first = await _picture(cluster, loaded.settings.namespace)
-            with Live(first, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+            with Live(first, console=screen, screen=True, auto_refresh=False) as live:
                 while True:
                     await asyncio.sleep(max(args.interval, 0.1))
                     live.update(await _picture(cluster, loaded.settings.namespace), refresh=True)
@@ -58,5 +59,5 @@ def _draw(views: list[ProcessView], namespace: str) -> Group:
     streams = sum(
         endpoint.active_streams for view in views if view.status for endpoint in view.status.endpoints
     )
-    title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams   (Ctrl-C exits)")
+    title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams")
     return Group(title, Text(), picture(views))

@@ -106,3 +106,15 @@ def test_check_and_env_work_beside_a_broken_config(
     names = [row[0] for row in printed(capsys, "env")[1:]]
     assert names == [leaf.env for leaf in leaves().values()]
     assert main(["config", "show"]) == 2
+
+
+def test_show_fits_120_columns_and_has_a_row_for_each_setting_of_a_tier(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run")  # a short path
+    assert main(["config", "show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("workers.0.tiers.disk_touches ") for line in lines)
+    assert main(["config", "show", "workers.0.tiers.eviction"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["workers.0.tiers.eviction", "lru", "default"]

@@ -64,7 +64,8 @@ def test_readme_changelog_and_package_have_the_version_of_the_command() -> None:
     root = Path(__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["hatch"]["version"]["path"] == "src/kvolt/__init__.py"
+    source = root / project["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{__version__}"' in source.read_text()
     assert f"**Status ({__version__}).**" in (root / "README.md").read_text()
     newest = (root / "CHANGELOG.md").read_text().partition("\n## ")[2].split()[0]
     assert newest == __version__
@@ -136,6 +137,8 @@ def test_errors_are_one_line_and_a_code(
     [
         (["serv"], "kvolt: unknown verb serv; did you mean serve? (see `kvolt --help`)\n"),
         (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
+        (["ps"], "kvolt: no verb ps (`kvolt status` shows what is running)\n"),
+        (["pull", "m"], "kvolt: no verb pull (`kvolt model fetch NAME` downloads a model)\n"),
         (["--port", "1"], "kvolt: flag --port before the verb (write `kvolt VERB FLAGS`)\n"),
         (
             ["config", "shw"],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from kvolt.api.cluster import ProcessView
+from kvolt.cli.main import main
 from kvolt.cli.status import picture
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.runtime import EndpointStatus, ProcessStatus
@@ -66,3 +69,10 @@ def test_workers_that_routers_pass_over_are_named() -> None:
     assert out.getvalue().splitlines()[-1].rstrip() == (
         "breaker open: worker w0 (ab12) is expected to fail 60% of its requests; next probe in 3 s, says edge"
     )
+
+
+def test_top_without_a_terminal_prints_once_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--discovery-path", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("kvolt default: 0 processes, 0 streams")

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
-    server = api_url(args, loaded.settings, os.environ)
+    server = api_url(args, loaded, os.environ)
     check_flags(args)
     records = trace_records(args.trace)
     return _Plan(

@@ -31,6 +31,7 @@ workers of a host. KV blocks can be evicted at any time; they are recomputed whe
 
 Examples:
   kvolt cache stat                        number and size of blocks, by directory
+  kvolt cache stat /mnt/kv                of another directory (--kv-disk-dir)
   kvolt cache ls                          all blocks: key, position in the sequence, directory
   kvolt cache verify                      read all blocks and verify their checksums
   kvolt cache evict --corrupt             remove blocks with a wrong checksum
@@ -59,6 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         verb = verbs.add_parser(name, help=text, description=text)
         where = verb.add_mutually_exclusive_group()
         option(where, "--dir", "DIR", "Directory of the disk tier. Default: the user's cache directory.")
+        if name != "export":
+            # SUPPRESS keeps the value of --dir.
+            where.add_argument("dir", nargs="?", default=argparse.SUPPRESS, metavar="DIR", help="As --dir.")
         option(where, "--object", "URL", "Object store URL.")
         if name == "stat":
             where.add_argument(

@@ -30,6 +30,7 @@ and exits; everything else goes to stderr.
 
 Examples:
   kvolt chat                                   interactive; /help lists the commands
+  kvolt chat --join 10.0.0.5:7400              the frontend of another machine's cluster
   kvolt chat --url 10.0.0.5:8080               another server, with or without http:// and /v1
   kvolt chat "Why is the sky blue?"            one question
   git diff | kvolt chat "Review this:" -       - is replaced by stdin
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     if not 0 < args.timeout <= _MAX_TIMEOUT_S:
         message = f"--timeout must be above 0 and at most {_MAX_TIMEOUT_S}"
         raise ConfigError(message, key="timeout", remedy="give it in seconds")
-    client = ChatClient(api_url(args, loaded.settings, os.environ), args.timeout)
+    client = ChatClient(api_url(args, loaded, os.environ), args.timeout)
     question = _question(args.question, sys.stdin)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -285,6 +286,9 @@ def _session(args: argparse.Namespace, model: str) -> Session:
         if not equals or not text.strip() or isinstance(outcome, session_actions.Complain):
             what = outcome.text if isinstance(outcome, session_actions.Complain) else "expected NAME=VALUE"
             raise ConfigError(f"--set {assignment}: {what}", key="set", remedy="e.g. --set temperature=0.2")
+        note = session_actions.unknown_field(name.strip())
+        if note:
+            print(f"kvolt: --set {name.strip()}: {note}", file=sys.stderr)
     return session
 
 

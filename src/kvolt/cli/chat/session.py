@@ -45,6 +45,12 @@ _NO_RESULT = "(no result)"
 _REMOVE = "-"
 
 
+def unknown_field(name: str) -> str:
+    """Note on a field that kvolt's API does not have; empty if it does."""
+    known = (*_FLOATS, *_INTS, *_ANY)
+    return "" if name in known else f"unknown field, sent anyway{nearest(name, known)}"
+
+
 # --- input
 
 
@@ -249,9 +255,8 @@ class Session:
         if name in _INTS and (not is_number or isinstance(value, float)):
             return Complain(f"{name} must be a whole number, not {text}")
         self.options[name] = value
-        known = (*_FLOATS, *_INTS, *_ANY)
-        note = "" if name in known else f" (unknown field{nearest(name, known)}; sent anyway)"
-        return Say(f"{name} = {_json(value)}{note}")
+        note = unknown_field(name)
+        return Say(f"{name} = {_json(value)}" + (f" ({note})" if note else ""))
 
     def _retry(self, _rest: str) -> Action:
         if self.question is None:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from kvolt.api.cluster import visit
 from kvolt.cli.flags import CLIENT_GROUPS, option, switch
+from kvolt.cli.frontends import find_frontends
 from kvolt.cli.process import run_loop
-from kvolt.cli.trace.record import find_frontends
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
 from kvolt.router.explanation import Candidate, Explanation
@@ -42,7 +42,8 @@ Columns (docs/router.md defines them):
   pace       measured step times relative to its published latency model
   fails      fraction of its recent requests that failed
   queue ...  terms of the cost; a column is omitted if it is 0 for all workers
-  cost       sum of the terms: seconds for latency, blocks for classic; the lowest wins
+  cost       sum of the terms: seconds for latency, blocks for classic; the lowest wins. Below the table: workers
+             without measured step times, whose seconds are assumed
 """
 
 SETTINGS = CLIENT_GROUPS
@@ -232,6 +233,12 @@ def reasons(explanation: Explanation) -> list[str]:
         lines.append(
             f"Another worker holds {best:.0f} blocks of the prompt, {best - chosen.terms.overlap_blocks:.0f} more, but "
             "its queue and load cost more than computing them again."
+        )
+    assumed = dict.fromkeys(each.process for each in explanation.candidates if not each.terms.has_step_model)
+    if assumed and explanation.policy != "classic":  # which counts blocks
+        lines.append(
+            f"Assumed, not measured: the times of {', '.join(assumed)} are those of an 8B model on a large GPU, "
+            "since no step model is registered (see the log of the worker)."
         )
     if chosen.terms.affinity:
         lines.append(f"Session affinity: {chosen.process} served this session before.")

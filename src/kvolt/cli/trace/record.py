@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
@@ -21,16 +20,15 @@ from rich.text import Text
 from kvolt.api.cluster import Cluster, visit
 from kvolt.bench.load.sla import parse_duration_s
 from kvolt.bench.traces.writing import UnsortedTrace
+from kvolt.cli.frontends import find_frontends
 from kvolt.cli.process import run_loop
 from kvolt.cli.progress import run_until_signal, show_live
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
 from kvolt.frontend.admin.trace_recorder import MAX_DURATION_S, TRACE_ENDPOINT, RecordedPart, RecordTrace
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.network import is_loopback, is_wildcard, split_address
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.tasks import Scope
 
@@ -150,54 +148,6 @@ def _duration_s(text: str | None) -> float | None:
             remedy="omit it to record until Ctrl-C",
         )
     return seconds
-
-
-async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
-    """All frontends of the namespace, or those that listen at a URL; at least one."""
-    known = await cluster.instances(EndpointAddress(settings.namespace, "frontend", "http"))
-    remedy = "select the cluster with --join, --discovery-path or --namespace"
-    if not known:
-        raise Unavailable(
-            f"no frontend is registered in {settings.namespace}",
-            endpoint="frontend",
-            reason="no_instances",
-            remedy=f"start one, or {remedy}",
-        )
-    if url is None:
-        return known
-    matching = [instance for instance in known if _listens_at(_http_address(instance), url)]
-    if not matching:
-        names = ", ".join(sorted({_http_address(instance) or "?" for instance in known}))
-        raise ConfigError(
-            f"no registered frontend listens at {url}; registered: {names}",
-            key="url",
-            remedy=f"omit --url to use any frontend, or {remedy}",
-        )
-    return matching
-
-
-def _http_address(instance: Instance) -> str | None:
-    try:
-        info = msgspec.msgpack.decode(instance.info, type=dict[str, str])
-    except msgspec.MsgspecError:
-        return None
-    return info.get("http")
-
-
-def _listens_at(address: str | None, url: str) -> bool:
-    split = urlsplit(url if "//" in url else f"//{url}")
-    try:
-        port = split.port or (443 if split.scheme == "https" else 80)
-    except ValueError:
-        port = 0
-    if address is None or not split.hostname:
-        return False
-    host, listening = split_address(address)
-    if listening != port:
-        return False
-    # A wildcard listen address matches any host.
-    same = host == split.hostname or is_wildcard(host)
-    return same or (is_loopback(host) and is_loopback(split.hostname))
 
 
 def _finish(run: RecordingRun, file: UnsortedTrace, name: str, was_cut: bool) -> int:

@@ -1,4 +1,7 @@
-"""Capacity of a tier from text: 4GiB, 1000blocks, or 2x the blocks of the device. Pure."""
+"""Capacity of a tier from text: 4GiB, 4GB, 1000blocks, or 2x the blocks of the device. Pure.
+
+Units are written exactly: `4Gb` could mean bits, `4gb` either unit.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import msgspec
 
 from kvolt.core.errors import ConfigError
 
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_PATTERN = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", re.IGNORECASE)
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_PATTERN = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([A-Za-z]+)")
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -32,7 +35,7 @@ class Capacity(msgspec.Struct, frozen=True):
 def parse_capacity(text: str, key: str) -> Capacity:
     """Parse a capacity. ConfigError if malformed."""
     match = _PATTERN.fullmatch(text.strip())
-    unit = match[2].lower() if match else ""
+    unit = match[2] if match else ""
     number = float(match[1]) if match else 0.0
     if number > 0 and unit in _UNITS:
         return Capacity(num_bytes=int(number * _UNITS[unit]))
@@ -41,5 +44,7 @@ def parse_capacity(text: str, key: str) -> Capacity:
     if number > 0 and unit == "x":
         return Capacity(device_ratio=number)
     raise ConfigError(
-        f"invalid tier size: {text!r}", key=key, remedy="use for example 4GiB, 1000blocks or 2x"
+        f"invalid tier size: {text!r}",
+        key=key,
+        remedy="write 4GB (10^9 bytes each), 4GiB (2^30 bytes each), 1000blocks or 2x (the device's blocks)",
     )

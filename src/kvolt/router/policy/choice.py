@@ -85,3 +85,5 @@ class CandidateCost(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of the overlap on the device now; the rest is pending."""
     failure_rate: float = 0.0
     """Share of recent requests that failed; the cost includes the expected retry."""
+    has_step_model: bool = True
+    """Whether the worker registered a step model; without one, the times are those of `DEFAULT_LATENCY`."""

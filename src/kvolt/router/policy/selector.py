@@ -270,6 +270,7 @@ class Selector:
                 pace=float(scored.pace[index]),
                 failure_rate=float(scored.failure_rates[index]),
                 held_blocks=float(scored.overlap.device_blocks[index]),
+                has_step_model=scored.candidates.cost_model.has_own_model[index],
                 **{name: float(getattr(workers, name)[index]) for name in workers.__struct_fields__},
             )
             for index, worker_rank in enumerate(scored.candidates.worker_ranks)

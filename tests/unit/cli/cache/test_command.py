@@ -63,7 +63,7 @@ def test_how_much_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_who_has_it_is_told(owned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "stat", "--dir", str(owned)]) == 0
+    assert main(["cache", "stat", str(owned)]) == 0
     assert "in use by a worker" in capsys.readouterr().out
     assert main(["cache", "evict", "--all", "--dir", str(owned)]) == 1
     assert "stop it" in capsys.readouterr().err
@@ -73,7 +73,8 @@ def test_every_block_is_listed(folder: Path, capsys: pytest.CaptureFixture[str])
     assert main(["cache", "ls", "--dir", str(folder)]) == 0
     told = capsys.readouterr().out
     assert [line.split()[0] for line in told.splitlines()] == [block.key.hex() for block in BLOCKS]
-    assert main(["cache", "ls", "--json", "--dir", str(folder)]) == 0
+    assert main(["cache", "ls", "--json", str(folder)]) == 0
+    assert main(["cache", "ls", str(folder), "--object", "s3://b/p"]) == 2
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["position"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[1]["parent"] == rows[0]["key"]

@@ -118,7 +118,7 @@ def test_server_and_key_come_from_flag_environment_or_settings(
             ["q", "--url", "gopher://x"],
             "kvolt: invalid server URL gopher://x (write it as http://HOST:PORT)",
         ),
-        (["q", "--url", ""], "kvolt: no URL: frontend.port is 0 (set --url HOST:PORT)"),
+        (["q", "--url", ""], "kvolt: no frontend is running, and frontend.port is 0 (set --url HOST:PORT)"),
     ],
 )
 def test_wrong_usage(

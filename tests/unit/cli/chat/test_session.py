@@ -205,7 +205,7 @@ def test_settings() -> None:
         ("/set seed true", Complain, "seed must be a whole number"),
         ("/set messages []", Complain, "messages cannot be set"),
         ("/set stream false", Complain, "stream cannot be set"),
-        ("/set temprature 1", Say, "unknown field; did you mean temperature?; sent anyway"),
+        ("/set temprature 1", Say, "unknown field, sent anyway; did you mean temperature?"),
         ("/set top_p", Say, "top_p is not set"),
         ("/save", Complain, "missing file name"),
         ("/save x", Complain, "nothing to save"),

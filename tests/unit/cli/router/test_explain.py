@@ -77,6 +77,7 @@ def candidate(name: str, cost: float, **terms: Any) -> Candidate:
         "is_saturated": False,
         "is_chosen": False,
         "pace": 1.0,
+        "has_step_model": True,
         "cost": cost,
     }
     known = given | terms
@@ -247,3 +248,10 @@ def test_a_frontend_is_asked_and_its_answer_shown(
     assert "all are gone" in capsys.readouterr().out
     assert main(["router", "explain", "hello"]) == 1
     assert "closed the stream without a response" in capsys.readouterr().err
+
+
+def test_times_without_a_step_model_are_called_assumed() -> None:
+    candidates = (candidate("w0", 1.0, is_chosen=True), candidate("w1", 2.0, has_step_model=False))
+    assert "Assumed, not measured: the times of w1 are those of an 8B model" in shown(told(*candidates))
+    assert "Assumed" not in shown(told(*candidates, policy="classic"))
+    assert "Assumed" not in shown(told(candidates[0]))

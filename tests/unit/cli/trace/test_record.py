@@ -13,9 +13,10 @@ import pytest
 from kvolt.api.cluster import Cluster
 from kvolt.bench.traces import read_trace
 from kvolt.bench.traces.writing import UnsortedTrace
+from kvolt.cli.frontends import find_frontends
 from kvolt.cli.main import main
 from kvolt.cli.trace import record as trace_record
-from kvolt.cli.trace.record import RecordingRun, find_frontends
+from kvolt.cli.trace.record import RecordingRun
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.trace import TraceRecord

@@ -142,8 +142,9 @@ def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
 def test_too_little_is_said_too() -> None:
     one = (StepStats(1, 0, 0, 16, 2.5),)
     few = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=None)
-    assert (
-        trials_text(few) == "step calibration incomplete: steps=1 time=2.5s; no latency model is registered"
+    assert trials_text(few) == (
+        "step calibration incomplete: steps=1 time=2.5s; no latency model is registered, so "
+        "routing and the choice of prefill workers assume the step times of a large GPU until requests correct them"
     )
     exact = LatencyModel(base_s=2.5)
     unjudged = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=exact)

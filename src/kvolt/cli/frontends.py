@@ -1,0 +1,90 @@
+"""Frontends of a running cluster, found through discovery."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvolt.api.cluster import Cluster, visit
+from kvolt.core.errors import ConfigError, KvoltError, Unavailable
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.network import is_loopback, is_wildcard, join_address, split_address
+
+
+async def running_urls(settings: Settings) -> list[str]:
+    """URLs of the registered frontends of the namespace, sorted; empty if there are none.
+
+    Raises KvoltError if a join server is set and cannot be reached.
+    """
+    try:
+        async with visit(settings) as cluster:
+            known = await cluster.instances(_frontends_of(settings))
+    except KvoltError:
+        if settings.discovery.kind == "join":
+            raise
+        return []
+    return sorted({url for instance in known if (url := _url(instance)) is not None})
+
+
+def _url(instance: Instance) -> str | None:
+    address = http_address(instance)
+    if address is None:
+        return None
+    host, port = split_address(address)
+    if is_wildcard(host):
+        host = split_address(instance.address)[0]
+    return f"http://{join_address(host, port)}"
+
+
+def _frontends_of(settings: Settings) -> EndpointAddress:
+    return EndpointAddress(settings.namespace, "frontend", "http")
+
+
+async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
+    """All frontends of the namespace, or those that listen at a URL; at least one."""
+    known = await cluster.instances(_frontends_of(settings))
+    remedy = "select the cluster with --join, --discovery-path or --namespace"
+    if not known:
+        raise Unavailable(
+            f"no frontend is registered in {settings.namespace}",
+            endpoint="frontend",
+            reason="no_instances",
+            remedy=f"start one, or {remedy}",
+        )
+    if url is None:
+        return known
+    matching = [instance for instance in known if _listens_at(http_address(instance), url)]
+    if not matching:
+        names = ", ".join(sorted({http_address(instance) or "?" for instance in known}))
+        raise ConfigError(
+            f"no registered frontend listens at {url}; registered: {names}",
+            key="url",
+            remedy=f"omit --url to use any frontend, or {remedy}",
+        )
+    return matching
+
+
+def http_address(instance: Instance) -> str | None:
+    try:
+        info = msgspec.msgpack.decode(instance.info, type=dict[str, str])
+    except msgspec.MsgspecError:
+        return None
+    return info.get("http")
+
+
+def _listens_at(address: str | None, url: str) -> bool:
+    split = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = split.port or (443 if split.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if address is None or not split.hostname:
+        return False
+    host, listening = split_address(address)
+    if listening != port:
+        return False
+    # A wildcard listen address matches any host.
+    same = host == split.hostname or is_wildcard(host)
+    return same or (is_loopback(host) and is_loopback(split.hostname))
