@@ -1,4 +1,4 @@
-"""Client of a running cluster: lists registered processes and calls their endpoints; registers nothing."""
+"""A running cluster seen from outside: its registrations, and calls to its processes; registers nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,34 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from kvolt.core.card import EngineInfo
+from kvolt.core.endpoints import GENERATE
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, Instance, decode_instance
+from kvolt.runtime.endpoint.address import (
+    INSTANCES,
+    EndpointAddress,
+    Instance,
+    InstanceState,
+    decode_instance,
+)
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
-from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
+from kvolt.runtime.plane.wire import MALFORMED
+from kvolt.runtime.runtime import CONTROL_ENDPOINT, STATUS_ENDPOINT, ControlRequest, ProcessStatus
 from kvolt.runtime.system_ports import check_directory, make_ports
 from kvolt.runtime.tasks import Scope
 
 _MAX_CONCURRENT_CALLS = 32
 _LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
+_CONTROL_S = 5.0
+"""For a control request itself, besides the time that the process may take to drain."""
+_decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 _decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
 
 
@@ -39,8 +51,20 @@ class ProcessView(msgspec.Struct, frozen=True):
     """Why there is no status."""
 
 
+class WorkerView(msgspec.Struct, frozen=True):
+    """A registered worker, from its registration."""
+
+    id: str
+    """Instance id, as in `nvext.worker_id` and `x-kvolt-worker-instance-id`."""
+    process: str
+    address: str
+    state: InstanceState
+    info: EngineInfo
+    """Model, role, engine, capacity, adapters and taints."""
+
+
 class Cluster:
-    """Discovery and request plane of a namespace, read-only."""
+    """Discovery and request plane of a namespace."""
 
     def __init__(self, discovery: Discovery, plane: RequestPlane, namespace: str) -> None:
         self._discovery = discovery
@@ -66,6 +90,40 @@ class Cluster:
             for number in range(min(len(processes), _MAX_CONCURRENT_CALLS)):
                 scope.start(query_remaining(), f"query-{number}")
         return sorted(views, key=lambda view: (view.name, view.address))
+
+    async def list_workers(self) -> list[WorkerView]:
+        """Registered workers, sorted by process. Raises DiscoveryLost."""
+        content = await self._discovery.get_prefix(f"{INSTANCES}{self._namespace}/")
+        workers: list[WorkerView] = []
+        for value in content.values():
+            instance = decode_instance(value)
+            if instance is None or instance.endpoint.endpoint != GENERATE:
+                continue
+            try:
+                info = _decode_info(instance.info)
+            except MALFORMED:
+                continue  # of another version; `list_processes` has it
+            workers.append(WorkerView(instance.id, instance.process, instance.address, instance.state, info))
+        return sorted(workers, key=lambda worker: (worker.process, worker.id))
+
+    async def list_urls(self) -> list[str]:
+        """Base URLs of the registered frontends. Raises DiscoveryLost."""
+        instances = await self.instances(EndpointAddress(self._namespace, "frontend", "http"))
+        urls = []
+        for instance in instances:
+            info: Any = msgspec.msgpack.decode(instance.info)
+            if isinstance(info, dict) and isinstance(info.get("http"), str):
+                urls.append(f"http://{info['http']}")
+        return list(dict.fromkeys(urls))
+
+    async def control(self, address: str, verb: str, timeout_s: float) -> ProcessStatus:
+        """Send `cordon`, `drain` or `resume` to a process; returns its status afterwards."""
+        limits = Deadlines(connect_s=2.0, first_s=timeout_s + _CONTROL_S, total_s=timeout_s + _CONTROL_S)
+        request = ControlRequest(verb, timeout_s)
+        to = Destination(address, CONTROL_ENDPOINT)
+        async with await open_stream(self._plane, to, request, limits, _decode_status) as stream:
+            status: ProcessStatus = await anext(stream)
+            return status
 
     async def instances(self, endpoint: EndpointAddress) -> list[Instance]:
         """Registered instances of an endpoint, sorted by process. Raises DiscoveryLost."""

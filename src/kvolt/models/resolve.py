@@ -77,6 +77,12 @@ def resolve(name: str, progress: Progress, sources: Sources | None = None) -> Re
     return locate(name, sources) or fetch(name, progress, sources)
 
 
+def check_name(name: str) -> None:
+    """Raise ConfigError for an invalid name or path, before an engine is loaded; hub names are not looked up."""
+    if parse_hub_name(name) is None:
+        locate(name)
+
+
 def locate(name: str, sources: Sources | None = None) -> Resolved | None:
     """Resolve a model from the local disk; None if it is not there. ConfigError for an invalid name."""
     sources = sources or Sources()

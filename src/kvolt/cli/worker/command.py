@@ -185,17 +185,10 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
     check_arguments(name, arguments)
     _check_count(name, group.per_process)
     if name == "native":
-        _check_name(group.model)
+        from kvolt.models.resolve import check_name
+
+        check_name(group.model)
     return name, arguments
-
-
-def _check_name(model: str) -> None:
-    """Raise ConfigError for an invalid model name or path before torch is imported; hub names are not checked."""
-    from kvolt.models.model_files import parse_hub_name
-    from kvolt.models.resolve import locate
-
-    if parse_hub_name(model) is None:
-        locate(model)
 
 
 def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> WorkerSettings:

@@ -1,0 +1,108 @@
+"""Sampling parameters of the Python API, and the request bodies built from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+
+from kvolt.core.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to generate. Names and meaning as in the HTTP API and in vLLM; None: the model's default.
+
+    Values are checked when they are used, with the messages of the HTTP API.
+    """
+
+    n: int | None = None
+    """Number of outputs per prompt. Default: 1."""
+    max_tokens: int | None = None
+    """Default: 16 for `generate`, the rest of the context for `chat`."""
+    min_tokens: int | None = None
+    temperature: float | None = None
+    """0: greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    """The same request with the same seed has the same output."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end an output; they are not part of it."""
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logits_processors: Sequence[str | Mapping[str, Any]] | None = None
+    logprobs: int | None = None
+    """Return log probabilities of the output tokens and of this many alternatives each."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. Not available in streams."""
+    response_format: Mapping[str, Any] | None = None
+    """OpenAI's output format: `{"type": "json_schema", "json_schema": {...}}` or `{"type": "json_object"}`."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """vLLM's constraint of the output: one of `json`, `regex`, `choice`, `grammar`."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keyword arguments of a chat besides messages and sampling parameters: fields of /v1/chat/completions."""
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning_effort: str
+    documents: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+
+
+DEFAULT = SamplingParams()
+
+
+def completion_body(model: str, prompt: Prompt, params: SamplingParams, stream: bool) -> bytes:
+    prompt_field = prompt if isinstance(prompt, str) else list(prompt)
+    return _encode({"model": model, "prompt": prompt_field, "stream": stream, **_fields(params)})
+
+
+def chat_body(
+    model: str, messages: Sequence[Message], params: SamplingParams, options: ChatOptions, stream: bool
+) -> bytes:
+    fields = _fields(params)
+    num_alternatives = fields.pop("logprobs", None)
+    if num_alternatives is not None:
+        fields |= {"logprobs": True, "top_logprobs": num_alternatives}
+    return _encode({"model": model, "messages": list(messages), "stream": stream, **fields, **options})
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """Other mappings and sequences, such as NumPy arrays of token ids and pydantic's messages."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    for convert in ("tolist", "model_dump"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON type")

@@ -1,0 +1,247 @@
+"""LLM: batches, results, errors, threads and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvolt import LLM, KvoltError, SamplingParams
+from kvolt.core.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+FAST = {"speed": 1000.0, "words": 8}
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("sim-tiny", **FAST) as opened:
+        yield opened
+
+
+def test_results_have_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"prompt {number}" for number in range(50)]
+    results = llm.generate(prompts, SamplingParams(max_tokens=4), progress=False)
+    assert [result.prompt for result in results] == prompts
+    assert {len(result.outputs[0].token_ids) for result in results} == {4}
+    assert {(result.finished, result.outputs[0].finish_reason) for result in results} == {(True, "length")}
+
+
+def test_one_prompt_and_token_ids_are_prompts(llm: LLM) -> None:
+    (text,) = llm.generate("Hello", progress=False)
+    (ids,) = llm.generate(text.prompt_token_ids, progress=False)
+    assert (text.prompt, ids.prompt) == ("Hello", None)
+    assert ids.outputs[0].text == text.outputs[0].text
+    assert llm.generate([], progress=False) == []
+
+
+def test_sampling_parameters_can_differ_by_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5, n=2)]
+    first, second = llm.generate(["a", "b"], params, progress=False)
+    assert [len(output.token_ids) for output in first.outputs] == [2]
+    assert [(output.index, len(output.token_ids)) for output in second.outputs] == [(0, 5), (1, 5)]
+    with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
+        llm.generate(["a", "b"], params[:1], progress=False)
+
+
+def test_a_chat_is_rendered_by_the_template(llm: LLM) -> None:
+    one, two = llm.chat([[USER], [USER, {"role": "assistant", "content": "Hi"}, USER]], progress=False)
+    (same,) = llm.chat([USER], progress=False)
+    assert one.prompt is not None
+    assert "<|im_start|>user\nHello" in one.prompt
+    assert one.outputs[0].text == same.outputs[0].text
+    assert len(two.prompt_token_ids) > len(one.prompt_token_ids)
+    assert one.outputs[0].finish_reason == "stop"  # max_tokens of a chat is the rest of the context
+
+
+def test_stop_strings_end_an_output(llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", SamplingParams(max_tokens=6), progress=False)
+    word = whole.outputs[0].text.split()[2]
+    (cut,) = llm.generate("Hello", SamplingParams(max_tokens=6, stop=word), progress=False)
+    output = cut.outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", word)
+    assert whole.outputs[0].text.startswith(output.text)
+    assert word not in output.text
+
+
+def test_log_probabilities_are_by_token_id(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1)
+    (result,) = llm.generate("Hello", params, progress=False)
+    output = result.outputs[0]
+    assert output.logprobs is not None
+    assert result.prompt_logprobs is not None
+    assert [next(iter(each)) for each in output.logprobs] == list(output.token_ids)
+    assert (
+        "".join(
+            each[token].decoded_token for each, token in zip(output.logprobs, output.token_ids, strict=True)
+        )
+        == output.text
+    )
+    assert result.prompt_logprobs[0] is None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    assert llm.chat([USER], SamplingParams(logprobs=1), progress=False)[0].outputs[0].logprobs
+
+
+def test_tool_calls_are_parsed() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    with LLM("sim-tiny", answer_text=call, speed=1000.0, tool_parser="hermes") as llm:
+        output = llm.chat([USER], tools=[tool], progress=False)[0].outputs[0]
+    assert output.finish_reason == "tool_calls"
+    assert [(each.name, each.arguments) for each in output.tool_calls] == [("weather", '{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(temperature=-1.0), "temperature"),
+        (SamplingParams(max_tokens=10**9), "max_tokens"),
+        (SamplingParams(stop=3), "stop"),  # type: ignore[arg-type]
+        (SamplingParams(stop={1, 2}), "cannot be written as JSON"),  # type: ignore[arg-type]
+        (SamplingParams(response_format={"type": "json_object"}), "grammar"),
+    ],
+)
+def test_errors_are_those_of_the_http_api(llm: LLM, params: SamplingParams, message: str) -> None:
+    with pytest.raises((InvalidRequest, Unsupported), match=message):
+        llm.generate("Hello", params, progress=False)
+    assert llm.generate("Hello", progress=False)[0].finished
+
+
+def test_an_error_names_its_prompt(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty") as raised:
+        llm.generate(["Hello", "", "Hello"], progress=False)
+    assert raised.value.__notes__ == ["in prompt 1 of 3"]
+    with pytest.raises(InvalidRequest, match="unknown fields: tool_choise"):
+        llm.chat([USER], tool_choise="auto", progress=False)  # type: ignore[call-arg]
+
+
+def test_an_engine_without_embeddings_says_which_one_has_them(llm: LLM) -> None:
+    with pytest.raises(Unsupported, match="'sim' does not compute embeddings; use the native engine"):
+        llm.embed("Hello")
+
+
+def test_bad_engines_and_models_are_refused_without_a_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="unknown engine 'vlm'"):
+        LLM(engine="vlm")
+    with pytest.raises(ConfigError, match="has no argument 'dtypes'"):
+        LLM("sim-tiny", dtypes="float32")
+    with pytest.raises(KvoltError, match="nowhere"):
+        LLM("./nowhere.gguf")
+    assert set(threading.enumerate()) == before
+
+
+async def test_it_works_while_an_event_loop_is_running() -> None:
+    """As in a notebook: the cell runs on the kernel's loop."""
+    assert asyncio.get_running_loop().is_running()
+    with LLM("sim-tiny", **FAST) as llm:
+        assert llm.generate("Hello", progress=False)[0].outputs[0].text
+
+
+def test_threads_share_a_model(llm: LLM) -> None:
+    texts: list[str] = []
+
+    def generate() -> None:
+        texts.append(llm.generate("Hello", progress=False)[0].outputs[0].text)
+
+    threads = [threading.Thread(target=generate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4
+    assert len(set(texts)) == 1
+
+
+def test_progress_is_on_stderr(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvolt.api.progress.LINE_S", 0.0)
+    llm.generate(["a", "b"])
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "1 of 2 prompts\n2 of 2 prompts\n")
+
+
+def test_a_closed_model_says_so() -> None:
+    llm = LLM("sim-tiny", **FAST)
+    llm.close()
+    llm.close()
+    with pytest.raises(Unavailable, match="LLM sim-tiny is closed"):
+        llm.generate("Hello", progress=False)
+
+
+def test_closing_ends_a_call_of_another_thread() -> None:
+    llm = LLM("sim-tiny", speed=1.0)
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate("Hello", SamplingParams(max_tokens=30_000), progress=False)
+        except KvoltError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not len(llm._server._requests):
+        time.sleep(0.01)
+    llm.close()
+    thread.join()
+    assert "is closed" in str(errors[0])
+
+
+def test_garbage_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+    llm = LLM("sim-tiny", **FAST)
+    (thread,) = (each for each in set(threading.enumerate()) - before if each.name == "LLM sim-tiny")
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+
+
+INTERRUPTED = """
+import signal, threading
+from kvolt import LLM, SamplingParams
+llm = LLM("sim-tiny", speed=1.0)
+main = threading.main_thread()
+threading.Timer(0.3, lambda: signal.pthread_kill(main.ident, signal.SIGINT)).start()
+try:
+    llm.generate(["Hello"] * 20, SamplingParams(max_tokens=30_000), progress=False)
+except KeyboardInterrupt:
+    worker = llm._server._worker
+    print("interrupted", len(worker._open), len(llm._server._requests))
+print(len(llm.generate("Hello", SamplingParams(max_tokens=2), progress=False)[0].outputs[0].token_ids))
+"""
+
+
+def test_ctrl_c_cancels_the_call_and_leaves_the_model_usable() -> None:
+    """And the interpreter ends without `close`."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["interrupted", "0", "0", "2"]
+    assert done.stderr == ""
+
+
+def test_the_native_engine_generates_and_embeds(tmp_path: Path) -> None:
+    """From a checkpoint folder, with the steps in a process of their own."""
+    arguments: dict[str, Any] = {"kv_blocks": 128, "measure_steps": False, "threads": 1}
+    with LLM(str(tiny_checkpoint(tmp_path)), device="cpu", **arguments) as llm:
+        greedy = SamplingParams(max_tokens=8, temperature=0.0)
+        first, second = llm.generate(["Hello", "Hello"], greedy, progress=False)
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
+        structured = SamplingParams(max_tokens=40, structured_outputs={"json": schema})
+        assert json.loads(llm.chat([USER], structured, progress=False)[0].outputs[0].text) == {"n": 1}
+        one, other, same = llm.embed(["Hello", "a quite different text", "Hello"], progress=False)
+        assert one == same != other
+        assert sum(x * x for x in one) == pytest.approx(1.0)
