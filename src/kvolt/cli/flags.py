@@ -127,12 +127,17 @@ def optional(parser: argparse._ActionsContainer, name: str, metavar: str, text: 
     parser.add_argument(name, metavar=metavar, nargs="?", help=text)
 
 
-class _RecordOverride(argparse.Action):
+class RecordOverride(argparse.Action):
     """Record the text of a setting; the last flag for a setting wins."""
 
     def __init__(self, *, key: str | None, **kwargs: Any) -> None:
         super().__init__(default=argparse.SUPPRESS, **kwargs)
         self._key = key
+
+    @property
+    def known_values(self) -> tuple[str, ...]:
+        """Values that a shell can offer; the loader may accept more."""
+        return tuple(f"{key}=" for key in leaves()) if self._key is None else leaves()[self._key].choices
 
     def __call__(
         self,
@@ -189,7 +194,7 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None
     )
     general.add_argument(
         "--set",
-        action=_RecordOverride,
+        action=RecordOverride,
         key=None,
         metavar="SECTION.KEY=VALUE",
         help="Set any setting; repeatable. `kvolt config describe` documents all, with the flags below.",
@@ -233,5 +238,5 @@ def _add_flag(group: argparse._ActionsContainer, leaf: Leaf, metavar: str) -> No
     if default not in (None, "") and "Default:" not in text:
         text += f" [default: {default}]"
     group.add_argument(
-        name, action=_RecordOverride, key=leaf.key, metavar=metavar, help=text.replace("%", "%%")
+        name, action=RecordOverride, key=leaf.key, metavar=metavar, help=text.replace("%", "%%")
     )

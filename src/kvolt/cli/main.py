@@ -98,6 +98,7 @@ VERBS: dict[str, Verb] = {
         sub_modules=(("sweep", "kvolt.cli.twin.sweep"),),
     ),
     "config": Verb("kvolt.cli.config", "show, describe and check settings", "inspect"),
+    "completion": Verb("kvolt.cli.completion", "print a completion script for bash, zsh or fish", "inspect"),
 }
 
 _OTHER_NAMES = {
@@ -206,12 +207,13 @@ def help_text() -> str:
     ]
     for category, title in _CATEGORIES.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<10}{verb.help}" for name, verb in VERBS.items() if verb.category == category]
+        lines += [f"  {name:<11}{verb.help}" for name, verb in VERBS.items() if verb.category == category]
     lines += [
         "",
         "More help:",
         "  kvolt VERB --help       examples and flags of a verb",
         "  kvolt config describe   all settings: config file keys, environment variables, defaults",
+        "  source <(kvolt completion bash)   complete verbs, flags and values with Tab; also zsh and fish",
         "  kvolt --version",
     ]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest, KvoltError
-from kvolt.core.request import Request, Sampling
+from kvolt.core.request import Request
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.answers.answer import Answer, AnswerSpec

@@ -1,0 +1,98 @@
+"""Completion scripts, run in the shells that this machine has."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvolt.cli.completion import SCRIPTS, list_commands
+from kvolt.cli.main import VERBS, main
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with `kvolt.SHELL` for each shell."""
+    folder = tmp_path_factory.mktemp("scripts")
+    commands = list_commands()
+    for shell, write in SCRIPTS.items():
+        (folder / f"kvolt.{shell}").write_text("\n".join(write(commands)) + "\n")
+    return folder
+
+
+_BASH = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+compopt() { :; }
+_kvolt
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def offered_by_bash(scripts: Path, *words: str) -> list[str]:
+    """Completions of the last word."""
+    command = ["bash", "--norc", "-c", _BASH, "bash", str(scripts / "kvolt.bash"), "kvolt", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ser"], ["serve"]),
+        (["serve", "--ta"], ["--target-ttft-s", "--target-itl-s"]),
+        (["serve", "--engine", "s"], ["sim", "sglang"]),
+        (["serve", "--engine", "=", "s"], ["sim", "sglang"]),
+        (["serve", "m", "--prefill", "1", "--de"], ["--decode", "--decode-first"]),
+        (["serve", "--set", "router.queue_w"], ["router.queue_wait_s="]),
+        (["serve", "--log-level", "w"], ["warning"]),
+        (["serve", "--config", "x"], []),
+        (["cache", "st"], ["stat"]),
+        (["cache", "stat", "--j"], ["--json"]),
+        (["router", "ex"], ["explain"]),
+        (["router", "explain", "--tok"], ["--tokens"]),
+        (["completion", "z"], ["zsh"]),
+    ],
+)
+def test_bash_completes_verbs_flags_and_values(scripts: Path, words: list[str], offered: list[str]) -> None:
+    assert sorted(offered_by_bash(scripts, *words)) == sorted(offered)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("kvolt ser", ["serve"]),
+        ("kvolt serve --engine s", ["sim", "sglang"]),
+        ("kvolt cache stat --j", ["--json"]),
+        ("kvolt router explain --tok", ["--tokens"]),
+    ],
+)
+def test_fish_completes_verbs_flags_and_values(scripts: Path, line: str, offered: list[str]) -> None:
+    code = f"source {scripts / 'kvolt.fish'}; complete -C '{line}'"
+    done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, timeout=60)
+    assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == sorted(offered)
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_scripts_have_valid_syntax(scripts: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    done = subprocess.run([shell, "-n", scripts / f"kvolt.{shell}"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_every_verb_is_completed() -> None:
+    commands = list_commands()
+    assert set(commands[""].verbs) == set(VERBS)
+    assert all(commands[name].flags or commands[name].verbs for name in VERBS)
+
+
+def test_a_script_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    assert capsys.readouterr().out.endswith("complete -o default -F _kvolt kvolt\n")
+    assert main(["completion", "tcsh"]) == 2
