@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Self
 
 from kvolt.api.cluster import Cluster, ProcessView, WorkerView, visit
@@ -40,7 +38,7 @@ class Client:
     ) -> None:
         given = {"discovery.join": join, "namespace": namespace}
         overrides = [Override(key, text, key) for key, text in given.items() if text is not None]
-        loaded = load(environ=os.environ, cwd=Path.cwd(), file=config, overrides=overrides)
+        loaded = load(file=config, overrides=overrides)
         self._connection = _Connection(loaded.settings)
         self._loop = LoopThread("Client")
         self._close = weakref.finalize(self, _close, self._loop, self._connection)

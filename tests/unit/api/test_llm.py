@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import subprocess
 import sys
 import threading
@@ -239,9 +238,8 @@ def test_the_native_engine_generates_and_embeds(tmp_path: Path) -> None:
         greedy = SamplingParams(max_tokens=8, temperature=0.0)
         first, second = llm.generate(["Hello", "Hello"], greedy, progress=False)
         assert first.outputs[0].token_ids == second.outputs[0].token_ids
-        schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
-        structured = SamplingParams(max_tokens=40, structured_outputs={"json": schema})
-        assert json.loads(llm.chat([USER], structured, progress=False)[0].outputs[0].text) == {"n": 1}
+        choice = SamplingParams(max_tokens=20, structured_outputs={"choice": ["yes", "no"]})
+        assert llm.chat([USER], choice, progress=False)[0].outputs[0].text in ("yes", "no")
         one, other, same = llm.embed(["Hello", "a quite different text", "Hello"], progress=False)
         assert one == same != other
         assert sum(x * x for x in one) == pytest.approx(1.0)

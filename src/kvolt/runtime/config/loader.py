@@ -50,9 +50,18 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def load(
-    *, environ: Mapping[str, str], cwd: Path, file: str | None = None, overrides: Sequence[Override] = ()
+    *,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    file: str | None = None,
+    overrides: Sequence[Override] = (),
 ) -> LoadedConfig:
-    """Load the configuration; raises ConfigError (fields: key, remedy) for the first problem."""
+    """Load the configuration; raises ConfigError (fields: key, remedy) for the first problem.
+
+    Environment and working directory are by default those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
     layers = _Layers(environ)
     path, named_by = _config_path(environ, cwd, file)
     if path is not None:
