@@ -20,6 +20,7 @@ ROLES ?= --prefill 1 --decode 1
 
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
+RELEASE_VENV ?= .venv-release
 # Tests of a real engine have its environment, and a conftest of their own.
 ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
 	-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
@@ -27,7 +28,8 @@ ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts
 # Packages whose unit tests neither start processes nor run whole clusters.
 QUICK := $(addprefix tests/unit/,core runtime transfer kv router journey frontend)
 
-.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint docs format bench seeds mutants clean install
+.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint docs format bench seeds mutants clean install \
+	dist lock
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -129,6 +131,20 @@ format: $(VENV)/.test ## rewrite files as ruff formats them
 bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (minutes)
 	$(BIN)/python -m benchmarks.core.hashing
 	$(BIN)/python -m benchmarks.runtime.plane $(ARGS)
+
+$(RELEASE_VENV)/.ready: constraints.txt
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install --quiet -c constraints.txt build cyclonedx-bom uv
+	@touch $@
+
+dist: $(RELEASE_VENV)/.ready ## what a release has, in dist/: wheel with the compiled modules, sources, SBOM (CycloneDX)
+	$(RELEASE_VENV)/bin/python -m build --outdir dist .
+	$(RELEASE_VENV)/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --of JSON \
+		--output-reproducible -o dist/sbom.json
+
+lock: $(RELEASE_VENV)/.ready ## write requirements.lock: what kvolt needs without extras, with hashes
+	$(RELEASE_VENV)/bin/uv pip compile --quiet --python-platform linux --python-version 3.11 --generate-hashes \
+		--no-header --no-annotate --no-emit-index-url -c constraints.txt -o requirements.lock pyproject.toml
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage.json

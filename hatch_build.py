@@ -52,7 +52,9 @@ class NativeModulesHook(BuildHookInterface):  # type: ignore[type-arg]
         problem = compile_module(source, target)
         if problem:
             target.unlink(missing_ok=True)  # one of an older source would be worse than none
-            self.app.display_warning(f"kvolt: what {source.name} does will run in Python: {problem}")
+            self.app.display_warning(
+                f"kvolt: {source.name} is not compiled; slower Python code replaces it: {problem}"
+            )
         return not problem
 
 
@@ -62,7 +64,7 @@ def compile_module(source: Path, target: Path) -> str:
     if compiler is None:
         return "no C compiler was found"
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    half = target.with_name(f".{target.name}.{os.getpid()}")  # whoever imports meanwhile sees all or nothing
+    half = target.with_name(f".{target.name}.{os.getpid()}")  # a concurrent import sees all or nothing
     command = [
         *compiler,
         *FLAGS,

@@ -77,7 +77,7 @@ def test_without_a_compiler_a_wheel_is_pure_python_with_a_warning(
     made.finalize("standard", build_data, "")
     assert build_data == {"force_include": {}, "pure_python": True}
     assert len(made.app.warnings) == len(hook.MODULES)
-    assert all("in Python: no C compiler" in warning for warning in made.app.warnings)
+    assert all("replaces it: no C compiler" in warning for warning in made.app.warnings)
     assert "_bytes_native.c" in made.app.warnings[-1]
 
 
