@@ -167,7 +167,7 @@ async def long_streams(client: httpx.AsyncClient) -> AsyncIterator[None]:
 
 
 async def test_a_process_stops_while_discovery_hangs(bench: Bench) -> None:
-    worker = bench.worker("worker", "--set", "discovery.ttl_s=60", speed=0.5)
+    worker = bench.worker("worker", "--set", "discovery.ttl_s=60", "--log-level", "debug", speed=0.5)
     async with bench.runtime() as runtime:
         client = await runtime.client(GENERATE)
         await until(lambda: bool(client.candidates()), what="the worker")

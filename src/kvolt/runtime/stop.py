@@ -94,15 +94,18 @@ async def graceful_stop(stop_accepting: Step, drain: Step, cancel: Step, drain_t
     """
     drained = False
     try:
-        log.info("stopping: no longer accepting work")
+        log.debug("no longer accepting work")
         async with asyncio.timeout(_STEP_TIMEOUT_S):
             await stop_accepting()
     finally:
         try:
-            log.info("draining: timeout=%g s", drain_timeout_s)
+            log.debug("draining: timeout=%g s", drain_timeout_s)
             drained = await _finishes_within(drain, drain_timeout_s)
         finally:
-            log.info("drained" if drained else "drain timed out; cancelling remaining work")
+            if drained:
+                log.info("drained")
+            else:
+                log.warning("drain timed out; cancelling remaining work")
             async with asyncio.timeout(_STEP_TIMEOUT_S):
                 await cancel()
     return drained

@@ -172,7 +172,14 @@ class Worker:
             self._peer_workers.connect(instance.id)
         if isinstance(self._engine, Calibrated) and self._engine.latency is not None:
             self._task_group.start(self._register_latency(self._engine), "latency")
-        log.info("worker serving: model=%s role=%s engine=%s", info.model, info.role, info.engine)
+        log.info(
+            "worker serving: model=%s role=%s engine=%s kv_tokens=%d start=%.1fs",
+            info.model,
+            info.role,
+            info.engine,
+            info.capacity.kv_total_blocks * info.block_size,
+            self._runtime.ports.clock.monotonic() - began_at,
+        )
 
     async def _start_tiers(self, info: EngineInfo) -> None:
         """Create the tiers before the worker registers, so that errors show at startup."""

@@ -99,7 +99,7 @@ class Steps:
 
 async def test_three_steps_in_order_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert await steps.run()
     assert steps.order == ["accept", "drain", "cancel"]
     assert len(caplog.records) == 3

@@ -38,7 +38,7 @@ from kvolt.transfer.paths.machine import probe_machine
 
 HELP = """
 Check whether `kvolt serve` can start on this machine with its settings: packages, hardware, limits, ports,
-directories and KV transfer paths, with a remedy for each problem.
+directories and KV transfer paths, with a remedy for each problem. The last line is what to do next.
 
 Examples:
   kvolt doctor                 all checks as a table
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     findings = examine(with_workers(loaded.settings, args.workers))
     ready = not any(finding.blocks for finding in findings)
     if args.json:
-        print(msgspec.json.encode({"ready": ready, "findings": findings}).decode())
+        report = {"ready": ready, "next": next_step(findings), "findings": findings}
+        print(msgspec.json.encode(report).decode())
     else:
-        _print_findings(findings, ready)
+        _print_findings(findings)
     return 0 if ready else 1
 
 
@@ -297,7 +298,23 @@ def _gpu_names() -> list[str]:
     return [str(cuda.get_device_name(index)) for index in range(cuda.device_count())]
 
 
-def _print_findings(findings: list[Finding], ready: bool) -> None:
+def next_step(findings: Sequence[Finding]) -> str:
+    """The one thing to do next."""
+    problems = [finding for finding in findings if finding.blocks]
+    if problems:
+        more = f" ({len(problems) - 1} more above)" if len(problems) > 1 else ""
+        first = problems[0]
+        return f"{first.remedy or first.found}, for {first.name!r}{more}; then run `kvolt doctor` again"
+    if any(finding.running for finding in findings):
+        return "`kvolt chat` chats with the kvolt that is running"
+    num_warnings = sum(finding.state == "warn" for finding in findings)
+    noun = "warning" if num_warnings == 1 else "warnings"
+    return "`kvolt serve`" + (
+        f" ({num_warnings} {noun} above; none keeps it from starting)" if num_warnings else ""
+    )
+
+
+def _print_findings(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -310,9 +327,4 @@ def _print_findings(findings: list[Finding], ready: bool) -> None:
         if finding.remedy:
             line.append(f" -> {finding.remedy}", style="dim")
         console.print(line)
-    if any(finding.running for finding in findings):
-        console.print("kvolt is running: see `kvolt status`")
-    else:
-        console.print(
-            "ready: `kvolt serve` can start" if ready else "not ready: see the lines marked missing"
-        )
+    console.print(f"\nnext: {next_step(findings)}", markup=False)

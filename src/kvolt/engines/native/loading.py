@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 2.0
+_PROGRESS_S = 10.0
 FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvAddressable", "KvTierable", "Prefill", "Lora", "Embed")
 _OF_WHOLE_BLOCKS = ("KvMovable", "KvAddressable", "KvTierable", "Prefill")
 _WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in _OF_WHOLE_BLOCKS)
@@ -183,13 +183,13 @@ def build_core(
         keys_of,
         hooks.clock,
     )
-    log.info("running a first step")
+    log.debug("running a first step")
     runner.warm_up()
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
         log.info("capturing CUDA graphs of decode steps")
         _capture(runner, setup, config)
     if arguments.measure_steps:
-        log.info("measuring steps")
+        log.debug("measuring steps")
         try:
             with hooks.turn(_measured_resources(setup.device)):
                 trials = run_trials(runner, limits, num_blocks, hooks.clock.monotonic)
@@ -201,7 +201,7 @@ def build_core(
                 scheduler.planner.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
-    log.info("loaded %s in %.1f s with %d KV blocks", name, hooks.clock.monotonic() - started, num_blocks)
+    log.debug("loaded %s in %.1f s with %d KV blocks", name, hooks.clock.monotonic() - started, num_blocks)
     return core
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from kvolt.frontend.metrics.request_log import RequestLog
 from kvolt.runtime.histogram import SECONDS, Histogram
 from kvolt.runtime.metric_families import Labels, counter, gauge, histogram
 
@@ -52,6 +53,7 @@ class FrontendMetrics:
         """By model, endpoint."""
         self.disconnected = 0
         self.stages: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_SHORT))
+        self.request_log = RequestLog()
         self._more: list[Callable[[], Iterator[Metric]]] = []
 
     def model(self, name: str) -> ModelSeries:

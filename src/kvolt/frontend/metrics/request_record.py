@@ -12,6 +12,8 @@ from kvolt.core.errors import KvoltError
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics, ModelSeries
 from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, error_type_label, status_of
 
+_MAX_REASON_CHARS = 200
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -34,6 +36,7 @@ class RequestRecord:
     """Gives back the request's place."""
     failure: KvoltError | None = None
     """Sent to the client in its stream."""
+    input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
 
@@ -69,6 +72,7 @@ class RequestRecord:
         self._marked_at = now
 
     def prompt_tokens(self, num_tokens: int) -> None:
+        self.input_tokens = num_tokens
         if self._series is not None:
             self._series.input_tokens.observe(num_tokens)
 
@@ -121,7 +125,7 @@ class RequestRecord:
             series.output_tokens.observe(self.output_tokens)
             series.output_tokens_total += self.output_tokens
             series.cached_tokens.observe(self.cached_tokens)
-        error_type = ""
+        error_type, status = "", 200
         if error is not None:
             error_type = error_type_label(error)
             status = status_of(error)
@@ -132,3 +136,18 @@ class RequestRecord:
             elif status == 429 and isinstance(error, KvoltError):
                 metrics.rejected[labels[:2]] += 1
         metrics.requests[*labels, "success" if error is None else "error", error_type] += 1
+        metrics.request_log.write(self._now(), lambda: self._fields(status, error))
+
+    def _fields(self, status: int, error: BaseException | None) -> str:
+        """Fields of the log line; the model is one that is served, since clients make up others."""
+        ttft = "" if self._first_at is None else f" ttft={self._first_at - self.started_at:.3f}s"
+        reason = f" error={error.message!r}" if isinstance(error, KvoltError) else ""
+        tokens = (
+            f" prompt_tokens={self.input_tokens} cached_tokens={self.cached_tokens} output_tokens={self.output_tokens}"
+            if self.input_tokens
+            else ""
+        )
+        return (
+            f"endpoint={self._endpoint} status={status} model={self._model}{tokens}{ttft} "
+            f"time={self.elapsed_s:.3f}s{reason[:_MAX_REASON_CHARS]}"
+        )

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvolt.cli.doctor import command as doctor
-from kvolt.cli.doctor.command import GIB
+from kvolt.cli.doctor.command import GIB, next_step
 from kvolt.cli.doctor.transfer import Finding
 from kvolt.cli.main import main
 from kvolt.router.index.prefix_index import IS_NATIVE
@@ -230,9 +230,25 @@ def test_the_verb(
     assert main(["doctor", "--port", str(taken_port)]) == 1
     text = capsys.readouterr().out
     assert "--port" in text
-    assert text.splitlines()[-1].startswith("not ready")
+    assert text.splitlines()[-1] == (
+        "next: choose another port with --port, or stop the process that uses it, for 'frontend port'; "
+        "then run `kvolt doctor` again"
+    )
     assert main(["doctor", "--port", "0", "--workers", "0"]) == 2
     (tmp_path / "kvolt").mkdir()
     (tmp_path / "kvolt").chmod(0o777)
     assert main(["doctor", "--port", "0"]) == 1
     assert "is writable by other users" in capsys.readouterr().out
+
+
+def test_the_next_step_is_one_thing() -> None:
+    fine, slow = Finding("python", "ok", "3.12"), Finding("gpu", "warn", "none found", "install its driver")
+    assert next_step([fine]) == "`kvolt serve`"
+    assert next_step([fine, slow]) == "`kvolt serve` (1 warning above; none keeps it from starting)"
+    running = Finding("frontend port", "ok", "a kvolt frontend is running", running=True)
+    assert next_step([fine, running]) == "`kvolt chat` chats with the kvolt that is running"
+    torch = Finding("torch", "missing", "not installed", "pip install 'kvolt[native]'", blocks=True)
+    port = Finding("frontend port", "missing", "taken", "--port", blocks=True)
+    assert next_step([fine, torch, port]) == (
+        "pip install 'kvolt[native]', for 'torch' (1 more above); then run `kvolt doctor` again"
+    )

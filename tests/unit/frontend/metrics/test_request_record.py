@@ -8,6 +8,7 @@ import pytest
 
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, NotFound, Overloaded, WorkerLost
 from kvolt.frontend.metrics import edge_metrics as metrics_module
+from kvolt.frontend.metrics import request_log
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
 
@@ -150,3 +151,38 @@ def test_timing_before_the_first_token(metrics: FrontendMetrics) -> None:
     made = record(metrics)
     assert made.timing() == {"total_time_ms": 0.0}
     assert made.timing_headers() == {"server-timing": "total;dur=0.00"}
+
+
+# --- the log
+
+
+def test_each_request_is_one_line_of_the_log(
+    metrics: FrontendMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=request_log.__name__)
+    time = Time()
+    with record(metrics, time) as made:
+        made.of_model("m")
+        made.prompt_tokens(7)
+        time.now += 0.5
+        made.on_first_token()
+        made.output_tokens, made.cached_tokens = 4, 2
+        time.now += 1.0
+    with pytest.raises(NotFound), record(metrics, time):
+        raise NotFound("no model 'x'", param="model")
+    assert caplog.messages == [
+        "request finished: endpoint=chat_completions status=200 model=m prompt_tokens=7 cached_tokens=2 "
+        "output_tokens=4 ttft=0.500s time=1.500s",
+        "request finished: endpoint=chat_completions status=404 model=other time=0.000s error=\"no model 'x'\"",
+    ]
+
+
+def test_a_flood_of_requests_is_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger=request_log.__name__)
+    requests = request_log.RequestLog()
+    for _ in range(1000):
+        requests.write(5.0, lambda: "x")
+    num_lines = len(caplog.messages)
+    assert num_lines < 50
+    requests.write(6.0, lambda: "x")
+    assert caplog.messages[num_lines:] == [f"request finished: x not_logged_before={1000 - num_lines}"]
