@@ -126,7 +126,7 @@ TAKEN: dict[tuple[int, str | None], dict[str, bytes]] = {
         "TRACE": b"TRACE /live" + END,
     },
     (415, "unsupported_media_type"): {
-        "a body said to be zipped": POST + b"content-encoding: gzip\r\ncontent-length: " + LENGTH + OK,
+        "a body said to be zipped": POST + b"content-encoding: br\r\ncontent-length: " + LENGTH + OK,
         "a form": FORM + b"content-length: 3\r\n\r\na=b",
     },
 }

@@ -393,7 +393,7 @@ async def test_pipelined_requests_are_answered_in_order(edge: Edge) -> None:
 
 
 async def test_clients_that_leave_cancel_what_they_asked_for(edge: Edge) -> None:
-    """Half-closed or reset, in the middle of a head, a body or an answer."""
+    """Half-closed in the middle of a head or a body; closed or reset also in the middle of an answer."""
     head, body = request(CHAT, chat(stream=True, max_tokens=20_000, ignore_eos=True))
     for sent in (head[:40], head, head + body[:20], head + body):
         for half in (True, False):
@@ -406,7 +406,8 @@ async def test_clients_that_leave_cancel_what_they_asked_for(edge: Edge) -> None
                 for wire in wires:
                     if half:
                         wire.writer.write_eof()
-                        await wire.ends()
+                        if sent != head + body:  # else it is closed at the end of the block
+                            await wire.ends()
                     else:
                         kept = wire.writer.get_extra_info("socket")
                         kept.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import InvalidRequest, Unavailable
 from kvolt.core.request import Role
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
@@ -19,9 +19,9 @@ from kvolt.frontend.model import Model, count_workers
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_detokenize, parse_tokenize
-from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
+from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.frontend.openai_api.errors import openai_error
-from kvolt.frontend.openai_api.headers import REQUEST_ID, check_json
+from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi
@@ -30,10 +30,12 @@ from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.metrics import BREAKER_DETAILS, KvCollector, describe_breakers
+from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import Handler, HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
 from kvolt.runtime.runtime import Runtime
+from kvolt.version import __version__
 
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ class FrontendApp:
         """Other frontend processes on the same port; metrics and thresholds cover all of them."""
         self._openapi: bytes | None = None
         self._docs: bytes | None = None
+        self._routes: tuple[str, ...] = ()
 
     def routes(self) -> Routes:
         routes = Routes()
@@ -82,7 +85,12 @@ class FrontendApp:
             ("POST", "/busy_threshold", self._set_threshold),
             ("GET", "/openapi.json", self._show_openapi),
             ("GET", "/docs", self._show_docs),
+            ("GET", "/version", self._show_version),
+            ("GET", "/ping", self._ping),
+            ("POST", "/ping", self._ping),
+            ("GET", "/", self._show_server),
         )
+        self._routes = tuple(f"{method} {path}" for method, path, _ in table)
         for method, path, handler in table:
             routes.add(method, path, handler)
         return routes
@@ -126,9 +134,7 @@ class FrontendApp:
     # --- tokens
 
     async def _tokenize(self, request: HttpRequest) -> Response:
-        check_json(request.headers)
-        body = request.body
-        parsed = await self._off_loop(lambda: parse_tokenize(body), len(body) > SMALL_BODY_BYTES)
+        parsed = await self._generation.bodies.parse(request, parse_tokenize)
         api_request, is_large = parsed.request, parsed.is_large
         model = self._named(api_request.model)
         processor = model.processor
@@ -165,9 +171,7 @@ class FrontendApp:
         return Response(200, await self._off_loop(answer, len(token_ids) > INLINE_TOKENS))
 
     async def _detokenize(self, request: HttpRequest) -> Response:
-        check_json(request.headers)
-        body = request.body
-        parsed = await self._off_loop(lambda: parse_detokenize(body), len(body) > SMALL_BODY_BYTES)
+        parsed = await self._generation.bodies.parse(request, parse_detokenize)
         api_request = parsed.request
         model = self._named(api_request.model)
         max_tokens = MAX_CONTEXTS * model.card.context_length
@@ -205,6 +209,18 @@ class FrontendApp:
         )
         return Response(200 if ready else 503, _json(health))
 
+    async def _ping(self, request: HttpRequest) -> Response:
+        """SageMaker's health check."""
+        if not self._models.ready():
+            raise Unavailable("no model is ready", reason="no_models")
+        return Response(200, content_type="")
+
+    async def _show_version(self, request: HttpRequest) -> Response:
+        return Response(200, _json(responses.Version(version=__version__)))
+
+    async def _show_server(self, request: HttpRequest) -> Response:
+        return Response(200, _json(responses.Server(version=__version__, routes=self._routes)))
+
     async def _show_live(self, request: HttpRequest) -> Response:
         return Response(200, _json(responses.Live()))
 
@@ -218,8 +234,7 @@ class FrontendApp:
         return Response(200, _json(responses.BusyThresholds(thresholds=thresholds)))
 
     async def _set_threshold(self, request: HttpRequest) -> Response:
-        check_json(request.headers)
-        threshold = _busy_threshold.decode(request.body).request
+        threshold = (await self._generation.bodies.parse(request, _busy_threshold.decode)).request
         name = self._models.find(threshold.model).card.name  # resolve an alias
         threshold = msgspec.structs.replace(threshold, model=name)
         siblings = self._siblings
@@ -289,6 +304,7 @@ def build_server(
     network: Network | None = None,
     siblings: Siblings | None = None,
     recorder: TraceRecorder | None = None,
+    cors: CorsPolicy | None = None,
 ) -> HttpServer:
     """Build the public HTTP server, not started, and register its metrics with `metrics`."""
     own = FrontendMetrics()
@@ -296,7 +312,8 @@ def build_server(
     own.add(KvCollector(models.routers).collect)
     metrics.registry.register(own)
     runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
-    generation = Generation(runtime, models, admission, own, options, recorder)
+    limits = limits or HttpLimits()
+    generation = Generation(runtime, models, admission, own, options, recorder, limits.max_body_bytes)
     clock = runtime.ports.clock
     app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)
     server = HttpServer(
@@ -308,6 +325,7 @@ def build_server(
         metrics.http_observer("frontend"),
         runtime.ports.rng,
         REQUEST_ID,
+        cors,
     )
     server.tick.observe = own.stages["write"].observe
     return server

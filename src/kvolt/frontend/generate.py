@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -33,7 +33,7 @@ from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.model import require_extra, with_allowed_by_role
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
-from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
+from kvolt.frontend.openai_api.decoding import Parsed
 from kvolt.frontend.openai_api.generation import (
     GenerationDefaults,
     GenerationOptions,
@@ -42,11 +42,12 @@ from kvolt.frontend.openai_api.generation import (
     list_prompts,
     with_client_param,
 )
-from kvolt.frontend.openai_api.headers import check_json, parse_hints
+from kvolt.frontend.openai_api.headers import parse_hints
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSerializer, ResponseSerializer
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
+from kvolt.frontend.request_body import BodyParser
 from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
@@ -56,14 +57,12 @@ from kvolt.frontend.worker_request import (
 from kvolt.journey.journey import Journey
 from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.http.server import HttpRequest, Response, WrittenResponse
+from kvolt.runtime.http.server import HttpLimits, HttpRequest, Response, WrittenResponse
 from kvolt.runtime.http.writer import ResponseWriter
 from kvolt.runtime.logs import bind
 from kvolt.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T", ChatRequest, CompletionRequest)
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -91,6 +90,7 @@ class Generation:
         metrics: FrontendMetrics,
         options: GenerateOptions,
         recorder: TraceRecorder | None = None,
+        max_body_bytes: int = HttpLimits().max_body_bytes,
     ) -> None:
         self._models = models
         self._admission = admission
@@ -99,6 +99,7 @@ class Generation:
         self._recorder = recorder
         self._clock: Clock = runtime.ports.clock
         self.off_loop = OffLoop(runtime.ports.blocking)
+        self.bodies = BodyParser(self.off_loop, max_body_bytes)
         self._rng = runtime.ports.rng
         self._loop = asyncio.get_running_loop()
         self._fan = TokenFanOut(self._clock.monotonic, metrics.stages["detokenize"].observe)
@@ -113,12 +114,10 @@ class Generation:
 
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
         with self.new_record("chat_completions") as record:
-            check_json(http.headers)
             return await self._answer(await self.prepare_chat(http, record))
 
     async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
         with self.new_record("completions") as record:
-            check_json(http.headers)
             return await self._answer(await self.prepare_completion(http, record))
 
     # --- before anything is sent
@@ -128,7 +127,7 @@ class Generation:
 
     async def prepare_chat(self, http: HttpRequest, record: RequestRecord) -> GenerationContext:
         """Check a chat request and turn its messages into tokens."""
-        parsed = await self._parse(http, parse_chat)
+        parsed = await self.bodies.parse(http, parse_chat)
         body = parsed.request
         serializer = ChatSerializer(self.new_call_id, body.return_tokens_as_token_ids or False)
         context = await self._begin_request(http, parsed, serializer, record, chat_options)
@@ -137,19 +136,13 @@ class Generation:
 
     async def prepare_completion(self, http: HttpRequest, record: RequestRecord) -> GenerationContext:
         """Check a completion request and turn its prompts into tokens."""
-        parsed = await self._parse(http, parse_completion)
+        parsed = await self.bodies.parse(http, parse_completion)
         body = parsed.request
         serializer = CompletionSerializer(body.return_tokens_as_token_ids or False)
         context = await self._begin_request(http, parsed, serializer, record, completion_options)
         await self._prepare_completion(context, body)
         record.stage("tokenize")
         return context
-
-    async def _parse(self, http: HttpRequest, parse: Callable[[bytes], Parsed[T]]) -> Parsed[T]:
-        body, http.body = http.body, b""  # do not keep megabytes while the answer is generated
-        if len(body) <= SMALL_BODY_BYTES:
-            return parse(body)
-        return await self.off_loop.run(lambda: parse(body))
 
     async def _begin_request(
         self,

@@ -5,14 +5,14 @@ Only decode or aggregated workers are required: without prefill workers, decode 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvolt.core.card import Capacity, ModelCard, card_hash
 from kvolt.core.endpoints import CARD
-from kvolt.core.errors import InvalidRequest, KvoltError, Unavailable
+from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
 from kvolt.frontend.openai_api.generation import GenerationDefaults
@@ -29,6 +29,9 @@ from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 
+_SHOWN_CHARS = 200
+_SHOWN_MODELS = 8
+"""Names of models in an error message, and their characters."""
 _STARTING_RETRY_S = 1.0
 """Retry-After of requests for a model that is starting."""
 
@@ -170,6 +173,14 @@ def no_workers_error(name: str, role: Role) -> Unavailable:
 
 def starting_error(message: str) -> Unavailable:
     return Unavailable(f"{message}; try again", reason="starting", retry_after_s=_STARTING_RETRY_S)
+
+
+def unknown_model_error(name: str, known: Sequence[str]) -> NotFound:
+    shown = ", ".join(each[:_SHOWN_CHARS] for each in sorted(known)[:_SHOWN_MODELS])
+    hidden = len(known) - _SHOWN_MODELS
+    more = f" and {hidden} more" if hidden > 0 else ""
+    message = f"the model {name[:_SHOWN_CHARS]!r} does not exist; known: {shown}{more}"
+    return NotFound(message, kind="model", name=name, param="model")
 
 
 async def fetch_card(runtime: Runtime, client: EndpointClient, expected: CardHash) -> ModelCard:

@@ -15,23 +15,24 @@ import msgspec
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard
 from kvolt.core.endpoints import GENERATE
-from kvolt.core.errors import InvalidRequest, KvoltError, NotFound
+from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
 from kvolt.frontend.kv_pair_filter import with_kv_filter
-from kvolt.frontend.model import Model, ModelOptions, fetch_card, no_workers_error, starting_error
+from kvolt.frontend.model import (
+    Model,
+    ModelOptions,
+    fetch_card,
+    no_workers_error,
+    starting_error,
+    unknown_model_error,
+)
 from kvolt.frontend.openai_api.generation import generation_defaults
 from kvolt.frontend.templates.process import Renderer
-from kvolt.frontend.tokenization.preprocess import (
-    ProcessorSpec,
-    new_large_texts,
-)
+from kvolt.frontend.tokenization.preprocess import ProcessorSpec, new_large_texts
 from kvolt.journey.journey import JourneyContext
 from kvolt.journey.prefill import RoleTarget
-from kvolt.journey.prefill_mode import (
-    PrefillModePolicy,
-    PrefillModeSelector,
-)
+from kvolt.journey.prefill_mode import PrefillModePolicy, PrefillModeSelector
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.registrations import Registrations
 from kvolt.router.registry import ROUTERS, NewRouter
@@ -145,8 +146,7 @@ class Models:
 
     def names_of(self, model: Model) -> list[str]:
         """Name and aliases under which requests reach the model."""
-        name = model.card.name
-        aliases = (alias for alias in model.card.aliases if alias not in self._models)
+        name, aliases = model.card.name, (each for each in model.card.aliases if each not in self._models)
         return [name, *(alias for alias in aliases if self._aliases.get(alias) == name)]
 
     def all(self) -> list[Model]:
@@ -195,7 +195,8 @@ class Models:
             return starting_error(
                 f"the model {name!r} is not known yet: the frontend or its workers are starting"
             )
-        return NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
+        known = [*self._models, *self._aliases, *(adapter.name for adapter in self.adapters())]
+        return unknown_model_error(name, known)
 
     def _all_revisions(self) -> list[Model]:
         """All revisions of all models, by name, newest first."""

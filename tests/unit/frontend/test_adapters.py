@@ -222,7 +222,7 @@ def test_a_models_name_and_its_aliases_come_first(caplog: pytest.LogCaptureFixtu
             await edge.ready("later", MODEL)
             assert edge.models.get("later").card.name == "later"
             assert [model.name for model in edge.models.adapters()] == ["free"]
-            assert await listed(edge) == ["later", MODEL, "free"]
+            assert await listed(edge) == ["later", MODEL, "nick", "free"]
             assert told() == ["later", "nick", MODEL]
             await lab.worker("w2", sim(model="other"))
             await edge.ready("later", "other", MODEL)

@@ -37,6 +37,7 @@ from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collector
+from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.network import SocketNetwork, join_address
 from kvolt.runtime.tasks import Scope, TaskGroup
@@ -219,6 +220,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         network=None if membership is None else SocketNetwork(reuse_port=True),
         siblings=None if membership is None else membership.siblings(admission),
         recorder=recorder,
+        cors=CorsPolicy(frontend.cors_origins) if frontend.cors_origins else None,
     )
     task_group = TaskGroup("frontend")
     task_group.start(loads.subscribe(runtime.events), "loads")

@@ -145,18 +145,12 @@ def parse_hints(
     )
 
 
-def check_json(headers: Mapping[str, str]) -> None:
+def check_json_type(headers: Mapping[str, str]) -> None:
     """Raise UnsupportedMediaType unless the body is declared as JSON; a missing content type counts as JSON."""
     content_type = headers.get("content-type", "application/json")
     if content_type != "application/json" and not _JSON.fullmatch(content_type.strip()):
         raise UnsupportedMediaType(
             f"the content type is {content_type[:100]!r}; send application/json", content_type=content_type
-        )
-    encoding = headers.get("content-encoding")
-    if encoding is not None and encoding.lower() != "identity":
-        raise UnsupportedMediaType(
-            f"the content encoding is {encoding[:100]!r}; send the body uncompressed",
-            content_encoding=encoding,
         )
 
 

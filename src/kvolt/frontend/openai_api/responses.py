@@ -317,6 +317,22 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Missing roles of models that cannot be served now."""
 
 
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /version"""
+
+    version: str
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /: what answers here, and its routes."""
+
+    name: str = "kvolt"
+    version: str
+    docs: str = "/docs"
+    openapi: str = "/openapi.json"
+    routes: tuple[str, ...]
+
+
 class Live(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["live"] = "live"
 

@@ -89,7 +89,7 @@ def _answer(answer: Answer, schema_of: dict[Any, Json]) -> Json:
     media: Json = {"schema": _one_of(answer.schemas, schema_of)}
     if answer.example is not None:
         media["example"] = answer.example
-    content: Json = {answer.media_type: media}
+    content: Json = {answer.media_type: media} if answer.media_type else {}
     if answer.event is not None:
         content["text/event-stream"] = {"schema": _event(schema_of[answer.event])}
     request_id: Json = {"$ref": "#/components/headers/RequestId"}

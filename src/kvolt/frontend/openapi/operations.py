@@ -27,7 +27,11 @@ ERRORS: dict[int, tuple[str, str, str]] = {
     ),
     408: ("RequestTimeout", "The request was not received in time.", "request_timeout"),
     413: ("PayloadTooLarge", "The body exceeds the limit.", "payload_too_large"),
-    415: ("UnsupportedMediaType", "The content type is not JSON.", "unsupported_media_type"),
+    415: (
+        "UnsupportedMediaType",
+        "The content type is not JSON, or the content encoding is unknown.",
+        "unsupported_media_type",
+    ),
     429: ("TooManyRequests", "A queue is full; `retry-after` has the delay before a retry.", "overloaded"),
     431: ("HeadersTooLarge", "The headers exceed the limit.", "headers_too_large"),
     500: ("InternalError", "Internal error; logged under the request id.", "internal"),
@@ -50,6 +54,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     schemas: tuple[Any, ...] = ()
     """Types of the body; empty for text."""
     media_type: str = "application/json"
+    """Empty: no body."""
     event: Any = None
     """Struct of one event, for operations that can stream."""
     example: Any = None
@@ -305,5 +310,33 @@ OPERATIONS: tuple[Operation, ...] = (
         name="get_docs",
         summary="Documentation page",
         answers={200: Answer(description="Self-contained HTML page.", media_type="text/html")},
+    ),
+    Operation(
+        route="GET /version",
+        tag="Server",
+        name="get_version",
+        summary="Version of the server",
+        answers={200: _json("The version.", responses.Version, {"version": "1.2.3"})},
+    ),
+    Operation(
+        route="GET /ping",
+        tag="Server",
+        name="get_ping",
+        summary="Readiness for SageMaker",
+        answers={200: Answer(description="A model is ready; no body.", media_type="")},
+    ),
+    Operation(
+        route="POST /ping",
+        tag="Server",
+        name="post_ping",
+        summary="The same as GET",
+        answers={200: Answer(description="A model is ready; no body.", media_type="")},
+    ),
+    Operation(
+        route="GET /",
+        tag="Server",
+        name="get_server",
+        summary="Name, version and routes of the server",
+        answers={200: _json("The server.", responses.Server)},
     ),
 )

@@ -169,6 +169,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `direct`: the worker named by the request. `FILE.py:FUNCTION` or `MODULE:FUNCTION`: a custom policy."""
     max_body_bytes: Bytes = 16 * MIB
     """Maximum size of a request body. Larger requests get a 413."""
+    cors_origins: list[str] = []
+    """Origins whose web pages may call the API from a browser, such as https://chat.example.com; * for all.
+    Empty: none."""
     request_timeout_s: Seconds = 600.0
     """Maximum duration of a request, including queueing."""
     header_timeout_s: Seconds = 10.0

@@ -2,22 +2,22 @@
 
 Has timers, back-pressure in both directions and at most one task. Requests are processed one at a time, oldest first.
 A task starts when a request is complete and ends when none is left, so an idle connection has no task. It is
-cancelled when the client disconnects. `Host` routes the requests.
+cancelled when the client disconnects. The `host` routes the requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
+from kvolt.runtime.http.half_closed import HalfClosedWatch
+from kvolt.runtime.http.host import Host
 from kvolt.runtime.http.protocol import (
     BODILESS,
     CHUNKED_LINE,
     CLOSE_LINE,
     CONTINUE,
-    HttpLimits,
     HttpRequest,
     Response,
     connection_line,
@@ -26,8 +26,8 @@ from kvolt.runtime.http.protocol import (
     has_body,
     json_error,
 )
-from kvolt.runtime.http.reader import BodyBudget, Phase, RequestReader
-from kvolt.runtime.http.writer import AnyResponse, ResponseWriter, TickWrites, WrittenResponse
+from kvolt.runtime.http.reader import Phase, RequestReader
+from kvolt.runtime.http.writer import EVENT_STREAM, SSE_COMMENT, ResponseWriter, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
 
@@ -49,35 +49,6 @@ _BUSY = json_error(503, "too many connections", "overloaded", headers={"retry-af
 _STOPPING = json_error(503, "the server is stopping", "unavailable")
 
 
-class Host(Protocol):
-    """Interface of the server that a connection needs."""
-
-    limits: HttpLimits
-    draining: bool
-    bodies: BodyBudget
-    tick: TickWrites
-
-    def admit(self, connection: Connection) -> bool: ...
-
-    def remove_connection(self, connection: Connection) -> None: ...
-
-    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
-
-    def failure(self, error: BaseException, request_id: str = "") -> Response: ...
-
-    async def respond(self, request: HttpRequest) -> AnyResponse: ...
-
-    def observe(self, method: str, status: int, started: float) -> None: ...
-
-    def now(self) -> float: ...
-
-    def date_line(self) -> str: ...
-
-    def identify(self, request: HttpRequest | None) -> str:
-        """Return the id of a request, or a new id for one that could not be read."""
-        ...
-
-
 class Connection(asyncio.Protocol):
     """One client connection."""
 
@@ -96,8 +67,10 @@ class Connection(asyncio.Protocol):
         self._disconnected = False
         self._lost = False
         self._writer: ResponseWriter | None = None
+        self._comment = b""
         self._drain_waiter: asyncio.Future[None] | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosedWatch | None = None
         self._timer = LazyTimer(self._loop, self._on_timeout)
         self._watched_mark = 0
 
@@ -123,14 +96,21 @@ class Connection(asyncio.Protocol):
             return
         self._feed(data)
 
-    def eof_received(self) -> None:
-        # A half-closed connection cannot be distinguished from a client that died, so both count as disconnected.
-        self._on_disconnect()
-        self.close()
+    def eof_received(self) -> bool:
+        """Keep the connection open while a request is in progress: its client may still read."""
+        if self._task is None or self._closing:
+            self._on_disconnect()
+            self.close()
+            return False
+        self._reader.done = True
+        self._half_closed = HalfClosedWatch(self._loop, self._transport, self._probe_client)
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = self._lost = True
         self._timer.close()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         self._host.remove_connection(self)
@@ -218,6 +198,14 @@ class Connection(asyncio.Protocol):
         self._reader.wants_continue = False
         self._transport.write(CONTINUE)
 
+    def _probe_client(self) -> None:
+        """Write what clients ignore, so that a client that has closed its socket resets the connection."""
+        request, writer = self._current, self._writer
+        if writer is not None and writer.head_sent:
+            writer.write(self._comment)
+        elif request is not None and request.version != "1.0" and not self._head_sent:
+            self._transport.write(CONTINUE)
+
     # responding
 
     async def _serve(self) -> None:
@@ -253,7 +241,9 @@ class Connection(asyncio.Protocol):
     def _after_requests(self) -> None:
         """Continue after the last complete request: send a pending refusal or 100 Continue, or arm the idle timer."""
         reader = self._reader
-        if reader.refusal is not None:
+        if self._half_closed is not None:
+            self.close()
+        elif reader.refusal is not None:
             self._refuse(reader.refusal)
         elif reader.phase is Phase.IDLE:
             if self._host.draining:
@@ -309,6 +299,7 @@ class Connection(asyncio.Protocol):
             with_body = has_body(request.method, response.status)
             writer = ResponseWriter(self._transport, self._host.tick, head, chunked, with_body)
             self._writer = writer
+            self._comment = SSE_COMMENT if response.content_type == EVENT_STREAM else b""
             await response.produce(writer)
             writer.end()
             writer.flush()

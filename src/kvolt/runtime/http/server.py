@@ -12,6 +12,7 @@ except for the shape of an error body.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import math
 import random
@@ -36,6 +37,7 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.http.connection import Connection
+from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.protocol import (
     HttpLimits,
     HttpRequest,
@@ -85,6 +87,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _SHOWN_CHARS = 200
 """Characters of an unknown path that are repeated in an error."""
+_MAX_COMPARED_CHARS = 64
+"""Longer unknown paths are not compared with the known ones."""
 
 _INTERNAL = json_error(500, "internal error", "internal")
 
@@ -144,12 +148,18 @@ class Routes:
         methods[method] = handler
 
     def resolve(self, request: HttpRequest) -> Handler | Response:
-        """Return the handler and set `request.params`, or return a 404 or 405 response."""
-        methods = self._exact.get(request.path)
-        if methods is None and self._patterns:
-            methods = self._resolve_pattern(request)
+        """Return the handler and set `request.params`, or return a 404 or 405 response.
+
+        A slash at the end of a path is ignored.
+        """
+        path = request.path
+        methods = self._exact.get(path)
         if methods is None:
-            return json_error(404, f"unknown path {request.path[:_SHOWN_CHARS]}", "not_found")
+            path = path.rstrip("/") or "/"
+            methods = self._exact.get(path) or self._resolve_pattern(request, path)
+        if methods is None:
+            message = f"unknown path {request.path[:_SHOWN_CHARS]}{self._suggest(path)}"
+            return json_error(404, message, "not_found")
         handler = methods.get(request.method)
         if handler is None and request.method == "HEAD":
             handler = methods.get("GET")
@@ -159,8 +169,20 @@ class Routes:
         message = f"{request.path[:_SHOWN_CHARS]} does not support {request.method}"
         return json_error(405, message, "method_not_allowed", headers={"allow": ", ".join(allowed)})
 
-    def _resolve_pattern(self, request: HttpRequest) -> dict[str, Handler] | None:
-        segments = request.path.split("/")
+    def paths(self) -> list[str]:
+        return [*self._exact, *self._patterns]
+
+    def _suggest(self, path: str) -> str:
+        """Known paths that are like an unknown one."""
+        if len(path) > _MAX_COMPARED_CHARS:
+            return ""
+        known = [each for each in self._exact if each != "/"]
+        close = [each for each in known if path != "/" and (each.endswith(path) or path.endswith(each))]
+        close = close or difflib.get_close_matches(path, known, n=2, cutoff=0.7)
+        return f"; did you mean {' or '.join(close[:2])}?" if close else ""
+
+    def _resolve_pattern(self, request: HttpRequest, path: str) -> dict[str, Handler] | None:
+        segments = path.split("/")
         for pattern in self._patterns.values():
             params = pattern.match(segments)
             if params is not None:
@@ -182,6 +204,7 @@ class HttpServer:
         observe: Observe | None = None,
         rng: random.Random | None = None,
         request_id_headers: Sequence[str] = ("x-request-id",),
+        cors: CorsPolicy | None = None,
     ) -> None:
         self.limits = limits if limits is not None else HttpLimits()
         self.draining = False
@@ -194,6 +217,7 @@ class HttpServer:
         self._observe = observe
         self._request_id_headers = request_id_headers
         """Headers in which a client may send a request id; the first valid one is used."""
+        self._cors = cors
         self._rng = rng if rng is not None else random.SystemRandom()
         self._task_group = TaskGroup("http")
         self._listener: Listener | None = None
@@ -256,6 +280,14 @@ class HttpServer:
         return self._task_group.start(work, "request")
 
     async def respond(self, request: HttpRequest) -> AnyResponse:
+        if self._cors is None or "origin" not in request.headers:
+            return await self._handle(request)
+        response = self._cors.preflight(request)
+        if response is not None:
+            return response
+        return self._cors.with_headers(request, await self._handle(request))
+
+    async def _handle(self, request: HttpRequest) -> AnyResponse:
         resolved = self._routes.resolve(request)
         if isinstance(resolved, Response):
             return resolved

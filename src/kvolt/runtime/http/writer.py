@@ -15,6 +15,8 @@ from kvolt.runtime.http.protocol import LAST_CHUNK, Response
 
 log = logging.getLogger(__name__)
 
+EVENT_STREAM = "text/event-stream"
+SSE_COMMENT = b":\n\n"
 NUM_CHUNK_HEADS = 4096
 CHUNK_HEADS = [b"%x\r\n" % size for size in range(NUM_CHUNK_HEADS)]
 
@@ -156,7 +158,7 @@ class WrittenResponse(NamedTuple):
     produce: Callable[[ResponseWriter], Awaitable[None]]
     status: int = 200
     headers: Mapping[str, str] = {}
-    content_type: str = "text/event-stream"
+    content_type: str = EVENT_STREAM
 
 
 AnyResponse = Response | WrittenResponse

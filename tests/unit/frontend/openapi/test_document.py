@@ -21,6 +21,9 @@ DOCUMENT = openapi()
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 PATHS = {
+    "/": {"get"},
+    "/ping": {"get", "post"},
+    "/version": {"get"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
     "/v1/models": {"get"},

@@ -551,7 +551,7 @@ async def test_a_disconnect_cancels_the_handler() -> None:
         async with raw(address) as client:
             client.send(get("/") + get("/"))
             await until(lambda: story == ["began"])
-        await until(lambda: server.num_connections == 0)
+        await until(lambda: server.num_connections == 0 and len(story) == 4)
         assert story == ["began", "told", "cancelled", "told late"]
 
 

@@ -1,0 +1,43 @@
+"""Port of a connection: the server that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvolt.runtime.http.protocol import HttpLimits, HttpRequest, Response
+from kvolt.runtime.http.reader import BodyBudget
+from kvolt.runtime.http.writer import AnyResponse, TickWrites
+
+if TYPE_CHECKING:
+    from kvolt.runtime.http.connection import Connection
+
+
+class Host(Protocol):
+    """Interface of the server that a connection needs."""
+
+    limits: HttpLimits
+    draining: bool
+    bodies: BodyBudget
+    tick: TickWrites
+
+    def admit(self, connection: Connection) -> bool: ...
+
+    def remove_connection(self, connection: Connection) -> None: ...
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
+
+    def failure(self, error: BaseException, request_id: str = "") -> Response: ...
+
+    async def respond(self, request: HttpRequest) -> AnyResponse: ...
+
+    def observe(self, method: str, status: int, started: float) -> None: ...
+
+    def now(self) -> float: ...
+
+    def date_line(self) -> str: ...
+
+    def identify(self, request: HttpRequest | None) -> str:
+        """Return the id of a request, or a new id for one that could not be read."""
+        ...
