@@ -90,7 +90,7 @@ class FrontendApp:
             ("POST", "/ping", self._ping),
             ("GET", "/", self._show_server),
         )
-        self._routes = tuple(f"{method} {path}" for method, path, _ in table)
+        self._routes = tuple(f"{method} {path}" for method, path, _ in table if not path.endswith(":path}"))
         for method, path, handler in table:
             routes.add(method, path, handler)
         return routes

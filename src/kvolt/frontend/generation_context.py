@@ -129,6 +129,7 @@ def build_answer_spec(context: GenerationContext, created: int, now: Callable[[]
         with_logprobs=options.sampling.logprobs is not None,
         with_prompt_logprobs=body.prompt_logprobs is not None,
         echo=echo,
+        prompt_only=isinstance(body, CompletionRequest) and body.max_tokens == 0,
         include_usage=bool(streamed and streamed.include_usage),
         continuous_usage=bool(streamed and streamed.continuous_usage_stats),
         extra_fields=frozenset(context.hints.extra_fields),

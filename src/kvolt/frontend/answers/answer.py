@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError
-from kvolt.frontend.answers.choice import Choice, PlacedToken, place_prompt_tokens
+from kvolt.frontend.answers.choice import Choice, PlacedToken, PromptOnlyChoice, place_prompt_tokens
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.metrics.request_record import RequestRecord
@@ -53,6 +53,8 @@ class AnswerSpec:
     """Return prompt log probabilities with each choice, as vLLM does. Not available in streams."""
     echo: Sequence[str] = ()
     """Prompt texts to prepend to the answers; empty: no echo."""
+    prompt_only: bool = False
+    """Drop the output, which engines cannot leave out."""
     include_usage: bool = False
     continuous_usage: bool = False
     extra_fields: frozenset[str] = frozenset()
@@ -219,7 +221,7 @@ class Answer(ABC, Generic[R]):
         spec = self.spec
         states = []
         for number in range(spec.num_choices):
-            choice = Choice(
+            choice = (PromptOnlyChoice if spec.prompt_only else Choice)(
                 spec.vocabulary.detokenizer(spec.skip_special_tokens),
                 StopMatcher(spec.stop, spec.include_stop) if spec.stop else None,
                 spec.new_parser(),
@@ -285,7 +287,8 @@ class Answer(ABC, Generic[R]):
         if "timing" in requested_fields:
             extras["timing"] = self.spec.timing() | self._stages()
         if "completion_token_ids" in requested_fields:
-            extras["completion_token_ids"] = [token for state in choices for token in state.token_ids]
+            visible = () if self.spec.prompt_only else choices
+            extras["completion_token_ids"] = [token for state in visible for token in state.token_ids]
         if "prompt_logprobs" in requested_fields and self.prompt_logprobs:
             extras["prompt_logprobs"] = prompt_logprobs(self.spec.vocabulary, self.prompt_logprobs)
         if "stop_reason" in requested_fields:

@@ -181,6 +181,21 @@ class Choice:
         return out
 
 
+class PromptOnlyChoice(Choice):
+    """A choice whose tokens are dropped."""
+
+    __slots__ = ()
+
+    is_plain = False
+    is_clean = False
+
+    def feed_delta(self, delta: Delta) -> list[ChoiceOutput]:
+        if delta.finish is None or self.finish is not None:
+            return []
+        self.finish = FinishReason.LENGTH
+        return [NO_OUTPUT]
+
+
 def place_prompt_tokens(
     detokenizer: Detokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> list[PlacedToken]:

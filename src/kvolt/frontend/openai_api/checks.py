@@ -109,6 +109,10 @@ def _check_completion(request: CompletionRequest) -> None:
             if num_prompts > 1
             else "n",
         )
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest(
+            "max_tokens is 0: set echo to get the prompt, or send 1 or more", param="max_tokens"
+        )
     if request.suffix:
         raise Unsupported("suffix is not supported", feature="suffix", param="suffix")
     if request.best_of is not None:

@@ -84,7 +84,7 @@ def completion_options(
     return _options(
         request,
         sampling=_sampling(request, defaults, request.logprobs, prompt_logprobs),
-        max_tokens=request.max_tokens,
+        max_tokens=1 if request.max_tokens == 0 else request.max_tokens,  # engines compute at least one
         grammar=request_grammar(request),
     )
 

@@ -171,6 +171,8 @@ class CompletionRequest(_GenerationFields, frozen=True, kw_only=True):
     ) = None
     """Prompt embeddings instead of a prompt: base64 of a tensor written by torch.save, one row per token. Several
     prompts get their answers in order. Requires vLLM workers started with `enable_prompt_embeds`."""
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    """0 with `echo`: only the prompt is returned, with its log probabilities if `logprobs` is set."""
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None

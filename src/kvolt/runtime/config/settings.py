@@ -20,6 +20,10 @@ Name = Annotated[
     str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]*\Z", extra={"expects": "letters, digits, - and _"})
 ]
 Text = Annotated[str, Meta(min_length=1)]
+Origin = Annotated[
+    str,
+    Meta(pattern=r"\A(\*|[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?)\Z"),
+]
 Host = Annotated[str, Meta(min_length=1, extra={"metavar": "HOST"})]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -169,7 +173,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `direct`: the worker named by the request. `FILE.py:FUNCTION` or `MODULE:FUNCTION`: a custom policy."""
     max_body_bytes: Bytes = 16 * MIB
     """Maximum size of a request body. Larger requests get a 413."""
-    cors_origins: list[str] = []
+    cors_origins: Annotated[list[Origin], Meta(extra={"expects": "SCHEME://HOST[:PORT] or *"})] = []
     """Origins whose web pages may call the API from a browser, such as https://chat.example.com; * for all.
     Empty: none."""
     request_timeout_s: Seconds = 600.0

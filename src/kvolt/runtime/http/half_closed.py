@@ -1,6 +1,6 @@
 """Watches a client that has ended its side of the connection while it waits for a response.
 
-TCP announces `shutdown(SHUT_WR)`, after which a client still reads, and `close()`, after which nobody does, by the same
+TCP announces `shutdown(SHUT_WR)`, after which a client still reads, and `close()`, after which it does not, by the same
 FIN. They differ in what happens to later bytes: a closed client answers them with a reset, and the next write fails,
 which ends the connection. So the connection writes what clients skip: interim responses (100 Continue) until the
 response has begun, then comments in a stream of events. HTTP/1.0 has no interim responses: keep-alive probes of the

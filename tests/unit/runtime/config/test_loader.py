@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -274,3 +275,22 @@ def test_a_child_gets_the_resolved_config(tmp_path: Path) -> None:
         load(environ=for_child, cwd=Path("/"), file=str(tmp_path / "resolved.toml")).settings
         == parent.settings
     )
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "http://localhost:3000", "HTTPS://a.example", "http://[::1]:80", "tauri://x"]
+)
+def test_origins(tmp_path: Path, origin: str) -> None:
+    flags = [Override("frontend.cors_origins", f"https://b, {origin}", "--set frontend.cors_origins")]
+    loaded = load(environ={}, cwd=tmp_path, overrides=flags)
+    assert loaded.settings.frontend.cors_origins == ["https://b", origin]
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["chat.example.com", "https://a/b", "https://a/", "https://", "null", "https://a b", "**", "https://a\n"],
+)
+def test_texts_that_are_no_origins(tmp_path: Path, origin: str) -> None:
+    (tmp_path / "kvolt.toml").write_text(f"[frontend]\ncors_origins = [{json.dumps(origin)}]\n")
+    with pytest.raises(ConfigError, match=r"SCHEME://HOST\[:PORT\] or \*"):
+        load(environ={}, cwd=tmp_path)
