@@ -52,7 +52,7 @@ _STOPPING = json_error(503, "the server is stopping", "unavailable")
 class Connection(asyncio.Protocol):
     """One client connection."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host[Connection]) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport = cast(asyncio.Transport, None)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvolt.runtime.http.protocol import HttpLimits, HttpRequest, Response
 from kvolt.runtime.http.reader import BodyBudget
 from kvolt.runtime.http.writer import AnyResponse, TickWrites
 
-if TYPE_CHECKING:
-    from kvolt.runtime.http.connection import Connection
+C = TypeVar("C", contravariant=True)
+"""The server's class of connections."""
 
 
-class Host(Protocol):
+class Host(Protocol[C]):
     """Interface of the server that a connection needs."""
 
     limits: HttpLimits
@@ -22,9 +22,9 @@ class Host(Protocol):
     bodies: BodyBudget
     tick: TickWrites
 
-    def admit(self, connection: Connection) -> bool: ...
+    def admit(self, connection: C) -> bool: ...
 
-    def remove_connection(self, connection: Connection) -> None: ...
+    def remove_connection(self, connection: C) -> None: ...
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
 
