@@ -53,7 +53,9 @@ def served_model(group: WorkerSettings) -> ServedModel:
     """Names and generation defaults of the group. Raises ConfigError for invalid ones; reads the folder, if any."""
     # An attached server decides what it serves, whatever the group's model is.
     model = None if choose_engine(group.engine, group.model)[0] == _REMOTE else group.model
-    names = tuple(dict.fromkeys(group.served_names)) or _default_names(model)
+    names = tuple(dict.fromkeys(group.served_names))
+    if not names and "served_name" not in group.args:
+        names = _default_names(model)
     for name in names:
         if not name.strip() or not name.isprintable() or len(name) > _MAX_NAME_CHARS:
             raise ConfigError(

@@ -10,11 +10,11 @@ from kvolt.runtime.http.protocol import HttpLimits, HttpRequest, Response
 from kvolt.runtime.http.reader import BodyBudget
 from kvolt.runtime.http.writer import AnyResponse, TickWrites
 
-C = TypeVar("C", contravariant=True)
+C_contra = TypeVar("C_contra", contravariant=True)
 """The server's class of connections."""
 
 
-class Host(Protocol[C]):
+class Host(Protocol[C_contra]):
     """Interface of the server that a connection needs."""
 
     limits: HttpLimits
@@ -22,9 +22,9 @@ class Host(Protocol[C]):
     bodies: BodyBudget
     tick: TickWrites
 
-    def admit(self, connection: C) -> bool: ...
+    def admit(self, connection: C_contra) -> bool: ...
 
-    def remove_connection(self, connection: C) -> None: ...
+    def remove_connection(self, connection: C_contra) -> None: ...
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
 

@@ -57,6 +57,9 @@ def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path) -> None:
     path.touch()
     assert served_model(group(model=str(path))).names == ("Tiny-Model.Q4_K_M",)
     assert served_model(group(model=str(path), served_names=["a", "b", "a"])).names == ("a", "b")
+    assert (
+        served_model(group(model=str(path), args={"served_name": "a"})).names == ()
+    )  # the engine's own name
     assert served_model(group(model="owner/name:file.gguf")).names == ()
 
 
