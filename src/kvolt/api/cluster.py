@@ -25,6 +25,7 @@ from kvolt.runtime.endpoint.address import (
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import is_wildcard, join_address, split_address
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.plane.wire import MALFORMED
@@ -113,11 +114,14 @@ class Cluster:
         for instance in instances:
             info: Any = msgspec.msgpack.decode(instance.info)
             if isinstance(info, dict) and isinstance(info.get("http"), str):
-                urls.append(f"http://{info['http']}")
+                host, port = split_address(info["http"])
+                if is_wildcard(host):
+                    host = split_address(instance.address)[0]
+                urls.append(f"http://{join_address(host, port)}")
         return list(dict.fromkeys(urls))
 
     async def control(self, address: str, verb: str, timeout_s: float) -> ProcessStatus:
-        """Send `cordon`, `drain` or `resume` to a process; returns its status afterwards."""
+        """Send `cordon`, `drain`, `resume`, `sleep` or `wake_up` to a process; returns its status afterwards."""
         limits = Deadlines(connect_s=2.0, first_s=timeout_s + _CONTROL_S, total_s=timeout_s + _CONTROL_S)
         request = ControlRequest(verb, timeout_s)
         to = Destination(address, CONTROL_ENDPOINT)

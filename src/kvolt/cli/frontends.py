@@ -10,7 +10,7 @@ from kvolt.api.cluster import Cluster, visit
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
-from kvolt.runtime.network import is_loopback, is_wildcard, join_address, split_address
+from kvolt.runtime.network import is_loopback, is_wildcard, split_address
 
 
 async def running_urls(settings: Settings) -> list[str]:
@@ -20,31 +20,16 @@ async def running_urls(settings: Settings) -> list[str]:
     """
     try:
         async with visit(settings) as cluster:
-            known = await cluster.instances(_frontends_of(settings))
+            return sorted(await cluster.list_urls())
     except KvoltError:
         if settings.discovery.kind == "join":
             raise
         return []
-    return sorted({url for instance in known if (url := _url(instance)) is not None})
-
-
-def _url(instance: Instance) -> str | None:
-    address = http_address(instance)
-    if address is None:
-        return None
-    host, port = split_address(address)
-    if is_wildcard(host):
-        host = split_address(instance.address)[0]
-    return f"http://{join_address(host, port)}"
-
-
-def _frontends_of(settings: Settings) -> EndpointAddress:
-    return EndpointAddress(settings.namespace, "frontend", "http")
 
 
 async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
     """All frontends of the namespace, or those that listen at a URL; at least one."""
-    known = await cluster.instances(_frontends_of(settings))
+    known = await cluster.instances(EndpointAddress(settings.namespace, "frontend", "http"))
     remedy = "select the cluster with --join, --discovery-path or --namespace"
     if not known:
         raise Unavailable(

@@ -69,6 +69,7 @@ VERBS: dict[str, Verb] = {
         "start one worker, which registers with a local or remote frontend",
         "start",
         _PROCESS,
+        sub_modules=(("sleep", "kvolt.cli.worker.sleep"), ("wake", "kvolt.cli.worker.wake")),
     ),
     "chat": Verb("kvolt.cli.chat.command", "chat with a model of any OpenAI-compatible server", "client"),
     "bench": Verb("kvolt.cli.bench.command", "load-test any OpenAI-compatible server", "client"),

@@ -113,6 +113,8 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
     load = engine.get("load", {})
     total = load.get("kv_total_blocks", 0)
     states = sorted({endpoint.state.value for endpoint in view.status.endpoints})
+    if engine.get("asleep"):
+        states = ["asleep"]
     streams = sum(endpoint.active_streams for endpoint in view.status.endpoints)
     return (
         view.name,

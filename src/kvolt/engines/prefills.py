@@ -77,6 +77,11 @@ class Prefills:
         """Number of prompts being computed."""
         return len(self._in_progress)
 
+    @property
+    def num_open(self) -> int:
+        """Number of prompts being computed, and of holds."""
+        return len(self._in_progress) + len(self._expiry)
+
     def start(self, request: Request, submit: Callable[[Request], None], on_handoff: OnHandoff) -> None:
         """Compute a prompt and sample its first tokens; a later step calls `on_handoff`. Same errors as
         `submit`, which must keep the blocks."""

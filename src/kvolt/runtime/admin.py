@@ -34,10 +34,12 @@ COMMANDS = {
     "/clear_kv_blocks": "clear_kv_blocks",
     "/kv_tiers/resize": "resize_kv_tiers",
     "/router/explain": "explain_route",
+    "/sleep": "sleep",
+    "/wake_up": "wake_up",
     "/v1/load_lora_adapter": "load_lora_adapter",
     "/v1/unload_lora_adapter": "unload_lora_adapter",
 }
-"""Path -> command; each process supports some of them. The paths for adapters are vLLM's."""
+"""Path -> command; each process supports some of them. The paths for adapters and sleep are vLLM's."""
 
 
 class Controls(Protocol):

@@ -302,7 +302,8 @@ class Runtime:
         command = self.commands.get(name)
         if command is None:
             raise Unsupported(
-                f"this process does not support {name}; use a frontend's admin port", feature=name
+                f"this process does not support {name}; use a frontend's admin port (sleep, wake_up: a worker's)",
+                feature=name,
             )
         return await command(body)
 
@@ -381,6 +382,11 @@ class Runtime:
                 await self.drain(request.timeout_s)
             case "resume":
                 await self.resume()
+            case "sleep" | "wake_up" as name:
+                options = {"timeout_s": request.timeout_s} if name == "sleep" else {}
+                await self.command(name, msgspec.json.encode(options))
             case _:
-                raise KvoltError(f"unknown verb {request.verb!r}; known: cordon, drain, resume")
+                raise KvoltError(
+                    f"unknown verb {request.verb!r}; known: cordon, drain, resume, sleep, wake_up"
+                )
         yield await self.status()

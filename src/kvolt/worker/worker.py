@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,13 +42,10 @@ from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import models_differ
 from kvolt.worker.control import (
-    ClearKv,
     CommandResult,
     ControlRequest,
-    WorkerCommand,
     adapter_names,
     kv_recovery,
-    perform,
 )
 from kvolt.worker.handoffs import EngineHandoffs, Handoffs, HandoffStats
 from kvolt.worker.kv_compatibility import check_peers, with_slabs
@@ -55,6 +53,7 @@ from kvolt.worker.kv_event_publisher import HISTORY_BYTES, KvJournal
 from kvolt.worker.kv_moving import KvMover
 from kvolt.worker.metrics import WITH_VLLM_NAMES, Labels, WorkerMetrics, vllm_names
 from kvolt.worker.open_requests import OpenRequests, Progress
+from kvolt.worker.operations import Operations
 from kvolt.worker.peer_workers import PeerWorkers
 from kvolt.worker.pool_event_publisher import watch_pool
 from kvolt.worker.preparation import new_handoffs
@@ -81,6 +80,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Recent KV events kept for routers that missed some."""
     taints: tuple[str, ...] = ()
     """Taints in addition to the engine's; requests may require or prefer them."""
+    lora_state: Path | None = None
+    """File that keeps adapters loaded at run time for the next start."""
     served: ServedModel = ServedModel()
 
 
@@ -116,6 +117,7 @@ class Worker:
         )
         self.info: EngineInfo | None = None
         self.features: tuple[str, ...] = ()
+        self.operations = Operations(runtime, engine, lambda: self.tiering, self._options.lora_state)
         self.metrics = WorkerMetrics()
         """Collector for the process's registry."""
         self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)
@@ -131,7 +133,8 @@ class Worker:
         began_at = self._clock.monotonic()
         info = with_served_card(await self._engine.start(), self._engine, self._options.served)
         self.features = info.features or features_of(self._engine)
-        loras = info.loras or adapter_names(self._engine, self.features)
+        await self.operations.start(self.features)
+        loras = adapter_names(self._engine, self.features) or info.loras
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
         info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         self.info = info = with_slabs(info, self._engine)
@@ -269,17 +272,6 @@ class Worker:
             await self.tiering.close()
         await self._engine.close()
 
-    async def clear_kv_blocks(self) -> dict[str, int | None]:
-        """Drop all cached blocks and return their number. Unsupported if the engine cannot."""
-        return {"cleared_blocks": (await self._perform(ClearKv())).cleared_blocks}
-
-    async def _perform(self, command: WorkerCommand) -> CommandResult:
-        result = await perform(self._engine, self.features, command)
-        if isinstance(command, ClearKv) and self.tiering is not None:
-            num_cleared = (result.cleared_blocks or 0) + self.tiering.clear()
-            return msgspec.structs.replace(result, cleared_blocks=num_cleared)
-        return result
-
     # --- step outputs
 
     def _deliver(self, step: StepOutput) -> None:
@@ -334,6 +326,7 @@ class Worker:
             "open": len(self._open),
             "load": msgspec.to_builtins(load),
             "features": list(self.features),
+            "asleep": self.operations.is_asleep,
         }
 
     async def _serve_card(self, requested: str) -> AsyncIterator[ModelCard]:
@@ -362,7 +355,7 @@ class Worker:
                 yield part
             return
         try:
-            result = await self._perform(request)
+            result = await self.operations.perform(request)
         finally:  # also if the caller was cancelled
             await self._register_loras()
         yield result

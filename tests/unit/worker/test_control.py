@@ -203,7 +203,7 @@ def test_what_is_not_offered_is_unsupported(engine: type[ScriptedEngine]) -> Non
             with pytest.raises(Unsupported):
                 await ask(caller, running, ClearKv())
             with pytest.raises(Unsupported):
-                await running.worker.clear_kv_blocks()
+                await running.worker.operations.clear_kv_blocks()
             if engine is ScriptedEngine:
                 with pytest.raises(Unsupported):
                     await ask(caller, running, LoadLora("a", "/a"))

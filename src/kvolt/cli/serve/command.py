@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -110,9 +111,10 @@ def serve(settings: Settings, quiet: bool = False, interactive: bool = False) ->
             private_file(folder / "frontend.toml", to_toml(pooled)) as for_frontend,
             private_file(folder / _FOR_WORKERS, to_toml(worker_settings(pooled))) as for_workers,
             edge_group(pooled, folder) as group,
+            TemporaryDirectory(prefix="loras-", dir=folder) as loras,
         ):
             await _report_running_processes(pooled)
-            specs = [*pools, *child_specs(pooled, for_frontend, for_workers, group)]
+            specs = [*pools, *child_specs(pooled, for_frontend, for_workers, group, Path(loras))]
             # The chat must not read a kvolt.toml in the current directory.
             chat = ["--config", str(for_frontend)] if interactive else None
             return await _Serve(pooled, specs, folder, quiet, chat, group).run()
@@ -208,9 +210,16 @@ async def _check_free(host: str, port: int) -> None:
 
 
 def child_specs(
-    settings: Settings, for_frontend: Path, for_workers: Path, group: EdgeGroup | None = None
+    settings: Settings,
+    for_frontend: Path,
+    for_workers: Path,
+    group: EdgeGroup | None = None,
+    loras: Path | None = None,
 ) -> list[ChildSpec]:
-    """Child processes. The frontend stops first (stage 1), while workers still serve its requests."""
+    """Child processes. The frontend stops first (stage 1), while workers still serve its requests.
+
+    `loras`: directory where workers keep the adapters that are loaded at run time, for their restarts.
+    """
     command = (sys.executable, "-m", "kvolt")
     if group is None:
         edge = [ChildSpec("frontend", (*command, "frontend", "--config", str(for_frontend)), stage=1)]
@@ -225,7 +234,9 @@ def child_specs(
     placed = place(settings.workers, visible_gpus(os.environ))
     workers = []
     for (kind, name), share, gpus in zip(names, shares, placed, strict=True):
-        worker = (*command, "worker", "--config", str(for_workers), "--group", kind, "--name", name)
+        worker = [*command, "worker", "--config", str(for_workers), "--group", kind, "--name", name]
+        if loras is not None:
+            worker += ["--lora-state", str(loras / f"{name}.json")]
         devices, visible = device_flags(gpus)
         workers.append(ChildSpec(name, (*worker, *devices), env={**thread_env(share), **visible}))
     return [*edge, *workers]

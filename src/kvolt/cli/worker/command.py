@@ -43,6 +43,7 @@ Examples:
   kvolt worker --arg dtype=float32              set an engine argument (`kvolt engine list native`)
   kvolt worker --taint gpu=h100 --taint eu      labels that requests can require or prefer
   kvolt worker --kv-host 8GiB --kv-disk 100GiB  offload KV to host memory and disk
+  kvolt worker sleep|wake --help                release the device memory of a running worker, and take it back
   kvolt worker sim-tiny --workers 300           300 simulated workers in one process
 """
 
@@ -79,6 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="Label that requests can require or prefer, such as gpu=h100; repeatable.",
+    )
+    option(
+        worker,
+        "--lora-state",
+        "FILE",
+        "File that keeps adapters loaded at run time for a restart; `kvolt serve` has its own.",
     )
     add_tier_flags(parser)
 
@@ -120,6 +127,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     options = WorkerOptions(
         stuck_after_s=group.stuck_after_s,
         taints=(*group.taints, *args.taint),
+        lora_state=Path(args.lora_state) if args.lora_state else None,
         served=served_model(group),
     )
 
@@ -154,7 +162,8 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             process.metrics.registry.register(
                 TierMetrics(lambda: [worker.tiering.report()] if worker.tiering else [])
             )
-            runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
+            runtime.commands["clear_kv_blocks"] = lambda body: worker.operations.clear_kv_blocks()
+            runtime.commands |= {"sleep": worker.operations.sleep, "wake_up": worker.operations.wake_up}
             runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
             await worker.run()
         finally:

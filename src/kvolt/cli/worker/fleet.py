@@ -125,7 +125,7 @@ class WorkerFleet:
             await worker.close()
 
     async def _clear_kv_blocks(self, body: bytes) -> dict[str, int | None]:
-        answers = [await worker.clear_kv_blocks() for worker in self.workers]
+        answers = [await worker.operations.clear_kv_blocks() for worker in self.workers]
         return {"cleared_blocks": sum(answer["cleared_blocks"] or 0 for answer in answers)}
 
     # --- health

@@ -20,7 +20,7 @@ import msgspec
 
 from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import Cancelled, EngineFailed, Unsupported, to_info
+from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, Unavailable, Unsupported, to_info
 from kvolt.core.hashing import token_bytes
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel, OccupancyModel
@@ -71,6 +71,7 @@ class SimEngine(KvCapabilities):
         self._runner = SimRunner(scripts, memory, self.card.name, arguments.block_size)
         self._plain = PlainBatch()
         self._reported_load = load_of(self._scheduler)
+        self._is_asleep = False
         self._in_flight: StepPlan | None = None
         self._ends_at: float | None = None
         """Scheduled end of the latest step; None if the next one does not follow immediately."""
@@ -105,6 +106,8 @@ class SimEngine(KvCapabilities):
     def _add(self, request: Request, keep_blocks: bool) -> None:
         if self._is_closed:
             raise EngineFailed("the engine is closed", engine="sim")
+        if self._is_asleep:
+            raise Unavailable("the engine is asleep", reason="asleep")
         if request.grammar is not None:
             raise Unsupported("the sim engine has no grammars", feature="grammar")
         if request.extra.get("logits_processors"):
@@ -135,6 +138,19 @@ class SimEngine(KvCapabilities):
             return False
         self.abort(request_id)
         return True
+
+    # --- Sleep
+
+    async def sleep(self, level: int) -> None:
+        if level not in (1, 2):
+            raise InvalidRequest(f"the sim engine sleeps at level 1 or 2, not {level}", param="level")
+        if self._scheduler.requests() or self._prefills.num_open:
+            raise Unavailable("the engine cannot sleep while requests run", reason="busy")
+        self._is_asleep = True
+        await self.clear_kv()
+
+    async def wake(self) -> None:
+        self._is_asleep = False
 
     async def close(self) -> None:
         self._is_closed = True

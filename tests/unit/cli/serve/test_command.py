@@ -34,6 +34,12 @@ def test_only_the_frontend_serves_discovery(tmp_path: Path) -> None:
     assert configs == {"frontend": "/f.toml", "worker-0": "/w.toml", "worker-1": "/w.toml"}
 
 
+def test_each_worker_keeps_its_adapters_in_a_file_of_its_own() -> None:
+    specs = child_specs(settings(), Path("/f.toml"), Path("/w.toml"), loras=Path("/loras"))
+    files = {spec.name: spec.argv[spec.argv.index("--lora-state") + 1] for spec in specs[1:]}
+    assert files == {"worker-0": "/loras/worker-0.json", "worker-1": "/loras/worker-1.json"}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -1,0 +1,109 @@
+"""Operators' commands on one worker: drop its KV cache, load and unload LoRA adapters, put its engine to sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.engines.contract import Engine, Lora, Sleep
+from kvolt.runtime.plane.wire import MALFORMED
+from kvolt.runtime.runtime import Runtime
+from kvolt.worker.adapter_record import AdapterRecord
+from kvolt.worker.control import ClearKv, CommandResult, LoadLora, UnloadLora, WorkerCommand, perform
+from kvolt.worker.tiering import Tiering
+
+_MAX_DRAIN_S = 24 * 3600.0
+
+
+class SleepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /sleep`."""
+
+    level: int = 1
+    """1: weights to host memory, KV dropped; 2: weights dropped too."""
+    timeout_s: float = 30.0
+    """Time that running requests get to finish."""
+
+
+class Operations:
+    """See the module."""
+
+    def __init__(
+        self, runtime: Runtime, engine: Engine, tiering: Callable[[], Tiering | None], adapters: Path | None
+    ) -> None:
+        """`adapters`: file that keeps loaded adapters for the next start."""
+        self._runtime = runtime
+        self._engine = engine
+        self._tiering = tiering
+        self._adapters = None if adapters is None else AdapterRecord(adapters, runtime.ports.blocking)
+        self._sleep_lock = asyncio.Lock()
+        self.features: tuple[str, ...] = ()
+        self.is_asleep = False
+
+    async def start(self, features: tuple[str, ...]) -> None:
+        """Restore the adapters of the previous run; the engine is started."""
+        self.features = features
+        if self._adapters is not None and "Lora" in features and isinstance(self._engine, Lora):
+            await self._adapters.restore(self._engine)
+
+    async def perform(self, command: WorkerCommand) -> CommandResult:
+        result = await perform(self._engine, self.features, command)
+        match command:
+            case ClearKv() if (tiering := self._tiering()) is not None:
+                num_cleared = (result.cleared_blocks or 0) + tiering.clear()
+                return msgspec.structs.replace(result, cleared_blocks=num_cleared)
+            case LoadLora(name, path) if self._adapters is not None:
+                await self._adapters.set_path(name, path)
+            case UnloadLora(name) if self._adapters is not None:
+                await self._adapters.set_path(name, None)
+        return result
+
+    async def clear_kv_blocks(self) -> dict[str, int | None]:
+        """Drop all cached blocks and return their number. Unsupported if the engine cannot."""
+        return {"cleared_blocks": (await self.perform(ClearKv())).cleared_blocks}
+
+    async def sleep(self, body: bytes) -> dict[str, bool]:
+        """Drain the process and put its engine to sleep; if that fails, accept requests again."""
+        options = _sleep_options(body)
+        engine = self._sleeper()
+        async with self._sleep_lock:
+            await self._runtime.drain(options.timeout_s)
+            try:
+                await engine.sleep(options.level)
+            except BaseException:
+                if not self.is_asleep:
+                    await self._runtime.resume()
+                raise
+            self.is_asleep = True
+            await self._runtime.cordon()
+        return {"is_sleeping": True}
+
+    async def wake_up(self, body: bytes) -> dict[str, bool]:
+        """Wake the engine and accept requests again."""
+        engine = self._sleeper()
+        async with self._sleep_lock:
+            await engine.wake()
+            self.is_asleep = False
+            await self._runtime.resume()
+        return {"is_sleeping": False}
+
+    def _sleeper(self) -> Sleep:
+        if "Sleep" not in self.features or not isinstance(self._engine, Sleep):
+            raise Unsupported(
+                "this engine cannot sleep; vLLM can, on a GPU with --arg engine_args.enable_sleep_mode=true",
+                feature="sleep",
+            )
+        return self._engine
+
+
+def _sleep_options(body: bytes) -> SleepOptions:
+    try:
+        options = msgspec.json.decode(body or b"{}", type=SleepOptions)
+    except MALFORMED as error:
+        raise InvalidRequest(f'{error} (for example {{"level": 1}})', param="body") from None
+    if options.level not in (1, 2) or not 0 <= options.timeout_s <= _MAX_DRAIN_S:
+        raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {_MAX_DRAIN_S:g}", param="body")
+    return options

@@ -1,0 +1,39 @@
+"""`kvolt worker sleep` and `wake`: which workers they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvolt.api.cluster import ProcessView
+from kvolt.cli.main import main
+from kvolt.cli.worker.sleep import find_workers
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.runtime import ProcessStatus
+
+
+def view(name: str, **details: object) -> ProcessView:
+    status = ProcessStatus(
+        name=name, address="", uptime_s=1.0, connections=0, calls_open=0, endpoints=(), details=details
+    )
+    return ProcessView(name, "host:1", None, status)
+
+
+def test_named_workers_or_all_workers_are_meant() -> None:
+    workers = [view("w0", engine={}), view("w1", engine={})]
+    views = [view("frontend"), *workers, ProcessView("gone", "host:1", None, None)]
+    assert find_workers(views, []) == workers
+    assert find_workers(views, ["w1"]) == [workers[1]]
+    for name in ("w2", "frontend", "gone"):
+        with pytest.raises(ConfigError, match=f"no worker {name} is running") as caught:
+            find_workers(views, [name])
+        assert "w0, w1" in str(caught.value.fields["remedy"])
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_without_workers_the_command_is_wrong(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["worker", verb, "--discovery-path", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "kvolt: no worker is running (see `kvolt status`)\n"

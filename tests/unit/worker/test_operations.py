@@ -1,0 +1,113 @@
+"""Operators' commands on a worker: sleep and wake, and adapters that outlive a restart of their worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from tests.unit.engines.adapter_lab import BROKEN, WithAdapters
+from tests.unit.engines.lab import Lab, make_request, start_stream, until
+
+from kvolt.core.errors import InvalidRequest, KvoltError, Unavailable, Unsupported
+from kvolt.testing import run_virtual
+from kvolt.worker.control import LoadLora, UnloadLora
+from kvolt.worker.worker import WorkerOptions
+
+
+def test_a_worker_sleeps_after_its_requests_and_wakes() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            operations = running.worker.operations
+            async with await start_stream(client, make_request(tokens=4)) as stream:
+                await anext(stream)
+                sleeping = asyncio.create_task(operations.sleep(b""))
+                rest = [delta async for delta in stream]
+            assert rest[-1].finish is not None, "the request finishes before the engine sleeps"
+            assert await sleeping == {"is_sleeping": True}
+            assert (await running.runtime.status()).details["engine"]["asleep"]
+            with pytest.raises(Unavailable):
+                running.engine.submit(make_request("other"))
+            with pytest.raises(KvoltError):
+                await start_stream(client, make_request("remote"))
+
+            assert await operations.wake_up(b"") == {"is_sleeping": False}
+            await until(lambda: bool(client.candidates()))
+            async with await start_stream(client, make_request("again", tokens=2)) as stream:
+                assert [delta async for delta in stream]
+
+    run_virtual(scenario)
+
+
+def test_a_worker_that_cannot_sleep_in_time_takes_requests_again() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            async with await start_stream(client, make_request(tokens=400)) as stream:
+                await anext(stream)
+                with pytest.raises(Unavailable, match="requests run"):
+                    await running.worker.operations.sleep(b'{"timeout_s": 0.01}')
+            await until(lambda: bool(client.candidates()))
+            assert not running.worker.operations.is_asleep
+
+    run_virtual(scenario)
+
+
+def test_wrong_sleeps_are_refused() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            operations = (await lab.worker("w0")).worker.operations
+            for body in (b"[", b'{"level": 3}', b'{"timeout_s": -1}', b'{"levl": 1}'):
+                with pytest.raises(InvalidRequest):
+                    await operations.sleep(body)
+            other = (await lab.worker("w1", WithAdapters())).worker.operations
+            with pytest.raises(Unsupported, match="enable_sleep_mode"):
+                await other.sleep(b"")
+            with pytest.raises(Unsupported):
+                await other.wake_up(b"")
+
+    run_virtual(scenario)
+
+
+def test_adapters_loaded_at_run_time_outlive_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "loras.json"
+    options = WorkerOptions(lora_state=file)
+
+    async def run(name: str) -> WithAdapters:
+        """Start a worker and return its engine; the first one gets and loses adapters."""
+        async with Lab() as lab:
+            engine = WithAdapters("first")
+            running = await lab.worker(name, engine, options=options)
+            if name == "before":
+                for command in (
+                    LoadLora("a", "/a"),
+                    LoadLora("b", "/b"),
+                    UnloadLora("b"),
+                    LoadLora("c", "/c"),
+                ):
+                    await running.worker.operations.perform(command)
+                with pytest.raises(InvalidRequest):
+                    await running.worker.operations.perform(LoadLora("broken", BROKEN))
+            assert running.worker.info is not None
+            if name == "after":
+                assert running.worker.info.loras == ("first", "a", "c"), "they are registered from the start"
+            return engine
+
+    run_virtual(lambda: run("before"))
+    after = run_virtual(lambda: run("after"))
+    assert after.adapters == {"first": "/at/start", "a": "/a", "c": "/c"}
+
+    file.write_text(json.dumps({"a": BROKEN, "c": "/c"}))
+    caplog.set_level(logging.WARNING)
+    assert run_virtual(lambda: run("again")).adapters == {"first": "/at/start", "c": "/c"}
+    assert "adapter not restored: name=a" in caplog.text
+    file.write_text("{")
+    assert run_virtual(lambda: run("again")).adapters == {"first": "/at/start"}
+    assert "adapters not restored" in caplog.text
