@@ -32,7 +32,7 @@ from kvolt.frontend.generate import GenerateOptions, Generation, record_usage
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.model import Model, ModelOptions
 from kvolt.frontend.models import Models
-from kvolt.models.resolve import check_name
+from kvolt.models.resolve import check_name, recommended_defaults
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.endpoint.call import Deadlines
@@ -41,7 +41,8 @@ from kvolt.runtime.http.protocol import HttpRequest
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Scope, TaskGroup
-from kvolt.worker.worker import Worker
+from kvolt.worker.served_card import ServedModel
+from kvolt.worker.worker import Worker, WorkerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 _NAMESPACE = "local"
@@ -116,7 +117,8 @@ class LocalServer:
             Runtime(ports, ProcessOptions(name, deadlines=deadlines, announce_s=0.0, stall_grace_s=0.0))
             for name in ("worker", "frontend")
         )
-        worker = self._worker = Worker(behind, self._engine, _NAMESPACE)
+        served = ServedModel(generation_defaults=recommended_defaults(self._requested))
+        worker = self._worker = Worker(behind, self._engine, _NAMESPACE, WorkerOptions(served=served))
         tasks = TaskGroup("local worker", on_error=lambda error: None)  # the worker has logged it
         push(tasks.close)
         push(worker.close)

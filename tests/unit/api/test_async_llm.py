@@ -55,6 +55,14 @@ async def test_a_chat_streams() -> None:
     assert len("".join(texts).split()) == 5
 
 
+@pytest.mark.parametrize(("model", "temperature"), [("smollm2-135m", 0.2), ("sim-tiny", 1.0)])
+async def test_the_built_in_model_has_its_generation_defaults(model: str, temperature: float) -> None:
+    async with AsyncLLM(model, engine="sim") as llm:
+        served = llm._server._model
+        assert served is not None
+        assert served.defaults.temperature == temperature
+
+
 async def test_leaving_the_loop_frees_the_blocks() -> None:
     async with opened(speed=1.0) as llm:
         async for part in llm.generate("Hello", LONG):
