@@ -16,7 +16,7 @@ from pathlib import Path
 from docs_reference import PAGES
 
 _ROOT = Path(__file__).parents[1]
-_PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+_PAGES = ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/**/*.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 

@@ -217,6 +217,15 @@ class Bench:
                     found.append(process)
         return found
 
+    def add_commands(self) -> None:
+        """Let commands of this bench find `kvolt` and `python`, as in an active virtual environment."""
+        folder = self.folder / "bin"
+        folder.mkdir()
+        for name, arguments in (("kvolt", " -m kvolt"), ("python", "")):
+            (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable}{arguments} "$@"\n')
+            (folder / name).chmod(0o755)
+        self.env["PATH"] = f"{folder}:{self.env['PATH']}"
+
     async def nothing_left(self, timeout_s: float = PATIENCE_S) -> None:
         await until(lambda: not self.left(), timeout_s, "the end of every process")
 

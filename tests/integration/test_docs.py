@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -50,12 +49,7 @@ class PageRun:
         self._servers: list[tuple[str, Kvolt]] = []
         self._num_started = 0
         (bench.folder / "kvolt.toml").unlink()  # the pages begin with no configuration
-        commands = bench.folder / "bin"
-        commands.mkdir()
-        for name, arguments in (("kvolt", " -m kvolt"), ("python", "")):
-            (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable}{arguments} "$@"\n')
-            (commands / name).chmod(0o755)
-        bench.env["PATH"] = f"{commands}:{bench.env['PATH']}"
+        bench.add_commands()
         (bench.folder / ".curlrc").write_text("fail-with-body\n")
         bench.env["CURL_HOME"] = str(bench.folder)
         bench.env["KVOLT_FRONTEND_PORT"] = str(self._port("8000"))

@@ -1,11 +1,14 @@
-"""Registry of engines: built-in ones and those of the entry point group `kvolt.engines`."""
+"""Registry of engines: built-in ones, those of the entry point group `kvolt.engines`, and `FILE.py:NAME`."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -114,14 +117,39 @@ def find_engine(name: str) -> EngineKind:
     if built_in is not None:
         kind: EngineKind = _load(name, built_in)
         return kind
+    file, _, attribute = name.rpartition(":")
+    if file.endswith(".py"):
+        return _plugin(name, lambda: getattr(_module_of(Path(file).expanduser()), attribute), attribute)
     for point in entry_points(group=GROUP, name=name):
-        plugin = _load(name, point.load)
-        if not isinstance(plugin, EngineKind):
-            raise ConfigError(f"engine {name!r}: {point.value} is not an EngineKind", key="engine")
-        return plugin
-    raise ConfigError(
-        f"unknown engine {name!r}", key="engine", remedy=f"known engines: {', '.join(engine_names())}"
-    )
+        return _plugin(name, point.load, point.value)
+    known = ", ".join([*engine_names(), "FILE.py:NAME"])
+    raise ConfigError(f"unknown engine {name!r}", key="engine", remedy=f"known engines: {known}")
+
+
+def _plugin(name: str, load: Callable[[], Any], value: str) -> EngineKind:
+    plugin = _load(name, load)
+    if not isinstance(plugin, EngineKind):
+        raise ConfigError(f"engine {name!r}: {value} is not an EngineKind", key="engine")
+    return plugin
+
+
+def _module_of(path: Path) -> Any:
+    """The module in a file, loaded once per process: its classes must stay the same."""
+    module_name = f"kvolt engine {path.resolve()}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # structs and dataclasses resolve their annotations here
+        try:
+            spec.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[module_name]
+            if isinstance(error, Exception) and not isinstance(error, ImportError):
+                raise ImportError(f"{type(error).__name__}: {error}") from error
+            raise
+    return sys.modules[module_name]
 
 
 def _load(name: str, load: Callable[[], Any]) -> Any:

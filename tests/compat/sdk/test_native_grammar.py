@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import runpy
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import openai
@@ -44,6 +47,15 @@ def test_a_parsed_answer(tiny: OpenAI, seed: int) -> None:
     assert Weather.model_validate_json(choice.message.content or "") == choice.message.parsed
     with tiny.chat.completions.stream(**given, response_format=Weather) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
+
+
+def test_the_example(
+    native: Native, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", native.api)
+    monkeypatch.setattr(sys, "argv", ["json_schema.py", "Nice."])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "json_schema.py"), run_name="__main__")
+    assert re.fullmatch(r"mood=(good|mixed|bad) stars=[1-5] topics=[a-z,]+\n", capsys.readouterr().out)
 
 
 def test_a_deeper_schema(tiny: OpenAI) -> None:

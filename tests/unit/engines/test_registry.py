@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_an_unknown_engine_names_the_known_ones(plugins: None) -> None:
         find_engine("vlmm")
     assert caught.value.fields["key"] == "engine"
     assert caught.value.fields["remedy"] == (
-        "known engines: missing, native, plugin, remote, renamed, sglang, sim, trtllm, vllm, wrong"
+        "known engines: missing, native, plugin, remote, renamed, sglang, sim, trtllm, vllm, wrong, FILE.py:NAME"
     )
 
 
@@ -124,6 +125,46 @@ async def test_a_package_can_bring_an_engine(plugins: None) -> None:
 def test_a_broken_package_is_a_config_error(plugins: None, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_engine(name)
+
+
+FILE_ENGINE = """
+from __future__ import annotations
+import msgspec
+from kvolt.engines.registry import EngineKind
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+
+class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: int = 3
+
+KIND = EngineKind(Arguments, lambda spec, arguments: SimEngine(spec, SimArguments(block_size=arguments.size)))
+"""
+
+
+def test_a_file_can_have_an_engine(tmp_path: Path) -> None:
+    file = tmp_path / "engine.py"
+    file.write_text(FILE_ENGINE)
+    name = f"{file}:KIND"
+    assert build_engine(name, SPEC, {"size": 7}).card.block_size == 7
+    assert find_engine(name) is find_engine(name), "loaded once: its classes stay the same"
+    assert refused(name, {"sise": 7}).fields["remedy"] == "did you mean 'size'?"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("KIND = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("import kvolt_no_such_module", "No module named 'kvolt_no_such_module'"),
+        ("", "no attribute 'KIND'"),
+        ("KIND = 1", "KIND is not an EngineKind"),
+    ],
+)
+def test_a_broken_file_is_a_config_error(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "engine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        find_engine(f"{file}:KIND")
 
 
 def test_a_package_does_not_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch) -> None:

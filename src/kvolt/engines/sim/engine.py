@@ -109,7 +109,7 @@ class SimEngine(KvCapabilities):
         if self._is_asleep:
             raise Unavailable("the engine is asleep", reason="asleep")
         if request.grammar is not None:
-            raise Unsupported("the sim engine has no grammars", feature="grammar")
+            raise Unsupported("the sim engine has no grammars; serve a real model", feature="grammar")
         if request.extra.get("logits_processors"):
             raise Unsupported("the sim engine has no logits processors", feature="logits_processors")
         _check_tokens(request)

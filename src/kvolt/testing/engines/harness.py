@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput, TokenLogprobs, Usage, plain_delta
-from kvolt.core.errors import ErrorInfo
+from kvolt.core.errors import ErrorInfo, Unsupported
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
@@ -222,7 +222,10 @@ class Run:
         )
 
     def submit(self, request: Request, *, may_fail: bool = False) -> Answer:
-        check_sampling_fields(request.sampling, self.engine.sampling_fields, "under test")  # as a worker does
+        try:
+            check_sampling_fields(request.sampling, self.engine.sampling_fields, "under test")
+        except Unsupported as error:  # a worker refuses such a request before the engine gets it
+            raise NotRun(error.message) from error
         self.engine.submit(request)
         answer = self._answers[request.request_id] = Answer(request, may_fail=may_fail)
         return answer
