@@ -91,7 +91,12 @@ def print_report(report: Report) -> None:
 def print_changes(changes: list[Change], differing: dict[str, tuple[object, object]]) -> None:
     console = stdout_console()
     for name, (first, second) in differing.items():
-        console.print(Text(f"note: the runs differ in {name}: {first} and {second}", style="yellow"))
+        if first is not None and second is not None:
+            console.print(Text(f"note: the runs differ in {name}: {first} and {second}", style="yellow"))
+    for place, run in enumerate(("first", "second")):
+        names = [f"{name}={values[place]}" for name, values in differing.items() if values[1 - place] is None]
+        if names:
+            console.print(Text(f"note: only the {run} run has {', '.join(names)}", style="yellow"))
     console.print(text_table(change_rows(changes)))
 
 

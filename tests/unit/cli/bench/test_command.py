@@ -214,13 +214,13 @@ def test_a_list_of_models_that_does_not_end_is_not_waited_for(
 
 
 def test_runs_are_compared(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--concurrency 2 --requests 10 --out"
-    assert asked(url, f"{flags} a") == 0
-    assert asked(url, f"{flags} b --input 9") == 0
+    assert asked(url, "--concurrency 2 --requests 10 --out a") == 0
+    assert asked(url, "--rate 100 --requests 10 --out b --input 9") == 0
     capsys.readouterr()
     assert main(["bench", "compare", "a", "b/report.json"]) == 0
     printed = capsys.readouterr().out
     assert "the runs differ in input: 512 and 9" in printed
+    assert "note: only the first run has concurrency=2\nnote: only the second run has rate=100" in printed
     assert "ttft p90 (ms)" in printed
     assert main(["bench", "compare", "a", "b", "--json", "--seed", "3"]) == 0
     assert {change["figure"] for change in json.loads(capsys.readouterr().out)} >= {"ttft mean", "requests/s"}
