@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -67,8 +68,15 @@ def test_readme_changelog_and_package_have_the_version_of_the_command() -> None:
     source = root / project["tool"]["hatch"]["version"]["path"]
     assert f'__version__ = "{__version__}"' in source.read_text()
     assert f"**Status ({__version__}).**" in (root / "README.md").read_text()
+    assert f"\nversion: {__version__}\n" in (root / "CITATION.cff").read_text()
     newest = (root / "CHANGELOG.md").read_text().partition("\n## ")[2].split()[0]
     assert newest == __version__
+
+
+def test_badges_are_true() -> None:
+    badges = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "badges.py"))
+    written = {path.name: path.read_text() for path in badges["FOLDER"].iterdir()}
+    assert written == badges["badges"](), "run python tools/badges.py"
 
 
 def test_readme_and_make_start_the_layout_that_help_describes() -> None:
