@@ -96,7 +96,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         engine,
         "--engine",
         "NAME",
-        "native, sim, vllm, sglang, trtllm, remote or FILE.py:NAME. Default: native, or sim for sim-... models.",
+        "native, sim, vllm, sglang, trtllm, remote or FILE.py:NAME. Default: sim for sim-*, else native.",
     )
     repeated(engine, "--arg", "KEY=VALUE", "Engine argument (`kvolt engine list`)")
     repeated(engine, "--lora", "NAME=FOLDER", "LoRA adapter (PEFT), served as NAME")
