@@ -75,10 +75,20 @@ class KvRouter:
         """Route regardless of load. Queues use `try_route`."""
         return self._to_decision(self._choose(request, excluded))
 
-    def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """Route, or return None if all candidates are saturated. Raises Unavailable like `route`."""
+    def try_route(
+        self,
+        request: Request,
+        excluded: frozenset[InstanceId] = frozenset(),
+        accepts: Callable[[Choice], bool] = lambda choice: True,
+    ) -> Decision | None:
+        """Route, or return None if all candidates are saturated or the choice is not accepted. Raises Unavailable
+        like `route`."""
         choice = self._choose(request, excluded)
-        return None if choice.is_saturated else self._to_decision(choice)
+        return None if choice.is_saturated or not accepts(choice) else self._to_decision(choice)
+
+    def find_choice(self, decision: Decision) -> Choice | None:
+        """What the decision was made from; None once it is released."""
+        return self.selector.find_choice(decision.reservation_id)
 
     def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
         """Predicted TTFT if the request were routed now; None if `try_route` would return None. Reserves nothing."""

@@ -44,7 +44,7 @@ _QUEUE: tuple[tuple[Callable[..., Metric], str, str, Callable[[QueueRouter], flo
     (
         gauge,
         "unstarted_requests",
-        "Requests sent to a worker that it has not started",
+        "Requests routed to a worker that it has not started",
         lambda it: it.num_unstarted,
     ),
     (counter, "queue_passed", "Requests routed without waiting", lambda it: it.stats.num_immediate),
@@ -70,6 +70,12 @@ def queue_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
         "Time in the router queue of requests that waited",
         labels,
         ((at, it.stats.waits_s) for at, it in queues),
+    )
+    yield histogram(
+        "kvolt_router_prompt_hold_seconds",
+        "Time for which prompts were held until their worker had computed those before them",
+        labels,
+        ((at, it.holds_s) for at, it in queues),
     )
     yield counter(
         "kvolt_router_queue_refused",

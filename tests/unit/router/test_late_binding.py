@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, LIMITS, Lab, RunningWorker, is_empty, make_request, sim, until
 
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Role, RoutingHints
+from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.journey.journey import JourneyContext
 from kvolt.router.kv_router import KvRouter
@@ -45,10 +45,14 @@ class Scene:
     async def ask(self, name: str, prompt: int = 100, **hints: object) -> int:
         """How many tokens came."""
         request = replace(make_request(name, tokens=TOKENS, prompt=prompt), routing=RoutingHints(**hints))  # type: ignore[arg-type]
-        async with await Deltas.of(self.journey_context, request, LIMITS) as deltas:
-            count = sum([len(delta.token_ids) async for delta in deltas])
+        count = await self.send(request)
         self.ends.append(name)
         return count
+
+    async def send(self, request: Request) -> int:
+        """How many tokens came."""
+        async with await Deltas.of(self.journey_context, request, LIMITS) as deltas:
+            return sum([len(delta.token_ids) async for delta in deltas])
 
     def served_by(self, number: int) -> float:
         return self.workers[number].worker.metrics._outcomes["finished"]
@@ -134,6 +138,75 @@ def test_requests_at_a_slow_worker_are_withdrawn(moves: int) -> None:
         saturated_seqs=100.0, saturated_batches=1000.0, withdraw_max_moves=moves, correct_times=False
     )
     scene(body, [replace(ONE_BY_ONE, slow_by=20.0), ONE_BY_ONE], settings)
+
+
+def long_prompt(name: str) -> Request:
+    """300 tokens that no other request has."""
+    return replace(
+        make_request(name, tokens=1), token_ids=tuple(range(1000 * ord(name), 1000 * ord(name) + 300))
+    )
+
+
+@pytest.mark.parametrize("is_paced", [True, False])
+def test_prompts_of_a_worker_are_computed_one_after_the_other(is_paced: bool) -> None:
+    """Two prompts arrive while a first one is computed. In one step both would end when the second one ends."""
+
+    async def body(here: Scene) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def first_token(name: str) -> float:
+            async with await Deltas.of(here.journey_context, long_prompt(name), LIMITS) as deltas:
+                async for _ in deltas:
+                    return loop.time() - started
+            raise AssertionError
+
+        started = loop.time()
+        tasks = []
+        for name in "abc":
+            tasks.append(asyncio.ensure_future(first_token(name)))
+            await asyncio.sleep(0.02)
+        times = await asyncio.gather(*tasks)
+        one_step = 0.31
+        expected = [1, 2, 3] if is_paced else [1, 3, 3]
+        assert times == [pytest.approx(count * one_step, abs=0.05) for count in expected]
+        assert here.router.holds_s.num_observed == (2 if is_paced else 0)
+
+    scene(body, [replace(ONE_BY_ONE, max_num_seqs=8)], RouterSettings(pace_prompts=is_paced))
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_held_leaves_nothing() -> None:
+    async def body(here: Scene) -> None:
+        tasks = [asyncio.ensure_future(here.send(long_prompt(name))) for name in "abcd"]
+        await asyncio.sleep(0.1)
+        tasks[2].cancel()
+        assert [await each for each in (tasks[0], tasks[1], tasks[3])] == [1] * 3
+        assert here.served_by(0) == 3, "the cancelled one was never sent"
+
+    scene(body, [replace(ONE_BY_ONE, max_num_seqs=8)], RouterSettings())
+
+
+def test_a_request_whose_worker_is_lost_while_its_prompt_is_held_is_answered_elsewhere() -> None:
+    async def body(here: Scene) -> None:
+        tasks = [asyncio.ensure_future(here.send(long_prompt(name))) for name in "abcdef"]
+        await asyncio.sleep(0.1)
+        assert here.router.num_unstarted == 6
+        await here.workers[0].worker.close()
+        assert [await each for each in tasks] == [1] * 6
+
+    scene(body, [replace(ONE_BY_ONE, max_num_seqs=8)] * 2, RouterSettings())
+
+
+def test_a_decision_that_must_be_held_is_not_made_at_once() -> None:
+    async def body(here: Scene) -> None:
+        first = here.router.route_now(long_prompt("a"))
+        assert first is not None
+        assert here.router.route_now(long_prompt("b")) is None
+        small = here.router.route_now(make_request("small", prompt=3))
+        assert small is not None, "it delays the first by nothing"
+        here.router.release(small, None)
+        here.router.release(first, None)
+
+    scene(body, [replace(ONE_BY_ONE, max_num_seqs=8)], RouterSettings())
 
 
 def test_without_a_queue_requests_are_sent_all_the_same() -> None:

@@ -131,7 +131,7 @@ def test_whose_gaps_the_prompts_of_others_stretched() -> None:
 
 
 def test_whose_prompt_shared_its_steps_with_longer_ones() -> None:
-    records = [record(0, tokens=480), record(0, tokens=20)]  # in one step
+    records = [record(0, tokens=480), record(0, tokens=8)]  # in one step
     report = reported(ONE, records, "ttft=100ms")
     by_number = {miss.number: miss.reason for miss in report.twin.misses.worst}
     assert by_number == {0: Reason.PROMPT, 1: Reason.OTHERS}

@@ -12,6 +12,7 @@ from kvolt.bench.traces import RECIPES, make_trace, small_trace
 from kvolt.core.latency import LatencyModel
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally, run_twin
 
@@ -48,6 +49,11 @@ def test_one_request_takes_what_the_step_model_says() -> None:
 def test_a_busy_worker_makes_others_wait_and_a_second_one_does_not() -> None:
     records = [record(at, tokens=500, hash_ids=(number,)) for number, at in enumerate((0, 0, 9000, 9000))]
     _, (*_, first, second) = replay(ONE, records)
+    # The router holds the second until the first is computed.
+    assert first.ttft_s == pytest.approx(0.51 + 2 * LINK_S)
+    assert second.ttft_s == pytest.approx(0.51 + 0.51 + 2 * LINK_S)
+    unpaced = replace(ONE, routing=RouterSettings(pace_prompts=False))
+    _, (*_, first, second) = replay(unpaced, records)
     # A step of 512 tokens has room for twelve of the second; the next step computes the other 488.
     assert first.ttft_s == pytest.approx(0.522 + 2 * LINK_S)
     assert second.ttft_s == pytest.approx(0.522 + 0.498 + 2 * LINK_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from kvolt.core.ids import InstanceId, SequenceHash
@@ -39,6 +41,10 @@ class Choice(msgspec.Struct, frozen=True):
     """Predicted time until enough blocks are free; 0 if they are now."""
     transfer_s: float = 0.0
     """Predicted time to fetch the KV of a prompt computed elsewhere."""
+    step_s: float = 0.0
+    """Predicted time per output token."""
+    max_step_tokens: float = math.inf
+    """Prompt tokens that the worker computes in one step."""
     shadow_verdict: ShadowVerdict | None = None
     """Verdict of the shadow policy."""
 

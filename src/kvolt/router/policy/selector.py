@@ -139,6 +139,8 @@ class Selector:
             prefill_s / float(scored.pace[index]),
             float(workers.room_s[index]),
             0.0 if request.prefill_only else float(workers.transfer_s[index]),
+            float(workers.step_s[index]),
+            float(scored.candidates.max_batch_tokens[index]),
             None if self.shadow is None else _shadow_verdict(self.shadow, scored, index),
         )
         self.stats.record_overhead(scored.lookup_s, self._now() - started_at)
@@ -228,6 +230,10 @@ class Selector:
         row = self._worker_table.rows.get(WorkerDpRank(InstanceId(report.instance), report.load.dp_rank))
         if row is not None:
             self._loads.on_report(row, report.load)
+
+    def find_choice(self, reservation_id: int) -> Choice | None:
+        """The choice of a reservation that is not released yet."""
+        return self._in_flight.get(reservation_id)
 
     def queue_s(self, reservation_id: int) -> float:
         """Predicted time until all own prompts at the reservation's worker rank are computed; 0 if unknown."""

@@ -2,7 +2,8 @@
 
 A request waits until a worker has capacity and is bound as late as possible. `waiting_queue` defines the order; this
 module owns deadlines and dispatch. After a first token, a release or a load report the requests at the front are
-tried again, once per loop tick. Also withdraws requests that were sent too early (`withdrawals`).
+tried again, once per loop tick. Also holds prompts until their worker is done with those before them
+(`prompt_pacing`), and withdraws requests that were sent too early (`withdrawals`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
 from kvolt.router.kv_router import KvRouter
+from kvolt.router.policy.choice import Choice
 from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision, Router, WithdrawHook
 from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
+from kvolt.router.queue.prompt_pacing import PromptPacer
 from kvolt.router.queue.waiting_queue import DrainRate, Order, QueueStats, WaitingQueue
 from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
 from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.histogram import Histogram
 
 _MAX_DISPATCHED_PER_TICK = 64
 _MAX_BLOCKED_PER_TICK = 16
@@ -43,6 +47,8 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_wait_s: float | None = None
     """None: until the caller cancels or the request's deadline."""
     withdrawal: WithdrawalOptions = WithdrawalOptions()
+    pace_prompts: bool = True
+    """Hold prompts until their worker is about to finish those before them."""
 
     @classmethod
     def of(cls, settings: RouterSettings) -> QueueOptions:
@@ -61,6 +67,7 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
             order=Order(settings.queue_order),
             max_wait_s=settings.queue_wait_s,
             withdrawal=withdrawal,
+            pace_prompts=settings.pace_prompts,
         )
 
 
@@ -103,6 +110,7 @@ class QueueRouter:
         self._options = options or QueueOptions()
         self._queue = WaitingQueue(self._options.limits, self._options.order)
         self._withdrawals = WithdrawalPlanner(inner, now, self._options.withdrawal)
+        self._pacer = PromptPacer(now, self._options.pace_prompts)
         self._drain = DrainRate()
         self._loop = asyncio.get_running_loop()
         self._dispatch_handle: asyncio.Handle | None = None
@@ -125,26 +133,34 @@ class QueueRouter:
 
     @property
     def num_unstarted(self) -> int:
-        """Requests sent to a worker without a first token."""
+        """Requests routed to a worker without a first token."""
         return self._withdrawals.num_unstarted
+
+    @property
+    def holds_s(self) -> Histogram:
+        """How long prompts were held for those before them."""
+        return self._pacer.holds_s
 
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         if request.routing.query_only or request.has_started:
             return await self.inner.route(request, excluded)
-        decision = self.route_now(request, excluded)
-        return decision if decision is not None else await self._wait(request, excluded)
+        decision = self._try_route(request, excluded)
+        if decision is None:
+            decision = await self._wait(request, excluded)
+        try:
+            await self._pacer.hold(decision)
+        except asyncio.CancelledError:
+            self.release(decision, None)
+            raise
+        return decision
 
     def route_now(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
         """Route without waiting; None if the request must use `route`."""
         if request.has_started:
             return self.inner.try_route(request, excluded)
-        decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded)
-        if decision is None:
-            return None
-        self.stats.num_immediate += 1
-        return self._track(decision, request, excluded)
+        return self._try_route(request, excluded, self._pacer.can_send)
 
     def forecast(self, request: Request) -> Forecast:
         """Forecast of the inner router plus the wait in this queue."""
@@ -156,17 +172,20 @@ class QueueRouter:
 
     def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
         self._withdrawals.remove(decision)
+        self._pacer.remove(decision)
         self.inner.mark_first_token(decision, cached_tokens)
         self._wake()
 
     def release(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         self._withdrawals.remove(decision)
+        self._pacer.remove(decision)
         self.inner.release(decision, usage, outcome)
         self._wake()
 
     async def close(self) -> None:
         """Route the waiting requests regardless of load: no later event would release them."""
         self._is_closed = True
+        self._pacer.send_all()
         self._stop_timers()
         if self._dispatch_handle is not None:
             self._dispatch_handle.cancel()
@@ -183,6 +202,19 @@ class QueueRouter:
         await self.inner.close()
 
     # --- waiting
+
+    def _try_route(
+        self,
+        request: Request,
+        excluded: frozenset[InstanceId],
+        accepts: Callable[[Choice], bool] = lambda choice: True,
+    ) -> Decision | None:
+        """Route if no other request waits and a worker has capacity."""
+        decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded, accepts)
+        if decision is None:
+            return None
+        self.stats.num_immediate += 1
+        return self._track(decision, request, excluded)
 
     async def _wait(self, request: Request, excluded: frozenset[InstanceId]) -> Decision:
         queued = _QueuedRequest(request, excluded, self._now(), self._options.max_wait_s)
@@ -292,6 +324,7 @@ class QueueRouter:
     def _track(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> Decision:
         decision = msgspec.structs.replace(decision, withdraw_hook=WithdrawHook())
         self._withdrawals.add(decision, request, excluded)
+        self._pacer.add(decision, self.inner.find_choice(decision))
         return decision
 
     # --- time

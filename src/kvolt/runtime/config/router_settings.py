@@ -86,6 +86,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     queue_promote_s: _Grace = 10.0
     """Waiting time after which a lower-priority request may be promoted: one of eight dequeued requests is a
     promoted one. Prevents starvation."""
+    pace_prompts: bool = True
+    """Send a prompt to its worker when the worker is about to finish the prompts before it, instead of at once, so
+    that it does not delay them. Turn it off for workers that order prompts themselves. Requires `queue`."""
     max_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Maximum priority that clients can request. Higher values are clamped and reported in a response header.
     Default: no limit."""

@@ -15,6 +15,7 @@ from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.metrics import queue_families
+from kvolt.router.policy.choice import Choice
 from kvolt.router.port import Decision
 from kvolt.router.queue.priority_level import QueueLimits
 from kvolt.router.queue.queue_router import (
@@ -42,7 +43,9 @@ class Rooms:
         self.is_closed = False
         self.on_capacity_freed: Callable[[], None] = lambda: None
 
-    def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
+    def try_route(
+        self, request: Request, excluded: frozenset[InstanceId] = frozenset(), accepts: object = None
+    ) -> Decision | None:
         self.num_tries += 1
         pinned = request.routing.pins.get(Role.AGGREGATED)
         able = [each for each in self.rooms if each not in excluded and pinned in (None, each)]
@@ -75,6 +78,9 @@ class Rooms:
 
     def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.rooms[self.reserved.pop(decision.reservation_id)] += 1
+
+    def find_choice(self, decision: Decision) -> Choice | None:
+        return None
 
     async def close(self) -> None:
         self.is_closed = True

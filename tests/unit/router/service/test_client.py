@@ -32,6 +32,7 @@ from kvolt.router.balancing import LeastLoadedRouter, RoundRobinRouter
 from kvolt.router.breaker import Outcome
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.metrics import describe_breakers
+from kvolt.router.policy.choice import Choice
 from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, deciding_router
@@ -667,7 +668,9 @@ class Busy:
         self.booked: dict[int, InstanceId] = {}
         self.num_booked = 0
 
-    def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
+    def try_route(
+        self, request: Request, excluded: frozenset[InstanceId] = frozenset(), accepts: object = None
+    ) -> Decision | None:
         left = [each for each in self._client.candidates() if each.id not in excluded]
         if not self.has_room:
             return None
@@ -679,6 +682,9 @@ class Busy:
         decision = self.try_route(request, excluded)
         assert decision is not None
         return decision
+
+    def find_choice(self, decision: Decision) -> Choice | None:
+        return None
 
     def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
         return 0.0
