@@ -18,8 +18,12 @@ settings.register_profile("kvolt", deadline=None, max_examples=50)
 settings.register_profile("deep", deadline=None, max_examples=500)
 settings.load_profile("kvolt")
 
+# Collecting tests makes millions of objects and no garbage.
+gc.disable()
+
 
 def pytest_collection_finish() -> None:
     """Exclude imported modules and collected tests from garbage collection: leak checks collect hundreds of times."""
     gc.collect()
     gc.freeze()
+    gc.enable()
