@@ -9,6 +9,7 @@ Exit codes: 0 success, 1 failure, 2 invalid command line or config, 130 interrup
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -165,13 +166,22 @@ def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[s
     sub_module = dict(verb.sub_modules).get(rest[0]) if rest else None
     if sub_module is not None:
         module_name, name, rest = sub_module, f"{name} {rest[0]}", rest[1:]
-    module = importlib.import_module(module_name)
+    module = _import(module_name)
     parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
     module.configure(parser)
     groups = getattr(module, "SETTINGS", verb.settings)  # a sub-verb may need fewer than its verb
     if groups:
         flags.add_settings(parser, groups)
     return module, parser, rest
+
+
+def _import(name: str) -> ModuleType:
+    """Import a verb. The garbage collector would look through ever more modules and find nothing to free."""
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.enable()
 
 
 def _run_verb(argv: list[str]) -> int:

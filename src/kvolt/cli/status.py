@@ -15,7 +15,7 @@ from rich.text import Text
 from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.flags import switch
 from kvolt.cli.process import run_loop
-from kvolt.router.metrics import BREAKER_DETAILS
+from kvolt.router.breaker import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """

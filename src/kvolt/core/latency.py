@@ -9,13 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from kvolt.core.load import StepStats
-
-Floats = npt.NDArray[np.float64]
 
 _HOUR_S = 3600.0
 Seconds = Annotated[float, Meta(ge=0.0, le=_HOUR_S)]

@@ -29,7 +29,8 @@ from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.journey.prefill import RoleTarget
-from kvolt.router.metrics import BREAKER_DETAILS, KvCollector, describe_breakers
+from kvolt.router.breaker import BREAKER_DETAILS
+from kvolt.router.metrics import KvCollector, describe_breakers
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import Handler, HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.metrics import Metrics

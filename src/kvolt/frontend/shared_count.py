@@ -12,6 +12,9 @@ from pathlib import Path
 
 from kvolt.core.errors import ConfigError
 
+EDGE_DETAILS = "edge"
+"""Key of the status details of a process that shares its counts: group, models with their workers, router."""
+
 _SLOT_BYTES = 8
 
 

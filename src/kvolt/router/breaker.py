@@ -34,6 +34,8 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId
 
+BREAKER_DETAILS = "breakers"
+"""Key in the process status, see `router.metrics.describe_breakers`."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 

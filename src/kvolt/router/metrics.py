@@ -26,9 +26,6 @@ from kvolt.runtime.metric_families import Labels, counter, gauge, histogram
 
 _PREFIX = "kvolt_router_"
 
-BREAKER_DETAILS = "breakers"
-"""Key in the process status, see `describe_breakers`."""
-
 _SEVERITY = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 # --- queues

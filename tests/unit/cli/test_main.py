@@ -190,6 +190,36 @@ def test_help_imports_nothing_heavy() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("verb", "unneeded"),
+    [
+        ("status", ("numpy", "jinja2", "kvolt.router.policy", "kvolt.transfer")),
+        ("chat", ("numpy", "jinja2", "kvolt.router", "kvolt.transfer")),
+        (
+            "serve",
+            (
+                "jinja2",
+                "tokenizers",
+                "kvolt.router",
+                "kvolt.journey",
+                "kvolt.worker.worker",
+                "kvolt.transfer.agent",
+            ),
+        ),
+        ("worker", ("jinja2", "tokenizers", "kvolt.frontend", "kvolt.router.policy")),
+    ],
+)
+def test_a_verb_imports_what_it_needs(verb: str, unneeded: tuple[str, ...]) -> None:
+    code = (
+        f"import sys; from kvolt.cli.main import main; main(['{verb}', '--help']);"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    imported = done.stderr.split()
+    assert f"kvolt.cli.{verb}" in imported
+    assert [name for name in imported if f"{name}.".startswith(tuple(f"{each}." for each in unneeded))] == []
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     # The sleep holds the first write back until the reader's end of the pipe is closed.
     code = "import sys, time; time.sleep(0.3); from kvolt.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -19,7 +19,11 @@ from kvolt.runtime.network import SocketNetwork
 PAGE = (Path(__file__).parents[3] / "docs" / "router.md").read_text()
 FORBIDDEN = ("asyncio", "http", "prometheus_client", "socket", "ssl", "torch", "uvloop", "zmq")
 
-_LOOK = "import json, sys, kvolt.router; print(json.dumps(sorted(sys.modules)))"
+_LOOK = """
+import json, sys
+from kvolt.router import *
+print(json.dumps(sorted(sys.modules)))
+"""
 
 
 def test_importing_it_starts_nothing() -> None:

@@ -1,23 +1,20 @@
-"""`kvolt cache serve`: process of a KV pool shared by the workers of a host; its status; pools of `kvolt serve`."""
+"""`kvolt cache serve`: process of a KV pool shared by the workers of a host; its status."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.cache.pool_command import POOL_NAME, TIER_FIELDS
 from kvolt.cli.flags import add_settings, option
 from kvolt.cli.process import Process, raise_open_file_limit, run_loop, run_process
-from kvolt.cli.worker.tiers import check_sizes, host_blocks, lower_tiers
+from kvolt.cli.worker.tier_settings import check_sizes
+from kvolt.cli.worker.tiers import host_blocks, lower_tiers
 from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.shared_pool.wire import PoolStatus, Status
@@ -27,25 +24,14 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
+from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.environment import cache_directory
-from kvolt.runtime.supervisor.supervisor import ChildSpec
 from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
 _TOUCHES = range(1, 16)
 _MAX_OPEN_FILES = 65_536
 """Each worker maps every memory segment."""
-_MAX_PATH_BYTES = 100
-"""Linux limits socket paths to 107 bytes."""
-_NAME = "kv-pool"
-_TIER_FIELDS = (
-    "host", "host_high_water", "disk", "disk_dir", "disk_touches", "disk_compression", "disk_low_water",
-    "disk_high_water", "object", "object_touches", "object_compression", "eviction",
-)  # fmt: skip
-"""Fields of TierSettings that are flags of a pool."""
-_LAST = -1
-"""Stop stage of pools: after the workers."""
 
 
 def default_socket() -> Path:
@@ -53,7 +39,7 @@ def default_socket() -> Path:
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--name", None, "Name of this process in logs and status.", default=_NAME)
+    option(parser, "--name", None, "Name of this process in logs and status.", default=POOL_NAME)
     option(parser, "--socket", "PATH", f"Socket for workers. [default: {default_socket()}]")
     parser.add_argument(
         "--host", required=True, metavar="SIZE", help="Host memory for KV blocks: 64GiB, or 1000blocks."
@@ -118,21 +104,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, ("discovery", "network", "logging", "metrics"))
 
 
-def serve_command(
-    socket: Path, tiers: TierSettings, name: str = _NAME, config: Path | None = None
-) -> tuple[str, ...]:
-    """Command line of a pool with these tiers. `config` is the workers' config file, for publishing KV events."""
-    command = [sys.executable, "-m", "kvolt", "cache", "serve", "--name", name, "--socket", str(socket)]
-    if config is not None:
-        command += ["--config", str(config)]
-    for field in _TIER_FIELDS:
-        if (value := getattr(tiers, field)) != "":
-            command += [f"--{field.replace('_', '-')}", str(value)]
-    return tuple(command)
-
-
 def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    tiers = TierSettings(**{field: getattr(args, field) for field in _TIER_FIELDS})
+    tiers = TierSettings(**{field: getattr(args, field) for field in TIER_FIELDS})
     check_sizes(msgspec.structs.replace(tiers, shared=True))
     raise_open_file_limit(_MAX_OPEN_FILES)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
@@ -186,46 +159,3 @@ def stat_pool(args: argparse.Namespace) -> int:
         return 0
 
     return run_loop(main)
-
-
-def short_socket(folder: Path, name: str) -> Path:
-    """Socket path in `folder`, or in a temporary directory if that path is too long."""
-    path = folder / name
-    if len(os.fsencode(path)) < _MAX_PATH_BYTES:
-        return path
-    return Path(tempfile.mkdtemp(prefix="kvolt-")) / name
-
-
-@contextmanager
-def pools_of(
-    settings: Settings, folder: Path, config: Path | None = None
-) -> Iterator[tuple[Settings, list[ChildSpec]]]:
-    """Settings in which workers with shared tiers use a pool, and the pool processes.
-
-    Groups with equal model, arguments and tiers share one pool, so that decode workers find the blocks of prefill
-    workers. `config` is the config file of the workers, also used by the pools.
-    """
-    sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
-    specs: list[ChildSpec] = []
-    groups: list[WorkerSettings] = []
-    for group in settings.workers:
-        tiers = group.tiers
-        if not tiers.shared:
-            groups.append(group)
-            continue
-        check_sizes(tiers)
-        # Different arguments, such as ranks or dtype, may give different blocks of the same model.
-        key = (group.model, msgspec.json.encode(group.args, order="deterministic"), tiers)
-        if key not in sockets:
-            name = f"kv-pool-{len(sockets)}"
-            sockets[key] = short_socket(folder, f"{name}.sock")
-            specs.append(ChildSpec(name, serve_command(sockets[key], tiers, name, config), stage=_LAST))
-        pooled_tiers = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
-        groups.append(msgspec.structs.replace(group, tiers=pooled_tiers))
-    try:
-        yield msgspec.structs.replace(settings, workers=groups), specs
-    finally:
-        for path in sockets.values():
-            path.unlink(missing_ok=True)
-            if path.parent != folder:
-                shutil.rmtree(path.parent, ignore_errors=True)

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvolt.api.cluster import visit
-from kvolt.cli.frontend.edge_member import EDGE_DETAILS
 from kvolt.cli.health import Served
-from kvolt.frontend.shared_count import SharedCounts
+from kvolt.frontend.shared_count import EDGE_DETAILS, SharedCounts
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.network import reserved_port
 from kvolt.runtime.supervisor.supervisor import ChildSpec, ChildStatus

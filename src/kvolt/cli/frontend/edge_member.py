@@ -10,12 +10,9 @@ from kvolt.cli.process import Process
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.model import count_workers
 from kvolt.frontend.models import Models
-from kvolt.frontend.shared_count import SharedCounts, SharedSlot
+from kvolt.frontend.shared_count import EDGE_DETAILS, SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
 from kvolt.router.service.link import RouterLink
-
-EDGE_DETAILS = "edge"
-"""Key of the status details of such a process: group, models with their workers, router."""
 
 SETTLE_S = 5.0
 """Maximum wait for discovery and model cards before the port opens; models that take longer answer 503 until then."""

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from kvolt.api.cluster import visit
-from kvolt.cli.cache.shared_pool import pools_of
+from kvolt.cli.cache.pool_command import pools_of
 from kvolt.cli.flags import option, optional, switch
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import Served, base_url, served_models
@@ -26,7 +26,7 @@ from kvolt.cli.serve.readiness import is_ready, missing, models_text
 from kvolt.cli.serve.worker_groups import apply_flags
 from kvolt.cli.worker.command import add_engine_flags, check_engine
 from kvolt.cli.worker.served_model import served_model
-from kvolt.cli.worker.tiers import add_tier_flags
+from kvolt.cli.worker.tier_settings import add_tier_flags
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, without_settings

@@ -9,7 +9,7 @@ import msgspec
 
 from kvolt.cli.worker.command import with_arguments, with_model
 from kvolt.cli.worker.served_model import with_served_model
-from kvolt.cli.worker.tiers import with_tiers
+from kvolt.cli.worker.tier_settings import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.runtime.config.settings import Settings, WorkerSettings

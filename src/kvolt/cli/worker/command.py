@@ -12,8 +12,7 @@ import msgspec
 from kvolt.cli.flags import option, optional, repeated
 from kvolt.cli.process import Process, run_process
 from kvolt.cli.worker.served_model import add_model_flags, served_model, with_served_model
-from kvolt.cli.worker.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of, with_tiers
-from kvolt.cli.worker.transfers import Transfers
+from kvolt.cli.worker.tier_settings import add_tier_flags, are_wanted, with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
@@ -26,11 +25,8 @@ from kvolt.engines.registry import (
     find_engine,
     merge_arguments,
 )
-from kvolt.kv.tiers.metrics import TierMetrics
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import MAX_PER_PROCESS, WorkerSettings
-from kvolt.worker.transfer_metrics import HandoffMetrics, PathMetrics
-from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 HELP = """
 Start one worker. It registers through discovery and serves until it is stopped; Ctrl-C drains it.
@@ -104,6 +100,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    # Here, as `kvolt serve` imports this module for its flags and checks.
+    from kvolt.cli.worker.tiers import resize_tiers, tiering_of
+    from kvolt.cli.worker.transfers import Transfers
+    from kvolt.kv.tiers.metrics import TierMetrics
+    from kvolt.worker.transfer_metrics import HandoffMetrics, PathMetrics
+    from kvolt.worker.worker import Worker, WorkerOptions, stats_of
+
     group = find_group(loaded.settings.workers, args.group)
     if args.model is not None or args.engine is not None:
         group = with_model(group, args.model or group.model, args.engine)

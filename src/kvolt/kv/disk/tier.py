@@ -11,14 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
-from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.disk.blocks import DiskBlocks
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.tiers.lower_tier import SlotTableTier
+from kvolt.kv.tiers.sizes import Watermarks
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.slot_table import Slot, SlotTable, TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -30,21 +28,6 @@ _RESTORE_BATCH = 512
 """Restored blocks between yields to the event loop."""
 _MAX_EVICTION_BATCH = 1024
 """Blocks evicted in advance at a time, since it blocks the event loop."""
-
-
-class Watermarks(msgspec.Struct, frozen=True):
-    """Shares of free slots: below `low`, evict until `high` is reached. Both 0: evict on demand only."""
-
-    low: float = 0.01
-    high: float = 0.02
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.low <= self.high <= 0.5:
-            raise ConfigError(
-                f"invalid watermarks: {self.low:g} and {self.high:g}",
-                key="tiers.disk_low_water",
-                remedy="set the shares of free slots with 0 <= low <= high <= 0.5, for example 0.01 and 0.02",
-            )
 
 
 Read = Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[int | None]]

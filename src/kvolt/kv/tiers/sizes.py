@@ -48,3 +48,18 @@ def parse_capacity(text: str, key: str) -> Capacity:
         key=key,
         remedy="write 4GB (10^9 bytes each), 4GiB (2^30 bytes each), 1000blocks or 2x (the device's blocks)",
     )
+
+
+class Watermarks(msgspec.Struct, frozen=True):
+    """Shares of free slots: below `low`, evict until `high` is reached. Both 0: evict on demand only."""
+
+    low: float = 0.01
+    high: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low <= self.high <= 0.5:
+            raise ConfigError(
+                f"invalid watermarks: {self.low:g} and {self.high:g}",
+                key="tiers.disk_low_water",
+                remedy="set the shares of free slots with 0 <= low <= high <= 0.5, for example 0.01 and 0.02",
+            )

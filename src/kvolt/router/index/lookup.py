@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 
 
 def as_slice(indexes: npt.NDArray[np.intp]) -> npt.NDArray[np.intp] | slice:

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import TIER_LEVEL, Tier
-from kvolt.core.latency import Floats
 from kvolt.core.request import Request
 from kvolt.router.index.lookup import SlotLookup, SlotLookups
 from kvolt.router.index.pending_blocks import PendingBlocks
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.roster import CandidateSet
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings

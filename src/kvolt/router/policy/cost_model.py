@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.latency import Floats, LatencyModel, OccupancyModel
+from kvolt.core.latency import LatencyModel, OccupancyModel
 
 if TYPE_CHECKING:
     native_predict: Callable[..., None] | None
@@ -31,6 +31,7 @@ DEFAULT_LATENCY = LatencyModel(base_s=6e-3, prefill_token_s=50e-6, batch_s=50e-6
 _UNCHUNKED = 1 << 40
 """Chunk size of workers that registered none: larger than any prompt."""
 
+Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.intp]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvolt.core.errors import ConfigError
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.policy import Policy, RequestView, WorkersView
 
 log = logging.getLogger(__name__)

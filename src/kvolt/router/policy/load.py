@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.latency import Floats
 from kvolt.core.load import WorkerLoad
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank
 
 Rows = npt.NDArray[np.intp]

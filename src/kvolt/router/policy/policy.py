@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 
 if TYPE_CHECKING:
     native_latency: Callable[..., None] | None

@@ -12,13 +12,12 @@ import numpy.typing as npt
 
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.latency import Floats
 from kvolt.core.request import Request, RoutingHints
 from kvolt.router.breaker import Breakers
 from kvolt.router.index.active_prompts import ActivePrompts, PrefixSharing, prefix_sharing
 from kvolt.router.index.overlap import Overlap, OverlapFinder, usable_hashes
 from kvolt.router.policy.affinity import SessionAffinity
-from kvolt.router.policy.cost_model import CostInputs
+from kvolt.router.policy.cost_model import CostInputs, Floats
 from kvolt.router.policy.learning import OutcomeTracker
 from kvolt.router.policy.load import WorkerLoads, projected_load
 from kvolt.router.policy.policy import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.policy import RequestView, WorkersView, apply_preference
 
 CostFunction = Callable[[RequestView, WorkersView], Floats | None]

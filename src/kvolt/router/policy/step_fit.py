@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.load import Rows
 
 

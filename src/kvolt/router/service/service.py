@@ -19,8 +19,9 @@ import msgspec
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
+from kvolt.router.breaker import BREAKER_DETAILS
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
-from kvolt.router.metrics import BREAKER_DETAILS, describe_breakers
+from kvolt.router.metrics import describe_breakers
 from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueRouter
 from kvolt.router.registry import ROUTERS, NewRouter

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvolt.cli.cache.shared_pool import new_host, pools_of, serve_command, short_socket
+from kvolt.cli.cache.pool_command import pools_of, serve_command, short_socket
+from kvolt.cli.cache.shared_pool import new_host
 from kvolt.cli.main import main
-from kvolt.cli.worker.tiers import with_tiers
+from kvolt.cli.worker.tier_settings import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Tier
 from kvolt.kv.disk import fp8

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from tests.unit.worker.test_tiering import tiered
 
 from kvolt.cli.main import main
-from kvolt.cli.worker.tiers import resize_tiers, tiering_of, with_tiers
+from kvolt.cli.worker.tier_settings import with_tiers
+from kvolt.cli.worker.tiers import resize_tiers, tiering_of
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Role

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.core.latency import Floats
+from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.custom import CustomPolicy, is_custom, read_policy_source
 from kvolt.router.policy.policy import RequestView, WorkersView
 
