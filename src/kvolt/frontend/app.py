@@ -137,7 +137,7 @@ class FrontendApp:
     async def _tokenize(self, request: HttpRequest) -> Response:
         parsed = await self._generation.bodies.parse(request, parse_tokenize)
         api_request, is_large = parsed.request, parsed.is_large
-        model = self._named(api_request.model)
+        model = self._models.get(api_request.model)
         processor = model.processor
         if api_request.messages is not None:
             template_input = await self._off_loop(
@@ -174,7 +174,7 @@ class FrontendApp:
     async def _detokenize(self, request: HttpRequest) -> Response:
         parsed = await self._generation.bodies.parse(request, parse_detokenize)
         api_request = parsed.request
-        model = self._named(api_request.model)
+        model = self._models.get(api_request.model)
         max_tokens = MAX_CONTEXTS * model.card.context_length
         if len(api_request.tokens) > max_tokens:
             raise InvalidRequest(
@@ -192,9 +192,6 @@ class FrontendApp:
 
     async def _off_loop(self, call: Callable[[], T], is_large: bool) -> T:
         return await self._generation.off_loop.run(call) if is_large else call()
-
-    def _named(self, name: str | None) -> Model:
-        return self._models.single_model() if name is None else self._models.get(name)
 
     # --- the server itself
 

@@ -117,7 +117,7 @@ def build_answer_spec(context: GenerationContext, created: int, now: Callable[[]
     spec = AnswerSpec(
         request_id=context.request_id,
         created=created,
-        model=body.model,
+        model=body.model or context.model.name,
         serializer=context.serializer,
         vocabulary=context.model.processor.vocabulary,
         prompts=context.prompts,

@@ -121,11 +121,13 @@ class Models:
     def ready(self) -> list[Model]:
         return [model for model in self.all() if model.ready]
 
-    def get(self, name: str) -> Model:
-        """Return a model with reachable (or reconnecting) workers.
+    def get(self, name: str | None) -> Model:
+        """Return a model with reachable (or reconnecting) workers; the only ready one without a name.
 
         Raises NotFound for an unknown name, Unavailable if no worker is reachable or the model may still be starting.
         """
+        if name is None:
+            return self.single_model()
         model = self.find(name)
         if not model.ready and not model.client.recovering():
             raise no_workers_error(name, model.role)
@@ -183,7 +185,8 @@ class Models:
         if not self._models:
             raise starting_error("no model is ready yet")
         if len(ready) != 1:
-            raise InvalidRequest(f"model is required: {len(ready)} models are ready", param="model")
+            names = ", ".join(model.name for model in ready) or "none"
+            raise InvalidRequest(f"model is required; ready models: {names}", param="model")
         return ready[0]
 
     def _unknown_model_error(self, name: str) -> KvoltError:

@@ -209,6 +209,18 @@ def test_a_chat_whole_and_streamed() -> None:
 
 
 @pytest.mark.parametrize("ask", ["complete", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_model_is_for_the_only_one(ask: str, stream: bool) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        answer = await getattr(edge, ask)(model=None, max_tokens=3, stream=stream)
+        assert answer.status == 200
+        names = {chunk["model"] for chunk in answer.chunks} if stream else {answer.json["model"]}
+        assert names == {MODEL}
+
+    served(body)
+
+
+@pytest.mark.parametrize("ask", ["complete", "chat"])
 def test_several_choices(ask: str) -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         call = getattr(edge, ask)

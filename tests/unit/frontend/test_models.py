@@ -102,8 +102,8 @@ def test_a_name_beats_an_alias_and_the_first_alias_the_second() -> None:
             await edge.ready("another", MODEL)
             assert edge.models.get("another").card.name == "another"
             assert edge.models.get("nick").card.name == MODEL
-            with pytest.raises(InvalidRequest):
-                edge.models.single_model()
+            with pytest.raises(InvalidRequest, match=f"ready models: another, {MODEL}"):
+                edge.models.get(None)
 
     run_virtual(scenario)
 

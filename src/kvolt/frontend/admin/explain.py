@@ -39,7 +39,6 @@ class ExplainRoute(msgspec.Struct, frozen=True):
 
 class _Kind(msgspec.Struct):
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    model: str | None = None
 
 
 class RouteExplainer:
@@ -76,11 +75,10 @@ class RouteExplainer:
             kind = msgspec.json.decode(body, type=_Kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not a JSON object: {error}", param="body") from error
-        if kind.model is None:
-            body = _with_model(body, self._models.single_model().name)
         parsed = parse_completion(body) if kind.messages is msgspec.UNSET else parse_chat(body)
         generation_request: GenerationRequest = parsed.request
-        model = self._models.find(generation_request.model)
+        name = generation_request.model
+        model = self._models.single_model() if name is None else self._models.find(name)
         if isinstance(generation_request, ChatRequest):
             options, param = chat_options(generation_request, model.defaults), "messages"
             text = await model.processor.render(
@@ -114,8 +112,3 @@ async def _completion_prompts(model: Model, generation_request: CompletionReques
             texts, "prompt", generation_request.add_special_tokens is not False
         )
     return [tuple(map(int, prompt)) for prompt in prompts]
-
-
-def _with_model(body: bytes, name: str) -> bytes:
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode({**fields, "model": name})

@@ -78,8 +78,8 @@ class NamedProcessor(msgspec.Struct, frozen=True, kw_only=True):
 class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     """Fields common to chat and completions."""
 
-    model: _Name
-    """Name of a model or LoRA adapter."""
+    model: _Name | None = None
+    """Name of a model or LoRA adapter. Default: the model, if only one is ready."""
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

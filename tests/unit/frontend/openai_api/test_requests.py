@@ -66,7 +66,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     ("prompt_logprobs", [0, 20], [-1, 21, True]),
     ("cache_salt", ["tenant"], ["", 3, "a\nb", "x" * 1025]),
     ("priority", [0, -5, 2**31 - 1], [2**31, 1.0]),
-    ("model", ["m", "a/b"], ["", None, 3]),
+    ("model", ["m", "a/b", None], ["", 3]),
     ("user", ["u"], [3]),
     ("metadata", [{"a": "b", "n": 1, "none": None}], ["x", {"a": []}]),
     ("store", [True], ["x"]),
@@ -194,7 +194,7 @@ def test_null_is_the_same_as_nothing() -> None:
         (ChatRequest, parse_chat, chat),
     ):
         required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
-        required.add("prompt")  # or prompt_embeds
+        required |= {"prompt", "model"}  # which `body` sets
         nulls = {name: None for name in kind.__struct_encode_fields__ if name not in required}
         assert len(nulls) > 30
         assert parse(body(**nulls)).request == parse(body()).request
@@ -206,12 +206,9 @@ def test_every_default_is_none() -> None:
         assert {field.default for field in msgspec.structs.fields(kind) if not field.required} <= {None}
 
 
-@pytest.mark.parametrize("field", ["model", "prompt"])
-def test_a_missing_field_is_named(field: str) -> None:
-    body = {"model": "m", "prompt": "hi"}
-    del body[field]
-    error = refusal(parse_completion, json.dumps(body).encode())
-    assert (error.message, error.fields["param"]) == (f"{field} is required", field)
+def test_a_missing_field_is_named() -> None:
+    error = refusal(parse_completion, json.dumps({"model": "m"}).encode())
+    assert (error.message, error.fields["param"]) == ("prompt is required", "prompt")
 
 
 @pytest.mark.parametrize(
