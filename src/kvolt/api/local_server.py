@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from kvolt.api.local_network import LocalNetwork
@@ -60,18 +60,34 @@ class EngineChoice:
     def __init__(
         self, model: str | None, engine: str, devices: Sequence[str], arguments: Mapping[str, Any]
     ) -> None:
-        if model is None:
-            model = DEFAULT_MODEL if engine == AUTO else find_engine(engine).default_model
-        if model is None:
-            raise ConfigError(
-                f"the engine {engine!r} has no default model", key="model", remedy="name a model"
-            )
-        name, implied = choose_engine(engine, model)
-        if name == "native":
-            check_name(model)
-        spec = EngineSpec(model=model, role=Role.AGGREGATED, devices=tuple(devices))
-        self.model = model
-        self.engine: Engine = build_engine(name, spec, {**implied, **arguments})
+        with _remedies():
+            self.model, self.engine = _choose(model, engine, devices, arguments)
+
+
+def _choose(
+    model: str | None, engine: str, devices: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[str, Engine]:
+    if model is None:
+        model = DEFAULT_MODEL if engine == AUTO else find_engine(engine).default_model
+    if model is None:
+        raise ConfigError(f"the engine {engine!r} has no default model", key="model", remedy="name a model")
+    name, implied = choose_engine(engine, model)
+    if name == "native":
+        check_name(model)
+    spec = EngineSpec(model=model, role=Role.AGGREGATED, devices=tuple(devices))
+    return model, build_engine(name, spec, {**implied, **arguments})
+
+
+@contextmanager
+def _remedies() -> Iterator[None]:
+    """Show the remedy of a ConfigError in its traceback, as the command line prints it."""
+    try:
+        yield
+    except ConfigError as error:
+        remedy = error.fields.get("remedy")
+        if remedy:
+            error.add_note(f"remedy: {remedy}")
+        raise
 
 
 class LocalServer:
@@ -93,7 +109,8 @@ class LocalServer:
         if self._is_closed or self._generation is not None:
             raise Unavailable("this engine was started before", reason="started")
         try:
-            await self._start()
+            with _remedies():
+                await self._start()
         except BaseException:
             await self.close()
             raise

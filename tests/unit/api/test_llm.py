@@ -133,8 +133,9 @@ def test_bad_engines_and_models_are_refused_without_a_thread() -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="unknown engine 'vlm'"):
         LLM(engine="vlm")
-    with pytest.raises(ConfigError, match="has no argument 'dtypes'"):
-        LLM("sim-tiny", dtypes="float32")
+    with pytest.raises(ConfigError, match="has no argument 'speeed'") as caught:
+        LLM("sim-tiny", speeed=2)
+    assert caught.value.__notes__ == ["remedy: did you mean 'speed'?"]
     with pytest.raises(KvoltError, match="nowhere"):
         LLM("./nowhere.gguf")
     assert set(threading.enumerate()) == before
