@@ -35,7 +35,7 @@ Examples:
   kvolt router explain - < prompt.txt
   kvolt router explain "..." --json                  all details as JSON
 
-Columns (docs/router.md defines them):
+Columns (docs/cost-model.md defines them):
   overlap    prefix blocks of the prompt that the worker holds; (+n) in lower tiers, in its pool or in transfer
   decoding   requests that decode there
   blocks     blocks of its requests in flight
