@@ -63,7 +63,6 @@ def test_nothing_of_a_request_is_left_in_a_circle(stream: bool, after_s: float |
             assert _in_circles() == {}
         finally:
             gc.enable()
-            gc.unfreeze()
 
     served(body)
 

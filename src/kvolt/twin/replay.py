@@ -59,16 +59,22 @@ def run_twin(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Reduce garbage collections: a run creates almost no cyclic garbage."""
+    """Reduce garbage collections: a run creates almost no cyclic garbage.
+
+    `gc.unfreeze` has no scope: a process that has frozen its objects keeps them frozen.
+    """
     previous = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(100_000, 10, 100)
     try:
         yield
     finally:
         gc.set_threshold(*previous)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 class TwinRun:

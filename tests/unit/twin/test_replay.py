@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from msgspec.structs import replace
 
@@ -33,6 +35,16 @@ def replay(
     samples: list[Sample] = []
     run_twin(settings, records, tally, samples.append)
     return tally, sorted(samples, key=lambda sample: sample.number)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_run_leaves_the_garbage_collector_as_it_was(is_frozen: bool) -> None:
+    (gc.freeze if is_frozen else gc.unfreeze)()
+    try:
+        replay(ONE, [record(0)])
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.freeze()
 
 
 def test_one_request_takes_what_the_step_model_says() -> None:
