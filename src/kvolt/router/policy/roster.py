@@ -128,7 +128,7 @@ class WorkerTable:
             CostModel(infos),
             np.array([0.0 if info is None else info.capacity.kv_total_blocks for info in infos]),
             np.array([np.inf if info is None else info.capacity.max_num_seqs for info in infos]),
-            np.array([np.inf if info is None else info.capacity.max_batch_tokens for info in infos]),
+            np.array([np.inf if info is None else max(info.capacity.max_batch_tokens, 1) for info in infos]),
             tuple(frozenset(() if info is None else info.taints) for info in infos),
             zeros,
         )

@@ -5,13 +5,14 @@ last step, the later one fills it, gains nothing and delays the earlier one. So 
 worker, until the worker is about to compute the last step of the prompts before it: it then arrives in time for the
 next step. The prediction bounds the wait; first tokens and releases of the prompts before it only shorten it.
 
-A prompt is not held if the step that it needs for itself costs more than it would delay the one before it.
+A prompt is not held if the step that it needs for itself costs more than it would delay the one before it, or if its
+worker computes it before another one, because of its priority.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from kvolt.core.request import Request
@@ -128,7 +129,7 @@ class PromptPacer:
         if not prompts or not _is_computed(choice.request):
             return 0.0
         previous = next(reversed(prompts.values()))
-        if previous.delay_by(choice) <= choice.step_s:
+        if previous.delay_by(choice) <= choice.step_s or _overtakes(choice, prompts.values()):
             return 0.0
         return max(choice.queue_s - _LEAD * previous.last_step_s, 0.0)
 
@@ -143,6 +144,11 @@ class PromptPacer:
                 if at < prompt.timer.when():
                     prompt.timer.cancel()
                     prompt.timer = self._loop.call_at(at, prompt.send)
+
+
+def _overtakes(choice: Choice, prompts: Iterable[_Prompt]) -> bool:
+    priority = choice.request.routing.priority
+    return any(each.choice.request.routing.priority < priority for each in prompts)
 
 
 def _is_computed(request: Request) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.ids import CardHash, InstanceId
 from kvolt.core.latency import LatencyModel
@@ -49,6 +51,14 @@ def test_each_rank_is_a_row_of_its_own() -> None:
     assert field.max_seqs.tolist() == [8, 8, 8, math.inf]
     assert field.max_batch_tokens.tolist() == [100, 100, 100, math.inf]
     assert seen.roster.candidates((A, C), dp_rank=1).worker_ranks == ((A, 1),)
+
+
+def test_a_worker_without_step_capacity_counts_with_one_token() -> None:
+    """Prompts are divided into steps of that size."""
+    seen = Seen()
+    unlimited = Capacity(max_num_seqs=8, max_batch_tokens=0, kv_total_blocks=50)
+    seen.roster.set_workers({A: replace(info(), capacity=unlimited)})
+    assert seen.roster.candidates((A,)).max_batch_tokens.tolist() == [1]
 
 
 def test_another_step_model_is_reported_by_row() -> None:

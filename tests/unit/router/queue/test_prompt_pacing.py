@@ -155,6 +155,34 @@ def test_sent_at_once(second: dict[str, object], why: str) -> None:
     scene(body)
 
 
+def test_a_higher_priority_does_not_wait_for_lower_ones() -> None:
+    """The worker computes it next; held behind the others, it would be the last."""
+
+    async def body(here: Scene) -> None:
+        urgent = replace(REQUEST, routing=replace(REQUEST.routing, priority=1))
+        decisions = [here.add(f"r{number}", here.choice(float(number))) for number in range(3)]
+        assert here.pacer.can_send(here.choice(3.0, request=urgent))
+        decisions.append(here.add("urgent", here.choice(3.0, request=urgent)))
+        await asyncio.sleep(0.0)
+        assert here.sent == [("r0", 0.0), ("urgent", 0.0)]
+        for decision in decisions:
+            here.pacer.remove(decision)
+        await asyncio.sleep(0.0)
+
+    scene(body)
+
+
+def test_equal_priorities_are_paced() -> None:
+    async def body(here: Scene) -> None:
+        urgent = replace(REQUEST, routing=replace(REQUEST.routing, priority=1))
+        first = here.add("first", here.choice(0.0, request=urgent))
+        assert not here.pacer.can_send(here.choice(1.0, request=urgent))
+        assert not here.pacer.can_send(here.choice(1.0))
+        here.pacer.remove(first)
+
+    scene(body)
+
+
 def test_a_prompt_that_would_fill_a_step_by_itself_is_not_delayed_for_nothing() -> None:
     """Nothing of the second prompt fits beside the 2,048 tokens of the first: it cannot delay them."""
 
