@@ -281,7 +281,7 @@ class Connection(asyncio.Protocol):
         try:
             head, body = encode_whole(response, request.method, line, common)
         except ValueError as error:
-            head, body = encode_whole(self._host.failure(error, request.id), request.method, line, common)
+            head, body = encode_whole(self._host.failure(error, request), request.method, line, common)
         self._head_sent = True
         if len(body) <= _JOIN_BYTES:
             self._transport.write(head + body)
@@ -304,7 +304,7 @@ class Connection(asyncio.Protocol):
             writer.end()
             writer.flush()
         except Exception as error:
-            failure = self._host.failure(error, request.id)
+            failure = self._host.failure(error, request)
             if self._writer is None or not self._writer.head_sent:
                 return self._send(request, failure), failure.status
             self._transport.abort()

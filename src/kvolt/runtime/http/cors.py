@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import overload
 
 import msgspec
 
@@ -44,6 +45,12 @@ class CorsPolicy:
         if _NAMES.fullmatch(names):
             headers["access-control-allow-headers"] = names
         return Response(204, headers=headers, content_type="")
+
+    @overload
+    def with_headers(self, request: HttpRequest, response: Response) -> Response: ...
+
+    @overload
+    def with_headers(self, request: HttpRequest, response: AnyResponse) -> AnyResponse: ...
 
     def with_headers(self, request: HttpRequest, response: AnyResponse) -> AnyResponse:
         """The response, readable by a page of an allowed origin."""

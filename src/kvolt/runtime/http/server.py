@@ -296,11 +296,15 @@ class HttpServer:
         except asyncio.CancelledError as error:
             if _is_being_cancelled():
                 raise
-            return self.failure(error, request.id)  # something it awaited was cancelled, not the handler
+            return self._failure(error, request.id)  # something it awaited was cancelled, not the handler
         except Exception as error:
-            return self.failure(error, request.id)
+            return self._failure(error, request.id)
 
-    def failure(self, error: BaseException, request_id: str = "") -> Response:
+    def failure(self, error: BaseException, request: HttpRequest) -> Response:
+        response = self._failure(error, request.id)
+        return response if self._cors is None else self._cors.with_headers(request, response)
+
+    def _failure(self, error: BaseException, request_id: str) -> Response:
         if isinstance(error, KvoltError):
             response = self._error_response(error)
             if response.status >= 500:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from kvolt.core.errors import Overloaded
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import HttpRequest, HttpServer, Response, Routes, WrittenResponse
@@ -28,11 +29,19 @@ async def stream(request: HttpRequest) -> WrittenResponse:
     return WrittenResponse(produce)
 
 
+async def failing_stream(request: HttpRequest) -> WrittenResponse:
+    async def produce(writer: ResponseWriter) -> None:
+        raise Overloaded("the queue is full", queue="router", limit=1)
+
+    return WrittenResponse(produce)
+
+
 @asynccontextmanager
 async def client(*origins: str) -> AsyncIterator[httpx.AsyncClient]:
     routes = Routes()
     routes.add("POST", "/v1/chat", plain)
     routes.add("POST", "/v1/stream", stream)
+    routes.add("POST", "/v1/failing", failing_stream)
     cors = CorsPolicy(origins) if origins else None
     server = HttpServer(SocketNetwork(), routes, SystemClock(), cors=cors)
     address = await server.start("127.0.0.1:0")
@@ -139,3 +148,11 @@ async def test_requests_without_an_origin_are_unchanged() -> None:
         answer = await browser.post("/v1/chat")
         assert [name for name in answer.headers if name.startswith("access-control")] == []
         assert (await browser.options("/v1/chat", headers={"origin": PAGE})).status_code == 405
+
+
+async def test_a_page_may_read_the_error_of_a_stream_that_has_not_begun() -> None:
+    async with client(PAGE) as browser:
+        answer = await browser.post("/v1/failing", headers={"origin": PAGE})
+        assert answer.status_code == 429
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
