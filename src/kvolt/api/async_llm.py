@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 
 from kvolt.api.local_server import EngineChoice, LocalServer
 from kvolt.api.results import RequestOutput
-from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams
+from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, check_prompt
 
 
 class AsyncLLM:
@@ -71,6 +71,7 @@ class AsyncLLM:
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts, from one prompt or several. A list of integers is one prompt."""
+    check_prompt(prompts)
     if isinstance(prompts, str):
         return [prompts]
     several: list[Any] = list(prompts)

@@ -21,6 +21,7 @@ from kvolt.api.sampling_params import (
     Prompt,
     SamplingParams,
     chat_body,
+    check_prompt,
     completion_body,
 )
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable, Unsupported
@@ -279,6 +280,7 @@ class LocalServer:
             )
         vectors = []
         for prompt in prompts:
+            check_prompt(prompt)
             token_ids = (
                 (await model.processor.encode([prompt], "prompt", True))[0]
                 if isinstance(prompt, str)

@@ -34,6 +34,11 @@ class LoopThread:
         if self._is_closed:
             work.close()
             raise Unavailable(f"{self._name} is closed", reason="closed")
+        if not self._thread.is_alive():
+            work.close()
+            raise Unavailable(
+                f"{self._name} belongs to another process: create it after the fork", reason="forked"
+            )
         ended = threading.Event()
 
         async def supervised() -> T:

@@ -70,7 +70,16 @@ class ChatOptions(TypedDict, total=False):
 DEFAULT = SamplingParams()
 
 
+def check_prompt(prompt: object) -> None:
+    """Refuse what would be read as something else: the keys of a dict as prompts, bytes as token ids."""
+    if isinstance(prompt, Mapping | bytes):
+        raise InvalidRequest(
+            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+
+
 def completion_body(model: str, prompt: Prompt, params: SamplingParams, stream: bool) -> bytes:
+    check_prompt(prompt)
     prompt_field = prompt if isinstance(prompt, str) else list(prompt)
     return _encode({"model": model, "prompt": prompt_field, "stream": stream, **_fields(params)})
 

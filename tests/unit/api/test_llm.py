@@ -116,6 +116,13 @@ def test_errors_are_those_of_the_http_api(llm: LLM, params: SamplingParams, mess
     assert llm.generate("Hello", progress=False)[0].finished
 
 
+@pytest.mark.parametrize("prompts", [{"prompt": "Hello"}, [{"prompt_token_ids": [1]}], b"Hello", [b"Hello"]])
+def test_only_texts_and_token_ids_are_prompts(llm: LLM, prompts: Any) -> None:
+    """A dict would be read as a list of its keys, bytes as token ids."""
+    with pytest.raises(InvalidRequest, match=r"list of token ids, not (dict|bytes)"):
+        llm.generate(prompts, progress=False)
+
+
 def test_an_error_names_its_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="the prompt is empty") as raised:
         llm.generate(["Hello", "", "Hello"], progress=False)
@@ -230,6 +237,33 @@ def test_ctrl_c_cancels_the_call_and_leaves_the_model_usable() -> None:
     )
     assert done.stdout.split() == ["interrupted", "0", "0", "2"]
     assert done.stderr == ""
+
+
+FORKED = """
+import os, sys
+from kvolt import LLM, KvoltError
+llm = LLM("sim-tiny", speed=1000.0)
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate("Hello", progress=False)
+    except KvoltError as error:
+        print(error, flush=True)
+    sys.exit()
+os.waitpid(child, 0)
+print(len(llm.generate("Hello", progress=False)), "answer")
+"""
+
+
+def test_a_forked_process_is_told_to_create_its_own() -> None:
+    """It has no thread that runs the loop: a call would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "LLM sim-tiny belongs to another process: create it after the fork",
+        "1 answer",
+    ]
 
 
 def test_the_native_engine_generates_and_embeds(tmp_path: Path) -> None:
