@@ -70,8 +70,8 @@ class Operations:
         options = _sleep_options(body)
         engine = self._sleeper()
         async with self._sleep_lock:
-            await self._runtime.drain(options.timeout_s)
             try:
+                await self._runtime.drain(options.timeout_s)
                 await engine.sleep(options.level)
             except BaseException:
                 if not self.is_asleep:

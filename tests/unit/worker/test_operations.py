@@ -58,6 +58,24 @@ def test_a_worker_that_cannot_sleep_in_time_takes_requests_again() -> None:
     run_virtual(scenario)
 
 
+def test_a_worker_whose_sleep_is_cancelled_takes_requests_again() -> None:
+    """The operator's client gives up while requests run."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            async with await start_stream(client, make_request(tokens=400)) as stream:
+                await anext(stream)
+                sleeping = asyncio.create_task(running.worker.operations.sleep(b""))
+                await until(lambda: not client.candidates())
+                sleeping.cancel()
+                await asyncio.wait([sleeping])
+            await until(lambda: bool(client.candidates()))
+
+    run_virtual(scenario)
+
+
 def test_wrong_sleeps_are_refused() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
