@@ -60,7 +60,7 @@ class RandomWeights:
 
     def __init__(self, config: ModelConfig, device: torch.device, scale: float = 0.02) -> None:
         self.config = config
-        self.sampling_defaults: dict[str, float | int] = {}
+        self.generation_defaults: dict[str, float | int] = {}
         self._device = device
         self._scale = scale
         self._shapes = expected_shapes(config)

@@ -60,8 +60,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="holds of handoffs are never released",
         path="scheduler/holds.py",
-        old="        self._pool.release(reversed(held.blocks))\n        return True\n",
-        new="        return True\n",
+        old="            self._pool.release(reversed(held.blocks))\n        return bool",
+        new="            pass\n        return bool",
         why="a prefill worker has less and less room",
         seed=1,
     ),

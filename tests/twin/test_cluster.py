@@ -126,7 +126,7 @@ def keep_blocks_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (keep_calls, "calls open"),
         (keep_counting_cancelled_streams, "streams at its endpoints"),
         (keep_requests_in_the_worker, "requests open in its worker"),
-        (keep_blocks_in_the_engine, "blocks used in its engine|no answer within"),
+        (keep_blocks_in_the_engine, "blocks used in its engine|no response within"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
