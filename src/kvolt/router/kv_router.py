@@ -50,9 +50,11 @@ class KvRouter:
         self._known_version: int | None = None
         self._kv_sources: tuple[WorkerDpRank, ...] = ()
         """Worker ranks that share their KV with peers."""
-        self._all_ids_cache: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
+        self._reachable_ids_cache: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
         self.on_capacity_freed: Callable[[], None] = lambda: None
         """Called when capacity may have become free other than by `mark_first_token` or `release`. Set by a queue."""
+        self.on_workers_changed: Callable[[], None] = lambda: None
+        """Called before that when `reachable_ids` may have changed. Set by a queue."""
         client.on_change(self._on_change)
         self.selector = Selector(
             prefix_index, policy, now, rng, settings, observer, self.candidate_filter.breakers
@@ -120,7 +122,15 @@ class KvRouter:
         self.on_capacity_freed()
 
     def _on_change(self) -> None:
+        self.on_workers_changed()
         self.on_capacity_freed()
+
+    def reachable_ids(self) -> Sequence[InstanceId]:
+        """Ids of all reachable workers; the same tuple until the set changes."""
+        reachable = self._client.candidates()
+        if self._reachable_ids_cache is None or self._reachable_ids_cache[0] is not reachable:
+            self._reachable_ids_cache = (reachable, _ids(reachable))
+        return self._reachable_ids_cache[1]
 
     def own_loads(self) -> Sequence[ReservedLoad]:
         """Loads reserved by this router, for gossip."""
@@ -164,13 +174,6 @@ class KvRouter:
             sources = tuple(each for each in sources if each.instance_id not in excluded)
         return self.selector.choose(request, candidates, sources)
 
-    def _all_ids(self) -> Sequence[InstanceId]:
-        """Ids of all reachable workers; the same tuple until the set changes."""
-        reachable = self._client.candidates()
-        if self._all_ids_cache is None or self._all_ids_cache[0] is not reachable:
-            self._all_ids_cache = (reachable, _ids(reachable))
-        return self._all_ids_cache[1]
-
     def _to_decision(self, choice: Choice) -> Decision:
         is_query = choice.request.routing.query_only
         instance_id, dp_rank = choice.worker_rank
@@ -189,7 +192,7 @@ class KvRouter:
     def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> Sequence[InstanceId]:
         self._refresh_workers()
         if self.candidate_filter.is_unrestricted(request, excluded):
-            reachable = self._all_ids()
+            reachable = self.reachable_ids()
             if reachable:
                 return reachable
         return _ids(self.candidate_filter.candidates(request, excluded))

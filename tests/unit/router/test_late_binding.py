@@ -196,6 +196,44 @@ def test_a_request_whose_worker_is_lost_while_its_prompt_is_held_is_answered_els
     scene(body, [replace(ONE_BY_ONE, max_num_seqs=8)] * 2, RouterSettings())
 
 
+MANY_AT_ONE = RouterSettings(saturated_seqs=100.0, saturated_batches=1000.0, withdraw_min_gain_s=0.1)
+
+
+@pytest.mark.parametrize("cancelled", [None, "h"])
+def test_a_held_prompt_moves_to_a_worker_that_joins(cancelled: str | None) -> None:
+    """Its old worker has not seen it: none has to be asked. The last one moves first, and may be cancelled then."""
+
+    async def body(here: Scene) -> None:
+        await here.workers[1].runtime.cordon()
+        await asyncio.sleep(0.1)
+        tasks = {name: asyncio.ensure_future(here.send(long_prompt(name))) for name in "abcdefgh"}
+        await asyncio.sleep(0.05)
+        await here.workers[1].runtime.resume()
+        if cancelled is not None:
+            await until(lambda: here.router.stats.num_withdrawals > 0)
+            tasks.pop(cancelled).cancel()
+        assert [await each for each in tasks.values()] == [1] * len(tasks)
+        assert here.router.stats.num_withdrawals >= 2
+        assert here.served_by(1) >= 2
+        assert (here.journey_context.stats.num_moves, here.journey_context.stats.retries) == (0, {})
+
+    scene(body, [ONE_BY_ONE, ONE_BY_ONE], MANY_AT_ONE)
+
+
+def test_held_prompts_of_a_cordoned_worker_are_routed_again() -> None:
+    """At once, and it is no failure: no attempt is spent."""
+
+    async def body(here: Scene) -> None:
+        tasks = [asyncio.ensure_future(here.send(long_prompt(name))) for name in "abcdefgh"]
+        await asyncio.sleep(0.05)
+        await here.workers[0].runtime.cordon()
+        assert [await each for each in tasks] == [1] * 8
+        assert (here.served_by(0), here.served_by(1)) == (1, 7)
+        assert here.journey_context.stats.retries == {}
+
+    scene(body, [ONE_BY_ONE, ONE_BY_ONE], MANY_AT_ONE)
+
+
 def test_a_decision_that_must_be_held_is_not_made_at_once() -> None:
     async def body(here: Scene) -> None:
         first = here.router.route_now(long_prompt("a"))

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.policy.choice import Choice
 from kvolt.router.port import Decision
@@ -93,10 +94,13 @@ class PromptPacer:
             prompt.sending, prompt.held_since = self._loop.create_future(), self._now()
             prompt.timer = self._loop.call_later(hold_s, prompt.send)
 
+    def is_held(self, decision: Decision) -> bool:
+        prompt = self._prompt_of(decision)
+        return prompt is not None and prompt.sending is not None
+
     async def hold(self, decision: Decision) -> None:
-        """Wait until the prompt may be sent."""
-        rank = self._ranks.get(decision.reservation_id)
-        prompt = None if rank is None else self._prompts[rank][decision.reservation_id]
+        """Wait until the prompt may be sent, or is removed."""
+        prompt = self._prompt_of(decision)
         if prompt is not None and prompt.sending is not None:
             await prompt.sending
             self.holds_s.observe(self._now() - prompt.held_since)
@@ -109,19 +113,25 @@ class PromptPacer:
             return
         prompts = self._prompts[rank]
         prompt = prompts.pop(decision.reservation_id)
+        prompt.send()
         prompt.end_hold()
         if prompts:
             self._reschedule(list(prompts.values()))
         else:
             del self._prompts[rank]
 
-    def send_all(self) -> None:
-        """Hold no prompt any longer."""
-        for prompts in self._prompts.values():
-            for prompt in prompts.values():
-                prompt.send()
+    def end_holds(self, reachable: frozenset[InstanceId] = frozenset()) -> None:
+        """Hold no prompt any longer, except for these workers."""
+        for (instance_id, _), prompts in self._prompts.items():
+            if instance_id not in reachable:
+                for prompt in prompts.values():
+                    prompt.send()
 
     # ---
+
+    def _prompt_of(self, decision: Decision) -> _Prompt | None:
+        rank = self._ranks.get(decision.reservation_id)
+        return None if rank is None else self._prompts[rank][decision.reservation_id]
 
     def _hold_s(self, choice: Choice) -> float:
         """How long to hold a prompt that is routed now; 0 if it can be sent."""

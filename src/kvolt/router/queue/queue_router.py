@@ -122,6 +122,7 @@ class QueueRouter:
         self._is_closed = False
         self.stats = QueueStats()
         inner.on_capacity_freed = self._wake
+        inner.on_workers_changed = self._on_workers_changed
 
     @property
     def num_waiting(self) -> int:
@@ -146,15 +147,14 @@ class QueueRouter:
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         if request.routing.query_only or request.has_started:
             return await self.inner.route(request, excluded)
-        decision = self._try_route(request, excluded)
-        if decision is None:
-            decision = await self._wait(request, excluded)
-        try:
-            await self._pacer.hold(decision)
-        except asyncio.CancelledError:
-            self.release(decision, None)
-            raise
-        return decision
+        while True:
+            decision = self._try_route(request, excluded) or await self._wait(request, excluded)
+            if not self._pacer.is_held(decision):
+                return decision
+            decision = await self._hold(decision)
+            if decision.instance.id in self.inner.reachable_ids():
+                return decision
+            self.release(decision, None)  # its worker was lost or cordoned
 
     def route_now(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
         """Route without waiting; None if the request must use `route`."""
@@ -185,7 +185,7 @@ class QueueRouter:
     async def close(self) -> None:
         """Route the waiting requests regardless of load: no later event would release them."""
         self._is_closed = True
-        self._pacer.send_all()
+        self._pacer.end_holds()
         self._stop_timers()
         if self._dispatch_handle is not None:
             self._dispatch_handle.cancel()
@@ -257,6 +257,35 @@ class QueueRouter:
         """Predicted time until the requests that wait now have left, at the recent rate."""
         wait_s = self._drain.drain_time_s(self._queue.num_tokens, self._now())
         return min(max(math.ceil(wait_s), 1.0), _MAX_RETRY_AFTER_S)
+
+    async def _hold(self, decision: Decision) -> Decision:
+        """Wait until the prompt may be sent. Returns the decision for it: another one if it is withdrawn before."""
+        current = decision
+
+        def move(other: Decision) -> bool:
+            nonlocal current
+            previous, current = current, other
+            self._pacer.add(other, self.inner.find_choice(other))
+            _set_move(previous, None)
+            _set_move(other, move)
+            self.release(previous, None)  # ends its hold
+            return True
+
+        held = None
+        _set_move(decision, move)
+        try:
+            while held is not current:
+                held = current
+                await self._pacer.hold(held)
+        except asyncio.CancelledError:
+            self.release(current, None)
+            raise
+        finally:
+            _set_move(current, None)
+        return current
+
+    def _on_workers_changed(self) -> None:
+        self._pacer.end_holds(frozenset(self.inner.reachable_ids()))
 
     # --- dispatch
 
@@ -376,6 +405,11 @@ def constraints_of(request: Request, excluded: frozenset[InstanceId]) -> Hashabl
         routing.required_taints,
     )
     return constraints if any(each not in (None, (), frozenset()) for each in constraints) else None
+
+
+def _set_move(decision: Decision, move: Callable[[Decision], bool] | None) -> None:
+    if decision.withdraw_hook is not None:
+        decision.withdraw_hook.try_move = move
 
 
 def _refuse(entry: QueueEntry, error: KvoltError) -> None:

@@ -234,10 +234,41 @@ def test_a_lost_worker_holds_nothing() -> None:
     scene(body)
 
 
+def test_a_prompt_that_is_removed_while_it_is_held_waits_no_longer() -> None:
+    async def body(here: Scene) -> None:
+        first = here.add("first", here.choice(0.0))
+        second = here.add("second", here.choice(1.0))
+        await asyncio.sleep(0.1)
+        here.pacer.remove(second)
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)
+        assert here.sent[1:] == [("second", pytest.approx(0.1))]
+        here.pacer.remove(first)
+
+    scene(body)
+
+
+def test_only_the_prompts_of_reachable_workers_stay_held() -> None:
+    async def body(here: Scene) -> None:
+        names = ("a", "a", "b", "b")
+        decisions = [
+            here.add(name, here.choice(number % 2, worker=name)) for number, name in enumerate(names)
+        ]
+        here.pacer.end_holds(frozenset({InstanceId("a")}))
+        assert [here.pacer.is_held(each) for each in decisions] == [False, True, False, True]
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)
+        assert sorted(name for name, _ in here.sent) == ["a", "b", "b"]
+        for decision in decisions:
+            here.pacer.remove(decision)
+
+    scene(body)
+
+
 def test_the_end_of_the_router_sends_all() -> None:
     async def body(here: Scene) -> None:
         decisions = [here.add(f"r{number}", here.choice(float(number))) for number in range(5)]
-        here.pacer.send_all()
+        here.pacer.end_holds()
         await asyncio.sleep(0.0)
         await asyncio.sleep(0.0)
         assert len(here.sent) == 5
