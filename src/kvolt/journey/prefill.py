@@ -21,6 +21,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
 from kvolt.journey.links import with_link_costs
 from kvolt.router.breaker import Outcome, outcome_of
+from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines, open_stream
@@ -72,6 +73,15 @@ class RoleTarget:
         """Workers that can take prefill requests now."""
         candidates, excluded = self.client.candidates(), self.incompatible()
         return [each for each in candidates if each.id not in excluded] if excluded else candidates
+
+    def predict_queue_s(self, request: Request) -> float:
+        """Predicted time until a prefill worker starts the prompt; 0 if the router cannot predict it."""
+        if not isinstance(self.router, SupportsForecast):
+            return 0.0
+        try:
+            return self.router.forecast(as_prefill_request(request)).queue_s
+        except KvoltError:  # `route_prompt` reports it
+            return 0.0
 
     async def route_prompt(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         """Choose and reserve a prefill worker. Errors as of `Router.route`."""

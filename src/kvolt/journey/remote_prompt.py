@@ -31,7 +31,7 @@ from kvolt.runtime.tasks import TaskGroup
 log = logging.getLogger(__name__)
 
 _RESERVE_S = 5.0
-"""Longest wait for a prefill worker; the decode worker is reserved already."""
+"""Longest wait for a prefill worker beyond the predicted one; the decode worker is reserved already."""
 _MAILBOX_BITS = 62
 """Mailboxes of a prompt's parts are numbered from the rendezvous' and must fit 64 bits."""
 
@@ -168,7 +168,8 @@ async def open_rendezvous(
     # An id per attempt: the previous attempt's prompt may still be released on the same worker.
     request_id = prompt.request.request_id
     call = prompt.new_call(RequestId(f"{request_id}/{attempt}"))
-    wait_s = min(_RESERVE_S, time_left().total_s)
+    # A router holds a prompt until its worker has computed those before it.
+    wait_s = min(prompt.target.predict_queue_s(prompt.request) + _RESERVE_S, time_left().total_s)
     try:
         async with asyncio.timeout(wait_s):
             decision = await call.reserve(frozenset(), links)

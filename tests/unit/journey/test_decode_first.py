@@ -14,13 +14,14 @@ from tests.unit.journey.test_remote_prefill import Pair, Split, paired
 from tests.unit.worker.test_roles import EXPECTED, asked, at_rest
 
 from kvolt.core.errors import EngineFailed, KvoltError, Unavailable
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request, Role
 from kvolt.journey import remote_prompt
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.metrics import describe_breakers
+from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.worker import rendezvous as meetings
@@ -94,6 +95,28 @@ def test_prefill_workers_without_room_are_not_waited_for() -> None:
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
         assert asyncio.get_running_loop().time() - began_at < 2 * remote_prompt._RESERVE_S
         assert way.stats.prefill_failures == {"deadline_exceeded": 1}
+
+    paired(body)
+
+
+def test_a_prompt_is_held_for_as_long_as_its_prefill_worker_is_predicted_to_be_busy() -> None:
+    async def body(pair: Pair) -> None:
+        class Busy(Counting):
+            def forecast(self, request: Request) -> Forecast:
+                zeros = dict.fromkeys(Forecast.__struct_fields__, 0)
+                return Forecast(**(zeros | {"instance": InstanceId("p"), "queue_s": 8.0}))  # type: ignore[arg-type]
+
+            async def route(self, request: Request, excluded: frozenset[Any] = frozenset()) -> Decision:
+                await asyncio.sleep(8.0)
+                return await super().route(request, excluded)
+
+        way = journey_context(pair, RoleTarget(Busy(pair.target.client, Role.PREFILL), pair.target.client))
+        inbox = Inbox()
+        journey = Journey(way, asked(), inbox, Deadlines())
+        await journey.start()
+        await until(lambda: bool(inbox.ends), timeout_s=20)
+        assert (inbox.ends, inbox.tokens()) == ([None], EXPECTED)
+        assert (way.stats.num_prefills, way.stats.prefill_failures) == (1, {})
 
     paired(body)
 
