@@ -1,7 +1,8 @@
 """JSON bodies of requests: content type, decompression, and parsing on or off the event loop.
 
-A compressed body is never expanded beyond the limit for bodies. If it may be large it is expanded where it is parsed,
-in the thread for large requests: however many arrive, only one expanded body is in memory.
+A compressed body is never expanded beyond the limit for bodies. If it is large, or expands to a large one, it is
+expanded where it is parsed, in the thread for large requests: however many arrive, only one expanded body is in memory,
+and megabytes of empty blocks, which expand to nothing, do not delay other requests.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class BodyParser:
         window_bits = _check_headers(http.headers)
         body, http.body = http.body, b""  # do not keep megabytes while the answer is generated
         if window_bits is not None:
-            small = _expand(body, window_bits, SMALL_BODY_BYTES)
-            if small is None:
+            is_small = len(body) <= SMALL_BODY_BYTES
+            expanded = _expand(body, window_bits, SMALL_BODY_BYTES) if is_small else None
+            if expanded is None:
                 return await self._off_loop.run(lambda: parse(self._expanded(body, window_bits)))
-            body = small
+            body = expanded
         if len(body) <= SMALL_BODY_BYTES:
             return parse(body)
         return await self._off_loop.run(lambda: parse(body))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import tracemalloc
 import zlib
 from typing import Any
@@ -13,6 +14,7 @@ from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker
 from tests.unit.frontend.serving import served
 
 from kvolt.core.errors import InvalidRequest, PayloadTooLarge
+from kvolt.frontend import request_body
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.request_body import BodyParser
 from kvolt.frontend.tokenization.off_loop import OffLoop
@@ -75,6 +77,24 @@ async def test_a_bomb_is_not_expanded() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 * MIB
+
+
+async def test_large_compressed_bodies_are_expanded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty blocks cost time and expand to nothing."""
+    threads: list[int] = []
+    expand = request_body._expand
+
+    def recorded(body: bytes, window_bits: int, limit: int) -> bytes | None:
+        threads.append(threading.get_ident())
+        return expand(body, window_bits, limit)
+
+    monkeypatch.setattr(request_body, "_expand", recorded)
+    empty_stored_block = b"\0\0\0\xff\xff"
+    nothing = zlib.compress(b"")
+    body = nothing[:2] + empty_stored_block * 20_000 + nothing[2:]
+    assert await parsed(body, "deflate") == b""
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("size", [9, 200_000])
