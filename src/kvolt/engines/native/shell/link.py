@@ -78,9 +78,10 @@ class Link(MessageLink):
             raise from_info(to_info(self._failure))
         self.check_room()
         self._num_calls += 1
+        command = Call(self._num_calls, method.name, encode_raw(arguments))  # may fail: nothing waits yet
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._calls[self._num_calls] = _Waiting(method, reply, on_value)
-        self.command(Call(self._num_calls, method.name, encode_raw(arguments)))
+        self.command(command)
         try:
             async with asyncio.timeout(method.timeout_s):
                 return await reply
