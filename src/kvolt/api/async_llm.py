@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self, Unpack
 
 from kvolt.api.local_server import EngineChoice, LocalServer
 from kvolt.api.results import RequestOutput
-from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, check_prompt
+from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, list_prompts
 
 
 class AsyncLLM:
@@ -49,7 +49,7 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams = DEFAULT, *, lora: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a text or token ids. Each part has what is new: join their texts for the whole output."""
         return self._server.stream(self._server.completion(prompt, sampling_params, lora, stream=True))
 
@@ -60,19 +60,10 @@ class AsyncLLM:
         *,
         lora: str | None = None,
         **options: Unpack[ChatOptions],
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, rendered by the model's chat template. Parts as of `generate`."""
         return self._server.stream(self._server.chat(messages, sampling_params, options, lora, stream=True))
 
     async def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """One vector of unit length per prompt. Unsupported if the engine does not compute embeddings."""
         return await self._server.embed(list_prompts(prompts), lambda: None)
-
-
-def list_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, from one prompt or several. A list of integers is one prompt."""
-    check_prompt(prompts)
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    return [several] if several and all(isinstance(each, int) for each in several) else several

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, Unpack, cast
 
-from kvolt.api.async_llm import list_prompts
 from kvolt.api.local_server import EngineChoice, LocalServer
 from kvolt.api.loop_thread import LoopThread
 from kvolt.api.progress import progress as show_progress
 from kvolt.api.results import RequestOutput
-from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams
+from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, list_prompts
 from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.http.protocol import HttpRequest
 
@@ -97,8 +96,7 @@ class LLM:
 
         A conversation is a list of messages as in OpenAI's API, such as `{"role": "user", "content": "Hello"}`.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        several = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
+        several = _list_conversations(messages)
         params = _one_for_each(sampling_params, len(several))
         return self._answer_all(
             [
@@ -123,6 +121,18 @@ class LLM:
 
 def _close(loop: LoopThread, server: LocalServer) -> None:
     loop.close(server.close())
+
+
+def _list_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> Sequence[Sequence[Message]]:
+    if not isinstance(messages, Sequence):
+        raise InvalidRequest(
+            f"messages is a list of messages or of conversations, not {type(messages).__name__}",
+            param="messages",
+        )
+    are_several = all(isinstance(each, Sequence) and not isinstance(each, str) for each in messages)
+    return cast("Sequence[Sequence[Message]]", messages if are_several else [messages])
 
 
 def _one_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:

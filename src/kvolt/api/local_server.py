@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvolt.api.sampling_params import (
     Prompt,
     SamplingParams,
     chat_body,
-    check_prompt,
+    checked_prompt,
     completion_body,
 )
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable, Unsupported
@@ -97,21 +97,28 @@ class LocalServer:
     def __init__(self, choice: EngineChoice) -> None:
         self._engine = choice.engine
         self._requested = choice.model
+        self._has_started = False
         self._is_closed = False
         self._stack = AsyncExitStack()
         self._rng = random.Random(secrets.randbits(128))
         self._generation: Generation | None = None
         self._model: Model | None = None
         self._worker: Worker | None = None
+        self._starting = TaskGroup("start", on_error=lambda error: None)  # raised to the caller
         self._requests = TaskGroup("requests", on_error=lambda error: None)  # raised to the caller
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError or the engine's error, and then leaves nothing running."""
-        if self._is_closed or self._generation is not None:
+        if self._is_closed or self._has_started:
             raise Unavailable("this engine was started before", reason="started")
+        self._has_started = True
+        start = self._starting.start(self._start(), "start")
         try:
+            await asyncio.wait([start])
+            if start.cancelled():
+                raise Unavailable("the engine was closed while it started", reason="closed")
             with _remedies():
-                await self._start()
+                start.result()
         except BaseException:
             await self.close()
             raise
@@ -164,6 +171,7 @@ class LocalServer:
         """End all requests and the engine. Idempotent."""
         self._is_closed = True
         self._generation = None
+        await self._starting.close()
         await self._stack.aclose()
 
     @property
@@ -208,14 +216,19 @@ class LocalServer:
         """Answer all requests, in order. The first error cancels the others; a note has its number."""
         results: dict[int, RequestOutput] = {}
         remaining = iter(enumerate(requests))
+        has_failed = False
 
         async def answer_remaining() -> None:
+            nonlocal has_failed
             for number, build in remaining:
                 try:
                     async with self._running(build()) as (answer, run):
                         await self._join(run)
                         results[number] = answer.take()
                 except KvoltError as error:
+                    if has_failed:
+                        return  # the same mistake, or the same end of the engine: one error says it
+                    has_failed = True
                     error.add_note(f"in prompt {number} of {len(requests)}")
                     raise
                 on_answer()
@@ -225,7 +238,7 @@ class LocalServer:
                 scope.start(answer_remaining(), str(number))
         return [results[number] for number in range(len(requests))]
 
-    async def stream(self, request: HttpRequest) -> AsyncIterator[RequestOutput]:
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[RequestOutput, None]:
         """Parts of one answer as they arrive. Closing the iterator cancels the request at the engine."""
         async with self._running(request) as (answer, run):
             has_ended = False
@@ -280,11 +293,11 @@ class LocalServer:
             )
         vectors = []
         for prompt in prompts:
-            check_prompt(prompt)
+            checked = checked_prompt(prompt)
             token_ids = (
-                (await model.processor.encode([prompt], "prompt", True))[0]
-                if isinstance(prompt, str)
-                else prompt
+                (await model.processor.encode([checked], "prompt", True))[0]
+                if isinstance(checked, str)
+                else checked
             )
             vectors += await engine.embed([token_ids])
             on_answer()

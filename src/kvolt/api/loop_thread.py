@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent import futures
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import uvloop
 
-from kvolt.core.errors import Cancelled, Unavailable
+from kvolt.core.errors import Cancelled, KvoltError, Unavailable
+from kvolt.runtime.tasks import TaskGroup
 
 T = TypeVar("T")
 
@@ -24,51 +26,67 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop = uvloop.new_event_loop()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._calls = TaskGroup(name, on_error=lambda error: None)  # raised to the caller
         self._is_closed = False
+        self._lock = threading.RLock()
+        """Orders calls before `close`: none is passed to a loop that stops. Reentrant: signal handlers may close."""
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for its result. Ctrl-C cancels it, and returns when it has cleaned up."""
-        if self._is_closed:
+        call = _Call(work)
+        try:
+            self._submit(call)
+        except KvoltError:
             work.close()
-            raise Unavailable(f"{self._name} is closed", reason="closed")
-        if not self._thread.is_alive():
-            work.close()
+            raise
+        try:
+            return call.outcome.result()
+        except BaseException:
+            if not call.outcome.done():  # interrupted here, not failed there
+                self._interrupt(call)
+            raise
+
+    def _submit(self, call: _Call[Any]) -> None:
+        if not self._is_closed and not self._thread.is_alive():
             raise Unavailable(
                 f"{self._name} belongs to another process: create it after the fork", reason="forked"
             )
-        ended = threading.Event()
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable(f"{self._name} is closed", reason="closed")
+            self._loop.call_soon_threadsafe(self._start, call)
 
-        async def supervised() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._running.add(task)
-            try:
-                return await work
-            finally:
-                self._running.discard(task)
-                ended.set()
+    def _start(self, call: _Call[T]) -> None:
+        call.task = self._calls.start(call.work, "call")
+        call.task.add_done_callback(partial(self._end, call))
 
-        outcome = asyncio.run_coroutine_threadsafe(supervised(), self._loop)
-        try:
-            return outcome.result()
-        except futures.CancelledError:
-            raise Cancelled(f"{self._name} was closed during the call") from None
-        except BaseException:
-            if not outcome.done():  # interrupted here, not failed there
-                outcome.cancel()
-                ended.wait(_CANCEL_S)
-            raise
+    def _end(self, call: _Call[T], task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            call.outcome.set_exception(Cancelled(f"{self._name} was closed during the call"))
+        elif (error := task.exception()) is not None:
+            call.outcome.set_exception(error)
+        else:
+            call.outcome.set_result(task.result())
+
+    def _interrupt(self, call: _Call[Any]) -> None:
+        with self._lock:
+            if not self._is_closed:  # `close` cancels it otherwise
+                self._loop.call_soon_threadsafe(call.cancel)
+        futures.wait([call.outcome], _CANCEL_S)
 
     def close(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a last coroutine, cancel the others, and stop. Call once.
 
-        Does not wait when called on this thread, which a garbage collection may do.
+        Does not wait when called on this thread, which a garbage collection may do. Does nothing after a fork.
         """
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._close(work), self._loop)
+        if not self._thread.is_alive():
+            work.close()
+            return
+        with self._lock:
+            self._is_closed = True
+            asyncio.run_coroutine_threadsafe(self._close(work), self._loop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -76,11 +94,7 @@ class LoopThread:
         try:
             await work
         finally:
-            running = list(self._running)
-            for task in running:
-                task.cancel()
-            if running:
-                await asyncio.wait(running)
+            await self._calls.close()
             self._loop.call_soon(self._loop.stop)  # after the results have reached their threads
 
     def _run_loop(self) -> None:
@@ -90,3 +104,16 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+
+class _Call(Generic[T]):
+    """A coroutine and its outcome, which is set when it has ended and cleaned up."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.work = work
+        self.outcome: futures.Future[T] = futures.Future()
+        self.task: asyncio.Task[T] | None = None
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()

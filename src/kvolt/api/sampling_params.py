@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypedDict
 
 import msgspec
@@ -70,18 +71,42 @@ class ChatOptions(TypedDict, total=False):
 DEFAULT = SamplingParams()
 
 
-def check_prompt(prompt: object) -> None:
-    """Refuse what would be read as something else: the keys of a dict as prompts, bytes as token ids."""
-    if isinstance(prompt, Mapping | bytes):
-        raise InvalidRequest(
-            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt"
-        )
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one prompt or several. A list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Any] = _list_items(prompts)
+    return [several] if several and _are_integers(several) else several
+
+
+def checked_prompt(prompt: Prompt) -> str | list[int]:
+    """One prompt: a text or a list of token ids. Raises InvalidRequest for another type."""
+    if isinstance(prompt, str):
+        return prompt
+    token_ids: list[Any] = _list_items(prompt)
+    if not _are_integers(token_ids):
+        kinds = ", ".join(sorted({type(each).__name__ for each in token_ids}))
+        raise _not_a_prompt(f"a list of {kinds}")
+    return [int(token_id) for token_id in token_ids]
+
+
+def _list_items(prompts: object) -> list[Any]:
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes):
+        return prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    raise _not_a_prompt(type(prompts).__name__)
+
+
+def _are_integers(items: list[Any]) -> bool:
+    kinds = {type(each) for each in items}
+    return bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
+
+
+def _not_a_prompt(found: str) -> InvalidRequest:
+    return InvalidRequest(f"a prompt is a text or a list of token ids, not {found}", param="prompt")
 
 
 def completion_body(model: str, prompt: Prompt, params: SamplingParams, stream: bool) -> bytes:
-    check_prompt(prompt)
-    prompt_field = prompt if isinstance(prompt, str) else list(prompt)
-    return _encode({"model": model, "prompt": prompt_field, "stream": stream, **_fields(params)})
+    return _encode({"model": model, "prompt": checked_prompt(prompt), "stream": stream, **_fields(params)})
 
 
 def chat_body(

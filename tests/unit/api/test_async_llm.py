@@ -74,7 +74,7 @@ async def test_leaving_the_loop_frees_the_blocks() -> None:
 
 async def test_closing_the_iterator_ends_the_request_before_it_returns() -> None:
     async with opened(speed=1.0) as llm:
-        async with contextlib.aclosing(llm.generate("Hello", LONG)) as parts:  # type: ignore[type-var]
+        async with contextlib.aclosing(llm.generate("Hello", LONG)) as parts:
             await anext(parts)
         assert not len(llm._server._requests)
         await until(lambda: is_idle(llm))
@@ -118,6 +118,31 @@ async def test_closing_ends_open_streams() -> None:
     with pytest.raises(Unavailable, match="is closed"):
         async for _ in parts:
             pass
+
+
+async def test_several_prompts_are_refused() -> None:
+    async with opened() as llm:
+        with pytest.raises(InvalidRequest, match="not a list of str"):
+            llm.generate(["Hello", "there"])  # type: ignore[arg-type]
+
+
+async def test_it_is_started_once_by_concurrent_tasks() -> None:
+    llm = AsyncLLM("sim-tiny")
+    results = await asyncio.gather(llm.start(), llm.start(), return_exceptions=True)
+    assert results[0] is llm
+    assert "started before" in str(results[1])
+    await llm.close()
+
+
+async def test_closing_while_it_starts_leaves_nothing_running() -> None:
+    before = asyncio.all_tasks()
+    llm = AsyncLLM("sim-tiny")
+    start = asyncio.create_task(llm.start())
+    await asyncio.sleep(0)
+    await llm.close()
+    with pytest.raises(Unavailable, match="closed while it started"):
+        await start
+    assert asyncio.all_tasks() == before
 
 
 async def test_it_must_be_started() -> None:

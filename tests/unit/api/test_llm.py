@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvolt import LLM, KvoltError, SamplingParams
@@ -116,11 +117,51 @@ def test_errors_are_those_of_the_http_api(llm: LLM, params: SamplingParams, mess
     assert llm.generate("Hello", progress=False)[0].finished
 
 
-@pytest.mark.parametrize("prompts", [{"prompt": "Hello"}, [{"prompt_token_ids": [1]}], b"Hello", [b"Hello"]])
-def test_only_texts_and_token_ids_are_prompts(llm: LLM, prompts: Any) -> None:
-    """A dict would be read as a list of its keys, bytes as token ids."""
-    with pytest.raises(InvalidRequest, match=r"list of token ids, not (dict|bytes)"):
+@pytest.mark.parametrize(
+    ("prompts", "kind"),
+    [
+        ({"prompt": "Hello"}, "dict"),
+        ([{"prompt_token_ids": [1]}], "dict"),
+        (b"Hello", "bytes"),
+        ([b"Hello"], "bytes"),
+        (5, "int"),
+        (["Hello", None], "NoneType"),
+        ([["Hello", "there"]], "a list of str"),
+        ([[[1, 2], [3]]], "a list of list"),
+        ([[1, 2.5]], "a list of float, int"),
+        ([[True]], "a list of bool"),
+    ],
+)
+def test_only_texts_and_token_ids_are_prompts(llm: LLM, prompts: Any, kind: str) -> None:
+    """A dict would be read as a list of its keys, bytes as token ids, a list of texts as one prompt."""
+    with pytest.raises(InvalidRequest, match=rf"list of token ids, not {kind}(\n|$)"):
         llm.generate(prompts, progress=False)
+
+
+def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
+    one, several = np.array([1, 2, 3]), np.array([[1, 2, 3], [4, 5, 6]])
+    params = SamplingParams(max_tokens=1)
+    for prompts in (one, several, [one], list(one)):
+        results = llm.generate(prompts, params, progress=False)
+        assert results[0].prompt_token_ids == (1, 2, 3)
+        assert len(results) == (2 if prompts is several else 1)
+
+
+@pytest.mark.parametrize("messages", [None, USER, iter([USER])])
+def test_messages_are_a_list(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages is a list of messages or of conversations, not"):
+        llm.chat(messages, progress=False)
+
+
+def test_messages_may_be_objects_of_an_sdk(llm: LLM) -> None:
+    class SdkMessage:
+        def model_dump(self) -> dict[str, Any]:
+            return USER
+
+    params = SamplingParams(max_tokens=4)
+    (one,) = llm.chat([SdkMessage()], params, progress=False)  # type: ignore[list-item]
+    (same,) = llm.chat([USER], params, progress=False)
+    assert one.prompt == same.prompt
 
 
 def test_an_error_names_its_prompt(llm: LLM) -> None:
@@ -129,6 +170,13 @@ def test_an_error_names_its_prompt(llm: LLM) -> None:
     assert raised.value.__notes__ == ["in prompt 1 of 3"]
     with pytest.raises(InvalidRequest, match="unknown fields: tool_choise"):
         llm.chat([USER], tool_choise="auto", progress=False)  # type: ignore[call-arg]
+
+
+def test_a_mistake_in_all_prompts_is_one_error(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are not logged: a batch has hundreds."""
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate(["Hello"] * 50, SamplingParams(temperature=-1.0), progress=False)
+    assert not caplog.records
 
 
 def test_an_engine_without_embeddings_says_which_one_has_them(llm: LLM) -> None:
@@ -278,3 +326,7 @@ def test_the_native_engine_generates_and_embeds(tmp_path: Path) -> None:
         one, other, same = llm.embed(["Hello", "a quite different text", "Hello"], progress=False)
         assert one == same != other
         assert sum(x * x for x in one) == pytest.approx(1.0)
+        assert len(llm.embed(np.array([1, 2, 3]), progress=False)) == 1
+        for wrong in ([["Hello", "there"]], [[1.5]]):
+            with pytest.raises(InvalidRequest, match="not a list of"):
+                llm.embed(wrong, progress=False)  # type: ignore[arg-type]
