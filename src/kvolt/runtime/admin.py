@@ -39,7 +39,8 @@ COMMANDS = {
     "/v1/load_lora_adapter": "load_lora_adapter",
     "/v1/unload_lora_adapter": "unload_lora_adapter",
 }
-"""Path -> command; each process supports some of them. The paths for adapters and sleep are vLLM's."""
+"""Path -> command; each process supports some of them. The paths for adapters and sleep are vLLM's. Fields of the body
+can be query parameters instead, as vLLM's `level` is."""
 
 
 class Controls(Protocol):
@@ -137,7 +138,8 @@ class AdminServer:
 
     def _command(self, name: str) -> Handler:
         async def perform(request: HttpRequest) -> Response:
-            return Response(200, msgspec.json.encode(await self._controls.command(name, request.body)))
+            body = request.body or (msgspec.json.encode(request.query) if request.query else b"")
+            return Response(200, msgspec.json.encode(await self._controls.command(name, body)))
 
         return perform
 

@@ -118,6 +118,8 @@ class Runtime:
         """Commands by name, registered by components that own KV or LoRA adapters."""
         self.children: list[Runtime] = []
         """Other Runtimes in the same process: cordon, drain, resume and close apply to them too."""
+        self.check_can_resume: Callable[[], None] = lambda: None
+        """Raises KvoltError while the process cannot accept requests, for example because its engine is asleep."""
         self._lease: LeaseId | None = None
         self._served: dict[str, _Served] = {}
         self._clients: list[EndpointClient] = []
@@ -295,6 +297,7 @@ class Runtime:
             pass
 
     async def resume(self) -> None:
+        self.check_can_resume()
         await self._apply_to_children(lambda child: child.resume())
         await self._set_state(InstanceState.READY)
 

@@ -45,8 +45,8 @@ class AdapterRecord:
                 continue
             try:
                 await engine.load_lora(name, path)
-            except KvoltError as error:
-                log.warning("adapter not restored: name=%s path=%s error=%s", name, path, error.message)
+            except Exception as error:  # of any engine; a bad adapter must not keep the worker from its start
+                log.warning("adapter not restored: name=%s path=%s error=%r", name, path, error)
             else:
                 self._paths[name] = path
                 log.info("adapter restored: name=%s path=%s", name, path)

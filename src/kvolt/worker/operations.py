@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.core.errors import InvalidRequest, Unavailable, Unsupported
 from kvolt.engines.contract import Engine, Lora, Sleep
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.adapter_record import AdapterRecord
 from kvolt.worker.control import ClearKv, CommandResult, LoadLora, UnloadLora, WorkerCommand, perform
 from kvolt.worker.tiering import Tiering
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_DRAIN_S = 24 * 3600.0
 
@@ -26,6 +29,10 @@ class SleepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """1: weights to host memory, KV dropped; 2: weights dropped too."""
     timeout_s: float = 30.0
     """Time that running requests get to finish."""
+
+
+class WakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /wake_up`: vLLM's `tags`, which wake a part of the engine, are not supported."""
 
 
 class Operations:
@@ -42,6 +49,8 @@ class Operations:
         self._sleep_lock = asyncio.Lock()
         self.features: tuple[str, ...] = ()
         self.is_asleep = False
+        runtime.commands |= {"sleep": self.sleep, "wake_up": self.wake_up}
+        runtime.check_can_resume = self._check_awake
 
     async def start(self, features: tuple[str, ...]) -> None:
         """Restore the adapters of the previous run; the engine is started."""
@@ -67,7 +76,9 @@ class Operations:
 
     async def sleep(self, body: bytes) -> dict[str, bool]:
         """Drain the process and put its engine to sleep; if that fails, accept requests again."""
-        options = _sleep_options(body)
+        options = _decode(body, SleepOptions)
+        if options.level not in (1, 2) or not 0 <= options.timeout_s <= _MAX_DRAIN_S:
+            raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {_MAX_DRAIN_S:g}", param="body")
         engine = self._sleeper()
         async with self._sleep_lock:
             try:
@@ -82,13 +93,19 @@ class Operations:
         return {"is_sleeping": True}
 
     async def wake_up(self, body: bytes) -> dict[str, bool]:
-        """Wake the engine and accept requests again."""
+        """Wake the engine and accept requests again. A worker that is awake stays as it is, cordoned or not."""
+        _decode(body, WakeOptions)
         engine = self._sleeper()
         async with self._sleep_lock:
-            await engine.wake()
-            self.is_asleep = False
-            await self._runtime.resume()
+            await engine.wake()  # also if it counts as awake: an interrupted sleep may have left it asleep
+            was_asleep, self.is_asleep = self.is_asleep, False
+            if was_asleep:
+                await self._runtime.resume()
         return {"is_sleeping": False}
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise Unavailable("the engine is asleep; `kvolt worker wake` wakes it", reason="asleep")
 
     def _sleeper(self) -> Sleep:
         if "Sleep" not in self.features or not isinstance(self._engine, Sleep):
@@ -99,11 +116,9 @@ class Operations:
         return self._engine
 
 
-def _sleep_options(body: bytes) -> SleepOptions:
+def _decode(body: bytes, kind: type[T]) -> T:
     try:
-        options = msgspec.json.decode(body or b"{}", type=SleepOptions)
+        return msgspec.json.decode(body or b"{}", type=kind, strict=False)
     except MALFORMED as error:
-        raise InvalidRequest(f'{error} (for example {{"level": 1}})', param="body") from None
-    if options.level not in (1, 2) or not 0 <= options.timeout_s <= _MAX_DRAIN_S:
-        raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {_MAX_DRAIN_S:g}", param="body")
-    return options
+        known = ", ".join(kind.__struct_fields__) or "none"
+        raise InvalidRequest(f"{error} (known fields: {known})", param="body") from None

@@ -13,6 +13,7 @@ from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.request import Request
 
 BROKEN = "/broken"
+CRASHING = "/crashing"
 
 
 class WithAdapters(ScriptedEngine):
@@ -37,6 +38,8 @@ class WithAdapters(ScriptedEngine):
     async def load_lora(self, name: str, path: str) -> None:
         if path == BROKEN:
             raise InvalidRequest(f"{path} is no adapter", param="path")
+        if path == CRASHING:
+            raise KeyError("lora_A")
         self.adapters[name] = path
 
     async def unload_lora(self, name: str) -> None:

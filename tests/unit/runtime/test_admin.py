@@ -157,6 +157,14 @@ async def test_commands_get_the_body_and_return_their_result(
     assert (await client.get(path)).status_code == 405
 
 
+async def test_query_parameters_replace_the_body_of_a_command(
+    client: httpx.AsyncClient, controls: RecordedControls
+) -> None:
+    """vLLM's clients send them: without this a level 2 would be a level 1."""
+    await client.post("/sleep?level=2")
+    assert controls.calls == [("sleep", b'{"level":"2"}')]
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from tests.unit.engines.adapter_lab import BROKEN, WithAdapters
+from tests.unit.engines.adapter_lab import BROKEN, CRASHING, WithAdapters
 from tests.unit.engines.lab import Lab, make_request, start_stream, until
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Unavailable, Unsupported
@@ -76,6 +76,49 @@ def test_a_worker_whose_sleep_is_cancelled_takes_requests_again() -> None:
     run_virtual(scenario)
 
 
+def test_an_asleep_worker_is_not_resumed() -> None:
+    """Its engine would refuse every request."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            await running.worker.operations.sleep(b"")
+            with pytest.raises(Unavailable, match="kvolt worker wake"):
+                await running.runtime.resume()
+            await asyncio.sleep(1.0)
+            assert not client.candidates()
+
+    run_virtual(scenario)
+
+
+def test_waking_a_worker_that_is_awake_leaves_it_cordoned() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            await running.runtime.cordon()
+            assert await running.worker.operations.wake_up(b"") == {"is_sleeping": False}
+            await asyncio.sleep(1.0)
+            assert not client.candidates()
+            await running.runtime.resume()
+            await until(lambda: bool(client.candidates()))
+
+    run_virtual(scenario)
+
+
+def test_every_worker_has_the_commands() -> None:
+    """Also one of many in a process. Values may be text, as in vLLM's query parameters."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            assert await running.runtime.command("sleep", b'{"level": "2"}') == {"is_sleeping": True}
+            assert await running.runtime.command("wake_up", b"") == {"is_sleeping": False}
+
+    run_virtual(scenario)
+
+
 def test_wrong_sleeps_are_refused() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
@@ -83,6 +126,8 @@ def test_wrong_sleeps_are_refused() -> None:
             for body in (b"[", b'{"level": 3}', b'{"timeout_s": -1}', b'{"levl": 1}'):
                 with pytest.raises(InvalidRequest):
                     await operations.sleep(body)
+            with pytest.raises(InvalidRequest, match="tags"):
+                await operations.wake_up(b'{"tags": "weights"}')
             other = (await lab.worker("w1", WithAdapters())).worker.operations
             with pytest.raises(Unsupported, match="enable_sleep_mode"):
                 await other.sleep(b"")
@@ -126,6 +171,8 @@ def test_adapters_loaded_at_run_time_outlive_a_restart(
     caplog.set_level(logging.WARNING)
     assert run_virtual(lambda: run("again")).adapters == {"first": "/at/start", "c": "/c"}
     assert "adapter not restored: name=a" in caplog.text
+    file.write_text(json.dumps({"a": CRASHING, "c": "/c"}))
+    assert run_virtual(lambda: run("again")).adapters == {"first": "/at/start", "c": "/c"}
     file.write_text("{")
     assert run_virtual(lambda: run("again")).adapters == {"first": "/at/start"}
     assert "adapters not restored" in caplog.text

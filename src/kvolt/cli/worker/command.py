@@ -166,7 +166,6 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
                 TierMetrics(lambda: [worker.tiering.report()] if worker.tiering else [])
             )
             runtime.commands["clear_kv_blocks"] = lambda body: worker.operations.clear_kv_blocks()
-            runtime.commands |= {"sleep": worker.operations.sleep, "wake_up": worker.operations.wake_up}
             runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
             await worker.run()
         finally:
