@@ -119,7 +119,7 @@ def find_engine(name: str) -> EngineKind:
         return kind
     file, _, attribute = name.rpartition(":")
     if file.endswith(".py"):
-        return _plugin(name, lambda: getattr(_module_of(Path(file).expanduser()), attribute), attribute)
+        return _plugin(name, lambda: getattr(_module_of(name, Path(file).expanduser()), attribute), attribute)
     for point in entry_points(group=GROUP, name=name):
         return _plugin(name, point.load, point.value)
     known = ", ".join([*engine_names(), "FILE.py:NAME"])
@@ -133,7 +133,7 @@ def _plugin(name: str, load: Callable[[], Any], value: str) -> EngineKind:
     return plugin
 
 
-def _module_of(path: Path) -> Any:
+def _module_of(name: str, path: Path) -> Any:
     """The module in a file, loaded once per process: its classes must stay the same."""
     module_name = f"kvolt engine {path.resolve()}"
     if module_name not in sys.modules:
@@ -147,7 +147,7 @@ def _module_of(path: Path) -> Any:
         except BaseException as error:
             del sys.modules[module_name]
             if isinstance(error, Exception) and not isinstance(error, ImportError):
-                raise ImportError(f"{type(error).__name__}: {error}") from error
+                raise _not_loaded(name, f"{type(error).__name__}: {error}", "correct the file") from error
             raise
     return sys.modules[module_name]
 
@@ -155,10 +155,14 @@ def _module_of(path: Path) -> Any:
 def _load(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install its dependencies"
-        ) from error
+    except ImportError as error:
+        raise _not_loaded(name, str(error), "install its dependencies") from error
+    except AttributeError as error:
+        raise _not_loaded(name, str(error), "correct its name") from error
+
+
+def _not_loaded(name: str, why: str, remedy: str) -> ConfigError:
+    return ConfigError(f"engine {name!r} cannot be loaded: {why}", key="engine", remedy=remedy)
 
 
 def parse_argument(text: str, flag: str = "--arg") -> tuple[str, object]:

@@ -150,21 +150,24 @@ def test_a_file_can_have_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "says", "remedy"),
     [
-        (None, "No such file"),
-        ("KIND = 1 / 0", "ZeroDivisionError: division by zero"),
-        ("import kvolt_no_such_module", "No module named 'kvolt_no_such_module'"),
-        ("", "no attribute 'KIND'"),
-        ("KIND = 1", "KIND is not an EngineKind"),
+        (None, "No such file", "correct the file"),
+        ("KIND = 1 / 0", "ZeroDivisionError: division by zero", "correct the file"),
+        ("import kvolt_no_such_module", "No module named 'kvolt_no_such_module'", "install its dependencies"),
+        ("", "no attribute 'KIND'", "correct its name"),
+        ("KIND = 1", "KIND is not an EngineKind", None),
     ],
 )
-def test_a_broken_file_is_a_config_error(tmp_path: Path, text: str | None, says: str) -> None:
+def test_a_broken_file_is_a_config_error(
+    tmp_path: Path, text: str | None, says: str, remedy: str | None
+) -> None:
     file = tmp_path / "engine.py"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as caught:
         find_engine(f"{file}:KIND")
+    assert caught.value.fields.get("remedy") == remedy
 
 
 def test_a_package_does_not_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
