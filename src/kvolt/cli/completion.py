@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ For all shells, once, and again after an update of kvolt:
 """
 
 _MAX_DESCRIPTION = 70
+_PLAIN_WORD = re.compile(r"[\w.-]+", re.ASCII)
+"""Names of plugins that are offered: shells expand the words of a completion, `$(command)` too."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ def _values_of(action: argparse.Action) -> tuple[str, ...]:
     if isinstance(action, RecordOverride):
         return action.known_values
     if "--engine" in action.option_strings:
-        return tuple(engine_names())
+        return tuple(name for name in engine_names() if _PLAIN_WORD.fullmatch(name))
     return tuple(map(str, action.choices or ()))
 
 

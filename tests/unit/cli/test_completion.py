@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -90,6 +91,17 @@ def test_every_verb_is_completed() -> None:
     commands = list_commands()
     assert set(commands[""].verbs) == set(VERBS)
     assert all(commands[name].flags or commands[name].verbs for name in VERBS)
+
+
+def test_no_word_is_expanded_by_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of plugins could be commands."""
+    names = ["mine", "$(touch x)", "`id`", "(id)", "a b", "*", "x;y"]
+    monkeypatch.setattr("kvolt.cli.completion.engine_names", lambda: names)
+    commands = list_commands()
+    assert commands["serve"].values["--engine"] == ("mine",)
+    for command in commands.values():
+        words = [*command.verbs, *command.flags, *(each for some in command.values.values() for each in some)]
+        assert all(re.fullmatch(r"[\w.=-]+", word, re.ASCII) for word in words)
 
 
 def test_a_script_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
