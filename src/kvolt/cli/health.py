@@ -68,5 +68,5 @@ async def served_models(base: str, timeout_s: float) -> Served | None:
         async with HttpClient(ServerUrl.parse(base)) as client:
             response = await client.fetch("/health", timeout_s)
         return msgspec.json.decode(response.body, type=_Health).roles  # status 503: no ready model
-    except (KvoltError, msgspec.DecodeError, UnicodeDecodeError):
+    except (KvoltError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -17,8 +17,8 @@ from kvolt.cli.flags import switch
 from kvolt.core.errors import ConfigError
 from kvolt.models import resolve
 from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
-from kvolt.models.folder_texts import read_json
 from kvolt.models.generation_config import FILE, GenerationConfig
+from kvolt.models.json_files import read_json
 from kvolt.models.model_files import ModelKind
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
@@ -45,6 +45,9 @@ _CONFIG_FACTS = {
     "dtype": "weights as",
     "torch_dtype": "weights as",
 }
+
+
+_SHOWN_CHARS = 200
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -161,9 +164,15 @@ def _config_facts(path: Path) -> dict[str, object]:
     try:
         config: Any = json.loads((path / "config.json").read_bytes())
         named = {shown: config[key] for key, shown in _CONFIG_FACTS.items() if key in config}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
-    return {name: ", ".join(value) if isinstance(value, list) else value for name, value in named.items()}
+    return {name: _one_line(value) for name, value in named.items()}
+
+
+def _one_line(value: object) -> str:
+    """A value of a published file, without control characters for the terminal."""
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text[:_SHOWN_CHARS] if text.isprintable() else ascii(text)[1:-1][:_SHOWN_CHARS]
 
 
 @contextmanager

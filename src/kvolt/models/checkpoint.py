@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import ModelConfig, read_hf_config
-from kvolt.models.folder_texts import FolderTexts, read_json, read_required
+from kvolt.models.folder_texts import FolderTexts
 from kvolt.models.generation_config import GenerationDefaults
+from kvolt.models.json_files import read_json, read_required
 from kvolt.models.weights import check_shapes, hash_weights
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

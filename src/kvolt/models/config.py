@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
+from kvolt.models.json_files import decode_json
 from kvolt.models.unsupported_fields import check_hf_fields
 
 if TYPE_CHECKING:
@@ -157,10 +158,7 @@ class HfConfig(msgspec.Struct, kw_only=True):
 def read_hf_config(document: bytes, stored_dtype: str, context_length: int | None = None) -> ModelConfig:
     """Read the bytes of a config.json. `context_length` limits the model's context."""
     architecture = _architecture(document)
-    try:
-        fields = msgspec.json.decode(document, type=HfConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"config.json cannot be used: {error}", key="model") from error
+    fields = decode_json(document, "config.json", HfConfig)
     _check_supported(fields)
     rope = fields.rope_parameters or fields.rope_scaling or {}
     scaling = read_rope_scaling(rope, fields.max_position_embeddings)
@@ -234,10 +232,7 @@ def _architecture(document: bytes) -> str:
     class Named(msgspec.Struct):
         architectures: list[str] = []
 
-    try:
-        names = msgspec.json.decode(document, type=Named).architectures
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"config.json cannot be used: {error}", key="model") from error
+    names = decode_json(document, "config.json", Named).architectures
     if not names or names[0] not in ARCHITECTURES:
         raise unknown_architecture(names[0] if names else "none", ARCHITECTURES)
     return names[0]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.errors import ConfigError
 from kvolt.models.config import token_ids
 from kvolt.models.generation_config import FILE, GenerationConfig, GenerationDefaults
-
-T = TypeVar("T")
+from kvolt.models.json_files import decode_json, read_bytes, read_json, read_required
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -55,7 +52,7 @@ class FolderTexts:
     @cached_property
     def chat_template(self) -> str:
         """chat_template.jinja, or the default template of tokenizer_config.json; empty if there is none."""
-        document = _read(self._folder / "chat_template.jinja")
+        document = read_bytes(self._folder / "chat_template.jinja")
         if document is not None:
             return document.decode(errors="replace")
         template = self._tokenizer.chat_template
@@ -92,36 +89,5 @@ class FolderTexts:
 
     @cached_property
     def _added_tokens(self) -> dict[str, int]:
-        try:
-            tokenizer = msgspec.json.decode(self.tokenizer_json, type=_Tokenizer)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{self._folder}/tokenizer.json cannot be used: {error}", key="model"
-            ) from error
+        tokenizer = decode_json(self.tokenizer_json, f"{self._folder}/tokenizer.json", _Tokenizer)
         return {token.content: token.id for token in tokenizer.added_tokens if token.id is not None}
-
-
-def read_required(folder: Path, name: str, remedy: str) -> bytes:
-    """The bytes of a file. ConfigError if it does not exist."""
-    document = _read(folder / name)
-    if document is None:
-        raise ConfigError(f"{folder} has no {name}", key="model", remedy=remedy)
-    return document
-
-
-def read_json(folder: Path, name: str, kind: type[T]) -> T | None:
-    """A decoded JSON file; None if it does not exist."""
-    document = _read(folder / name)
-    try:
-        return None if document is None else msgspec.json.decode(document, type=kind)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{folder / name} cannot be used: {error}", key="model") from error
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}", key="model") from error

@@ -26,18 +26,24 @@ _GGUF_NAMES = {
 }
 
 
-class GenerationConfig(msgspec.Struct, frozen=True):
-    """The fields of generation_config.json that are used."""
+_TokenId = Annotated[int, Meta(ge=-(2**31), le=2**32 - 1)]
 
-    eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
+
+class GenerationConfig(msgspec.Struct, frozen=True):
+    """The fields of generation_config.json that are used.
+
+    Sampling parameters have the ranges of requests: an engine would refuse all requests that leave others to the model.
+    """
+
+    eos_token_id: _TokenId | list[_TokenId] | None = None
+    bos_token_id: _TokenId | None = None
     do_sample: bool | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
 
     @property
     def defaults(self) -> GenerationDefaults:

@@ -235,7 +235,7 @@ def _is_whole(snapshot: Path, chosen: ModelFiles) -> bool:
         return True
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return True  # loading reports the error
     return shards <= set(chosen.files)
 

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import msgspec
-
 from kvolt.core.errors import ConfigError
+from kvolt.models.json_files import decode_json
 
 _OFF = (None, False, 0)
 _ONE = (None, 1)
@@ -90,7 +89,7 @@ _RELATIVE_ERROR = 1e-6
 
 def check_hf_fields(document: bytes, rope: Mapping[str, Any], head_dim: int, hidden_size: int) -> None:
     """ConfigError for the first field of a config.json that is not supported."""
-    fields = msgspec.json.decode(document)
+    fields = decode_json(document, "config.json", dict[str, Any])
     _check_table(fields, _HF_FIELDS, "")
     _check_table(rope, _ROPE_FIELDS, "rope_parameters.")
     _check_number(fields, "query_pre_attn_scalar", head_dim)

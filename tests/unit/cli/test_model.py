@@ -128,6 +128,25 @@ def test_a_broken_config_is_no_obstacle(hub: FakeHub, tmp_path: Path) -> None:
     assert main(["model", "list"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"architectures": [1, {}], "hidden_size": {"a": 1}}, "architecture  1, {}"),
+        ({"architectures": ["\x1b[2Jcleared"]}, "\\x1b[2Jcleared"),
+        ("[" * 100_000, "size "),
+    ],
+)
+def test_a_hostile_config_is_shown_as_plain_text(
+    config: object, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert main(["model", "show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert shown in out
+    assert "\x1b" not in out
+
+
 def test_a_bar_on_a_terminal(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.models.folder_texts import FolderTexts, read_json, read_required
+from kvolt.models.folder_texts import FolderTexts
 
 TOKENIZER = {
     "added_tokens": [
@@ -163,7 +163,16 @@ def test_what_is_no_default(tmp_path: Path, given: Any, defaults: Any) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": 0}],
+    [
+        {"temperature": -1},
+        {"temperature": 1e308},
+        {"top_p": 0},
+        {"min_p": 2},
+        {"repetition_penalty": 1e-308},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2**64},
+        {"eos_token_id": [1, 2**64]},
+    ],
     ids=str,
 )
 def test_defaults_out_of_range_are_refused_when_the_model_is_read(tmp_path: Path, given: Any) -> None:
@@ -201,13 +210,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").mkdir()
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
         folder(tmp_path)
-
-
-def test_files_of_other_kinds(tmp_path: Path) -> None:
-    assert read_json(tmp_path, "none.json", dict) is None
-    (tmp_path / "some.json").write_text('{"a": 1}')
-    assert read_json(tmp_path, "some.json", dict[str, int]) == {"a": 1}
-    assert read_required(tmp_path, "some.json", "make one") == b'{"a": 1}'
-    with pytest.raises(ConfigError) as caught:
-        read_required(tmp_path, "none.json", "make one")
-    assert caught.value.fields == {"key": "model", "remedy": "make one"}

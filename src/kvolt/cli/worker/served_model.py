@@ -11,8 +11,8 @@ import msgspec
 from kvolt.cli.flags import option
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import choose_engine
-from kvolt.models.folder_texts import read_json
 from kvolt.models.generation_config import FILE, GenerationConfig
+from kvolt.models.json_files import read_json
 from kvolt.models.resolve import recommended_defaults
 from kvolt.runtime.config.settings import WorkerSettings
 from kvolt.worker.served_card import ServedModel

@@ -12,7 +12,8 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.models.config import token_ids
-from kvolt.models.folder_texts import FolderTexts, read_json
+from kvolt.models.folder_texts import FolderTexts
+from kvolt.models.json_files import read_json
 from kvolt.scheduler.step_plan import Limits
 
 

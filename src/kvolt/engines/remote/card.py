@@ -14,8 +14,9 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.engines.remote.server import ServerFacts
 from kvolt.models.config import token_ids
-from kvolt.models.folder_texts import FolderTexts, read_json
+from kvolt.models.folder_texts import FolderTexts
 from kvolt.models.generation_config import GenerationDefaults
+from kvolt.models.json_files import read_json
 from kvolt.models.resolve import locate
 
 

@@ -43,7 +43,13 @@ def test_none_and_a_folder_replace_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "has no generation_config.json"), ("{", "cannot be used")]
+    ("content", "problem"),
+    [
+        (None, "has no generation_config.json"),
+        ("{", "cannot be used"),
+        ('{"x": ' + "[" * 100_000, "cannot be used"),
+        ('{"temperature": 1e308}', "temperature"),
+    ],
 )
 def test_a_folder_without_a_usable_file_is_refused(tmp_path: Path, content: str | None, problem: str) -> None:
     if content is not None:
