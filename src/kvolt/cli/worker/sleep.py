@@ -23,6 +23,8 @@ Examples:
 
 SETTINGS = CLIENT_GROUPS
 
+_MAX_TIMEOUT_S = 24 * 3600.0
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_names(parser)
@@ -34,6 +36,9 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    if not 0 <= args.timeout <= _MAX_TIMEOUT_S:
+        message = f"--timeout must be 0 to {_MAX_TIMEOUT_S:g}"
+        raise ConfigError(message, key="timeout", remedy="give it in seconds")
     return control_workers(args.names, loaded, "sleep", args.timeout, "asleep")
 
 

@@ -37,3 +37,9 @@ def test_without_workers_the_command_is_wrong(
 ) -> None:
     assert main(["worker", verb, "--discovery-path", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "kvolt: no worker is running (see `kvolt status`)\n"
+
+
+@pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "1e6"])
+def test_a_wrong_timeout_is_refused(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "sleep", f"--timeout={timeout}", "--discovery-path", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "kvolt: --timeout must be 0 to 86400 (give it in seconds)\n"
