@@ -12,7 +12,7 @@ worker computes it before another one, because of its priority.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from kvolt.core.ids import InstanceId
@@ -31,22 +31,16 @@ _HOLDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 class _Prompt:
     """A prompt without a first token at its worker."""
 
-    __slots__ = ("choice", "held_since", "sending", "timer")
+    __slots__ = ("choice", "held_since", "last_step_s", "last_step_tokens", "send_at", "sending")
 
     def __init__(self, choice: Choice) -> None:
+        tokens = max(choice.prefill_tokens, 1)
         self.choice = choice
-        self.held_since = 0.0
+        self.last_step_tokens = (tokens - 1) % choice.max_step_tokens + 1
+        self.last_step_s = choice.prefill_s * self.last_step_tokens / tokens
+        self.held_since = self.send_at = 0.0
         self.sending: asyncio.Future[None] | None = None
         """Set while the prompt is held; done when it may be sent."""
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def last_step_tokens(self) -> float:
-        return (max(self.choice.prefill_tokens, 1) - 1) % self.choice.max_step_tokens + 1
-
-    @property
-    def last_step_s(self) -> float:
-        return self.choice.prefill_s * self.last_step_tokens / max(self.choice.prefill_tokens, 1)
 
     def delay_by(self, later: Choice) -> float:
         """Time by which a later prompt in its last step would delay this one."""
@@ -54,14 +48,69 @@ class _Prompt:
         share = min(later.max_step_tokens - self.last_step_tokens, tokens) / tokens
         return share * max(later.prefill_s - later.step_s, 0.0)
 
+    @property
+    def is_waiting(self) -> bool:
+        return self.sending is not None and not self.sending.done()
+
     def send(self) -> None:
         if self.sending is not None and not self.sending.done():
             self.sending.set_result(None)
 
-    def end_hold(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = self.sending = None
+
+class _RankPrompts:
+    """Prompts of a worker rank without a first token, oldest first, with one timer for all that are held."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        """None while no prompt is held."""
+        self.by_reservation: dict[int, _Prompt] = {}
+
+    def __iter__(self) -> Iterator[_Prompt]:
+        return iter(self.by_reservation.values())
+
+    @property
+    def newest(self) -> _Prompt:
+        return next(reversed(self.by_reservation.values()))
+
+    def hold(self, prompt: _Prompt, hold_s: float) -> None:
+        prompt.sending = self._loop.create_future()
+        prompt.send_at = self._loop.time() + hold_s
+        if self._timer is None or prompt.send_at < self._timer.when():
+            self._set_timer()
+
+    def remove(self, reservation_id: int) -> None:
+        """Send held prompts earlier if those before them are done earlier than predicted."""
+        self.by_reservation.pop(reservation_id).send()
+        if self._timer is None:  # none is held
+            return
+        first = next(iter(self), None)
+        if first is not None:
+            first.send()
+        wait_s, now = 0.0, self._loop.time()
+        for previous, prompt in pairwise(self):
+            wait_s += previous.choice.prefill_s
+            if prompt.sending is not None:
+                at = now + max(wait_s - _LEAD * previous.last_step_s, 0.0)
+                prompt.send_at = min(prompt.send_at, at)
+        self._set_timer()
+
+    def send_all(self) -> None:
+        for prompt in self:
+            prompt.send()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        at = min((prompt.send_at for prompt in self if prompt.is_waiting), default=None)
+        self._timer = None if at is None else self._loop.call_at(at, self._send_due, at)
+
+    def _send_due(self, at: float) -> None:
+        for prompt in self:
+            if prompt.send_at <= at:
+                prompt.send()
+        self._set_timer()
 
 
 class PromptPacer:
@@ -71,8 +120,8 @@ class PromptPacer:
         self._is_enabled = is_enabled
         self._now = now
         self._loop = asyncio.get_running_loop()
-        self._prompts: dict[WorkerDpRank, dict[int, _Prompt]] = {}
-        """Prompts without a first token by worker rank and reservation, oldest first."""
+        self._prompts: dict[WorkerDpRank, _RankPrompts] = {}
+        """Ranks with prompts."""
         self._ranks: dict[int, WorkerDpRank] = {}
         """Worker rank of each reservation."""
         self.holds_s = Histogram(_HOLDS_S)
@@ -88,11 +137,12 @@ class PromptPacer:
             return
         hold_s = self._hold_s(choice)
         prompt = _Prompt(choice)
+        prompts = self._prompts.setdefault(choice.worker_rank, _RankPrompts(self._loop))
+        prompts.by_reservation[decision.reservation_id] = prompt
         self._ranks[decision.reservation_id] = choice.worker_rank
-        self._prompts.setdefault(choice.worker_rank, {})[decision.reservation_id] = prompt
         if hold_s > 0.0:
-            prompt.sending, prompt.held_since = self._loop.create_future(), self._now()
-            prompt.timer = self._loop.call_later(hold_s, prompt.send)
+            prompt.held_since = self._now()
+            prompts.hold(prompt, hold_s)
 
     def is_held(self, decision: Decision) -> bool:
         prompt = self._prompt_of(decision)
@@ -104,56 +154,38 @@ class PromptPacer:
         if prompt is not None and prompt.sending is not None:
             await prompt.sending
             self.holds_s.observe(self._now() - prompt.held_since)
-            prompt.end_hold()
+            prompt.sending = None
 
     def remove(self, decision: Decision) -> None:
         """Remove a prompt that is computed or given up; the next ones may be sent earlier. Unknown ones are ignored."""
         rank = self._ranks.pop(decision.reservation_id, None)
-        if rank is None:
-            return
-        prompts = self._prompts[rank]
-        prompt = prompts.pop(decision.reservation_id)
-        prompt.send()
-        prompt.end_hold()
-        if prompts:
-            self._reschedule(list(prompts.values()))
-        else:
-            del self._prompts[rank]
+        if rank is not None:
+            prompts = self._prompts[rank]
+            prompts.remove(decision.reservation_id)
+            if not prompts.by_reservation:
+                del self._prompts[rank]
 
     def end_holds(self, reachable: frozenset[InstanceId] = frozenset()) -> None:
         """Hold no prompt any longer, except for these workers."""
         for (instance_id, _), prompts in self._prompts.items():
             if instance_id not in reachable:
-                for prompt in prompts.values():
-                    prompt.send()
+                prompts.send_all()
 
     # ---
 
     def _prompt_of(self, decision: Decision) -> _Prompt | None:
         rank = self._ranks.get(decision.reservation_id)
-        return None if rank is None else self._prompts[rank][decision.reservation_id]
+        return None if rank is None else self._prompts[rank].by_reservation[decision.reservation_id]
 
     def _hold_s(self, choice: Choice) -> float:
         """How long to hold a prompt that is routed now; 0 if it can be sent."""
         prompts = self._prompts.get(choice.worker_rank)
-        if not prompts or not _is_computed(choice.request):
+        if prompts is None or not _is_computed(choice.request):
             return 0.0
-        previous = next(reversed(prompts.values()))
-        if previous.delay_by(choice) <= choice.step_s or _overtakes(choice, prompts.values()):
+        previous = prompts.newest
+        if previous.delay_by(choice) <= choice.step_s or _overtakes(choice, prompts):
             return 0.0
         return max(choice.queue_s - _LEAD * previous.last_step_s, 0.0)
-
-    def _reschedule(self, prompts: list[_Prompt]) -> None:
-        """Send held prompts earlier if those before them are done earlier than predicted."""
-        prompts[0].send()
-        wait_s = 0.0
-        for previous, prompt in pairwise(prompts):
-            wait_s += previous.choice.prefill_s
-            if prompt.timer is not None and prompt.sending is not None:
-                at = self._loop.time() + max(wait_s - _LEAD * previous.last_step_s, 0.0)
-                if at < prompt.timer.when():
-                    prompt.timer.cancel()
-                    prompt.timer = self._loop.call_at(at, prompt.send)
 
 
 def _overtakes(choice: Choice, prompts: Iterable[_Prompt]) -> bool:

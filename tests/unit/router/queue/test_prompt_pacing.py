@@ -248,6 +248,30 @@ def test_a_prompt_that_is_removed_while_it_is_held_waits_no_longer() -> None:
     scene(body)
 
 
+def test_held_prompts_of_a_worker_share_a_timer() -> None:
+    """A timer for each one was renewed with every first token: a millisecond per token behind 256 prompts."""
+
+    async def body(here: Scene) -> None:
+        timers: list[asyncio.TimerHandle] = []
+        call_at = here.loop.call_at
+
+        def counted(*args: object, **options: object) -> asyncio.TimerHandle:
+            timers.append(call_at(*args, **options))  # type: ignore[arg-type]
+            return timers[-1]
+
+        here.loop.call_at = counted  # type: ignore[assignment]
+        decisions = [here.add(f"r{number}", here.choice(float(number))) for number in range(50)]
+        await asyncio.sleep(0.1)
+        del timers[:]
+        here.pacer.remove(decisions[0])
+        assert len(timers) == 1
+        for decision in decisions[1:]:
+            here.pacer.remove(decision)
+        await asyncio.sleep(0.0)
+
+    scene(body)
+
+
 def test_only_the_prompts_of_reachable_workers_stay_held() -> None:
     async def body(here: Scene) -> None:
         names = ("a", "a", "b", "b")
