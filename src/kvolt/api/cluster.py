@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import GENERATE
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.port import Discovery
@@ -29,7 +29,13 @@ from kvolt.runtime.network import is_wildcard, join_address, split_address
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.runtime import CONTROL_ENDPOINT, STATUS_ENDPOINT, ControlRequest, ProcessStatus
+from kvolt.runtime.runtime import (
+    CONTROL_ENDPOINT,
+    MAX_CONTROL_S,
+    STATUS_ENDPOINT,
+    ControlRequest,
+    ProcessStatus,
+)
 from kvolt.runtime.system_ports import check_directory, make_ports
 from kvolt.runtime.tasks import Scope
 
@@ -38,6 +44,7 @@ _LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
 _CONTROL_S = 5.0
 """For a control request itself, besides the time that the process may take to drain."""
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
+_decode_addresses = msgspec.msgpack.Decoder(dict[str, str]).decode
 _decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
 
 
@@ -112,9 +119,9 @@ class Cluster:
         instances = await self.instances(EndpointAddress(self._namespace, "frontend", "http"))
         urls = []
         for instance in instances:
-            info: Any = msgspec.msgpack.decode(instance.info)
-            if isinstance(info, dict) and isinstance(info.get("http"), str):
-                host, port = split_address(info["http"])
+            address = http_address(instance)
+            if address is not None:
+                host, port = split_address(address)
                 if is_wildcard(host):
                     host = split_address(instance.address)[0]
                 urls.append(f"http://{join_address(host, port)}")
@@ -122,6 +129,8 @@ class Cluster:
 
     async def control(self, address: str, verb: str, timeout_s: float) -> ProcessStatus:
         """Send `cordon`, `drain`, `resume`, `sleep` or `wake_up` to a process; returns its status afterwards."""
+        if not 0 <= timeout_s <= MAX_CONTROL_S:  # false for NaN
+            raise InvalidRequest(f"the timeout must be 0 to {MAX_CONTROL_S:g} s", param="timeout_s")
         limits = Deadlines(connect_s=2.0, first_s=timeout_s + _CONTROL_S, total_s=timeout_s + _CONTROL_S)
         request = ControlRequest(verb, timeout_s)
         to = Destination(address, CONTROL_ENDPOINT)
@@ -149,6 +158,17 @@ class Cluster:
             return ProcessView(instance.process, instance.address, instance.admin, status)
         except KvoltError as error:
             return ProcessView(instance.process, instance.address, instance.admin, None, error.message)
+
+
+def http_address(instance: Instance) -> str | None:
+    """Where a frontend listens, from its registration; None if that cannot be read."""
+    try:
+        address = _decode_addresses(instance.info).get("http")
+        if address is not None:
+            split_address(address)
+    except (*MALFORMED, ConfigError):
+        return None
+    return address
 
 
 @asynccontextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-import msgspec
-
-from kvolt.api.cluster import Cluster, visit
+from kvolt.api.cluster import Cluster, http_address, visit
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
@@ -51,20 +49,12 @@ async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) 
     return matching
 
 
-def http_address(instance: Instance) -> str | None:
-    try:
-        info = msgspec.msgpack.decode(instance.info, type=dict[str, str])
-    except msgspec.MsgspecError:
-        return None
-    return info.get("http")
-
-
 def _listens_at(address: str | None, url: str) -> bool:
-    split = urlsplit(url if "//" in url else f"//{url}")
     try:
+        split = urlsplit(url if "//" in url else f"//{url}")
         port = split.port or (443 if split.scheme == "https" else 80)
     except ValueError:
-        port = 0
+        return False
     if address is None or not split.hostname:
         return False
     host, listening = split_address(address)

@@ -35,15 +35,22 @@ def add_server_flags(parser: argparse._ActionsContainer) -> None:
     text = "Base URL of the server. Default: $OPENAI_BASE_URL, else the kvolt frontend that `kvolt status` shows."
     option(parser, "--url", None, text)
     option(parser, "--model", "NAME", "Model to use. Default: the only model that the server lists.")
-    option(parser, "--api-key", "KEY", "Bearer token. Default: $OPENAI_API_KEY.")
+    option(
+        parser,
+        "--api-key",
+        "KEY",
+        "Bearer token. Default: $OPENAI_API_KEY, if --url or $OPENAI_BASE_URL is set.",
+    )
     option(parser, "--config", "FILE", "TOML config file, to find the frontend.")
     add_group(parser, "discovery")
 
 
 def api_url(args: argparse.Namespace, loaded: LoadedConfig, environ: Mapping[str, str]) -> ServerUrl:
     """OpenAI API to use: --url and --api-key, else the environment, else a running frontend, else the settings'."""
-    url = args.url or environ.get("OPENAI_BASE_URL") or _frontend_url(loaded)
-    return ServerUrl.parse(url, args.api_key or environ.get("OPENAI_API_KEY")).of_api()
+    named = args.url or environ.get("OPENAI_BASE_URL")
+    # The environment's key may be that of another provider: a frontend that was merely found does not get it.
+    key = args.api_key or (environ.get("OPENAI_API_KEY") if named else None)
+    return ServerUrl.parse(named or _frontend_url(loaded), key).of_api()
 
 
 def _frontend_url(loaded: LoadedConfig) -> str:

@@ -91,9 +91,13 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Component details: for a worker, role and load."""
 
 
+MAX_CONTROL_S = 86_400.0
+"""Maximum time that a process may take to drain."""
+
+
 class ControlRequest(msgspec.Struct, frozen=True):
     verb: str
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 30.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_CONTROL_S)] = 30.0
 
 
 @dataclass(slots=True)

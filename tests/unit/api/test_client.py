@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ async def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await worker.start()
         frontend = EndpointAddress(settings.namespace, "frontend", "http")
         await front.runtime.serve_streams(frontend, lambda stream: stream.end(), {"http": "127.0.0.1:8000"})
+        await process.runtime.serve_streams(frontend, lambda stream: stream.end(), {"http": "nonsense"})
         try:
             yield
         finally:
@@ -62,8 +64,9 @@ async def test_a_client_sees_and_drains_the_cluster(tmp_path: Path, monkeypatch:
                 NotFound, match="no process 'worker-9' is registered; known: frontend, worker-0"
             ):
                 client.drain("worker-9")
-            with pytest.raises(InvalidRequest):
-                client.drain("worker-0", timeout_s=-1.0)
+            for wrong in (-1.0, math.nan, math.inf, 1e300):
+                with pytest.raises(InvalidRequest, match="the timeout must be 0 to 86400 s"):
+                    client.drain("worker-0", timeout_s=wrong)
         with pytest.raises(Unavailable, match="the client is closed"):
             client.models()
 

@@ -35,7 +35,7 @@ ANSWER_LIMIT_BYTES = 64 << 20
 _OTHER_LIMIT_BYTES = 4 << 20
 """Maximum size of a model list or an error."""
 _START = "start a server with `kvolt serve`, or set --url"
-_SET_KEY = "set --api-key or OPENAI_API_KEY"
+_SET_KEY = "set --api-key, or OPENAI_API_KEY with --url"
 
 
 class ChatClient:

@@ -91,14 +91,14 @@ def test_server_and_key_come_from_flag_environment_or_settings(
 ) -> None:
     with Server(whole("a"), whole("b"), whole("c")) as server:
         (tmp_path / "my.toml").write_text(f"[frontend]\nport = {server.port}\n")
+        monkeypatch.setenv("OPENAI_API_KEY", "from-env")
         assert main(["chat", "q", "--model", "x", "--config", "my.toml"]) == 0
         monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
-        monkeypatch.setenv("OPENAI_API_KEY", "from-env")
         assert main(["chat", "q", "--model", "x"]) == 0
         assert main(["chat", "q", "--model", "x", "--api-key", "from-flag"]) == 0
         keys = [asked.headers.get("authorization") for asked in server.asked]
         assert keys == [None, "Bearer from-env", "Bearer from-flag"], (
-            "a named model needs no look at the list"
+            "the environment's key is for a server that is named; a named model needs no look at the list"
         )
         assert {asked.body["model"] for asked in server.asked} == {"x"}
 
@@ -157,7 +157,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str], pipe: Pipe, nobody: st
             "",
             "kvolt: the server responded 400: too long",
         ),
-        (refusal(401, b"{}"), 2, "", "kvolt: the server responded 401: {} (set --api-key or"),
+        (refusal(401, b"{}"), 2, "", "kvolt: the server responded 401: {} (set --api-key, or"),
         (refusal(500, b'{"error": "broken"}'), 1, "", "kvolt: the server responded 500: broken"),
         (
             Script([event("half"), b'data: {"error": {"message": "worker lost"}}\n\n']),

@@ -128,11 +128,11 @@ def test_a_url_means_who_listens_there(url: str, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:8001", "http://10.0.0.5:8000", "http://x:99999999", "http://"]
+    "url", ["http://127.0.0.1:8001", "http://10.0.0.5:8000", "http://x:99999999", "http://", "http://[::1"]
 )
 def test_a_url_where_nobody_listens_tells_where_somebody_does(url: str) -> None:
     with pytest.raises(ConfigError, match=r"registered: 127\.0\.0\.1:8000, \?"):
-        found(url, "127.0.0.1:8000", None)
+        found(url, "127.0.0.1:8000", None, "nonsense")
 
 
 def test_without_frontends_the_remedy_is_told() -> None:
