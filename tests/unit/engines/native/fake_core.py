@@ -7,6 +7,7 @@ shell can be told to load; `Request.extra["fault"]` makes one request go wrong i
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import os
@@ -410,3 +411,16 @@ def load_reporting_threads(spec: EngineSpec, arguments: NativeArguments, memory:
     found = subprocess.check_output(["sh", "-c", "echo OMP_NUM_THREADS=$OMP_NUM_THREADS"], text=True)
     log.info(found.strip())
     return FakeCore(spec, arguments, memory)
+
+
+def load_reporting_collector(spec: EngineSpec, arguments: NativeArguments, memory: KvMemory) -> FakeCore:
+    log.info("collector while loading: %s", gc.isenabled())
+    core = FakeCore(spec, arguments, memory)
+    submit = core.submit
+
+    def reporting(request: Request, keep_blocks: bool = False) -> None:
+        log.info("collector while serving: %s, frozen: %s", gc.isenabled(), gc.get_freeze_count() > 0)
+        submit(request, keep_blocks)
+
+    core.submit = reporting  # type: ignore[method-assign]
+    return core

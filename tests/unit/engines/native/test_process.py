@@ -164,6 +164,17 @@ async def test_the_number_of_threads_is_set_before_anything_is_imported(
         assert "OMP_NUM_THREADS=3" in caplog.text
 
 
+async def test_garbage_is_collected_after_loading_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with running("load_reporting_collector", process="own") as (engine, reader):
+        engine.submit(request("r"))
+        await reader.finish("r")
+        assert "collector while loading: False" in caplog.text
+        assert "collector while serving: True, frozen: True" in caplog.text
+
+
 def test_the_same_on_uvloop() -> None:
     async def main() -> None:
         async with running(process="own") as (engine, reader):

@@ -49,6 +49,7 @@ def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process
         # Exclude loaded objects from garbage collection, which would delay steps.
         gc.collect()
         gc.freeze()
+        gc.enable()
     try:
         pipe.send(Loaded(core.card, core.info, engine_facts(core)))
         EngineLoop(pipe, core, SystemClock()).run()
@@ -121,6 +122,7 @@ def main(argv: list[str]) -> int:
             number, signal.SIG_IGN
         )  # signals may reach the whole group, and the shell must drain first
     faulthandler.enable()
+    gc.disable()  # loading creates many objects and no garbage; `serve` enables it
     for descriptor in (socket_fd, *memory_fds):
         os.set_inheritable(descriptor, False)  # child processes must not keep them open
     end = socket.socket(fileno=socket_fd)
