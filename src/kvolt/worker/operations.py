@@ -75,20 +75,22 @@ class Operations:
         return {"cleared_blocks": (await self.perform(ClearKv())).cleared_blocks}
 
     async def sleep(self, body: bytes) -> dict[str, bool]:
-        """Drain the process and put its engine to sleep; if that fails, accept requests again."""
+        """Drain the process and put its engine to sleep; if that fails or is cancelled, wake it and accept requests
+        again."""
         options = _decode(body, SleepOptions)
         if options.level not in (1, 2) or not 0 <= options.timeout_s <= _MAX_DRAIN_S:
             raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {_MAX_DRAIN_S:g}", param="body")
         engine = self._sleeper()
         async with self._sleep_lock:
+            was_asleep = self.is_asleep
             try:
                 await self._runtime.drain(options.timeout_s)
+                self.is_asleep = True
                 await engine.sleep(options.level)
-            except BaseException:
-                if not self.is_asleep:
-                    await self._runtime.resume()
+            except BaseException:  # also a client that leaves
+                if not was_asleep:
+                    await self._accept_again(engine)
                 raise
-            self.is_asleep = True
             await self._runtime.cordon()
         return {"is_sleeping": True}
 
@@ -97,11 +99,16 @@ class Operations:
         _decode(body, WakeOptions)
         engine = self._sleeper()
         async with self._sleep_lock:
-            await engine.wake()  # also if it counts as awake: an interrupted sleep may have left it asleep
-            was_asleep, self.is_asleep = self.is_asleep, False
-            if was_asleep:
-                await self._runtime.resume()
+            if self.is_asleep:
+                await self._accept_again(engine)
         return {"is_sleeping": False}
+
+    async def _accept_again(self, engine: Sleep) -> None:
+        """Wake the engine, unless its sleep has not begun. If that fails, it counts as asleep."""
+        if self.is_asleep:
+            await engine.wake()
+            self.is_asleep = False
+        await self._runtime.resume()
 
     def _check_awake(self) -> None:
         if self.is_asleep:

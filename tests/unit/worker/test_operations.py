@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.engines.adapter_lab import BROKEN, CRASHING, WithAdapters
-from tests.unit.engines.lab import Lab, make_request, start_stream, until
+from tests.unit.engines.lab import Lab, ScriptedEngine, make_request, start_stream, until
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Unavailable, Unsupported
 from kvolt.testing import run_virtual
@@ -72,6 +72,38 @@ def test_a_worker_whose_sleep_is_cancelled_takes_requests_again() -> None:
                 sleeping.cancel()
                 await asyncio.wait([sleeping])
             await until(lambda: bool(client.candidates()))
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("can_wake", [True, False])
+def test_a_worker_whose_sleep_is_cancelled_halfway_is_woken(can_wake: bool) -> None:
+    """An engine that falls asleep refuses requests: none must come until it is awake."""
+
+    class SlowSleeper(ScriptedEngine):
+        is_asleep = False
+
+        async def sleep(self, level: int) -> None:
+            self.is_asleep = True
+            await asyncio.sleep(5.0)
+
+        async def wake(self) -> None:
+            if not can_wake:
+                raise Unavailable("no memory")
+            self.is_asleep = False
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            engine = SlowSleeper()
+            running = await lab.worker("w0", engine)
+            client = await lab.client(running)
+            sleeping = asyncio.create_task(running.worker.operations.sleep(b""))
+            await until(lambda: engine.is_asleep)
+            sleeping.cancel()
+            await asyncio.gather(sleeping, return_exceptions=True)
+            await asyncio.sleep(1.0)
+            assert bool(client.candidates()) == (not engine.is_asleep) == can_wake
+            assert running.worker.operations.is_asleep == engine.is_asleep
 
     run_virtual(scenario)
 
