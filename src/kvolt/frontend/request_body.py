@@ -1,8 +1,8 @@
 """JSON bodies of requests: content type, decompression, and parsing on or off the event loop.
 
 A compressed body is never expanded beyond the limit for bodies. If it is large, or expands to a large one, it is
-expanded where it is parsed, in the thread for large requests: however many arrive, only one expanded body is in memory,
-and megabytes of empty blocks, which expand to nothing, do not delay other requests.
+expanded where it is parsed, in the thread for large requests, after the requests that are parsed already: however many
+arrive, few expanded bodies are in memory. Megabytes of empty blocks, which expand to nothing, do not delay others.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BodyParser:
             is_small = len(body) <= SMALL_BODY_BYTES
             expanded = _expand(body, window_bits, SMALL_BODY_BYTES) if is_small else None
             if expanded is None:
-                return await self._off_loop.run(lambda: parse(self._expanded(body, window_bits)))
+                return await self._off_loop.run_first(lambda: parse(self._expanded(body, window_bits)))
             body = expanded
         if len(body) <= SMALL_BODY_BYTES:
             return parse(body)
-        return await self._off_loop.run(lambda: parse(body))
+        return await self._off_loop.run_first(lambda: parse(body))
 
     def _expanded(self, body: bytes, window_bits: int) -> bytes:
         expanded = _expand(body, window_bits, self._max_bytes)

@@ -70,6 +70,63 @@ def test_large_requests_take_turns() -> None:
     run_virtual(scenario)
 
 
+def test_parsed_requests_go_before_others_are_parsed() -> None:
+    """Otherwise as many expanded bodies would be in memory as requests wait."""
+
+    async def scenario() -> None:
+        lane = OffLoop(InlineBlocking(latency_s=1.0))
+        order: list[str] = []
+
+        async def request(number: int) -> None:
+            await lane.run_first(lambda: order.append(f"parse {number}"))
+            await lane.run(lambda: order.append(f"check {number}"))
+
+        await asyncio.gather(*map(request, range(4)))
+        begun = [order.index(f"parse {number}") for number in range(4)]
+        checked = [order.index(f"check {number}") for number in range(4)]
+        assert all(check - parse <= 2 for parse, check in zip(begun, checked, strict=True)), order
+
+    run_virtual(scenario)
+
+
+def test_a_turn_is_passed_on_by_waiters_that_are_cancelled() -> None:
+    async def scenario() -> None:
+        lane = OffLoop(InlineBlocking(latency_s=1.0))
+        calls = [asyncio.ensure_future(lane.run(lambda: None)) for _ in range(3)]
+        firsts = [asyncio.ensure_future(lane.run_first(lambda: None)) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        calls[1].cancel()  # waits
+        firsts[0].cancel()
+        await asyncio.sleep(0.5)  # the first has ended in this instant: the third has its turn
+        calls[2].cancel()
+        await asyncio.gather(*calls, *firsts, return_exceptions=True)
+        assert [each.cancelled() for each in (*calls, *firsts)] == [False, True, True, True, False, False]
+        async with asyncio.timeout(1.5):
+            await lane.run(lambda: None)
+
+    run_virtual(scenario)
+
+
+def test_a_waiter_that_is_cancelled_as_a_call_ends_gets_no_turn() -> None:
+    async def scenario() -> None:
+        lane = OffLoop(InlineBlocking(latency_s=1.0))
+        ended: list[int] = []
+
+        def cancel_next() -> None:
+            calls[1].cancel()
+
+        calls = [asyncio.ensure_future(lane.run(cancel_next))]
+        calls += [asyncio.ensure_future(lane.run(lambda: ended.append(1))) for _ in range(3)]
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert calls[1].cancelled()
+        assert len(ended) == 2
+        async with asyncio.timeout(2.5):  # one at a time still
+            await asyncio.gather(lane.run(lambda: None), lane.run(lambda: None))
+            assert lane._num_free == 1
+
+    run_virtual(scenario)
+
+
 def test_calls_whose_clients_hang_up_run_one_at_a_time_and_leave_the_shared_threads_free() -> None:
     gate = threading.Event()
     started: list[int] = []
@@ -138,14 +195,14 @@ def test_only_large_bodies_leave_the_loop(
     path: str, small: dict[str, Any], large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    run = OffLoop.run
+    run = OffLoop._run
 
-    async def counted(self: OffLoop, call: Callable[[], Any]) -> Any:
+    async def counted(self: OffLoop, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        return await run(self, call)
+        return await run(self, *arguments)
 
-    monkeypatch.setattr(OffLoop, "run", counted)
+    monkeypatch.setattr(OffLoop, "_run", counted)
 
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         assert (await edge.ask(path, {"model": MODEL, **small})).status == 200
