@@ -176,11 +176,15 @@ def starting_error(message: str) -> Unavailable:
 
 
 def unknown_model_error(name: str, known: Sequence[str]) -> NotFound:
-    shown = ", ".join(each[:_SHOWN_CHARS] for each in sorted(known)[:_SHOWN_MODELS])
-    hidden = len(known) - _SHOWN_MODELS
-    more = f" and {hidden} more" if hidden > 0 else ""
-    message = f"the model {name[:_SHOWN_CHARS]!r} does not exist; known: {shown}{more}"
+    message = f"the model {name[:_SHOWN_CHARS]!r} does not exist; known: {list_names(known)}"
     return NotFound(message, kind="model", name=name, param="model")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Names of models for an error message."""
+    shown = ", ".join(each[:_SHOWN_CHARS] for each in sorted(names)[:_SHOWN_MODELS])
+    hidden = len(names) - _SHOWN_MODELS
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 async def fetch_card(runtime: Runtime, client: EndpointClient, expected: CardHash) -> ModelCard:

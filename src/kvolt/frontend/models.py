@@ -23,6 +23,7 @@ from kvolt.frontend.model import (
     Model,
     ModelOptions,
     fetch_card,
+    list_names,
     no_workers_error,
     starting_error,
     unknown_model_error,
@@ -122,15 +123,13 @@ class Models:
         return [model for model in self.all() if model.ready]
 
     def get(self, name: str | None) -> Model:
-        """Return a model with reachable (or reconnecting) workers; the only ready one without a name.
+        """Return a model with reachable (or reconnecting) workers; `single_model` without a name.
 
         Raises NotFound for an unknown name, Unavailable if no worker is reachable or the model may still be starting.
         """
-        if name is None:
-            return self.single_model()
-        model = self.find(name)
+        model = self.single_model() if name is None else self.find(name)
         if not model.ready and not model.client.recovering():
-            raise no_workers_error(name, model.role)
+            raise no_workers_error(name or model.name, model.role)
         return model
 
     def find(self, name: str) -> Model:
@@ -180,14 +179,14 @@ class Models:
         ]
 
     def single_model(self) -> Model:
-        """Return the only ready model, for requests that omit the model name."""
-        ready = self.ready()
+        """The model of requests that omit its name: the only ready one, or the only one if none is ready."""
         if not self._models:
             raise starting_error("no model is ready yet")
-        if len(ready) != 1:
-            names = ", ".join(model.name for model in ready) or "none"
-            raise InvalidRequest(f"model is required; ready models: {names}", param="model")
-        return ready[0]
+        candidates = self.ready() or self.all()
+        if len(candidates) != 1:
+            names = list_names([model.name for model in candidates])
+            raise InvalidRequest(f"model is required; known: {names}", param="model")
+        return candidates[0]
 
     def _unknown_model_error(self, name: str) -> KvoltError:
         """Error for a name that is unknown or not known yet."""

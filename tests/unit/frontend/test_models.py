@@ -102,8 +102,25 @@ def test_a_name_beats_an_alias_and_the_first_alias_the_second() -> None:
             await edge.ready("another", MODEL)
             assert edge.models.get("another").card.name == "another"
             assert edge.models.get("nick").card.name == MODEL
-            with pytest.raises(InvalidRequest, match=f"ready models: another, {MODEL}"):
+            with pytest.raises(InvalidRequest, match=f"model is required; known: another, {MODEL}"):
                 edge.models.get(None)
+
+    run_virtual(scenario)
+
+
+def test_a_request_without_a_model_fails_like_one_that_names_it() -> None:
+    """It may be repeated: the only model has no worker at the moment."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            edge = await lab.frontend()
+            await edge.ready()
+            await running.runtime.cordon()
+            await until(lambda: not edge.models.ready())
+            for name in (MODEL, None):
+                with pytest.raises(Unavailable, match=MODEL):
+                    edge.models.get(name)
 
     run_virtual(scenario)
 
