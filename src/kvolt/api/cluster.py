@@ -43,6 +43,8 @@ _MAX_CONCURRENT_CALLS = 32
 _LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
 _CONTROL_S = 5.0
 """For a control request itself, besides the time that the process may take to drain."""
+_ENGINE_S = {"sleep": 300.0, "wake_up": 300.0}
+"""For the weights of a large model to move."""
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 _decode_addresses = msgspec.msgpack.Decoder(dict[str, str]).decode
 _decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
@@ -128,10 +130,14 @@ class Cluster:
         return list(dict.fromkeys(urls))
 
     async def control(self, address: str, verb: str, timeout_s: float) -> ProcessStatus:
-        """Send `cordon`, `drain`, `resume`, `sleep` or `wake_up` to a process; returns its status afterwards."""
+        """Send `cordon`, `drain`, `resume`, `sleep` or `wake_up` to a process; returns its status afterwards.
+
+        `timeout_s`: time that its running requests get to finish (`drain` and `sleep`).
+        """
         if not 0 <= timeout_s <= MAX_CONTROL_S:  # false for NaN
             raise InvalidRequest(f"the timeout must be 0 to {MAX_CONTROL_S:g} s", param="timeout_s")
-        limits = Deadlines(connect_s=2.0, first_s=timeout_s + _CONTROL_S, total_s=timeout_s + _CONTROL_S)
+        total_s = timeout_s + _ENGINE_S.get(verb, _CONTROL_S)
+        limits = Deadlines(connect_s=2.0, first_s=total_s, total_s=total_s)
         request = ControlRequest(verb, timeout_s)
         to = Destination(address, CONTROL_ENDPOINT)
         async with await open_stream(self._plane, to, request, limits, _decode_status) as stream:

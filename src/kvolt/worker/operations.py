@@ -12,14 +12,12 @@ import msgspec
 from kvolt.core.errors import InvalidRequest, Unavailable, Unsupported
 from kvolt.engines.contract import Engine, Lora, Sleep
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.runtime import MAX_CONTROL_S, Runtime
 from kvolt.worker.adapter_record import AdapterRecord
 from kvolt.worker.control import ClearKv, CommandResult, LoadLora, UnloadLora, WorkerCommand, perform
 from kvolt.worker.tiering import Tiering
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-_MAX_DRAIN_S = 24 * 3600.0
 
 
 class SleepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,8 +76,8 @@ class Operations:
         """Drain the process and put its engine to sleep; if that fails or is cancelled, wake it and accept requests
         again."""
         options = _decode(body, SleepOptions)
-        if options.level not in (1, 2) or not 0 <= options.timeout_s <= _MAX_DRAIN_S:
-            raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {_MAX_DRAIN_S:g}", param="body")
+        if options.level not in (1, 2) or not 0 <= options.timeout_s <= MAX_CONTROL_S:
+            raise InvalidRequest(f"level must be 1 or 2, timeout_s 0 to {MAX_CONTROL_S:g}", param="body")
         engine = self._sleeper()
         async with self._sleep_lock:
             was_asleep = self.is_asleep

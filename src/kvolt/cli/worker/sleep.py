@@ -10,6 +10,7 @@ from kvolt.cli.flags import CLIENT_GROUPS, option
 from kvolt.cli.process import run_loop
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.runtime import MAX_CONTROL_S
 
 HELP = """
 Put the engines of workers to sleep: requests finish, then the engine moves its weights to host memory and drops its
@@ -23,8 +24,6 @@ Examples:
 
 SETTINGS = CLIENT_GROUPS
 
-_MAX_TIMEOUT_S = 24 * 3600.0
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_names(parser)
@@ -36,8 +35,8 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    if not 0 <= args.timeout <= _MAX_TIMEOUT_S:
-        message = f"--timeout must be 0 to {_MAX_TIMEOUT_S:g}"
+    if not 0 <= args.timeout <= MAX_CONTROL_S:
+        message = f"--timeout must be 0 to {MAX_CONTROL_S:g}"
         raise ConfigError(message, key="timeout", remedy="give it in seconds")
     return control_workers(args.names, loaded, "sleep", args.timeout, "asleep")
 

@@ -18,13 +18,10 @@ Examples:
 
 SETTINGS = CLIENT_GROUPS
 
-_WAKE_S = 300.0
-"""Time to move the weights of a large model."""
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_names(parser)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    return control_workers(args.names, loaded, "wake_up", _WAKE_S, "awake")
+    return control_workers(args.names, loaded, "wake_up", 0.0, "awake")
