@@ -17,7 +17,7 @@ LINE_S = 5.0
 @contextmanager
 def progress(what: str, total: int, quiet: bool, done: int = 0) -> Iterator[Callable[[], None]]:
     """Progress on stderr: a bar on a terminal, else periodic lines. Call the yielded function for each item."""
-    if quiet:
+    if quiet or sys.stderr is None:  # as in a program without a console
         yield lambda: None
         return
     if not sys.stderr.isatty():

@@ -227,6 +227,11 @@ def test_progress_is_on_stderr(
     assert (printed.out, printed.err) == ("", "1 of 2 prompts\n2 of 2 prompts\n")
 
 
+def test_progress_needs_no_stderr(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(llm.generate(["a", "b"])) == 2
+
+
 def test_a_closed_model_says_so() -> None:
     llm = LLM("sim-tiny", **FAST)
     llm.close()

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.models.hub_lab import TOKEN, FakeHub, Faults, Repo
 
 from kvolt.core.errors import ConfigError, ConnectFailed, NetworkFault
-from kvolt.models.hub import Hub
-from kvolt.models.model_files import HubName, ModelKind
+from kvolt.models.hub import Hub, _is_whole
+from kvolt.models.model_files import HubName, ModelFiles, ModelKind
 
 WEIGHTS = random.Random(1).randbytes(300_000)
 TINY = HubName("kvolt/tiny")
@@ -339,3 +339,12 @@ def test_without_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="huggingface_hub") as caught:
         hub.find(TINY)
     assert "kvolt[native]" in str(caught.value.fields["remedy"])
+
+
+@pytest.mark.parametrize(
+    "index", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": [1]}}', "[" * 100_000]
+)
+def test_a_damaged_index_is_reported_when_the_model_is_loaded(tmp_path: Path, index: str) -> None:
+    """Not by `kvolt model list`."""
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert _is_whole(tmp_path, ModelFiles(ModelKind.FOLDER, ("model.safetensors",)))
