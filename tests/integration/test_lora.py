@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from tests.integration.processes import PATIENCE_S, Bench, until_ready
-from tests.unit.engines.native.equality_lab import Reference, answer, ask, core_of
-from tests.unit.engines.native.lora_lab import write_adapter
 
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -62,6 +60,10 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    # transformers takes seconds to import, which would delay every test process.
+    from tests.unit.engines.native.equality_lab import Reference, answer, ask, core_of
+    from tests.unit.engines.native.lora_lab import write_adapter
+
     folder = tmp_path_factory.mktemp("lora")
     model = tiny_checkpoint(folder / "model", seed=8)
     base = Reference.of_folder(model)

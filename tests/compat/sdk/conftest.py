@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -58,3 +60,13 @@ def tiny(native: Native) -> Iterator[OpenAI]:
 async def atiny(native: Native) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=native.api, api_key=KEY, max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def litellm() -> Any:
+    """The package. It takes seconds to import, which would delay every test process."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it litellm asks GitHub for a list of prices
+    import litellm
+
+    litellm.suppress_debug_info = True
+    return litellm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -11,11 +10,6 @@ from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 from tests.compat.sdk.native import LONG_ENOUGH, MODEL, NAMED, WEATHER, Native, Weather, ask
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-import litellm  # without the line above it would ask GitHub for a list of prices
-
-litellm.suppress_debug_info = True
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both use what their own libraries call deprecated
 
@@ -70,7 +64,7 @@ def test_langchain_must_call(model: ChatOpenAI) -> None:
     assert answer.invalid_tool_calls == []
 
 
-def test_litellm_structured_output(given: dict[str, Any]) -> None:
+def test_litellm_structured_output(litellm: Any, given: dict[str, Any]) -> None:
     answer = litellm.completion(**given, response_format=Weather)
     assert answer.choices[0].finish_reason == "stop"
     Weather.model_validate_json(answer.choices[0].message.content)
@@ -81,14 +75,14 @@ def test_litellm_structured_output(given: dict[str, Any]) -> None:
     assert built.choices[0].message.content == answer.choices[0].message.content
 
 
-def test_litellm_must_call(given: dict[str, Any]) -> None:
+def test_litellm_must_call(litellm: Any, given: dict[str, Any]) -> None:
     answer = litellm.completion(**given, tools=[WEATHER], tool_choice=NAMED)
     [made] = answer.choices[0].message.tool_calls
     assert made.function.name == "get_weather"
     Weather.model_validate_json(made.function.arguments)
 
 
-def test_litellm_grammar_that_cannot_be(given: dict[str, Any]) -> None:
+def test_litellm_grammar_that_cannot_be(litellm: Any, given: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError) as caught:
         litellm.completion(**given, extra_body={"guided_regex": r"(a)\1"})
     assert "back reference" in str(caught.value)
