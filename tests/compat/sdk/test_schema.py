@@ -132,6 +132,7 @@ class Caller:
 @pytest.fixture
 def caller(short: Server) -> Iterator[Caller]:
     with requests.Session() as session:
+        session.trust_env = False  # proxies and passwords would be looked for with every request
         caller = Caller(short, session)
         yield caller
     assert caller.seen[200], f"no case was served: {caller.seen}"
