@@ -69,7 +69,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     base = Reference.of_folder(model)
     adapters = {name: write_adapter(folder / name, base, seed) for seed, name in enumerate(("one", "two"), 1)}
     with Bench(folder) as bench:
-        arguments = {"served_name": MODEL, "dtype": "float32", "threads": 1, "kv_blocks": 256}
+        arguments = {
+            "served_name": MODEL,
+            "dtype": "float32",
+            "threads": 1,
+            "kv_blocks": 256,
+            "measure_steps": "false",
+        }
         flags = [part for key, value in arguments.items() for part in ("--arg", f"{key}={value}")]
         lora = ("--lora", f"one={adapters['one'].relative_to(bench.folder)}")
         bench.start("worker", str(model), "--name", "worker", *flags, *lora, name="worker")

@@ -52,6 +52,7 @@ def configure(bench: Bench, checkpoint: Path, count: int = 1, **more: Any) -> No
         "threads": 1,
         "kv_blocks": KV_BLOCKS,
         "block_size": BLOCK_SIZE,
+        "measure_steps": False,
     }
     group = {"model": str(checkpoint), "count": count, **more}
     lines = [f"{key} = {json.dumps(value)}" for key, value in group.items()]

@@ -29,6 +29,7 @@ _ENGINE = {
     "threads": 1,
     "kv_blocks": KV_BLOCKS,
     "block_size": BLOCK_SIZE,
+    "measure_steps": "false",
 }
 
 
