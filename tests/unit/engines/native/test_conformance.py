@@ -78,6 +78,7 @@ class NativeHarness:
             max_num_seqs=16,
             max_batch_tokens=64,
             process="own" if self._process == "own" else "thread",
+            measure_steps=self._process == "own",  # which takes longer than most cases
         )
         return NativeEngine(EngineSpec(model=str(self._folder), role=Role.AGGREGATED), arguments)
 
