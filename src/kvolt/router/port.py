@@ -21,9 +21,11 @@ from kvolt.runtime.runtime import Runtime
 class WithdrawHook:
     """Callback slot through which a router moves a request that has not started."""
 
-    __slots__ = ("try_move",)
+    __slots__ = ("known_workers", "try_move")
 
     def __init__(self) -> None:
+        self.known_workers: frozenset[InstanceId] | None = None
+        """If set, the request moves only to workers that are not among these."""
         self.try_move: Callable[[Decision], bool] | None = None
         """Set by the component that carries the request. Receives a decision for another worker, already reserved;
         returns whether it tries to move. If it does not, or is too late, it releases that decision like any other. None

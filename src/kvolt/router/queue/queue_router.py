@@ -259,20 +259,24 @@ class QueueRouter:
         return min(max(math.ceil(wait_s), 1.0), _MAX_RETRY_AFTER_S)
 
     async def _hold(self, decision: Decision) -> Decision:
-        """Wait until the prompt may be sent. Returns the decision for it: another one if it is withdrawn before."""
+        """Wait until the prompt may be sent. Returns the decision for it: another one if it is withdrawn before.
+
+        It was placed at the best of the workers there were, for itself and for others: it moves to new ones only.
+        """
         current = decision
+        known_workers = frozenset(self.inner.reachable_ids())
 
         def move(other: Decision) -> bool:
             nonlocal current
             previous, current = current, other
             self._pacer.add(other, self.inner.find_choice(other))
             _set_move(previous, None)
-            _set_move(other, move)
+            _set_move(other, move, known_workers)
             self.release(previous, None)  # ends its hold
             return True
 
         held = None
-        _set_move(decision, move)
+        _set_move(decision, move, known_workers)
         try:
             while held is not current:
                 held = current
@@ -407,9 +411,14 @@ def constraints_of(request: Request, excluded: frozenset[InstanceId]) -> Hashabl
     return constraints if any(each not in (None, (), frozenset()) for each in constraints) else None
 
 
-def _set_move(decision: Decision, move: Callable[[Decision], bool] | None) -> None:
+def _set_move(
+    decision: Decision,
+    move: Callable[[Decision], bool] | None,
+    known_workers: frozenset[InstanceId] | None = None,
+) -> None:
     if decision.withdraw_hook is not None:
         decision.withdraw_hook.try_move = move
+        decision.withdraw_hook.known_workers = known_workers
 
 
 def _refuse(entry: QueueEntry, error: KvoltError) -> None:

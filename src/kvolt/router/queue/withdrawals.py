@@ -3,7 +3,8 @@
 A request is bound by what is known at its arrival. When another worker has capacity later, the last request of the
 longest queue is withdrawn: its `WithdrawHook` receives a decision for the other worker and moves it if its worker
 confirms that it has not started. A move costs a round trip and the position in the worker's queue, so it requires a
-large gain, and the moves per request are bounded.
+large gain, and the moves per request are bounded. A request that the router holds for pacing has not been sent: it
+moves only to workers that joined since it was routed (`known_workers`).
 
 The caller decides when to check.
 """
@@ -157,15 +158,21 @@ class WithdrawalPlanner:
 
     def _last_movable(self, queue: _RankQueue) -> _SentRequest | None:
         for _, sent in zip(range(_MAX_EXAMINED), reversed(queue.sent.values()), strict=False):
-            hook = sent.decision.withdraw_hook
             is_pinned = bool(sent.request.routing.pins)
             is_movable = sent.num_moves < self._options.max_moves and not (sent.is_withdrawing or is_pinned)
-            if is_movable and hook is not None and hook.try_move is not None:
+            if is_movable and self._has_target(sent.decision.withdraw_hook):
                 return sent
         return None
 
+    def _has_target(self, hook: WithdrawHook | None) -> bool:
+        if hook is None or hook.try_move is None:
+            return False
+        return hook.known_workers is None or not hook.known_workers.issuperset(self._router.reachable_ids())
+
     def _move(self, queue: _RankQueue, sent: _SentRequest, stay_s: float, now: float) -> bool:
-        excluded = sent.excluded | {sent.decision.instance.id}
+        hook = sent.decision.withdraw_hook
+        assert hook is not None
+        excluded = sent.excluded | {sent.decision.instance.id} | (hook.known_workers or frozenset())
         try:
             elsewhere_s = self._router.predict_ttft_s(sent.request, excluded)
             if elsewhere_s is None or stay_s - elsewhere_s < max(
@@ -176,8 +183,7 @@ class WithdrawalPlanner:
         except KvoltError:  # no other worker can take it
             queue.mark_withdrawing(sent)
             return False
-        hook = sent.decision.withdraw_hook
-        if decision is None or hook is None or hook.try_move is None:
+        if decision is None or hook.try_move is None:
             return False
         decision = msgspec.structs.replace(decision, withdraw_hook=WithdrawHook())
         self._track(_SentRequest(decision, sent.request, sent.excluded, now, sent.num_moves + 1))

@@ -54,6 +54,9 @@ class Fleet:
     def queue_s(self, decision: Decision) -> float:
         return self.queues[decision.instance.id]
 
+    def reachable_ids(self) -> list[InstanceId]:
+        return list(map(InstanceId, self.queues))
+
     def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.reserved.remove(decision.reservation_id)
 
@@ -210,3 +213,17 @@ def test_with_moves_off_nothing_is_remembered() -> None:
     scene.send("first", "a")
     scene.send("last", "a")
     assert (scene.planner.num_unstarted, scene.withdraw_late()) == (0, 0)
+
+
+def test_a_held_request_moves_only_to_workers_that_joined_since() -> None:
+    scene = Scene(a=3.0, b=0.0)
+    scene.send("first", "a", is_immovable=True)
+    held = scene.send("held", "a")
+    assert held.withdraw_hook is not None
+    held.withdraw_hook.known_workers = frozenset(map(InstanceId, "ab"))
+    assert scene.withdraw_late() == 0
+    assert scene.fleet.exclusions == []
+    scene.fleet.queues["c"] = 0.0
+    assert scene.withdraw_late() == 1
+    assert scene.moved == [("held", "c")]
+    assert scene.fleet.exclusions == [{"a", "b"}]
