@@ -57,8 +57,17 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_bytes: int | None = None
     transfer_path: str | None = None
     onboard_ms: float | None = None
-    """Onboarding of KV from a lower tier."""
+    """Onboarding of KV from a lower tier; by the prefill worker, if it onboarded blocks of the prompt."""
     onboard_blocks: int | None = None
+
+    def updated(self, stages: StageTimes | None) -> StageTimes:
+        """These times with those that `stages` has."""
+        fields = {
+            name: value
+            for name in self.__struct_fields__
+            if (value := getattr(stages, name, None)) is not None
+        }
+        return msgspec.structs.replace(self, **fields)
 
 
 class Delta(

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, StageTimes
 from kvolt.core.endpoints import CONTROL, Withdraw, WithdrawResult
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId, RequestId
@@ -109,6 +109,8 @@ class PrefillCall:
         """Time until the worker was chosen."""
         self.prefill_s = 0.0
         """Time from then to the handoff."""
+        self.stages: StageTimes | None = None
+        """Times that the worker reported with the handoff."""
 
     async def run(self, excluded: frozenset[InstanceId], deadlines: Deadlines) -> Handoff:
         """Route and compute. KvoltError if the prompt was not computed; nothing is left at the worker then."""
@@ -179,7 +181,7 @@ class PrefillCall:
     def on_item(self, delta: Any) -> None:
         if self._handoff is not None or delta.handoff is None:
             return  # only the handoff matters
-        self._handoff = delta.handoff
+        self._handoff, self.stages = delta.handoff, delta.stages
         if self.decision is not None:
             self._target.router.mark_first_token(self.decision, delta.cached_tokens)
 

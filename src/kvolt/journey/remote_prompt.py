@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -118,17 +117,19 @@ class RemotePrompt:
         self._stats.num_prefills += 1
         self.decision = call.decision
         if self.stages is not None:
-            self.stages = msgspec.structs.replace(self.stages, prefill_ms=call.prefill_s * 1e3)
+            self.stages = self.stages.updated(call.stages).updated(
+                StageTimes(prefill_ms=call.prefill_s * 1e3)
+            )
 
     def on_fetched(self) -> None:
         """The decode worker has the KV, or continues without."""
         self._holder = None
 
     def merge_stages(self, stages: StageTimes) -> bool:
-        """Add the transfer times of the decode worker. True if the KV came from this prefill."""
+        """Add the times of the decode worker. True if the KV came from this prefill."""
         if self.stages is None:
             return False
-        self.stages = msgspec.structs.replace(stages, **_set_fields(self.stages))
+        self.stages = stages.updated(self.stages)
         return True
 
     def cancel(self) -> None:
@@ -142,10 +143,6 @@ class RemotePrompt:
         holder, self._holder = self._holder, None
         if holder is not None:
             release_prompt(self.task_group, self.target.client.plane, holder, self.request.request_id)
-
-
-def _set_fields(stages: StageTimes) -> dict[str, Any]:
-    return {name: value for name in stages.__struct_fields__ if (value := getattr(stages, name)) is not None}
 
 
 async def open_rendezvous(

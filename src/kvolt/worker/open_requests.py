@@ -37,6 +37,10 @@ class OpenRequest:
     """Prompt blocks that came from a prefill worker; they are not counted as cached."""
     is_submitted: bool = False
 
+    def add_stages(self, stages: StageTimes | None) -> None:
+        if stages is not None:
+            self.stages = stages if self.stages is None else self.stages.updated(stages)
+
 
 class OpenRequests:
     """See the module."""

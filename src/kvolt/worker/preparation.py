@@ -91,7 +91,8 @@ async def run_handoff(
             entry = requests.close(request_id, FINISHED)
             if entry is not None:
                 requests.on_first_token(entry, handoff.cached_tokens or 0)
-                entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
+                delta = Delta(handoff=handoff, cached_tokens=handoff.cached_tokens, stages=entry.stages)
+                entry.stream.send(delta)
                 entry.stream.end()
             return
         pulled: PullResult | None
@@ -106,7 +107,8 @@ async def run_handoff(
         if entry is None:  # cancelled during the pull
             handoffs.release_kept(request_id)
             return
-        entry.stages = None if pulled is None else pulled.stages
+        if pulled is not None:
+            entry.add_stages(pulled.stages)
         requests.mark_submitted(entry)
         submit(request)
 
@@ -123,17 +125,18 @@ async def onboard_then_submit(
     request_id = request.request_id
     with _failing_one(requests, request_id, "onboarding", lambda: tiering.release_kept(request_id)):
         stages = await tiering.onboard(request, keys)
-        if then is not None:
-            await _run_concurrently(tiering, request, then())
-            return
         entry = requests.get(request_id)
+        if entry is not None:
+            entry.add_stages(stages)
+        if then is not None:
+            await _run_concurrently(tiering, request, requests, then())
+            return
         if entry is None:  # cancelled while blocks were onboarded
             tiering.release_kept(request_id)
             return
-        entry.stages = stages or entry.stages
         requests.mark_submitted(entry)
         submit(request)
-        entry.stages = await tiering.onboard_concurrently(request_id) or entry.stages
+        entry.add_stages(await tiering.onboard_concurrently(request_id))
 
 
 @contextmanager
@@ -156,14 +159,20 @@ def _failing_one(
         entry.stream.end(failure)
 
 
-async def _run_concurrently(tiering: Tiering, request: Request, work: Work) -> None:
+async def _run_concurrently(tiering: Tiering, request: Request, requests: OpenRequests, work: Work) -> None:
     """Run the handoff, and concurrent onboarding beside it if there is any."""
+
+    async def onboard() -> None:
+        stages = await tiering.onboard_concurrently(request.request_id)
+        if (entry := requests.get(request.request_id)) is not None:
+            entry.add_stages(stages)
+
     try:
         if not tiering.has_concurrent(request.request_id):
             await work
             return
         async with Scope("onboarding") as scope:
-            scope.start(tiering.onboard_concurrently(request.request_id), "onboard")
+            scope.start(onboard(), "onboard")
             await work
             scope.cancel()
     except asyncio.CancelledError:

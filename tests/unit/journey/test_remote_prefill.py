@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -14,8 +14,9 @@ from tests.unit.engines.lab import Lab, RunningWorker, until
 from tests.unit.journey.stage import Fixed, Inbox
 from tests.unit.worker.test_roles import BLOCK, EXPECTED, Air, asked, at_rest, start
 
+from kvolt.core.delta import StageTimes
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable
-from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.request import Handoff, MediaSpan, Request, Role
 from kvolt.journey import prefill as prefill_module
 from kvolt.journey.journey import Journey, JourneyContext
@@ -27,6 +28,7 @@ from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
+from kvolt.worker.tiering import Tiering
 
 
 class Split(PrefillModePolicy):
@@ -93,6 +95,44 @@ def released(monkeypatch: pytest.MonkeyPatch) -> list[RequestId]:
 
     monkeypatch.setattr(prefill_module, "withdraw_request", note)
     return told
+
+
+class Onboarding:
+    """Tiering of a prefill worker that has onboarded blocks before or while the prompt is computed."""
+
+    def __init__(self, is_concurrent: bool) -> None:
+        self._is_concurrent = is_concurrent
+
+    def find_offloaded(self, request: Request) -> tuple[BlockKey, ...]:
+        return (BlockKey(b"k" * 16),)
+
+    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> StageTimes | None:
+        return None if self._is_concurrent else StageTimes(onboard_ms=1.5, onboard_blocks=3)
+
+    def has_concurrent(self, request_id: RequestId) -> bool:
+        return self._is_concurrent
+
+    async def onboard_concurrently(self, request_id: RequestId) -> StageTimes | None:
+        return StageTimes(onboard_ms=1.5, onboard_blocks=3)
+
+
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_stage_times_have_the_onboarding_of_the_prefill_worker(is_concurrent: bool) -> None:
+    async def body(pair: Pair) -> None:
+        intake = pair.prefill.worker._intake
+        assert intake is not None
+        intake._tiering = cast(Tiering, Onboarding(is_concurrent))
+        inbox = Inbox()
+        journey = Journey(pair.journey_context(RoundRobinRouter(pair.client)), asked(), inbox, Deadlines())
+        await journey.start()
+        await until(lambda: bool(inbox.ends))
+        assert inbox.tokens() == EXPECTED
+        assert journey.stages is not None
+        assert (journey.stages.onboard_ms, journey.stages.onboard_blocks) == (1.5, 3)
+        assert journey.stages.transfer_path == "air"
+        assert journey.stages.prefill_ms is not None
+
+    paired(body)
 
 
 def test_pulled_blocks_are_not_released_again(released: list[RequestId]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -55,9 +56,10 @@ class Others:
 
 
 def begin(task_group: TaskGroup, tiers: Tiers, others: Others) -> asyncio.Task[None]:
-    nobody: Any = None
+    unused: Any = None
+    requests: Any = SimpleNamespace(get=lambda request_id: None)
     return task_group.start(
-        onboard_then_submit(cast(Tiering, tiers), REQUEST, KEYS, nobody, nobody, others.work), "bring back"
+        onboard_then_submit(cast(Tiering, tiers), REQUEST, KEYS, requests, unused, others.work), "onboard"
     )
 
 
