@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.remote.fake_server import recorded
 from tests.unit.engines.remote.lab import SAID, greedy
+from tests.unit.engines.sampling_lab import ignored_fields
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineDied, InvalidRequest, KvoltError, ProtocolError, Unsupported
@@ -168,6 +169,18 @@ def test_old_server_without_token_ids() -> None:
 def asked(kind: str, request: Request, index: int = 0) -> dict[str, Any]:
     body: dict[str, Any] = msgspec.json.decode(dialect_of(kind).body(request, index))
     return {**body, **body.pop("sampling_params", {})}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_declared_sampling_field_reaches_the_server(kind: str) -> None:
+    dialect = dialect_of(kind)
+
+    def mapped(sampling: Sampling) -> list[bytes]:
+        request = replace(greedy(), sampling=sampling)
+        check_supported(request)
+        return [dialect.body(request, index) for index in request.open_choices]
+
+    assert ignored_fields(dialect.sampling_fields, mapped) == set()
 
 
 def test_every_field_has_its_word() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.engines.sampling_lab import ignored_fields
 from tests.unit.engines.sglang.lab import FACTS, request
 
 from kvolt.core.errors import InvalidRequest, Unsupported
@@ -21,6 +22,7 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.engines.external.answers import Answers
+from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sglang.host.messages import Generate
 from kvolt.engines.sglang.requests import check_supported, generation
 
@@ -74,6 +76,18 @@ def test_every_field_has_its_place() -> None:
         "priority": 3,
         "lora_name": "a",
     }
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_every_declared_sampling_field_reaches_sglang(is_seeded: bool) -> None:
+    facts = replace(FACTS, is_seeded=is_seeded)
+
+    def mapped(sampling: Sampling) -> list[Generate]:
+        asked = request(sampling=sampling)
+        check_supported(asked, facts)
+        return [generation(choice, facts, 99) for choice in Answers().open(asked)]
+
+    assert ignored_fields(SglangEngine.sampling_fields, mapped) == set()
 
 
 def test_names_are_no_beginnings_of_each_other() -> None:

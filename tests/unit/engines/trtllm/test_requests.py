@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.engines.sampling_lab import ignored_fields
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, MediaSpan, Request, Sampling, StopConditions
-from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.answers import Answers, Choice
 from kvolt.engines.trtllm.arguments import Seeds
+from kvolt.engines.trtllm.engine import TrtllmEngine
 from kvolt.engines.trtllm.outputs import Reader, stats_of
 from kvolt.engines.trtllm.requests import check_resumable, check_supported, sampling_params
 
@@ -85,6 +87,15 @@ def test_grammars_need_a_backend() -> None:
 def test_not_refused(request_: Request) -> None:
     checked(request_)
     checked(replace(SEEDED, prior_tokens=(1,)), seeds=Seeds.BY_POSITION)
+
+
+def test_every_declared_sampling_field_reaches_tensorrt_llm(model: str) -> None:
+    def mapped(sampling: Sampling) -> list[Any]:
+        request = replace(REQUEST, sampling=sampling)
+        checked(request)
+        return [sampling_params(choice, EOS, max_tokens=10) for choice in Answers().open(request)]
+
+    assert ignored_fields(TrtllmEngine.sampling_fields, mapped) == set()
 
 
 def test_sampling_in_its_words(model: str) -> None:

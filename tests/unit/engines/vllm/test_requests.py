@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.engines.sampling_lab import ignored_fields
 from tests.unit.engines.vllm.stand_in import RequestOutputKind
 
 from kvolt.core.errors import InvalidRequest, Unsupported
@@ -22,6 +23,7 @@ from kvolt.core.request import (
 )
 from kvolt.engines.external.answers import Answers, Choice
 from kvolt.engines.external.requests import input_tokens
+from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 
 pytestmark = pytest.mark.usefixtures("model")
@@ -52,6 +54,15 @@ def test_what_is_not_asked_for_is_vllms_default() -> None:
     assert (made.structured_outputs, made.extra_args) == (None, None)
     assert (made.n, made.detokenize, made.output_kind) == (1, False, RequestOutputKind.DELTA)
     assert made.skip_clone, "it is nobody else's"
+
+
+def test_every_declared_sampling_field_reaches_vllm() -> None:
+    def mapped(sampling: Sampling) -> list[Any]:
+        request = replace(PLAIN, sampling=sampling)
+        check_supported(request)
+        return [sampling_params(choice) for choice in choices(request)]
+
+    assert ignored_fields(VllmEngine.sampling_fields, mapped) == set()
 
 
 def test_all_that_can_be_asked_for() -> None:
