@@ -15,6 +15,7 @@ from rich.text import Text
 from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.flags import switch
 from kvolt.cli.process import run_loop
+from kvolt.core.endpoints import ATTACHED_DETAILS
 from kvolt.router.breaker import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
 
@@ -71,7 +72,8 @@ def console() -> Console:
 
 
 def picture(views: list[ProcessView]) -> Group:
-    """Table of processes, followed by unreachable processes and open circuit breakers."""
+    """Table of processes, followed by unreachable processes, attached servers that are not used, and open circuit
+    breakers."""
     grid = Table(*_COLUMNS, box=None)
     for view in views:
         # Text cells: brackets in names would be parsed as markup.
@@ -81,7 +83,18 @@ def picture(views: list[ProcessView]) -> Group:
         for view in views
         if view.status is None
     ]
-    return Group(grid, *problems, *_breakers(views))
+    return Group(grid, *problems, *_unused_servers(views), *_breakers(views))
+
+
+def _unused_servers(views: list[ProcessView]) -> list[Text]:
+    """One line for each attached server that has failed or is waited for."""
+    return [
+        Text(f"server {each['url']} {each['state']}: {each['reason'] or 'no answer yet'}", style="red")
+        for view in views
+        if view.status is not None
+        for each in view.status.details.get(ATTACHED_DETAILS, ())
+        if each["state"] != "attached"
+    ]
 
 
 def _breakers(views: list[ProcessView]) -> list[Text]:

@@ -28,7 +28,8 @@ KV_TOPIC = "kv"
 """Event plane topic of KV events: each payload is a KvEventBatch."""
 ROUTER_LOAD_TOPIC = "router-load"
 """Event plane topic of the load exchange between routers: each payload is a LoadVector."""
-
+ATTACHED_DETAILS = "attached"
+"""Section of a frontend's status with the state of each attached server."""
 
 _WITHDRAWN = "withdrawn"
 

@@ -71,6 +71,27 @@ def test_workers_that_routers_pass_over_are_named() -> None:
     )
 
 
+def test_attached_servers_that_are_not_used_are_named() -> None:
+    attached = [
+        {"url": "http://a:1", "state": "attached", "reason": ""},
+        {"url": "http://b:1", "state": "failed", "reason": "no tokenizer"},
+    ]
+    status = ProcessStatus(
+        name="f",
+        address="",
+        uptime_s=1.0,
+        connections=0,
+        calls_open=0,
+        endpoints=(),
+        details={"attached": attached},
+    )
+    out = io.StringIO()
+    Console(file=out, width=160).print(picture([ProcessView("f", "host:1", None, status)]))
+    assert [line.rstrip() for line in out.getvalue().splitlines()[2:]] == [
+        "server http://b:1 failed: no tokenizer"
+    ]
+
+
 def test_top_without_a_terminal_prints_once_and_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,15 +1,17 @@
 """`--attach`: run a worker for each external inference server inside the frontend process.
 
 To routers each is an ordinary worker with an address, a registration, KV events and load. It is cordoned while its
-server is unreachable and resumed when the server is back. Unreachable servers do not delay the others; a server that
-can never be attached ends the process at start with the reason.
+server is unreachable and resumed when the server is back. Unreachable and unusable servers do not affect the others: an
+unusable one is tried again at intervals. If no server can be used at start, the process ends with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, cast
 
 from prometheus_client.core import Metric
@@ -17,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from kvolt.cli.process import Process
 from kvolt.cli.worker.fleet import FleetMetrics
-from kvolt.core.errors import ConfigError
+from kvolt.core.endpoints import ATTACHED_DETAILS
+from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import build_engine, parse_argument
@@ -30,7 +33,12 @@ from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Scope, TaskGroup
 from kvolt.worker.worker import Worker, WorkerOptions
 
+log = logging.getLogger(__name__)
+
 ENGINE = "remote"
+
+_RETRY_S = 30.0
+"""Pause before an unusable server is tried again."""
 _SHORT_NAMES = {"events": "kv_events", "replay": "kv_events_replay"}
 
 Arguments = dict[str, Any]
@@ -67,43 +75,102 @@ def _parse(text: str) -> Arguments:
 _SPEC = EngineSpec(model="", role=Role.AGGREGATED)
 
 
+class ServerState(StrEnum):
+    WAITING = "waiting"
+    """Not attached yet, or unreachable."""
+    ATTACHED = "attached"
+    FAILED = "failed"
+    """Cannot be used; tried again at intervals."""
+
+
 @dataclass(slots=True, eq=False)
 class _Server:
-    """An external server with its worker."""
+    """An external server with its worker. A new one is created for each attempt to attach the server."""
 
     engine: RemoteEngine
     part: Runtime
     worker: Worker
     unreachable_reason: str | None = None
+    failure: KvoltError | None = None
+    has_started: bool = False
     state_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def describe(self) -> dict[str, str]:
+        """State for `kvolt status`."""
+        state, reason = ServerState.WAITING, self.unreachable_reason or ""
+        if self.failure is not None:
+            state, reason = ServerState.FAILED, self.failure.message
+        elif self.has_started and self.unreachable_reason is None:
+            state = ServerState.ATTACHED
+        return {"url": self.engine.url, "state": state.value, "reason": reason}
 
 
 class Attached:
     """Workers of the external servers; `run` serves them until the process ends."""
 
-    def __init__(self, process: Process, arguments: Sequence[Arguments]) -> None:
+    def __init__(self, process: Process, arguments: Sequence[Arguments], retry_s: float = _RETRY_S) -> None:
         self._process = process
         self._arguments = arguments
+        self._retry_s = retry_s
         self._task_group = TaskGroup("attached")
         self._servers: list[_Server] = []
+        self._was_any_attached = False
 
     async def run(self) -> None:
+        """Raises the first error if no server can be used at start."""
         try:
             self._servers += [self._server(arguments) for arguments in self._arguments]
             self._process.runtime.children += [server.part for server in self._servers]
+            self._process.runtime.add_status_details(
+                ATTACHED_DETAILS, lambda: [server.describe() for server in self._servers]
+            )
             self._process.metrics.registry.register(_Metrics(self._servers))
             async with Scope("attached") as scope:
-                for server in self._servers:
-                    scope.start(self._serve(server), server.engine.url)
+                for number, server in enumerate(self._servers):
+                    scope.start(self._serve(number), server.engine.url)
         finally:
             await self._task_group.close()
             for server in self._servers:
                 await server.worker.close()
+                await server.part.close()
 
-    async def _serve(self, server: _Server) -> None:
-        await server.part.start()
-        await server.worker.start()
-        await server.worker.run()
+    async def _serve(self, number: int) -> None:
+        """Keep one server attached. An error of a server ends neither the process nor the other servers."""
+        logged = ""
+        while True:
+            server = self._servers[number]
+            try:
+                await server.part.start()
+                await server.worker.start()
+                self._was_any_attached = server.has_started = True
+                if server.unreachable_reason is None:
+                    server.part.health.set("server", State.READY)
+                await server.worker.run()
+                return
+            except KvoltError as error:
+                server.failure = error
+                if not self._was_any_attached and all(each.failure is not None for each in self._servers):
+                    raise
+                server.part.health.set("server", State.CORDONED, error.message)
+                if error.message != logged:
+                    logged = error.message
+                    log.error(
+                        "attached server failed: url=%s reason=%s remedy=%s retry_s=%g",
+                        server.engine.url,
+                        error.message,
+                        error.fields.get("remedy", "see the log of the server"),
+                        self._retry_s,
+                    )
+            await server.worker.close()
+            await server.part.close()
+            await asyncio.sleep(self._retry_s)
+            self._replace(number)
+
+    def _replace(self, number: int) -> None:
+        """Create a new worker: an engine and its Runtime can be started only once."""
+        children, before = self._process.runtime.children, self._servers[number]
+        server = self._servers[number] = self._server(self._arguments[number])
+        children[children.index(before.part)] = server.part
 
     def _server(self, arguments: Arguments) -> _Server:
         main, settings = self._process.runtime, self._process.settings

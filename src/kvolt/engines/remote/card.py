@@ -64,9 +64,10 @@ def _find(facts: ServerFacts, tokenizer: str | None) -> Path:
             continue
         if located is not None:
             return Path(located.path)
-    searched = tokenizer or ", ".join(facts.sources)
+    names = " or ".join(repr(name) for name in ((tokenizer,) if tokenizer else facts.sources))
     raise ConfigError(
-        f"the tokenizer of {facts.model} is not on this machine (searched: {searched})",
+        f"the tokenizer of {facts.model} is not on this machine: no folder with tokenizer.json and no downloaded model "
+        f"is named {names}",
         key="tokenizer",
         remedy="set tokenizer=FOLDER with the model's tokenizer.json and tokenizer_config.json "
         "(`kvolt model fetch OWNER/NAME` downloads a model from the hub)",

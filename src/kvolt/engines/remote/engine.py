@@ -142,13 +142,16 @@ class RemoteEngine(ExternalEngine[Attached]):
 
     async def _first_facts(self) -> ServerFacts:
         arguments, server = self._arguments, self._server
-        has_logged = False
+        reason: str | None = None
         began_at = server.now()
         while True:
             try:
-                return await inspect(server, arguments, self._hint)
+                facts = await inspect(server, arguments, self._hint)
+                if reason is not None:
+                    self.on_health(None)
+                return facts
             except KvoltError as error:
-                if isinstance(error, ConfigError) and not has_logged:
+                if isinstance(error, ConfigError) and reason is None:
                     raise  # at start only: later it may be the transient state of a starting server
                 waited_s = server.now() - began_at
                 limit_s = arguments.start_timeout_s
@@ -158,9 +161,12 @@ class RemoteEngine(ExternalEngine[Attached]):
                         key="url",
                         remedy="start the server, or set another url",
                     ) from error
-                if not has_logged:
-                    has_logged = True
-                    log.warning("waiting for server: url=%s reason=%s", self.url, error.message)
+                remedy = error.fields.get("remedy")
+                current = error.message + (f" ({remedy})" if remedy else "")
+                if current != reason:
+                    reason = current
+                    log.warning("waiting for server: url=%s reason=%s", self.url, reason)
+                    self.on_health(reason)
             await asyncio.sleep(arguments.probe_interval_s)
 
     async def _start_tasks(self, running: Attached) -> None:

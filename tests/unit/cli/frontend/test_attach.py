@@ -143,10 +143,52 @@ async def test_servers_that_go_and_come(tmp_path: Path) -> None:
             scope.cancel()
 
 
+async def test_unusable_server_leaves_the_others_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(
+        discovery=DiscoverySettings(path=str(tmp_path / "discovery"), poll_s=0.01),
+        admin=AdminSettings(enabled=False),
+    )
+    folder, later = model_folder(tmp_path / "model"), tmp_path / "later"
+
+    async def described(state: str) -> dict[str, str]:
+        async with asyncio.timeout(20):
+            while (each := (await process.runtime.status()).details["attached"][1])["state"] != state:
+                await asyncio.sleep(0.01)
+        return each
+
+    async with FakeServer("vllm") as one, FakeServer("vllm") as two, running(settings, "frontend") as process:
+        await two.stop()
+        given = [
+            {"url": server.url, "tokenizer": str(path), "probe_interval_s": 0.01, "start_timeout_s": None}
+            for server, path in ((one, folder), (two, later))
+        ]
+        async with Scope("test") as scope:
+            scope.start(Attached(process, given, retry_s=0.05).run(), "attached")
+            await until(process, InstanceState.READY)
+            assert "refused" in (await described("waiting"))["reason"]
+            await two.start()
+            assert "tokenizer" in (await described("failed"))["reason"]
+            assert await states(process) == [InstanceState.READY]
+            assert process.runtime.health.healthy()
+            model_folder(later)
+            await described("attached")
+            await until(process, InstanceState.READY, InstanceState.READY)
+            assert process.runtime.health.report().checks[f"{two.url} server"].state is State.READY
+            scope.cancel()
+    failures = [
+        text for record in caplog.records if "attached server failed" in (text := record.getMessage())
+    ]
+    assert len(failures) == 1  # not at every attempt
+    assert two.url in failures[0]
+    assert "set tokenizer=FOLDER" in failures[0]
+
+
 async def test_one_that_can_never_be_attached_ends_the_process(tmp_path: Path) -> None:
     settings = Settings(
         discovery=DiscoverySettings(path=str(tmp_path / "discovery")), admin=AdminSettings(enabled=False)
     )
     async with FakeServer("vllm") as server, running(settings, "frontend") as process:
         with pytest.raises(ConfigError, match="tokenizer"):
-            await Attached(process, [{"url": server.url, "tokenizer": "/nowhere/at/all"}]).run()
+            await Attached(process, [{"url": server.url, "tokenizer": "/nowhere/at/all"}] * 2).run()

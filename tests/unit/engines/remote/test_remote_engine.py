@@ -398,7 +398,9 @@ async def start(server: FakeServer, **arguments: Any) -> str:
 async def test_what_can_never_be_attached(folder: Path) -> None:
     here = {"tokenizer": str(folder)}
     async with FakeServer("vllm") as server:
-        assert "tokenizer=FOLDER" in await start(server, tokenizer="/nowhere/at/all")
+        text = await start(server, tokenizer="/nowhere/at/all")
+        assert "tokenizer=FOLDER" in text
+        assert "no downloaded model is named '/nowhere/at/all'" in text
         assert "served models: tiny" in await start(server, model="other", **here)
         server.then("/v1/models", plays(plain(401, b"{}")))
         assert "api_key" in await start(server, **here)
