@@ -196,9 +196,9 @@ def build_core(
         except Exception:  # the engine works without a latency model; routers use estimates
             log.warning("step calibration failed; no latency model will be published", exc_info=True)
         else:
-            core.info = msgspec.structs.replace(info, latency=trials.latency)
-            if trials.rough_latency is not None:
-                scheduler.planner.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
+            core.info = msgspec.structs.replace(info, latency=trials.rough_latency)
+            if core.info.latency is not None:
+                scheduler.planner.pace = StepPace(core.info.latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     log.debug("loaded %s in %.1f s with %d KV blocks", name, hooks.clock.monotonic() - started, num_blocks)

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import median
 
 import msgspec
 
-from kvolt.core.latency import LatencyModel, fit_features
+from kvolt.core.latency import LatencyModel, fit_features, scale_speed
 from kvolt.core.load import StepStats
 from kvolt.latency.fit import Errors, errors_of, fit_all
+from kvolt.latency.presets import DEFAULT, PRESETS
 from kvolt.scheduler.step_plan import Limits
 
 BUDGET_S = 1.5
@@ -42,6 +44,9 @@ _DEEP_AFTER_ROUNDS = 2
 _LEAST_DECODES, _LEAST_PROMPTS, _LEAST_TRIALS = 3, 2, 6
 """Minimum numbers of different trials for a fit. In small steps a token costs more than in large ones, so a
 fit to a single prompt size would predict about twice the cost."""
+
+_MAX_SPEED = 1000.0
+"""Bound on the speed relative to the preset, and on its inverse, if only a few steps were timed."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,14 +122,13 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rough_latency(self) -> LatencyModel | None:
-        """The latency model or, with too few trials for a fit, an estimate from the fastest decode and the
-        largest prompt, which real steps correct and which is not registered. None if nothing ran."""
-        if self.latency is not None or not self.steps:
+        """The latency model or, with too few trials for a fit, the default preset at the speed of the steps that
+        were timed, which real steps correct. None if nothing was timed."""
+        preset = PRESETS[DEFAULT].model
+        if self.latency is not None or not self.steps or not isinstance(preset, LatencyModel):
             return self.latency
-        base_s = min((step.time_s for step in self.steps if step.batch), default=0.0)
-        prompt = max(self.steps, key=lambda step: step.prefill_tokens)
-        token_s = max(prompt.time_s - base_s, 0.0) / max(prompt.prefill_tokens, 1)
-        return LatencyModel(base_s=base_s, prefill_token_s=token_s)
+        speed = median(preset.step_s(step) / step.time_s for step in self.steps)
+        return scale_speed(preset, min(max(speed, 1 / _MAX_SPEED), _MAX_SPEED))
 
     @property
     def most_prompt_tokens(self) -> int:

@@ -159,6 +159,23 @@ def test_of_too_little_a_rough_model_is_left_for_real_steps_to_correct() -> None
     assert (nothing.rough_latency, nothing.most_prompt_tokens) == (None, 0)
 
 
+@pytest.mark.parametrize("speed", [0.02, 0.05, 50.0])
+def test_a_rough_model_has_the_speed_of_the_timed_steps(speed: float) -> None:
+    busy = scale_speed(CORE, speed)
+    step = Trial(batch=1, context=16).stats(busy.decode_s(1, 16))
+    rough = Trials(steps=(step,), num_runs=1, elapsed_s=1.0, latency=None).rough_latency
+    assert rough is not None
+    assert rough.decode_s(1, 16) == pytest.approx(busy.decode_s(1, 16))
+    assert busy.prefill_s(512) / 4 < rough.prefill_s(512) < 4 * busy.prefill_s(512)
+
+
+def test_the_speed_of_a_rough_model_is_bounded() -> None:
+    step = Trial(batch=1, context=16).stats(600.0)
+    rough = Trials(steps=(step,), num_runs=1, elapsed_s=600.0, latency=None).rough_latency
+    assert rough is not None
+    assert rough.decode_s(1, 16) < 10.0
+
+
 def test_of_too_little_nothing_is_made() -> None:
     slow = Engine(LatencyModel(base_s=2.0))
     trials = slow.measure(HOST)

@@ -17,7 +17,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, decode_step_log
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.native import loading
+from kvolt.engines.native import loading, trial_runner
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.core import EngineCore
@@ -139,12 +139,25 @@ def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
     assert "step calibration failed" in caplog.text
 
 
+def test_an_engine_with_few_timed_steps_has_step_times_at_their_speed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(*given: object) -> Trials:
+        return Trials(steps=(StepStats(1, 0, 0, 16, 2.5),), num_runs=1, elapsed_s=2.5, latency=None)
+
+    monkeypatch.setattr(trial_runner, "measure_steps", measure)
+    with closing(core_of(folder, measure_steps=True)) as core:
+        assert core.info.latency is not None
+        assert core.info.latency.decode_s(1, 16) == pytest.approx(2.5)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_too_little_is_said_too() -> None:
     one = (StepStats(1, 0, 0, 16, 2.5),)
     few = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=None)
     assert trials_text(few) == (
-        "step calibration incomplete: steps=1 time=2.5s; routing and the choice of prefill "
-        "workers assume the step times of a large GPU until requests correct them"
+        "step calibration incomplete: steps=1 time=2.5s; step times are estimated from these steps until "
+        "requests correct them"
     )
     exact = LatencyModel(base_s=2.5)
     unjudged = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=exact)
