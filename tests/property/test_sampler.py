@@ -26,20 +26,29 @@ TOKENS = st.integers(0, VOCABULARY + 20)
 """Some are not in the vocabulary."""
 
 
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5]),
+    "top_p": st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.01]),
+    "top_k": st.sampled_from([None, None, 1, 7, 299, 1000]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    "presence_penalty": st.sampled_from([0.0, 0.0, 1.5, -1.0]),
+    "frequency_penalty": st.sampled_from([0.0, 0.0, 0.7]),
+    "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5, 0.7]),
+    "logit_bias": st.dictionaries(TOKENS, st.floats(-20, 20, width=32), max_size=3),
+    "allowed_token_ids": st.none() | st.lists(TOKENS, max_size=20).map(tuple),
+    "logprobs": st.sampled_from([None, None, 0, 3]),
+}
+"""A new field that filters or changes logits also belongs in `edited` or `possible`."""
+
+
+def test_rows_have_all_fields_that_a_row_can_have() -> None:
+    """Rows have seeds of their own; choices and prompts are no matter of one row."""
+    assert FIELDS.keys() == {*Sampling.__struct_fields__} - {"seed", "num_choices", "prompt_logprobs"}
+
+
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    asked = Sampling(
-        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.01])),
-        top_k=draw(st.sampled_from([None, None, 1, 7, 299, 1000])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
-        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5, -1.0])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.7])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
-        logit_bias=draw(st.dictionaries(TOKENS, st.floats(-20, 20, width=32), max_size=3)),
-        allowed_token_ids=draw(st.none() | st.lists(TOKENS, max_size=20).map(tuple)),
-        logprobs=draw(st.sampled_from([None, None, 0, 3])),
-    )
+    asked = Sampling(**{name: draw(values) for name, values in FIELDS.items()})
     masked = draw(st.none() | st.integers(0, 2**32 - 1))
     mask = None
     if masked is not None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,17 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Sampling
 from kvolt.engines.native.sampling.draw import Draws, draw_on_device, draw_on_host
 from kvolt.engines.native.sampling.logprobs import prompt_logprobs
-from kvolt.engines.native.sampling.sampler import Row, _draws, _filter, check_sampling, prepare, sample
+from kvolt.engines.native.sampling.sampler import (
+    _BOUNDS,
+    Filter,
+    Row,
+    _draws,
+    _filter,
+    check_sampling,
+    prepare,
+    sample,
+)
+from kvolt.testing.engines.suite import SAMPLING_VALUES
 
 NAN, INF = math.nan, math.inf
 NO_LIMIT = 1 << 40
@@ -68,6 +79,7 @@ OTHER_FIELDS = {
     *("seed", "num_choices", "logprobs", "prompt_logprobs"),
 }
 """Fields of `Sampling` that do not filter the tokens to draw from."""
+FILTERS = sorted({*Sampling.__struct_fields__} - OTHER_FIELDS - {"temperature"})
 
 
 class Recorder:
@@ -83,14 +95,14 @@ class Recorder:
 
 def test_filters_read_every_field_that_filters() -> None:
     """A new field of `Sampling` counts as a filter until OTHER_FIELDS names it."""
-    filters = {*Sampling.__struct_fields__} - OTHER_FIELDS
+    fields = {*FILTERS, "temperature"}
     chosen, drawn = Recorder(), Recorder()
     _filter(chosen)  # type: ignore[arg-type]
     plain = row()
     plain.sampling = drawn  # type: ignore[assignment]
     _draws([plain])
-    assert chosen.names == filters, "_filter decides which weights the filters of a row need"
-    assert drawn.names == filters, "_draws collects the values that draw.py filters by"
+    assert chosen.names == fields, "_filter decides which weights the filters of a row need"
+    assert drawn.names == fields, "_draws collects the values that draw.py filters by"
 
 
 # --- greedy and what changes logits ---
@@ -333,6 +345,29 @@ def test_filters_keep_what_they_should(vocabulary: int, top_k: int, top_p: float
         assert share == pytest.approx(float(chances[token]) / whole, abs=1.1 / count), token
 
 
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("others", [{}, {"top_k": 30}, {"top_p": 0.99}, {"min_p": 0.01}])
+def test_each_filter_leaves_fewer_tokens(name: str, others: dict[str, Any]) -> None:
+    """Also where the other filters do nothing, and `draw.py` may return before it reaches this one."""
+    count = 300
+    logits = torch.arange(40.0).mul(0.2).expand(count, -1)
+
+    def kept(on_host: bool, fields: dict[str, Any]) -> set[int]:
+        asked = row(temperature=1.0, **fields)
+        given = _draws([asked] * count)
+        given.uniforms = (np.arange(count) + 0.5) / count
+        filtered = asked.filter != Filter.NONE
+        picked = (
+            draw_on_host(logits, None, given, filtered)
+            if on_host
+            else draw_on_device(logits, given, filtered)
+        )
+        return set(picked.tokens.tolist())
+
+    for on_host in (True, False):
+        assert kept(on_host, {**others, name: SAMPLING_VALUES[name]}) < kept(on_host, others)
+
+
 def test_a_nucleus_larger_than_the_first_look() -> None:
     base = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.01
     given = draws(60, top_p=0.5)
@@ -488,20 +523,20 @@ def test_tokens_that_the_model_does_not_have(asked: dict[str, Any], message: str
     check_sampling(Sampling(logit_bias={99: 1.0}, allowed_token_ids=(0,)), 100)
 
 
-@pytest.mark.parametrize(
-    ("param", "taken", "refused"),
-    [
-        ("temperature", [0, 1e-9, 100], [-0.1, NAN, INF, 1e300]),
-        ("top_p", [1e-9, 1], [0, -0.1, 1.1, NAN]),
-        ("top_k", [None, -1, 0, 2**31 - 1], [-2, 2**31, 2**64 - 1]),
-        ("min_p", [0, 1], [-0.1, 1.1, NAN]),
-        ("presence_penalty", [-2, 2], [NAN, INF, -INF]),
-        ("frequency_penalty", [-2, 2], [NAN, INF, -INF]),
-        ("repetition_penalty", [0.01, 2], [0, -1, NAN, INF]),
-        ("logprobs", [None, 0, 1000], [-1]),
-        ("prompt_logprobs", [None, 0, 1000], [-1]),
-    ],
-)
+NUMBERS = [
+    ("temperature", [0, 1e-9, 100], [-0.1, NAN, INF, 1e300]),
+    ("top_p", [1e-9, 1], [0, -0.1, 1.1, NAN]),
+    ("top_k", [None, -1, 0, 2**31 - 1], [-2, 2**31, 2**64 - 1]),
+    ("min_p", [0, 1], [-0.1, 1.1, NAN]),
+    ("presence_penalty", [-2, 2], [NAN, INF, -INF]),
+    ("frequency_penalty", [-2, 2], [NAN, INF, -INF]),
+    ("repetition_penalty", [0.01, 2], [0, -1, NAN, INF]),
+    ("logprobs", [None, 0, 1000], [-1]),
+    ("prompt_logprobs", [None, 0, 1000], [-1]),
+]
+
+
+@pytest.mark.parametrize(("param", "taken", "refused"), NUMBERS)
 def test_numbers_that_cannot_be_sampled_with(param: str, taken: list[Any], refused: list[Any]) -> None:
     for value in taken:
         check_sampling(Sampling(**{param: value}), 100)
@@ -509,3 +544,11 @@ def test_numbers_that_cannot_be_sampled_with(param: str, taken: list[Any], refus
         with pytest.raises(InvalidRequest, match=f"{param} is ") as caught:
             check_sampling(Sampling(**{param: value}), 100)
         assert caught.value.fields["param"] == param
+
+
+def test_every_number_has_bounds_that_are_tested() -> None:
+    """Of a seed every value is valid, and the sampler never sees the number of choices."""
+    types = {each.name: each.type for each in msgspec.structs.fields(Sampling)}
+    numbers = {name for name, kind in types.items() if kind in (int, float, int | None, float | None)}
+    numbers -= {"seed", "num_choices"}
+    assert {name for name, _, _ in _BOUNDS} == {name for name, _, _ in NUMBERS} == numbers
