@@ -27,6 +27,7 @@ _ANY = (
     "stop",
     "ignore_eos",
     "logit_bias",
+    "allowed_token_ids",
     "response_format",
     "tools",
     "tool_choice",

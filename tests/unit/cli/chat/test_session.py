@@ -19,8 +19,10 @@ from kvolt.cli.chat.session import (
     Say,
     Session,
     UseModel,
+    unknown_field,
 )
 from kvolt.cli.chat.stream import CallPiece, Piece, Usage
+from kvolt.core.request import Sampling
 
 
 def answer(text: str = "", *calls: CallPiece) -> Answer:
@@ -194,6 +196,12 @@ def test_settings() -> None:
     assert "temperature" not in session.body()
     listed = talk(session, "/set")
     assert listed == Say('max_tokens = 5\nstop = ["a","b"]\nreasoning_effort = "low"')
+
+
+def test_set_knows_every_sampling_field() -> None:
+    """Except the number of choices, which is one, and log probabilities, which the chat does not show."""
+    fields = {*Sampling.__struct_fields__} - {"num_choices", "logprobs", "prompt_logprobs"}
+    assert {name for name in fields if unknown_field(name)} == set()
 
 
 @pytest.mark.parametrize(
