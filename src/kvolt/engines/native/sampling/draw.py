@@ -10,9 +10,18 @@ partition; on a device by topk or, if top_k does not bound their number, by a so
 depend on results, so it needs no synchronisation.
 
 Order of the filters: top_k, then top_p over the sum of what top_k keeps. min_p is a share of the largest weight and
-depends on neither. The largest threshold counts. A new filter is a threshold too: one by rank or by the largest weight
-goes before top_p, one that needs the sum of the kept weights after it; the same on the host (`_apply_filters`) and on
-a device (`_thresholds`).
+depends on neither. The largest threshold counts.
+
+A new filter is a threshold too, the same on the host (`_apply_filters`) and on a device (`_thresholds`):
+
+- by rank or by the largest weight: before top_p;
+- by the sum of the whole row: beside min_p, since it depends on no other filter. The host has the sum (`total`); a
+  device computes it;
+- by the sum of the kept weights: after top_p.
+
+`_thresholds` returns early, twice, where no row has top_p: a filter that is added below a return has no effect on a
+device unless the condition of that return names it. A new filter is also a field of `Draws`, and of the `numbers` that
+`draw_on_device` copies.
 
 Knows only numbers; the sampler knows the meaning of rows. Logits are float32 and not modified.
 """
