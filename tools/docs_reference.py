@@ -9,13 +9,17 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kvolt
 from kvolt.cli import config
 from kvolt.cli.flags import flag_name
 from kvolt.cli.main import VERBS, verb_parser
 from kvolt.core.errors import KvoltError
+from kvolt.core.request import Sampling
+from kvolt.engines.registry import find_engine
+from kvolt.engines.remote.sglang_dialect import SglangDialect
+from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, status_of
 from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.openapi.operations import ERRORS
@@ -97,8 +101,31 @@ def http_page() -> str:
     lines += ["## Objects", "Fields without a default are required in requests."]
     for name, schema in schemas.items():
         lines += [f"### {name}", *_fields(schema)]
+    lines += [
+        "## Sampling fields by engine",
+        "Workers refuse (501) a request that sets another field.",
+        _engines(),
+    ]
     lines += ["## Errors", "Bodies and codes: [errors and remedies](errors.md#http)."]
     return _joined(lines)
+
+
+def _engines() -> str:
+    """Sampling fields that each engine implements."""
+    built_in = ("native", "sim", "vllm", "sglang", "trtllm")
+    declared: dict[str, frozenset[str]] = {
+        name: cast(Any, find_engine(name).build).sampling_fields for name in built_in
+    }
+    for dialect in (VllmDialect, SglangDialect):  # prompt log probabilities: in resumed requests only
+        declared[f"remote ({dialect.kind.value})"] = dialect.sampling_fields - {"prompt_logprobs"}
+    rows = [
+        (
+            f"`{'n' if name == 'num_choices' else name}`",
+            *("yes" if name in each else "no" for each in declared.values()),
+        )
+        for name in Sampling.__struct_fields__
+    ]
+    return _table(("field", *declared), rows)
 
 
 def _operation(route: str, operation: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:

@@ -44,4 +44,5 @@ def test_reference_has_every_verb_setting_and_operation(docs_site: ModuleType) -
     assert "## kvolt twin sweep" in pages["docs/reference/cli.md"]
     assert "### `frontend.port`" in pages["docs/reference/config.md"]
     assert "### POST /v1/chat/completions" in pages["docs/reference/http.md"]
+    assert "| `n` | yes |" in pages["docs/reference/http.md"]
     assert "use --kv-shared to start a pool" in pages["docs/reference/errors.md"]
