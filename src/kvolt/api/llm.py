@@ -13,6 +13,7 @@ from kvolt.api.progress import progress as show_progress
 from kvolt.api.results import RequestOutput
 from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, list_prompts
 from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.tokenization.preprocess import Processor
 from kvolt.runtime.http.protocol import HttpRequest
 
 
@@ -112,11 +113,30 @@ class LLM:
         with show_progress("prompts", len(several), quiet=not progress) as step:
             return self._loop.run(self._server.embed(several, step))
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with `encode` and `decode`."""
+        return Tokenizer(self._server.model.processor, self._loop)
+
     def _answer_all(
         self, requests: Sequence[Callable[[], HttpRequest]], progress: bool
     ) -> list[RequestOutput]:
         with show_progress("prompts", len(requests), quiet=not progress) as step:
             return self._loop.run(self._server.answer_all(requests, step))
+
+
+class Tokenizer:
+    """Tokenizer of an `LLM`; encodes as `generate` does."""
+
+    def __init__(self, processor: Processor, loop: LoopThread) -> None:
+        self._processor = processor
+        self._loop = loop
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        [token_ids] = self._loop.run(self._processor.encode([text], "text", add_special_tokens))
+        return list(token_ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._processor.vocabulary.decode(token_ids, skip_special_tokens)
 
 
 def _close(loop: LoopThread, server: LocalServer) -> None:

@@ -81,13 +81,14 @@ def _choose(
 
 @contextmanager
 def _remedies() -> Iterator[None]:
-    """Show the remedy of a ConfigError in its traceback, as the command line prints it."""
+    """Add the remedy of a ConfigError to its message."""
     try:
         yield
     except ConfigError as error:
         remedy = error.fields.get("remedy")
         if remedy:
-            error.add_note(f"remedy: {remedy}")
+            error.message = f"{error.message}; {remedy}"
+            error.args = (error.message,)
         raise
 
 

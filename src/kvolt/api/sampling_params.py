@@ -12,7 +12,8 @@ import msgspec
 from kvolt.core.errors import InvalidRequest
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or one of them as in vLLM: `{"prompt": TEXT}`, `{"prompt_token_ids": IDS}`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ DEFAULT = SamplingParams()
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one prompt or several. A list of integers is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     several: list[Any] = _list_items(prompts)
     return [several] if several and _are_integers(several) else several
@@ -81,6 +82,10 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def checked_prompt(prompt: Prompt) -> str | list[int]:
     """One prompt: a text or a list of token ids. Raises InvalidRequest for another type."""
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            raise _not_a_prompt(f"a dict with the keys {', '.join(map(str, prompt))}")
+        [prompt] = prompt.values()
     if isinstance(prompt, str):
         return prompt
     token_ids: list[Any] = _list_items(prompt)

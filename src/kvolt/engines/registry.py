@@ -192,6 +192,17 @@ def merge_arguments(known: Mapping[str, Any], overrides: Iterable[str]) -> dict[
     return merged
 
 
+_VLLM_NAMES = {
+    "enforce_eager": "cuda_graphs",
+    "gpu_memory_utilization": "kv_memory_gib",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "quantization": "quantize",
+    "tensor_parallel_size": "tensor_parallel",
+}
+"""Engine arguments of vLLM, and the ones of the native engine for the same purpose."""
+
+
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
     """Convert arguments to the engine's argument class; ConfigError names the field and the nearest known
     one."""
@@ -208,7 +219,8 @@ def _check_names(engine: str, kind: type[msgspec.Struct], arguments: Mapping[str
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in arguments.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
+            same = _VLLM_NAMES.get(key)
+            near = [same] if same in fields else difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
             raise ConfigError(f"engine {engine!r} has no argument {key!r}", key=f"{where}.{key}", remedy=hint)
         for inner in get_args(fields[key]) or (fields[key],):  # an optional field is a union

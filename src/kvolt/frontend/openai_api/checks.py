@@ -174,7 +174,7 @@ def _check_best_of(best_of: int, num_choices: int, stream: bool) -> None:
         raise InvalidRequest(f"best_of is {best_of}, below n = {num_choices}", param="best_of")
     if best_of != num_choices:
         raise Unsupported(
-            f"best_of is {best_of}; only best_of = n = {num_choices} is supported",
+            f"best_of must equal n: best_of is {best_of}, n is {num_choices}",
             feature="best_of",
             param="best_of",
         )

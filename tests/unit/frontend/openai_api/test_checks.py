@@ -89,6 +89,11 @@ def test_chats_that_may_be_asked(fields: dict[str, Any]) -> None:
     assert parse_chat(chat(**fields)).unknown == ()
 
 
+def test_the_error_of_best_of_names_the_condition() -> None:
+    with pytest.raises(Unsupported, match="best_of must equal n: best_of is 3, n is 2"):
+        parse_completion(completion(best_of=3, n=2))
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
