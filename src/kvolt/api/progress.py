@@ -21,7 +21,9 @@ def progress(what: str, total: int, quiet: bool, done: int = 0) -> Iterator[Call
         yield lambda: None
         return
     if not sys.stderr.isatty():
-        yield _Lines(what, total, done).step
+        lines = _Lines(what, total, done)
+        yield lines.step
+        lines.finish()
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -38,10 +40,20 @@ class _Lines:
         self._done = done
         self._now = SystemClock().monotonic
         self._printed_at = self._now()
+        self._num_printed: int | None = None
 
     def step(self) -> None:
         self._done += 1
         now = self._now()
         if now - self._printed_at >= LINE_S:
             self._printed_at = now
-            print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
+            self._print()
+
+    def finish(self) -> None:
+        """Print the end of what was printed before."""
+        if self._num_printed not in (None, self._done):
+            self._print()
+
+    def _print(self) -> None:
+        self._num_printed = self._done
+        print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)

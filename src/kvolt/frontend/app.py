@@ -44,6 +44,12 @@ _json = msgspec.json.Encoder().encode
 _busy_threshold = RequestDecoder(responses.BusyThreshold)
 
 
+_NOT_AVAILABLE = {
+    "/v1/embeddings": "embeddings are not available over HTTP yet",
+    "/v1/responses": "the Responses API is not available yet; use /v1/chat/completions",
+}
+
+
 class FrontendApp:
     """HTTP handlers; `routes` returns the route table for an HttpServer."""
 
@@ -94,6 +100,7 @@ class FrontendApp:
         self._routes = tuple(f"{method} {path}" for method, path, _ in table if not path.endswith(":path}"))
         for method, path, handler in table:
             routes.add(method, path, handler)
+        routes.notes.update(_NOT_AVAILABLE)
         return routes
 
     # --- models

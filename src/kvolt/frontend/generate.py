@@ -218,7 +218,7 @@ class Generation:
         context.record.stage("tokenize")
 
     async def _prepare_completion(self, context: GenerationContext, body: CompletionRequest) -> None:
-        card, limit = context.model.card, context.options.max_tokens or 1
+        card, limit = context.model.card, context.options.max_tokens
         if body.prompt_embeds is not None:
             context.hints = require_extra(context.model, context.hints, PROMPT_EMBEDS)
             context.embeds = await embedded_prompts(body.prompt_embeds, card, limit, self.off_loop)
@@ -370,7 +370,7 @@ def _num_logprobs(context: GenerationContext, answer: WholeAnswer) -> int:
     return total
 
 
-def _check_length(card: ModelCard, prompt: Sized, num_output: int) -> None:
+def _check_length(card: ModelCard, prompt: Sized, num_output: int | None) -> None:
     if len(prompt) >= card.context_length:
         raise too_long(card, len(prompt), num_output, "prompt")
 

@@ -176,7 +176,7 @@ def _annotations(context: GenerationContext) -> list[tuple[str, object]]:
 
 
 async def embedded_prompts(
-    embeds_fields: str | list[str], card: ModelCard, num_output: int, off_loop: OffLoop
+    embeds_fields: str | list[str], card: ModelCard, num_output: int | None, off_loop: OffLoop
 ) -> list[PromptEmbeds]:
     """Decode embeddings; raises InvalidRequest if one is invalid or has more rows than the context has tokens."""
     texts = [embeds_fields] if isinstance(embeds_fields, str) else embeds_fields

@@ -21,10 +21,17 @@ PROMPT_EMBEDS = "prompt_embeds"
 _MAX_PROMPT_LOGPROBS = 131_072
 
 
-def too_long(card: ModelCard, num_tokens: int, num_output: int, param: str) -> InvalidRequest:
+def too_long(card: ModelCard, num_tokens: int, num_output: int | None, param: str) -> InvalidRequest:
+    """`num_output`: `max_tokens` of the request."""
+    requested = "" if num_output is None else f" and {num_output} output tokens were requested"
+    remedy = (
+        "shorten the prompt"
+        if num_tokens >= card.context_length
+        else "shorten the prompt or lower max_tokens"
+    )
     return InvalidRequest(
-        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} tokens and "
-        f"{num_output} output tokens were requested; shorten the prompt or lower max_tokens",
+        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} tokens"
+        f"{requested}; {remedy}",
         param=param,
         code="context_length_exceeded",
     )
@@ -67,7 +74,7 @@ def build_request(
     if max_tokens is None:
         max_tokens = max(num_left if default_max_tokens is None else min(default_max_tokens, num_left), 1)
     if max_tokens > num_left:
-        raise too_long(card, len(prompt), max_tokens, "max_tokens" if num_left > 0 else param)
+        raise too_long(card, len(prompt), options.max_tokens, "max_tokens" if num_left > 0 else param)
     salt = hints.salt if embeds is None else f"{hints.salt or ''}/{embeds.digest}"
     hasher = SequenceHasher(card.block_size, request_seed(lora, salt))
     hasher.extend(prompt)

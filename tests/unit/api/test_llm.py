@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvolt import LLM, KvoltError, SamplingParams
+from kvolt.api.progress import progress
 from kvolt.core.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -244,6 +245,20 @@ def test_progress_is_on_stderr(
     llm.generate(["a", "b"])
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "1 of 2 prompts\n2 of 2 prompts\n")
+
+
+def test_progress_lines_end_with_the_last_item(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvolt.api.progress.LINE_S", 0.0)
+    with progress("prompts", 3, quiet=False) as step:
+        step()
+        monkeypatch.setattr("kvolt.api.progress.LINE_S", 60.0)
+        step()
+        step()
+    with progress("prompts", 1, quiet=False) as step:  # a short one prints nothing
+        step()
+    assert capsys.readouterr().err == "1 of 3 prompts\n3 of 3 prompts\n"
 
 
 def test_progress_needs_no_stderr(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

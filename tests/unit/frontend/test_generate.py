@@ -116,6 +116,9 @@ def test_the_context_is_a_limit() -> None:
         assert "200" in caught.value.message
         assert str(num_prompt) in caught.value.message
         assert caught.value.fields == {"param": param, "code": "context_length_exceeded"}
+        requested = f" and {max_tokens} output tokens were requested"
+        assert ("were requested" in caught.value.message) == (max_tokens is not None)
+        assert max_tokens is None or requested in caught.value.message
     with pytest.raises(InvalidRequest) as caught:
         build(())
     assert caught.value.fields["param"] == "prompt"

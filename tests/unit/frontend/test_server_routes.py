@@ -63,6 +63,8 @@ def test_a_slash_at_the_end_changes_nothing(slashes: str) -> None:
         ("/models", "did you mean /v1/models?"),
         ("/helth", "did you mean /health?"),
         ("/doc/", "did you mean /docs?"),
+        ("/v1/embeddings", "unknown path /v1/embeddings; embeddings are not available over HTTP yet"),
+        ("/v1/responses/", "the Responses API is not available yet; use /v1/chat/completions"),
         ("/admin.php", 'unknown path /admin.php"'),
         ("/" + "v1/models" * 2000, "unknown path /v1/models"),
         ("/%00%0d%0a", 'unknown path /%00%0d%0a"'),

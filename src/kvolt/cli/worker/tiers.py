@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -107,6 +108,7 @@ def lower_tiers(
         num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(at_rest.slot_bytes, num_device)
         _check_size(num_slots, at_rest, "disk")
         files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots, form)
+        _check_disk(files)
     lower: list[tuple[LowerTier, int]] = []
     if tiers.pool:
         lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
@@ -148,6 +150,23 @@ def _check_memory(num_blocks: int, shape: BlockShape) -> None:
             f"the host tier needs {num_bytes / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
             key="tiers.host",
             remedy="reduce it, or add a disk tier (--kv-disk)",
+        )
+
+
+def _check_disk(files: DiskFiles) -> None:
+    """Warn if the tier is larger than what its disk has free."""
+    stored = sum(path.stat().st_blocks * 512 for path in files.folder.glob("blocks-*"))
+    num_bytes, available = (
+        files.num_slots * files.shape.slot_bytes,
+        shutil.disk_usage(files.folder).free + stored,
+    )
+    if num_bytes > available:
+        log.warning(
+            "disk tier larger than the free space: size=%.1fGiB free=%.1fGiB folder=%s; blocks that do not fit are not "
+            "stored; reduce --kv-disk",
+            num_bytes / 2**30,
+            available / 2**30,
+            files.folder,
         )
 
 

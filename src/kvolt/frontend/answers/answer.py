@@ -285,7 +285,10 @@ class Answer(ABC, Generic[R]):
         if "worker_id" in requested_fields:
             extras["worker_id"] = self._workers()
         if "timing" in requested_fields:
-            extras["timing"] = self.spec.timing() | self._stages()
+            timing = self.spec.timing() | self._stages()
+            extras["timing"] = {
+                name: round(value, 3) if isinstance(value, float) else value for name, value in timing.items()
+            }
         if "completion_token_ids" in requested_fields:
             visible = () if self.spec.prompt_only else choices
             extras["completion_token_ids"] = [token for state in visible for token in state.token_ids]

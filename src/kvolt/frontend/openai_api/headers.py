@@ -154,7 +154,8 @@ def check_json_type(headers: Mapping[str, str]) -> None:
     content_type = headers.get("content-type", "" if "origin" in headers else "application/json")
     if content_type != "application/json" and not _JSON.fullmatch(content_type.strip()):
         raise UnsupportedMediaType(
-            f"the content type is {content_type[:100]!r}; send application/json", content_type=content_type
+            f"the content type is {content_type[:100]!r}; send the header 'content-type: application/json'",
+            content_type=content_type,
         )
 
 

@@ -44,7 +44,10 @@ class StoreState:
     def mark_failed(self, task: str, reason: str) -> None:
         self._works[task] = False
         if self._connected is not False:
-            log.warning("discovery lost: %s reason=%s; using the last known state", self._store, reason)
+            if self._connected is None:
+                log.warning("discovery unreachable: %s reason=%s; retrying", self._store, reason)
+            else:
+                log.warning("discovery lost: %s reason=%s; using the last known state", self._store, reason)
             self._set_connected(connected=False)
 
     def mark_working(self, task: str) -> None:

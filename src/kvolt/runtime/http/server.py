@@ -137,6 +137,8 @@ class Routes:
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, Handler]] = {}
         self._patterns: dict[str, _Pattern] = {}
+        self.notes: dict[str, str] = {}
+        """By unknown path: what its 404 says in place of similar paths."""
 
     def add(self, method: str, path: str, handler: Handler) -> None:
         if "{" in path:
@@ -158,7 +160,8 @@ class Routes:
             path = path.rstrip("/") or "/"
             methods = self._exact.get(path) or self._resolve_pattern(request, path)
         if methods is None:
-            message = f"unknown path {request.path[:_SHOWN_CHARS]}{self._suggest(path)}"
+            hint = f"; {self.notes[path]}" if path in self.notes else self._suggest(path)
+            message = f"unknown path {request.path[:_SHOWN_CHARS]}{hint}"
             return json_error(404, message, "not_found")
         handler = methods.get(request.method)
         if handler is None and request.method == "HEAD":

@@ -122,6 +122,21 @@ async def refusal(tiers: TierSettings, **info: object) -> ConfigError:
     return told.value
 
 
+@pytest.mark.parametrize(("size", "warns"), [("4000TiB", True), ("100blocks", False)])
+async def test_a_disk_tier_larger_than_the_free_space_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: str, warns: bool
+) -> None:
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), SimArguments())
+    started = replace(await engine.start(), features=features_of(engine))
+    new = tiering_of(TierSettings(host="100blocks", disk=size, disk_dir=str(tmp_path)), no_agent)
+    assert new is not None
+    tiering = new(engine, started, time.monotonic, lambda changes: None)
+    await tiering.start()
+    assert ("disk tier larger than the free space: size=4096000.0GiB free=" in caplog.text) is warns
+    await tiering.close()
+    await engine.close()
+
+
 async def test_what_cannot_be_is_told_with_a_remedy(tmp_path: Path) -> None:
     assert (
         "does not support KV tiers"

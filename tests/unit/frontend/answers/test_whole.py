@@ -178,7 +178,7 @@ async def test_echo_without_them_leaves_room_for_the_prompt() -> None:
 
 async def test_extras() -> None:
     wanted = frozenset({"worker_id", "timing", "completion_token_ids", "stop_reason"})
-    whole = Whole(make_plan(extra_fields=wanted, timing=lambda: {"ttft_ms": 1.5}))
+    whole = Whole(make_plan(extra_fields=wanted, timing=lambda: {"ttft_ms": 1.500000000037}))
     whole.step(A)
     whole.give(Delta((B,), finish=STOP, stop_reason=B))
     whole.end()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from kvolt.runtime.discovery.store_state import Backoff, StoreState
 from kvolt.testing.virtual.loop import run_virtual
 
@@ -21,6 +23,15 @@ def test_lost_with_the_first_failure_back_with_the_last_recovery() -> None:
     assert told == [True, False]
     state.mark_working("keeper")
     assert told == [True, False, True]
+
+
+def test_a_store_that_was_never_reached_has_no_last_known_state(caplog: pytest.LogCaptureFixture) -> None:
+    state = StoreState("join_server=host:1", None)
+    state.mark_failed("keeper", "refused")
+    assert caplog.messages == ["discovery unreachable: join_server=host:1 reason=refused; retrying"]
+    state.mark_working("keeper")
+    state.mark_failed("keeper", "gone")
+    assert caplog.messages[-1] == "discovery lost: join_server=host:1 reason=gone; using the last known state"
 
 
 def test_a_task_that_ends_while_it_fails_does_not_leave_the_server_lost() -> None:
