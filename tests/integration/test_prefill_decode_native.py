@@ -21,8 +21,8 @@ MODEL = "tiny"
 BLOCK_SIZE = 16
 NUM_PROMPTS = 200
 DECODE_FIRST = ("--decode-first", "*")
-START_S = 50.0
-ANSWER_S = 60.0
+START_S = 120.0
+ANSWER_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,8 @@ async def test_ten_thousand_streams_on_one_connection(bench: Bench) -> None:
         max_batch_tokens=8 * NUM_STREAMS,
         kv_blocks=4 * NUM_STREAMS,
     )
+    # The reader starts ten thousand tasks before it looks whether it is connected.
+    bench.env["KVOLT_PLANE_CONNECT_TIMEOUT_S"] = "60"
     reader = bench.start_command(program(READ_MANY, "reader", NUM_STREAMS, NUM_TOKENS, GENERATE), "reader")
     found = await reader.says(r'{"tokens".*}', 4 * PATIENCE_S)
     result = json.loads(found[0])
