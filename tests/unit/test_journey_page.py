@@ -1,4 +1,4 @@
-"""docs/journey.md against a real request: every function it names is called, in that order.
+"""docs/journey.md against real requests: every function it names is called, in that order.
 
 The request takes the default path: HTTP, the `latency` router, a prefill and a decode worker with the native engine.
 The engines run in threads here, so that one process sees all calls.
@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.unit.engines.lab import LIMITS, make_request, sim, until
+from tests.unit.journey.stage import Fixed, Inbox, Stage, staged
 
 from kvolt.cli.worker.transfers import Transfers
 from kvolt.core.request import Role
@@ -32,6 +34,7 @@ from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.generate import GenerateOptions, Generation
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.models import Models
+from kvolt.journey.journey import Journey
 from kvolt.router.registry import ROUTERS
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.config.settings import Settings, TransferSettings
@@ -69,8 +72,8 @@ REQUEST = {
 }
 
 
-def numbered_functions(section: str) -> list[str]:
-    text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+def numbered_functions(heading: str) -> list[str]:
+    text = PAGE.read_text().split(f"# {heading}\n")[1].split("\n#")[0]
     return re.findall(r"^\d+\. `(kvolt[\w.]+:[\w.]+)`", text, re.M)
 
 
@@ -209,4 +212,32 @@ async def test_a_request_calls_the_functions_of_the_page_in_order(tmp_path: Path
         recorder.remove()
 
     assert answer.startswith(b"HTTP/1.1 200")
+    assert recorder.called == names
+
+
+def test_the_loss_of_a_worker_calls_the_functions_of_the_page_in_order() -> None:
+    names = numbered_functions("Failures")
+    recorder = Recorder(names)
+
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        decisions = Fixed(stage.decision(0), stage.decision(1))
+
+        def crash() -> None:
+            if inbox.num_tokens == 3:
+                recorder.is_recording = True
+                stage.lab.network.crash("w0", silent=False)
+
+        inbox.watch = crash
+        journey = Journey(stage.journey_context(decisions), make_request(), inbox, LIMITS)
+        await journey.start()
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 8)
+
+    recorder.install()
+    try:
+        staged(body, lambda: (sim(), sim()))
+    finally:
+        recorder.remove()
+    assert len(names) > 5
     assert recorder.called == names
