@@ -31,7 +31,7 @@ from kvolt.cli.worker.command import check_engine
 from kvolt.runtime.config.loader import check_file, load
 
 ROOT = Path(__file__).parents[1]
-SERVERS = ("serve", "frontend", "worker", "router", "cache serve")
+SERVERS = ("serve", "frontend", "worker", "router", "cache serve", "-m kvolt.testing.model_server")
 """Commands that run until they are stopped."""
 
 _FENCE = re.compile(
@@ -59,6 +59,8 @@ class Command:
     @property
     def is_server(self) -> bool:
         words = _words(self.text)
+        if words[:1] == ["python"]:
+            return self.verb != ""
         return words[:1] == ["kvolt"] and self.verb != "" and words[1:3] != ["router", "explain"]
 
 

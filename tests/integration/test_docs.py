@@ -25,6 +25,7 @@ _READY = {
     "router": "listening on http",
     "worker": "worker serving",
     "cache serve": "serving a KV pool",
+    "-m kvolt.testing.model_server": "listening on http",
 }
 _PORT = re.compile(r"(?:(?<=:)|(?<=port ))(8[01]\d\d|7\d00)\b")
 _NAMED = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
@@ -88,6 +89,8 @@ class PageRun:
         server = self._bench.start_command(("bash", "-c", f"exec {text}"), f"server-{self._num_started}")
         await server.says(_READY[command.verb])
         self._servers.append((command.verb, server))
+        if "--attach" in command.text:
+            await server.says("model ready")
         for verb, other in self._servers:
             if command.verb == "worker" and verb == "frontend":
                 await other.says("model ready")

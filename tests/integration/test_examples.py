@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 from tests.integration.processes import Bench, free_port, until
-from tests.unit.engines.remote.fake_server import ModelServer, model_folder
 
 from kvolt import LLM, SamplingParams
 from kvolt.testing.engines import check
+from kvolt.testing.model_server import ModelServer, model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE = f"{EXAMPLES / 'engine.py'}:KIND"
@@ -186,6 +186,6 @@ async def test_attach(tmp_path: Path) -> None:
             process, url = await bench.serve("--config", str(EXAMPLES / "attach.toml"), *flags)
             answer = await asyncio.to_thread(complete, url, "Hello")
             assert answer["usage"]["completion_tokens"] in (1, 2)
-            assert [path for path, _ in server.asked] == ["/v1/completions"]
+            assert [path for path, _ in server.requests] == ["/v1/completions"]
             process.send(signal.SIGINT)
             await until(lambda: process.exit_code == 0)

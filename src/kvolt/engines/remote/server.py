@@ -137,6 +137,12 @@ async def _kind_of(client: HttpClient, model: _Model, timeout_s: float) -> Liter
     response = await client.fetch("/server_info", timeout_s)
     if response.status == 200 and b"max_total_num_tokens" in response.body:
         return "sglang"
+    if model.owned_by == "kvolt":
+        raise ConfigError(
+            f"{client.url.text} is a kvolt frontend, not a vLLM or SGLang server",
+            key="url",
+            remedy="join its cluster with --join HOST:PORT, the address of its --discovery-join-listen",
+        )
     raise ConfigError(
         f"{client.url.text} was recognized neither as vLLM nor as SGLang",
         key="kind",

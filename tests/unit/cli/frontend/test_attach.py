@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.engines.remote.fake_server import FakeServer, model_folder
+from tests.unit.engines.remote.fake_server import FakeServer
 
 from kvolt.cli.frontend.attach import Attached, parse_attached
 from kvolt.cli.frontend.command import configure
@@ -24,6 +24,7 @@ from kvolt.runtime.config.settings import (
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import State
 from kvolt.runtime.tasks import Scope
+from kvolt.testing.model_server import model_folder
 
 BLOCKS = "kvolt_worker_kv_total_blocks{"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.engines.remote.fake_server import ModelServer, length_of_answer, model_folder
+from tests.unit.engines.remote.fake_server import length_of_answer
 
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engines.answer_cases import prompt_logprobs_come_once
 from kvolt.testing.engines.suite import CASES, NotRun
+from kvolt.testing.model_server import ModelServer, model_folder
 
 SPEC = EngineSpec(model="x", role=Role.AGGREGATED)
 

@@ -11,15 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from msgspec.structs import replace
-from tests.unit.engines.remote.fake_server import (
-    FakeServer,
-    cuts,
-    hangs,
-    model_folder,
-    plain,
-    plays,
-    recorded,
-)
+from tests.unit.engines.remote.fake_server import FakeServer, cuts, hangs, recorded
 from tests.unit.engines.remote.lab import PATHS, SAID, SPEC, attached, greedy
 
 from kvolt.core.delta import FinishReason
@@ -27,6 +19,7 @@ from kvolt.core.errors import ConfigError, EngineDied, Overloaded, Unavailable, 
 from kvolt.core.request import Role, Sampling
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engines.harness import Answer, Run
+from kvolt.testing.model_server import model_folder, plain, plays
 
 FAST: dict[str, Any] = {"probe_interval_s": 0.01, "probe_timeout_s": 2.0, "start_timeout_s": 5.0}
 
@@ -251,7 +244,7 @@ async def test_choices_are_calls_of_their_own(server: FakeServer, folder: Path) 
         request = replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=3, seed=7))
         answer = await run.answer(request)
         assert answer.tokens == {0: SAID, 1: SAID, 2: SAID}
-        seeds = [body.get("seed") or body["sampling_params"]["sampling_seed"] for _, body in server.asked]
+        seeds = [body.get("seed") or body["sampling_params"]["sampling_seed"] for _, body in server.requests]
         assert sorted(seeds) == [7, 8, 9]
 
 
@@ -406,6 +399,10 @@ async def test_what_can_never_be_attached(folder: Path) -> None:
         assert "api_key" in await start(server, **here)
         server.then("/v1/models", plays(recorded("vllm", "models").replace(b'"vllm"', b'"acme"')))
         assert "kind=vllm" in await start(server, **here)
+        server.then("/v1/models", plays(plain(200, b'{"data": [{"id": "tiny", "owned_by": "kvolt"}]}')))
+        text = await start(server, **here)
+        assert "is a kvolt frontend, not a vLLM or SGLang server" in text
+        assert "--join" in text
         server.then("/metrics", plays(plain(200, b"")))
         assert "block_size=TOKENS" in await start(server, **here)
         two = b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_running{engine="1"} 0\n'
