@@ -12,7 +12,7 @@ import errno
 import signal
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvolt.engines.sim.model import EOS, tokenizer_json
+from kvolt.runtime.tasks import TaskGroup
 
 VOCABULARY = 700
 _CONTEXT = 256
@@ -39,7 +40,7 @@ def plain(status: int, body: bytes, content_type: str = "application/json") -> b
     return head.encode() + body
 
 
-Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
+Behaviour = Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 def plays(data: bytes, piece_bytes: int | None = None) -> Behaviour:
@@ -126,17 +127,16 @@ class ScriptedServer:
         self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer, until the client closes the connection."""
-        answering = asyncio.ensure_future(self.behaviour(path, body)(writer))
-        closing = asyncio.ensure_future(_until_gone(reader))
+        task_group = TaskGroup("model server", on_error=lambda error: None)  # the client sees the end
+        answering = task_group.start(self.behaviour(path, body)(writer), "answer")
+        closing = task_group.start(_until_gone(reader), "client")
         try:
             await asyncio.wait([answering, closing], return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 self.hung_up.set()
                 raise ConnectionError
         finally:
-            answering.cancel()
-            closing.cancel()
-            await asyncio.gather(answering, closing, return_exceptions=True)
+            await task_group.close()
 
     def behaviour(self, path: str, body: bytes) -> Behaviour:
         if self.script.get(path):
