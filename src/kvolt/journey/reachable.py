@@ -1,7 +1,8 @@
 """Routing while workers are unreachable: a request waits for them instead of failing.
 
-It waits only if no other worker can take it, and at most for the stall grace period. A partial answer also waits for a
-replacement of the last worker that was lost. The caller enforces the request's deadline.
+It waits only if no other worker can take it, and at most for the stall grace period. A partial answer, which may be
+the prefill worker's tokens only, also waits for a replacement of the last worker that was lost. The caller enforces the
+request's deadline.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def route_when_reachable(
                 continue
             started_at = loop.time() if started_at is None else started_at
             left_s = started_at + client.stall_grace_s - loop.time()
-            should_wait = recovering or (request.has_prior_tokens and client.awaits_replacement)
+            should_wait = recovering or (request.has_started and client.awaits_replacement)
             if not should_wait or left_s <= 0 or error.fields.get("reason") not in _TRANSIENT_REASONS:
                 raise _with_wait(error, len(recovering), loop.time() - started_at) from error
         await client.wait_change(left_s)

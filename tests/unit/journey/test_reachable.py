@@ -12,7 +12,7 @@ from tests.unit.engines.lab import make_request
 
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.core.request import Handoff, Request, Role, RoutingHints
 from kvolt.journey.reachable import route_when_reachable
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
@@ -98,15 +98,27 @@ async def test_the_first_that_comes_back_is_taken() -> None:
     assert now() == 4.0
 
 
-@virtual
-async def test_an_answer_waits_for_a_replacement_of_the_last_worker_and_a_new_request_does_not() -> None:
-    fleet = Fleet({})
-    fleet.replacement_at = 12.0
-    with pytest.raises(Unavailable):
-        await fleet.find()
-    assert now() == 0.0
-    assert await fleet.find(msgspec.structs.replace(make_request(), prior_tokens=(300,))) == "b"
-    assert now() == 12.0
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"prior_tokens": (300,)},
+        {"handoff": Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(300,))},
+    ],
+    ids=["prior tokens", "handoff"],
+)
+def test_an_answer_waits_for_a_replacement_of_the_last_worker_and_a_new_request_does_not(
+    started: dict[str, Any],
+) -> None:
+    async def body() -> None:
+        fleet = Fleet({})
+        fleet.replacement_at = 12.0
+        with pytest.raises(Unavailable):
+            await fleet.find()
+        assert now() == 0.0
+        assert await fleet.find(msgspec.structs.replace(make_request(), **started)) == "b"
+        assert now() == 12.0
+
+    run_virtual(body)
 
 
 @virtual
