@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -90,6 +96,29 @@ def test_attached_servers_that_are_not_used_are_named() -> None:
     assert [line.rstrip() for line in out.getvalue().splitlines()[2:]] == [
         "server http://b:1 failed: no tokenizer"
     ]
+
+
+def test_top_ends_when_q_is_pressed(tmp_path: Path) -> None:
+    terminal, side = pty.openpty()
+    before = termios.tcgetattr(side)
+    command = [sys.executable, "-m", "kvolt", "top", "--interval", "60", "--discovery-path", str(tmp_path)]
+    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side)
+    try:
+        shown = b""
+        while b"processes" not in shown:
+            assert select.select([terminal], [], [], 30)[0], shown
+            shown += os.read(terminal, 65536)
+        os.write(terminal, b"xq")
+        while process.poll() is None:
+            if select.select([terminal], [], [], 0.1)[0]:
+                os.read(terminal, 65536)
+        assert process.returncode == 0
+        assert termios.tcgetattr(side) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(side)
 
 
 def test_top_without_a_terminal_prints_once_and_ends(
