@@ -16,7 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,8 +26,10 @@ from kvolt.cli.flags import option, switch
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.serve.command import check_shared
 from kvolt.cli.serve.worker_groups import with_workers
+from kvolt.cli.worker.tiers import disk_folder
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import choose_engine
+from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.runtime.config.loader import LoadedConfig, default_discovery_path
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.host.cores import usable_cores
@@ -87,6 +89,7 @@ def examine(settings: Settings) -> list[Finding]:
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
+        *disk_findings(settings),
         *port_findings(settings),
     ]
     if discovery.kind == "file" and discovery.path is not None:
@@ -181,6 +184,23 @@ def shm_finding(total_bytes: int | None) -> Finding:
             "/dev/shm", "warn", shown, "docker run --shm-size=8g, or a larger tmpfs: engines share through it"
         )
     return Finding("/dev/shm", "ok", shown)
+
+
+def disk_findings(settings: Settings) -> Iterator[Finding]:
+    """Disk tiers of workers whose size is given in bytes."""
+    for group in settings.workers:
+        num_bytes = parse_capacity(group.tiers.disk, "tiers.disk").num_bytes if group.tiers.disk else 0
+        if not num_bytes:
+            continue
+        folder = disk_folder(group.tiers.disk_dir)
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        wanted = num_bytes if group.tiers.shared else group.count * num_bytes
+        shown = f"{free / GIB:.1f} GiB free in {folder}, {wanted / GIB:.1f} GiB wanted"
+        if free < wanted:
+            remedy = "reduce --kv-disk: blocks that do not fit are not stored"
+            yield Finding("kv disk", "warn", shown, remedy)
+        else:
+            yield Finding("kv disk", "ok", shown)
 
 
 def port_findings(settings: Settings) -> list[Finding]:

@@ -107,7 +107,7 @@ def lower_tiers(
         at_rest = shape if form is None else form.packed(shape)
         num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(at_rest.slot_bytes, num_device)
         _check_size(num_slots, at_rest, "disk")
-        files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots, form)
+        files = DiskFiles(disk_folder(tiers.disk_dir), shape, num_slots, form)
         _check_disk(files)
     lower: list[tuple[LowerTier, int]] = []
     if tiers.pool:
@@ -170,7 +170,8 @@ def _check_disk(files: DiskFiles) -> None:
         )
 
 
-def _folder(text: str) -> Path:
+def disk_folder(text: str) -> Path:
+    """Folder of the disk tier for the setting `disk_dir`."""
     return Path(text).expanduser().absolute() if text else cache_directory() / "kv"
 
 

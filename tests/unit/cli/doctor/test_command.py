@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from kvolt.cli.doctor.transfer import Finding
 from kvolt.cli.main import main
 from kvolt.router.index.prefix_index import IS_NATIVE
 from kvolt.runtime.config.loader import Override, load
+from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
 from kvolt.transfer.memory import block_bytes
 
 
@@ -130,6 +133,21 @@ def test_shared_memory() -> None:
     assert doctor.shm_finding(8 * GIB).state == "ok"
     assert "--shm-size" in doctor.shm_finding(GIB // 16).remedy
     assert doctor.shm_finding(None).state == "warn"
+
+
+def test_disk_tiers_need_free_space(tmp_path: Path) -> None:
+    def states(**tiers: Any) -> list[str]:
+        tier_settings = TierSettings(disk_dir=str(tmp_path / "new" / "kv"), **tiers)
+        settings = Settings(workers=[WorkerSettings(count=2, tiers=tier_settings)])
+        return [finding.state for finding in doctor.disk_findings(settings)]
+
+    free = shutil.disk_usage(tmp_path).free
+    assert states() == []
+    assert states(disk="1MiB") == ["ok"]
+    assert states(disk="4x") == []  # of a device that is not known here
+    assert states(disk="4000TiB") == ["warn"]
+    assert states(disk=f"{free * 3 // 4}B") == ["warn"]
+    assert states(disk=f"{free * 3 // 4}B", shared=True) == ["ok"]
 
 
 def test_port(taken_port: int) -> None:
