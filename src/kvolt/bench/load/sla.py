@@ -51,5 +51,11 @@ def parse_sla(text: str) -> Sla:
                 key="sla",
                 remedy=f"write ttft=500ms,itl=50ms with any of {', '.join(FIGURES)}",
             )
+        if value.strip()[-1:].isdigit():
+            raise ConfigError(
+                f"--sla: {part.strip()} has no unit",
+                key="sla",
+                remedy=f"write {part.strip()}ms or {part.strip()}s",
+            )
         limits[name] = parse_duration_s(value, "sla")
     return Sla(limits)

@@ -237,6 +237,13 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == pytest.approx(seconds)
 
 
+def test_sla_limits_have_a_unit() -> None:
+    assert parse_sla("ttft=500ms,itl=1.5 s").limits == {"ttft": 0.5, "itl": 1.5}
+    with pytest.raises(ConfigError, match="itl=50 has no unit") as caught:
+        parse_sla("ttft=500ms, itl=50")
+    assert caught.value.fields["remedy"] == "write itl=50ms or itl=50s"
+
+
 @pytest.mark.parametrize("text", ["", "ms", "-1s", "1h", "1s2", "nan", "9" * 400])
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ConfigError):
