@@ -19,6 +19,7 @@ ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
 
 def apply_flags(settings: Settings, args: argparse.Namespace) -> Settings:
     """Settings with the model, engine, tiers and counts of the flags."""
+    _check_counts(args)
     settings = with_workers(with_model_served(settings, args.model, args.engine), args.workers)
     settings = with_engine_flags(settings, args.arg, args.lora)
     if settings.workers:
@@ -26,6 +27,17 @@ def apply_flags(settings: Settings, args: argparse.Namespace) -> Settings:
         first = with_served_model(first, args.served_model_name, args.generation_config)
         settings = _with_first(settings, first)
     return with_roles(settings, {role: getattr(args, role) for role in ROLES})
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    roles = [f"--{role}" for role in ROLES if getattr(args, role) is not None]
+    if args.workers is not None and roles:
+        raise ConfigError(
+            f"--workers and {roles[0]} are mutually exclusive",
+            key="workers",
+            remedy="omit --workers; --aggregated N sets the number of workers that do both, --prefill and --decode "
+            "those of each role",
+        )
 
 
 def with_model_served(settings: Settings, model: str | None, engine: str | None = None) -> Settings:

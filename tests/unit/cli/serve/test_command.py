@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from kvolt.cli.main import verb_parser
 from kvolt.cli.serve.command import check_shared, child_specs, serve, worker_settings
-from kvolt.cli.serve.worker_groups import with_engine_flags, with_model_served, with_workers
+from kvolt.cli.serve.worker_groups import apply_flags, with_engine_flags, with_model_served, with_workers
 from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import Override, load
@@ -53,6 +54,14 @@ def test_what_several_processes_cannot_share(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         check_shared(settings(given))
     assert caught.value.fields["remedy"]
+
+
+@pytest.mark.parametrize("role", ["--prefill", "--decode", "--aggregated"])
+def test_workers_and_a_count_by_role_exclude_each_other(role: str) -> None:
+    _, parser, rest = verb_parser(["serve", "sim-tiny", "--workers", "2", role, "1"])
+    with pytest.raises(ConfigError, match=f"--workers and {role} are mutually exclusive") as caught:
+        apply_flags(settings(), parser.parse_args(rest))
+    assert "--aggregated N" in str(caught.value.fields["remedy"])
 
 
 def test_what_they_can() -> None:
