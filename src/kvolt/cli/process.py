@@ -6,10 +6,14 @@ Shared by all verbs that start a process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -26,6 +30,7 @@ from kvolt.runtime.network import (
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.stop import StopSignal
+from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, process_options
 from kvolt.runtime.tasks import Scope
 
@@ -100,6 +105,18 @@ def run_process(settings: Settings, name: str, body: Body) -> int:
     return run_loop(main)
 
 
+def _ready_marker() -> Callable[[], None]:
+    """Function that creates the file by which a supervisor, if any, knows that this process serves."""
+    path = os.environ.pop(READY_FILE_VARIABLE, None)  # not for the child processes of this one
+
+    def mark() -> None:
+        if path is not None:
+            with contextlib.suppress(OSError):  # only the restart back-off depends on it
+                Path(path).touch()
+
+    return mark
+
+
 async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None:
     """Run the body until it ends or a signal arrives. After a signal the body continues while the process drains."""
 
@@ -123,7 +140,8 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
     """Runtime of a process with its admin server; closed in order at the end."""
     metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
     blocking = ThreadBlocking()
-    runtime = Runtime(make_ports(settings, metrics, blocking), process_options(settings, name))
+    options = replace(process_options(settings, name), on_registered=_ready_marker())
+    runtime = Runtime(make_ports(settings, metrics, blocking), options)
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))
     metrics.count_tasks(asyncio.get_running_loop())

@@ -69,6 +69,8 @@ class ProcessOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     stall_grace_s: float = 30.0
     """How long requests wait while no instance of an endpoint is reachable."""
+    on_registered: Callable[[], None] = lambda: None
+    """Called when an endpoint has been registered."""
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
@@ -238,6 +240,7 @@ class Runtime:
         )
         served = self._served[str(endpoint)] = _Served(instance, registration)
         await self._publish(served)
+        self.options.on_registered()
         self.health.set(str(endpoint), State.READY)
         return instance
 

@@ -10,11 +10,14 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvolt.cli.process import running
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
 from kvolt.runtime.tasks import TaskGroup
 
@@ -107,3 +110,16 @@ async def test_leases_are_renewed_while_requests_occupy_all_shared_threads(tmp_p
         await discovery.close()
         await task_group.close()
         blocking.close()
+
+
+async def test_a_process_marks_that_it_serves_for_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "ready"
+    monkeypatch.setenv(READY_FILE_VARIABLE, str(marker))
+    given = settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false")
+    async with running(given, "a") as process:
+        assert READY_FILE_VARIABLE not in os.environ  # helper processes must not create it
+        assert not marker.exists()
+        await process.runtime.serve_streams(EndpointAddress("ns", "c", "e"), lambda stream: stream.end())
+        assert marker.exists()

@@ -22,7 +22,7 @@ from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.config.toml_writer import literal
 
 ENV_PREFIX = "KVOLT_"
-ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER")
+ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER", "KVOLT_READY_FILE")
 """Variables with the prefix that are not settings."""
 
 DEFAULT_FILE = "kvolt.toml"

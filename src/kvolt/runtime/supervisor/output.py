@@ -247,9 +247,12 @@ class ChildOutput(LineReader):
 
     @property
     def last_words(self) -> str:
-        """Last line of the process if it is an error, else an empty string: it would be mistaken for the cause."""
+        """Last line of the process if it is an error, else an empty string: it would be mistaken for the cause. Empty
+        also for an error message of the kvolt command: it has been shown, and has its remedy."""
         level, text = render_line(self._last_line)
         is_error = level is Level.ERROR or (level is None and _ERROR_WORDS.search(text) is not None)
+        if level is None and text.startswith("kvolt: "):
+            return ""
         return text.strip()[:_LAST_WORDS_CHARS] if is_error or self._ends_traceback else ""
 
     def handle_lines(self, lines: list[bytes]) -> None:

@@ -31,6 +31,8 @@ CONFIG_EXIT_CODE = 2
 """Exit code of a process with invalid settings: a restart cannot help."""
 
 STUCK_EXIT_CODE = 1
+READY_FILE_VARIABLE = "KVOLT_READY_FILE"
+"""Environment variable with the path of a file that a child creates when it has registered its first endpoint."""
 
 
 class ChildState(StrEnum):
@@ -59,12 +61,14 @@ class SpawnFailed(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The process exited. `code` is negative for a signal; `last_words` is its last error line, if any."""
+    """The process exited. `code` is negative for a signal; `last_words` is its last error line, if any. `was_serving`:
+    whether it had registered an endpoint."""
 
     child: str
     code: int
     uptime_s: float
     last_words: str = ""
+    was_serving: bool = False
 
 
 class BackoffElapsed(msgspec.Struct, frozen=True):
@@ -161,7 +165,7 @@ class RestartRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backoff_initial_s: float = 1.0
     backoff_max_s: float = 30.0
     stable_after_s: float = 10.0
-    """After running for this long, the next crash restarts with the initial back-off."""
+    """After a run of this length that served, the next crash restarts with the initial back-off."""
 
 
 @dataclass(slots=True)
@@ -171,7 +175,6 @@ class _Child:
     state: ChildState = ChildState.PENDING
     restarts: int = 0
     backoff_s: float = 0.0
-    started_at: float | None = None
     kill_sent: bool = False
 
 
@@ -227,7 +230,6 @@ class SupervisorPlan:
             case Spawned() if child.state is _S.STOPPING:
                 return self._terminate(child)
             case Spawned():
-                child.started_at = now
                 self._move(child, event, _S.RUNNING)
             case SpawnFailed(_, reason, retryable):
                 text = f"could not be started: {reason}"
@@ -257,7 +259,9 @@ class SupervisorPlan:
             self._exit_code = self._exit_code or CONFIG_EXIT_CODE
             self._move(child, event, _S.FAILED)
             return [Report(Level.ERROR, f"{child.name} {text}; stopping, since a restart cannot help")]
-        was_stable = child.started_at is not None and now - child.started_at >= self._restart.stable_after_s
+        was_stable = (
+            isinstance(event, Exited) and event.was_serving and event.uptime_s >= self._restart.stable_after_s
+        )
         backoff_s = (
             self._restart.backoff_initial_s if was_stable or not child.backoff_s else child.backoff_s * 2
         )

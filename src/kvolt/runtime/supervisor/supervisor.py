@@ -226,11 +226,18 @@ class Supervisor:
     async def _run_child(self, spec: ChildSpec) -> None:
         """Run one process of a child, from its start to its last line of output."""
         output = ChildOutput(spec.name, self._log_files[spec.name], self._view)
+        ready_file = self._log_dir / f".{spec.name}.ready"
+        ready_file.unlink(missing_ok=True)
         try:
             process = await ChildProcess.start(
                 spec.argv,
                 output,
-                env={"PYTHONUNBUFFERED": "1", **os.environ, **spec.env},
+                env={
+                    "PYTHONUNBUFFERED": "1",
+                    **os.environ,
+                    plan.READY_FILE_VARIABLE: str(ready_file),
+                    **spec.env,
+                },
                 affinity=spec.affinity,
                 leads_group=True,
             )
@@ -251,4 +258,6 @@ class Supervisor:
             del self._processes[spec.name]
         assert process.exit_code is not None
         uptime_s = self._clock.monotonic() - run.started
-        self._feed(plan.Exited(spec.name, process.exit_code, uptime_s, output.last_words))
+        was_serving = ready_file.exists()
+        ready_file.unlink(missing_ok=True)
+        self._feed(plan.Exited(spec.name, process.exit_code, uptime_s, output.last_words, was_serving))

@@ -98,9 +98,9 @@ def test_last_words_are_no_cause_of_a_death_by_signal() -> None:
     assert report.text == "a was killed by SIGKILL after 3.2 s; restarting in 1 s"
 
 
-def crash_delay(plan: SupervisorPlan, ran_s: float, at: float) -> float:
+def crash_delay(plan: SupervisorPlan, ran_s: float, at: float, was_serving: bool = True) -> float:
     play(plan, Spawned("a"), now=at)
-    (timer,) = play(plan, Exited("a", 1, ran_s), now=at + ran_s)
+    (timer,) = play(plan, Exited("a", 1, ran_s, was_serving=was_serving), now=at + ran_s)
     assert isinstance(timer, StartTimer)
     play(plan, timer.fires, now=at + ran_s + timer.delay_s)
     return timer.delay_s
@@ -111,6 +111,17 @@ def test_backoff_doubles_to_its_maximum_and_a_stable_run_resets_it() -> None:
     assert [crash_delay(plan, 9.9, at) for at in (0, 100, 200, 300, 400)] == [1, 2, 4, 5, 5]
     assert crash_delay(plan, 10.0, 500) == 1
     assert crash_delay(plan, 0.1, 600) == 2
+
+
+def test_a_long_run_that_never_served_does_not_reset_the_backoff() -> None:
+    plan = make()
+    assert [crash_delay(plan, 60.0, at, was_serving=False) for at in (0, 100, 200, 300, 400)] == [
+        1,
+        2,
+        4,
+        5,
+        5,
+    ]
 
 
 def test_an_unrequested_clean_exit_is_restarted_too() -> None:
