@@ -153,6 +153,7 @@ class Bench:
         self.settings_env = {
             "KVOLT_DISCOVERY_PATH": str(self.discovery),
             "KVOLT_DISCOVERY_POLL_S": str(POLL_S),
+            "KVOLT_SUPERVISOR_LOG_DIR": str(folder / "logs"),
             "KVOLT_LOG_FORMAT": "json",
             **settings,
         }

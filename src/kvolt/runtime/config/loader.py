@@ -22,7 +22,8 @@ from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.config.toml_writer import literal
 
 ENV_PREFIX = "KVOLT_"
-ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER", "KVOLT_READY_FILE")
+_ENV_DOCUMENTED = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES")
+ENV_OTHER = (*_ENV_DOCUMENTED, "KVOLT_PEER", "KVOLT_READY_FILE", "KVOLT_SUPERVISOR_PID")
 """Variables with the prefix that are not settings."""
 
 DEFAULT_FILE = "kvolt.toml"
@@ -122,6 +123,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def _nearest_variable(name: str, known: Mapping[str, Leaf]) -> str:
+    """Suggest variables whose setting has this name without its section, else the most similar one."""
+    same = [each for each, leaf in known.items() if name.removeprefix(ENV_PREFIX) == leaf.name.upper()]
+    # The frontend's first: KVOLT_PORT most likely means the port for clients.
+    same.sort(key=lambda each: not each.startswith("KVOLT_FRONTEND_"))
+    return f"; did you mean {' or '.join(same)}?" if same else nearest(name, [*known, *_ENV_DOCUMENTED])
+
+
 class _Layers:
     """Merges the layers. Problems are collected, not raised."""
 
@@ -186,7 +195,7 @@ class _Layers:
                 problem = "workers cannot be set by environment"
                 self._add_problem(f"env {name}", "workers", problem, "write [[workers]] in a config file")
             else:
-                problem = "unknown setting" + nearest(name, [*by_name, *ENV_OTHER])
+                problem = "unknown setting" + _nearest_variable(name, by_name)
                 self._add_problem(f"env {name}", name, problem, _LIST_NAMES)
 
     def apply_flags(self, overrides: Sequence[Override], cwd: Path) -> None:
@@ -241,7 +250,8 @@ class _Layers:
         path = self._values.get("discovery.path") or default_discovery_path(self._environ)
         self._values["discovery.path"] = path
         if self._values.get("supervisor.log_dir") is None:
-            self._values["supervisor.log_dir"] = os.path.join(os.path.dirname(path), "logs")
+            # Not beside a directory that was chosen: its parent may be shared, as /tmp is.
+            self._values["supervisor.log_dir"] = os.path.join(state_dir(self._environ), "logs")
 
     def _unknown_key(self, origin: str, key: str, known: list[str]) -> None:
         self._add_problem(origin, key, "unknown key" + nearest(key, known), _LIST_NAMES)

@@ -231,7 +231,8 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Process supervision by `kvolt serve`."""
 
     log_dir: Annotated[Text | None, Meta(extra=_PATH)] = None
-    """Directory for the log files of the processes. Default: next to the discovery directory."""
+    """Directory for the log files of the processes. Default: `logs` in this user's
+    runtime directory."""
     restart_backoff_s: Seconds = 0.5
     """Delay before the first restart of a failed process. It doubles with each further restart."""
     restart_backoff_max_s: Seconds = 30.0

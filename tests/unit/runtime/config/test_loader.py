@@ -147,6 +147,16 @@ def test_directories_are_per_user_and_beside_each_other(tmp_path: Path) -> None:
     assert elsewhere.startswith("/scratch/kvolt-")
 
 
+def test_logs_are_not_beside_a_discovery_directory_that_was_chosen(tmp_path: Path) -> None:
+    flags = [Override("discovery.path", "/tmp/x", "--discovery-path")]
+    assert load_with(tmp_path, flags=flags).settings.supervisor.log_dir == "/run/user/7/kvolt/logs"
+
+
+def test_a_variable_without_its_section_suggests_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean KVOLT_FRONTEND_PORT or"):
+        load_with(tmp_path, env={"KVOLT_PORT": "8001"})
+
+
 def test_paths_are_relative_to_the_place_that_names_them(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "k.toml").write_text(
