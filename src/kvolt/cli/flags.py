@@ -80,6 +80,12 @@ class Parser(argparse.ArgumentParser):
         return parsed, []
 
     def _suggest_flag(self, word: str) -> str:
+        if word in _VLLM_FLAGS and "--arg" in self._option_string_actions:
+            field = word.removeprefix("--").replace("-", "_")
+            return (
+                f"; use --arg {_VLLM_FLAGS[word]} (native engine), or "
+                f"--engine vllm --arg engine_args.{field}=VALUE"
+            )
         key = _keys_by_flag().get(word)
         if key is not None and "--set" in self._option_string_actions:
             return f"; use --set {key}={'false' if word.startswith('--no-') else 'VALUE'}"
@@ -169,12 +175,33 @@ def _parse_assignment(text: str) -> tuple[str, str]:
             key="workers",
             remedy="use --engine, --arg or --kv-... flags, or a [[workers]] entry of a config file",
         )
+    if key in _OTHER_KEYS:
+        raise ConfigError(f"--set: unknown setting {key}", key=key, remedy=_OTHER_KEYS[key])
     similar = [known for known in leaves() if known.rpartition(".")[2] == key]
     similar = similar or difflib.get_close_matches(key, leaves(), n=2, cutoff=0.8)
     hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
     raise ConfigError(
         f"--set: unknown setting {key}{hint}", key=key, remedy="`kvolt config describe` lists all settings"
     )
+
+
+_OTHER_KEYS = {
+    "kv.host": "use --kv-host SIZE",
+    "kv.disk": "use --kv-disk SIZE",
+    "router.policy": "use --router POLICY, or --set frontend.router=POLICY",
+}
+"""Keys that look like settings, with what to use instead."""
+
+_VLLM_FLAGS = {
+    "--max-model-len": "context_length=VALUE",
+    "--tensor-parallel-size": "tensor_parallel=VALUE",
+    "--gpu-memory-utilization": "kv_memory_gib=GIB",
+    "--max-num-seqs": "max_num_seqs=VALUE",
+    "--max-num-batched-tokens": "max_batch_tokens=VALUE",
+    "--block-size": "block_size=VALUE",
+    "--dtype": "dtype=VALUE",
+}
+"""Flags of vLLM, with the argument of the native engine that means the same or replaces it."""
 
 
 def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.cli.flags import GROUPS, Parser, add_settings, flag_name, recorded_overrides
+from kvolt.cli.main import verb_parser
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.leaves import leaves
 from kvolt.runtime.config.loader import Override
@@ -81,6 +82,7 @@ def test_a_wrong_command_line_is_one_line(argv: list[str], message: str) -> None
     ("text", "message"),
     [
         ("router.temprature=1", "--set: unknown setting router.temprature; did you mean router.temperature?"),
+        ("kv.host=1GiB", "--set: unknown setting kv.host"),
         ("temperature=1", "--set: unknown setting temperature; did you mean router.temperature?"),
         (
             "port=1",
@@ -95,6 +97,23 @@ def test_a_wrong_assignment_suggests_similar_settings(text: str, message: str) -
     with pytest.raises(ConfigError) as caught:
         parser_for().parse_args(["--set", text])
     assert caught.value.message == message
+
+
+def test_flags_of_vllm_name_the_argument_to_use() -> None:
+    _, parser, _ = verb_parser(["serve"])
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(["--max-model-len", "8"])
+    assert caught.value.message == (
+        "serve: unknown flag --max-model-len; use --arg context_length=VALUE (native engine), or "
+        "--engine vllm --arg engine_args.max_model_len=VALUE"
+    )
+
+
+def test_settings_of_other_names_tell_what_to_use() -> None:
+    for text, remedy in (("kv.host=1GiB", "--kv-host SIZE"), ("router.policy=random", "--router POLICY")):
+        with pytest.raises(ConfigError) as caught:
+            parser_for().parse_args(["--set", text])
+        assert remedy in str(caught.value.fields["remedy"])
 
 
 def test_a_verb_has_only_the_flags_of_its_groups() -> None:
