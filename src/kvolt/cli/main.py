@@ -110,7 +110,9 @@ _OTHER_NAMES = {
     "ls": "`kvolt model list` lists models",
     "show": "`kvolt model show NAME` shows a model",
     "ps": "`kvolt status` shows what is running",
-    "stop": "press Ctrl-C where `kvolt serve` runs, or send its process SIGTERM; `kvolt status` shows what is running",
+    "stop": "press Ctrl-C where `kvolt serve` runs, or send SIGTERM to its process: `supervisor_pid` in "
+    "`kvolt status --json`",
+    "logs": "`kvolt serve` shows them, and writes them to supervisor.log_dir (`kvolt config show`)",
     "rm": "delete its directory, which `kvolt model show NAME` shows",
 }
 """Verbs of other tools, such as Ollama's, with the command that does the same."""

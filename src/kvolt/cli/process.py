@@ -30,7 +30,7 @@ from kvolt.runtime.network import (
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.stop import StopSignal
-from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE
+from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, process_options
 from kvolt.runtime.tasks import Scope
 
@@ -140,7 +140,13 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
     """Runtime of a process with its admin server; closed in order at the end."""
     metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
     blocking = ThreadBlocking()
-    options = replace(process_options(settings, name), on_registered=_ready_marker())
+    supervisor_pid = os.environ.pop(SUPERVISOR_PID_VARIABLE, None)
+    options = replace(
+        process_options(settings, name),
+        pid=os.getpid(),
+        supervisor_pid=int(supervisor_pid) if supervisor_pid else None,
+        on_registered=_ready_marker(),
+    )
     runtime = Runtime(make_ports(settings, metrics, blocking), options)
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))

@@ -69,6 +69,9 @@ class ProcessOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     stall_grace_s: float = 30.0
     """How long requests wait while no instance of an endpoint is reachable."""
+    pid: int | None = None
+    supervisor_pid: int | None = None
+    """For `ProcessStatus`."""
     on_registered: Callable[[], None] = lambda: None
     """Called when an endpoint has been registered."""
 
@@ -89,6 +92,10 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     calls_open: int
     endpoints: tuple[EndpointStatus, ...]
+    pid: int | None = None
+    """Process id, on the machine of the process."""
+    supervisor_pid: int | None = None
+    """Process id of the `kvolt serve` that started it; a SIGTERM to that one stops all its processes."""
     details: dict[str, Any] = {}
     """Component details: for a worker, role and load."""
 
@@ -334,6 +341,8 @@ class Runtime:
                 )
                 for endpoint, served in self._served.items()
             ),
+            pid=self.options.pid,
+            supervisor_pid=self.options.supervisor_pid,
             details={name: describe() for name, describe in self._details.items()},
         )
 

@@ -145,6 +145,16 @@ def test_errors_are_one_line_and_a_code(
     [
         (["serv"], "kvolt: unknown verb serv; did you mean serve? (see `kvolt --help`)\n"),
         (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
+        (
+            ["stop"],
+            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or send SIGTERM to its process: "
+            "`supervisor_pid` in `kvolt status --json`)\n",
+        ),
+        (
+            ["logs"],
+            "kvolt: no verb logs (`kvolt serve` shows them, and writes them to supervisor.log_dir "
+            "(`kvolt config show`))\n",
+        ),
         (["ps"], "kvolt: no verb ps (`kvolt status` shows what is running)\n"),
         (["pull", "m"], "kvolt: no verb pull (`kvolt model fetch NAME` downloads a model)\n"),
         (["--port", "1"], "kvolt: flag --port before the verb (write `kvolt VERB FLAGS`)\n"),

@@ -17,7 +17,7 @@ from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.metrics import Metrics
-from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE
+from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
 from kvolt.runtime.tasks import TaskGroup
 
@@ -117,9 +117,12 @@ async def test_a_process_marks_that_it_serves_for_its_supervisor(
 ) -> None:
     marker = tmp_path / "ready"
     monkeypatch.setenv(READY_FILE_VARIABLE, str(marker))
+    monkeypatch.setenv(SUPERVISOR_PID_VARIABLE, "77")
     given = settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false")
     async with running(given, "a") as process:
         assert READY_FILE_VARIABLE not in os.environ  # helper processes must not create it
         assert not marker.exists()
         await process.runtime.serve_streams(EndpointAddress("ns", "c", "e"), lambda stream: stream.end())
         assert marker.exists()
+        status = await process.runtime.status()
+        assert (status.pid, status.supervisor_pid) == (os.getpid(), 77)

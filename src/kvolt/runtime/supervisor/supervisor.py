@@ -236,6 +236,7 @@ class Supervisor:
                     "PYTHONUNBUFFERED": "1",
                     **os.environ,
                     plan.READY_FILE_VARIABLE: str(ready_file),
+                    plan.SUPERVISOR_PID_VARIABLE: str(os.getpid()),
                     **spec.env,
                 },
                 affinity=spec.affinity,
