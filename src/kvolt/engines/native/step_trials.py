@@ -122,11 +122,17 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rough_latency(self) -> LatencyModel | None:
-        """The latency model or, with too few trials for a fit, the default preset at the speed of the steps that
-        were timed, which real steps correct. None if nothing was timed."""
+        """The latency model or, with too few trials for a fit, an estimate from the fastest decode and the largest
+        prompt, or if there is no prompt the default preset at the speed of the decodes. Real steps correct it. None if
+        nothing was timed."""
         preset = PRESETS[DEFAULT].model
         if self.latency is not None or not self.steps or not isinstance(preset, LatencyModel):
             return self.latency
+        prompt = max(self.steps, key=lambda step: step.prefill_tokens)
+        if prompt.prefill_tokens:
+            base_s = min((step.time_s for step in self.steps if step.batch), default=0.0)
+            token_s = max(prompt.time_s - base_s, 0.0) / prompt.prefill_tokens
+            return LatencyModel(base_s=base_s, prefill_token_s=token_s)
         speed = median(preset.step_s(step) / step.time_s for step in self.steps)
         return scale_speed(preset, min(max(speed, 1 / _MAX_SPEED), _MAX_SPEED))
 

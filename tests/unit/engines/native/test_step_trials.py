@@ -169,6 +169,18 @@ def test_a_rough_model_has_the_speed_of_the_timed_steps(speed: float) -> None:
     assert busy.prefill_s(512) / 4 < rough.prefill_s(512) < 4 * busy.prefill_s(512)
 
 
+def test_a_rough_model_keeps_the_time_of_a_prompt() -> None:
+    """A CPU's prompts are slower than its decodes, compared with a GPU: cuts of prompts depend on it."""
+    steps = (
+        Trial(batch=1, context=16).stats(0.05),
+        Trial(prompts=1, chunk=64).stats(0.69),
+    )
+    rough = Trials(steps=steps, num_runs=2, elapsed_s=1.0, latency=None).rough_latency
+    assert rough is not None
+    assert rough.decode_s(1, 16) == pytest.approx(0.05)
+    assert rough.prefill_s(640) == pytest.approx(6.45)
+
+
 def test_the_speed_of_a_rough_model_is_bounded() -> None:
     step = Trial(batch=1, context=16).stats(600.0)
     rough = Trials(steps=(step,), num_runs=1, elapsed_s=600.0, latency=None).rough_latency
