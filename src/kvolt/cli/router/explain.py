@@ -14,14 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.api.cluster import visit
+from kvolt.cli.chat.stream import error_message, read_json
 from kvolt.cli.flags import CLIENT_GROUPS, option, switch
 from kvolt.cli.frontends import find_frontends
 from kvolt.cli.process import run_loop
-from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
 from kvolt.router.explanation import Candidate, Explanation
 from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.plane.port import Destination
 
 HELP = """
@@ -53,6 +57,11 @@ _WIDTH = 140
 """Width if stdout is not a terminal."""
 _LIMITS = Deadlines(connect_s=5.0, first_s=15.0, between_s=15.0, total_s=20.0)
 _decode = msgspec.msgpack.Decoder(Explanation).decode
+_decode_json = msgspec.json.Decoder(Explanation).decode
+_URL_REMEDY = (
+    "use the URL of the frontend's admin port (`kvolt status --json` on its machine), or select its cluster with "
+    "--join, --discovery-path or --namespace"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +69,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--chat", "FILE", "JSON request body with `messages` or `prompt`.")
     option(parser, "--tokens", "IDS", "Comma-separated token ids, or @FILE.")
     option(parser, "--model", None, "Model or adapter. Default: the only model served.")
-    option(parser, "--url", None, "URL of the frontend to query. Default: any.")
+    option(
+        parser,
+        "--url",
+        None,
+        "Frontend to query: URL of its admin port, or its public URL if it is registered "
+        "in this discovery. Default: any registered one.",
+    )
     switch(parser, "--json", "Print JSON.")
 
 
@@ -68,13 +83,11 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     request = ExplainRoute(body_of(args))
 
     async def ask() -> int:
-        async with visit(loaded.settings) as cluster:
-            frontend = (await find_frontends(cluster, loaded.settings, args.url))[0]
-            to = Destination(frontend.address, FRONTEND_EXPLAIN_ENDPOINT)
-            async with await cluster.open(to, request, _LIMITS, _decode) as stream:
-                explanation: Explanation | None = await anext(stream, None)
+        explanation = None
+        if args.url is not None:
+            explanation = await _ask_admin_port(ServerUrl.parse(args.url), request.body)
         if explanation is None:
-            raise KvoltError(f"{frontend.process} closed the stream without a response")
+            explanation = await _ask_registered(loaded.settings, args.url, request)
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
         else:
@@ -82,6 +95,34 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         return 0 if explanation.candidates else 1
 
     return run_loop(ask)
+
+
+async def _ask_admin_port(url: ServerUrl, body: bytes) -> Explanation | None:
+    """Explanation of the admin port at a URL; None if the URL is not one of an admin port."""
+    async with HttpClient(url.of_server()) as client:
+        if (await client.fetch("/status", _LIMITS.connect_s)).status != 200:
+            return None
+        response = await client.fetch("/router/explain", _LIMITS.total_s, body)
+    if response.status != 200:
+        message = error_message(read_json(response.body), response.body)
+        raise KvoltError(f"{url.text} responded {response.status}: {message}")
+    return _decode_json(response.body)
+
+
+async def _ask_registered(settings: Settings, url: str | None, request: ExplainRoute) -> Explanation:
+    async with visit(settings) as cluster:
+        try:
+            frontend = (await find_frontends(cluster, settings, url))[0]
+        except (ConfigError, Unavailable) as error:
+            if url is None:
+                raise
+            raise type(error)(error.message, **{**error.fields, "remedy": _URL_REMEDY}) from error
+        to = Destination(frontend.address, FRONTEND_EXPLAIN_ENDPOINT)
+        async with await cluster.open(to, request, _LIMITS, _decode) as stream:
+            explanation: Explanation | None = await anext(stream, None)
+    if explanation is None:
+        raise KvoltError(f"{frontend.process} closed the stream without a response")
+    return explanation
 
 
 # --- the request

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from rich.console import Console
+from tests.unit.engines.remote.fake_server import FakeServer
 
 from kvolt.cli.main import main
 from kvolt.cli.router import explain as router_explain
@@ -22,7 +25,12 @@ from kvolt.core.ids import InstanceId
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
 from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation
 from kvolt.router.policy.choice import CandidateCost
+from kvolt.runtime.admin import AdminServer
+from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.health import Health
+from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import SocketNetwork
 from kvolt.runtime.plane.port import Destination
 
 
@@ -230,6 +238,43 @@ def answered(monkeypatch: pytest.MonkeyPatch, *answers: Explanation) -> Frontend
     monkeypatch.setattr(router_explain, "visit", visited)
     monkeypatch.setattr(router_explain, "find_frontends", found)
     return frontend
+
+
+class _Controls:
+    def __init__(self, answer: Explanation) -> None:
+        self.answer = answer
+        self.commands: list[tuple[str, bytes]] = []
+
+    async def status(self) -> dict[str, str]:
+        return {}
+
+    async def command(self, name: str, body: bytes) -> Explanation:
+        self.commands.append((name, body))
+        return self.answer
+
+
+async def test_the_url_of_an_admin_port_needs_no_discovery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controls = _Controls(told(candidate("w0", 1.0, is_chosen=True)))
+    admin = AdminServer(
+        SocketNetwork(), SystemClock(), Health(), Metrics(CollectorRegistry()), cast(Any, controls)
+    )
+    address = await admin.start("127.0.0.1:0")
+    argv = ["router", "explain", "hello", "--url", f"http://{address}", "--discovery-path", str(tmp_path)]
+    assert await asyncio.to_thread(main, argv) == 0
+    await admin.close()
+    assert controls.commands == [("explain_route", b'{"prompt":"hello"}')]
+    assert "w0 is the only candidate" in capsys.readouterr().out
+
+
+async def test_a_public_url_that_is_not_registered_names_the_admin_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with FakeServer("vllm") as server:
+        argv = ["router", "explain", "hello", "--url", server.url, "--discovery-path", str(tmp_path / "d")]
+        assert await asyncio.to_thread(main, argv) == 1
+    assert "use the URL of the frontend's admin port" in capsys.readouterr().err
 
 
 def test_a_frontend_is_asked_and_its_answer_shown(
