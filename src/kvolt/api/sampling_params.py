@@ -10,13 +10,25 @@ from typing import Any, TypedDict
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
+from kvolt.runtime.config.loader import nearest
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or one of them as in vLLM: `{"prompt": TEXT}`, `{"prompt_token_ids": IDS}`."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class _WithSuggestions(msgspec.StructMeta):
+    """Suggest the nearest field for an unknown keyword argument. A Struct's own `__init__` cannot be replaced."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in cls.__struct_fields__:
+                hint = nearest(name, cls.__struct_fields__)
+                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}")
+        return super().__call__(*args, **kwargs)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_WithSuggestions):
     """How to generate. Names and meaning as in the HTTP API and in vLLM; None: the model's default.
 
     Values are checked when they are used, with the messages of the HTTP API.
