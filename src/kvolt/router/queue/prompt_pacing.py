@@ -64,6 +64,8 @@ class _RankPrompts:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         """None while no prompt is held."""
+        self._timer_at = 0.0
+        """Time of the timer; uvloop's timers that are almost due cannot tell it."""
         self.by_reservation: dict[int, _Prompt] = {}
 
     def __iter__(self) -> Iterator[_Prompt]:
@@ -76,7 +78,7 @@ class _RankPrompts:
     def hold(self, prompt: _Prompt, hold_s: float) -> None:
         prompt.sending = self._loop.create_future()
         prompt.send_at = self._loop.time() + hold_s
-        if self._timer is None or prompt.send_at < self._timer.when():
+        if self._timer is None or prompt.send_at < self._timer_at:
             self._set_timer()
 
     def remove(self, reservation_id: int) -> None:
@@ -104,7 +106,10 @@ class _RankPrompts:
         if self._timer is not None:
             self._timer.cancel()
         at = min((prompt.send_at for prompt in self if prompt.is_waiting), default=None)
-        self._timer = None if at is None else self._loop.call_at(at, self._send_due, at)
+        if at is None:
+            self._timer = None
+        else:
+            self._timer, self._timer_at = self._loop.call_at(at, self._send_due, at), at
 
     def _send_due(self, at: float) -> None:
         for prompt in self:

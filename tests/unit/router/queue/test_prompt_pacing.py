@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
@@ -13,7 +14,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
 from kvolt.router.policy.choice import Choice
 from kvolt.router.port import Decision
-from kvolt.router.queue.prompt_pacing import PromptPacer
+from kvolt.router.queue.prompt_pacing import PromptPacer, _Prompt, _RankPrompts
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing import run_virtual
@@ -270,6 +271,21 @@ def test_held_prompts_of_a_worker_share_a_timer() -> None:
         await asyncio.sleep(0.0)
 
     scene(body)
+
+
+def test_a_timer_of_uvloop_that_is_almost_due_can_be_replaced() -> None:
+    """uvloop calls at once what is due within half a millisecond, with a handle that has no time."""
+
+    async def scenario() -> None:
+        prompts = _RankPrompts(asyncio.get_running_loop())
+        here = Scene()
+        for number, hold_s in enumerate((1e-4, 1e-5, 1e-6)):
+            prompts.by_reservation[number] = prompt = _Prompt(here.choice(0.0))
+            prompts.hold(prompt, hold_s)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(prompt.sending for prompt in prompts if prompt.sending is not None))
+
+    uvloop.run(scenario())
 
 
 def test_only_the_prompts_of_reachable_workers_stay_held() -> None:
