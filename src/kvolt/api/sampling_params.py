@@ -137,7 +137,8 @@ def chat_body(
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+    fields = ((name, getattr(params, name)) for name in params.__struct_fields__)
+    return {name: value for name, value in fields if value is not None}
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
