@@ -115,6 +115,8 @@ class QueueRouter:
         self._loop = asyncio.get_running_loop()
         self._dispatch_handle: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        """Time of the timer; uvloop's timers that are almost due cannot tell it."""
         self._blocked: set[Hashable] = set()
         """Constraints tried in this round without success, while others are left to try."""
         self._needs_another_round = False
@@ -369,9 +371,9 @@ class QueueRouter:
         deadline = self._queue.next_deadline
         after_s = _RECHECK_S if deadline is None else min(max(deadline - self._now(), 0.0), _RECHECK_S)
         at = self._loop.time() + after_s
-        if self._timer is None or self._timer.when() > at:
+        if self._timer is None or self._timer_at > at:
             self._stop_timers()
-            self._timer = self._loop.call_at(at, self._on_timer)
+            self._timer, self._timer_at = self._loop.call_at(at, self._on_timer), at
 
     def _on_timer(self) -> None:
         self._timer = None

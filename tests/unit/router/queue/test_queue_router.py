@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
@@ -540,3 +541,14 @@ def test_a_migrated_request_does_not_wait() -> None:
         here.router.release(await waiting, None)
 
     scene(body, Crowded(a=1))
+
+
+def test_requests_whose_time_is_almost_up_wait_on_uvloop_too() -> None:
+    """Its timers within half a millisecond are handles without a time."""
+
+    async def scenario() -> None:
+        here = Scene(Rooms(a=0))
+        tasks = [here.start(replace(asking(str(at)), deadline_s=at)) for at in (4e-4, 3e-4, 2e-4, 1e-4)]
+        assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {Overloaded}
+
+    uvloop.run(scenario())
