@@ -25,7 +25,7 @@ class WithdrawHook:
 
     def __init__(self) -> None:
         self.known_workers: frozenset[InstanceId] | None = None
-        """If set, the request moves only to workers that are not among these."""
+        """If set, the request moves only to workers that are not among these, as long as its own is not late."""
         self.try_move: Callable[[Decision], bool] | None = None
         """Set by the component that carries the request. Receives a decision for another worker, already reserved;
         returns whether it tries to move. If it does not, or is too late, it releases that decision like any other. None

@@ -263,7 +263,8 @@ class QueueRouter:
     async def _hold(self, decision: Decision) -> Decision:
         """Wait until the prompt may be sent. Returns the decision for it: another one if it is withdrawn before.
 
-        It was placed at the best of the workers there were, for itself and for others: it moves to new ones only.
+        It was placed at the best of the workers there were, for itself and for others: while its worker is not late, it
+        moves to new ones only.
         """
         current = decision
         known_workers = frozenset(self.inner.reachable_ids())

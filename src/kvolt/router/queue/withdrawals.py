@@ -4,7 +4,7 @@ A request is bound by what is known at its arrival. When another worker has capa
 longest queue is withdrawn: its `WithdrawHook` receives a decision for the other worker and moves it if its worker
 confirms that it has not started. A move costs a round trip and the position in the worker's queue, so it requires a
 large gain, and the moves per request are bounded. A request that the router holds for pacing has not been sent: it
-moves only to workers that joined since it was routed (`known_workers`).
+moves only to workers that joined since it was routed (`known_workers`), unless its own worker is late.
 
 The caller decides when to check.
 """
@@ -33,6 +33,8 @@ _MIN_GAIN_SHARE = 0.5
 """Minimum gain as a share of the remaining wait at the current worker."""
 _STUCK_FACTOR = 2.0
 """A request alone at its worker counts as stuck after this multiple of its predicted TTFT."""
+_LATE_FACTOR = 1.25
+"""Requests held for a worker may move once its first one has waited this multiple of its prediction."""
 _MAX_SLOWDOWN = 3.0
 """Upper bound of a worker's slowdown, as estimated from one request."""
 
@@ -141,38 +143,50 @@ class WithdrawalPlanner:
         if worker_rank is None or stay_s < self._options.min_gain_s:
             return False
         queue = self._queues[worker_rank]
-        sent = self._last_movable(queue)
+        sent = self._last_movable(queue, now)
         return sent is not None and self._move(queue, sent, stay_s, now)
 
     def _stay_s(self, queue: _RankQueue, now: float) -> float:
         """Predicted wait of the last request that stays at this worker rank."""
         first = queue.first
-        late_s = now - first.sent_at
         if len(queue.sent) == 1:  # being computed, unless it is late
+            late_s = now - first.sent_at
             return (
                 late_s if late_s >= max(_STUCK_FACTOR * first.predicted_s, self._options.min_gain_s) else 0.0
             )
-        slower = min(max(late_s / max(first.predicted_s, self._options.min_gain_s), 1.0), _MAX_SLOWDOWN)
+        slower = min(max(self._slowdown(queue, now), 1.0), _MAX_SLOWDOWN)
         staying = 1.0 - queue.num_withdrawing / len(queue.sent)
         return slower * staying * self._router.queue_s(first.decision)
 
-    def _last_movable(self, queue: _RankQueue) -> _SentRequest | None:
+    def _slowdown(self, queue: _RankQueue, now: float) -> float:
+        """How many times its predicted TTFT the first request has waited."""
+        first = queue.first
+        return (now - first.sent_at) / max(first.predicted_s, self._options.min_gain_s)
+
+    def _last_movable(self, queue: _RankQueue, now: float) -> _SentRequest | None:
         for _, sent in zip(range(_MAX_EXAMINED), reversed(queue.sent.values()), strict=False):
             is_pinned = bool(sent.request.routing.pins)
             is_movable = sent.num_moves < self._options.max_moves and not (sent.is_withdrawing or is_pinned)
-            if is_movable and self._has_target(sent.decision.withdraw_hook):
+            if is_movable and self._has_target(queue, sent.decision.withdraw_hook, now):
                 return sent
         return None
 
-    def _has_target(self, hook: WithdrawHook | None) -> bool:
+    def _has_target(self, queue: _RankQueue, hook: WithdrawHook | None, now: float) -> bool:
         if hook is None or hook.try_move is None:
             return False
-        return hook.known_workers is None or not hook.known_workers.issuperset(self._router.reachable_ids())
+        known_workers = self._known_workers(queue, hook, now)
+        return not known_workers or not known_workers.issuperset(self._router.reachable_ids())
+
+    def _known_workers(self, queue: _RankQueue, hook: WithdrawHook, now: float) -> frozenset[InstanceId]:
+        """Workers to which the request does not move: none if its own is late, as the choice relied on its speed."""
+        if hook.known_workers is None or self._slowdown(queue, now) >= _LATE_FACTOR:
+            return frozenset()
+        return hook.known_workers
 
     def _move(self, queue: _RankQueue, sent: _SentRequest, stay_s: float, now: float) -> bool:
         hook = sent.decision.withdraw_hook
         assert hook is not None
-        excluded = sent.excluded | {sent.decision.instance.id} | (hook.known_workers or frozenset())
+        excluded = sent.excluded | {sent.decision.instance.id} | self._known_workers(queue, hook, now)
         try:
             elsewhere_s = self._router.predict_ttft_s(sent.request, excluded)
             if elsewhere_s is None or stay_s - elsewhere_s < max(

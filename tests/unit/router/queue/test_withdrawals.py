@@ -227,3 +227,15 @@ def test_a_held_request_moves_only_to_workers_that_joined_since() -> None:
     assert scene.withdraw_late() == 1
     assert scene.moved == [("held", "c")]
     assert scene.fleet.exclusions == [{"a", "b"}]
+
+
+def test_a_held_request_moves_to_any_worker_if_its_own_is_late() -> None:
+    """It was placed there by predictions that are wrong."""
+    scene = Scene(a=3.0, b=0.0)
+    scene.send("first", "a", is_immovable=True)
+    held = scene.send("held", "a")
+    assert held.withdraw_hook is not None
+    held.withdraw_hook.known_workers = frozenset(map(InstanceId, "ab"))
+    assert scene.withdraw_late(1.2) == 0
+    assert scene.withdraw_late(0.1) == 1
+    assert scene.moved == [("held", "b")]
