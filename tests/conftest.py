@@ -5,8 +5,6 @@ import os
 import signal
 
 from hypothesis import settings
-from slipcover import pytest_plugin as coverage
-from slipcover.config import read_config
 
 # A background job of a shell has SIGINT ignored, and so has every process it starts: tests send SIGINT to both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,10 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("kvolt", deadline=None, max_examples=50)
 settings.register_profile("deep", deadline=None, max_examples=500)
 settings.load_profile("kvolt")
-
-# Workers of xdist know all settings of pyproject.toml's [tool.slipcover] but this one.
-if coverage._slipcover_instance is not None:
-    coverage._slipcover_instance.d_miss_threshold = read_config()["threshold"]
 
 # Collecting tests makes millions of objects and no garbage.
 gc.disable()
