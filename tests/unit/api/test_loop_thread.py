@@ -84,6 +84,7 @@ def test_an_interrupted_call_cleans_up_before_it_returns(loop: LoopThread) -> No
 
     async def work() -> None:
         try:
+            await asyncio.sleep(0.1)  # the caller waits: a signal just before is seen after the wait only
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.sleep(60)
         finally:
