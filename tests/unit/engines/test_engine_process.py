@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,19 @@ async def test_a_killed_process_is_reported_with_its_signal(module: Path) -> Non
     assert await child.wait_exit() == "was killed by SIGKILL"
     assert psutil.pid_exists(grandchild), "it leads no group"
     os.kill(grandchild, signal.SIGKILL)
+
+
+async def test_a_signal_does_not_take_the_exit_code(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Popen looks for the exit before it sends a signal; of two that reap a process only one learns its exit code."""
+    module.write_text("import time; print('here', flush=True); time.sleep(600)")
+    child = await _started()
+    await _first_line(child)
+    reaped: list[bool] = []
+    monkeypatch.setattr(subprocess.Popen, "poll", lambda _: reaped.append(True))
+    child.terminate()
+    child.kill()
+    assert not reaped
+    assert await child.wait_exit() in {"was killed by SIGTERM", "was killed by SIGKILL"}
 
 
 @pytest.mark.parametrize("by_us", [True, False])

@@ -182,8 +182,7 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, not to its group."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it, and its group if it leads one. Idempotent.
@@ -194,12 +193,19 @@ class ChildProcess:
         if self._is_group_killed:
             return
         self._is_group_killed = self.exit_code is not None
+        if not self._leads_group:
+            self._send_signal(signal.SIGKILL)
+            return
         # Already ended, or (macOS) only zombies are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._leads_group:
-                os.killpg(self.pid, signal.SIGKILL)
-            else:
-                self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process. Not by asyncio: its `Popen` would reap a process that has just ended, and the
+        exit code would be lost to `wait_exit`."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 async def end_child(child: Child, grace_s: float = 0.0) -> None:
