@@ -149,10 +149,22 @@ class WorkerLoads:
     # --- reservations
 
     def reserve(
-        self, row: int, prompt_tokens: int, prefill_tokens: int, blocks: float, prefill_s: float, now: float
+        self,
+        row: int,
+        prompt_tokens: int,
+        prefill_tokens: int,
+        blocks: float,
+        prefill_s: float,
+        now: float,
+        step_s: float = 0.0,
     ) -> int:
-        """Add a request to a worker; return its reservation id."""
-        self.idle_at[row] = max(float(self.idle_at[row]), now) + prefill_s
+        """Add a request to a worker; return its reservation id.
+
+        `step_s` is the time of a decode step. Among decoding requests a prompt waits for half a step on average until
+        its own first one begins, and the last one takes about half a step longer than the share in `prefill_s`.
+        """
+        starts_at = now + step_s if self.decoding[row] >= _MIN_REQUESTS else now
+        self.idle_at[row] = max(float(self.idle_at[row]), starts_at) + prefill_s
         self._pending_s[row] += prefill_s
         reservation = LoadReservation(row, prompt_tokens, prefill_tokens, blocks, prefill_s)
         self._num_reserved += 1

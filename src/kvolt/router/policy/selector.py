@@ -192,6 +192,7 @@ class Selector:
             choice.blocks,
             choice.prefill_s,
             now,
+            choice.step_s,
         )
         self._pending_blocks.add_prompt(row, reservation_id, request.sequence_hashes)
         self._loads.add_shared_blocks(

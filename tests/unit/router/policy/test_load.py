@@ -36,6 +36,20 @@ def test_a_reservation_counts_as_prompt_then_as_answer_then_not_at_all() -> None
     assert loads.num_reservations == 0
 
 
+def test_a_prompt_among_decoding_requests_takes_a_step_longer() -> None:
+    loads = WorkerLoads()
+    row = loads.add_row()
+    first = loads.reserve(row, 10, 10, 1.0, 2.0, 0.0, step_s=0.5)
+    assert loads.idle_at[row] == 2.0, "no step was running"
+    loads.mark_first_token(first, 2.0)
+    second = loads.reserve(row, 10, 10, 1.0, 2.0, 3.0, step_s=0.5)
+    assert loads.idle_at[row] == 5.5
+    loads.reserve(row, 10, 10, 1.0, 2.0, 4.0, step_s=0.5)
+    assert loads.idle_at[row] == 7.5, "the steps of the one before it are counted already"
+    loads.mark_first_token(second, 5.2)
+    assert loads.idle_at[row] == 7.2
+
+
 def test_each_end_counts_once() -> None:
     loads = WorkerLoads()
     row = loads.add_row()

@@ -294,6 +294,16 @@ def test_a_prediction_is_the_queue_and_the_prompt() -> None:
     assert choice.predicted_s == pytest.approx(2 * one)
 
 
+def test_a_queue_among_decoding_requests_includes_a_step() -> None:
+    scene = Scene({A: worker()})
+    scene.selector.mark_first_token(scene.selector.reserve(scene.selector.choose(prompt(1), (A,))), None)
+    between = scene.selector.choose(prompt(2), (A,))
+    scene.selector.reserve(between)
+    [load] = scene.selector.worker_loads()
+    assert (between.queue_s, between.step_s) == (0.0, pytest.approx(0.01))
+    assert load.queue_s == pytest.approx(between.prefill_s + between.step_s)
+
+
 # --- saturation
 
 
