@@ -6,9 +6,9 @@ import weakref
 from contextlib import AsyncExitStack
 from typing import Self
 
-from kvolt.api.cluster import Cluster, ProcessView, WorkerView, visit
+from kvolt.api.cluster import Cluster, ProcessView, WorkerView, find_process, visit
 from kvolt.api.loop_thread import LoopThread
-from kvolt.core.errors import NotFound, Unavailable
+from kvolt.core.errors import Unavailable
 from kvolt.core.request import Role
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
@@ -122,16 +122,5 @@ def _close(loop: LoopThread, connection: _Connection) -> None:
 
 
 async def _control(cluster: Cluster, process: str, verb: str, timeout_s: float) -> ProcessStatus:
-    views = await cluster.list_processes()
-    found = [view for view in views if process in (view.name, view.address)]
-    if len(found) == 1:
-        return await cluster.control(found[0].address, verb, timeout_s)
-    if found:
-        addresses = ", ".join(view.address for view in found)
-        raise NotFound(
-            f"{len(found)} processes are named {process!r}; use an address: {addresses}",
-            kind="process",
-            name=process,
-        )
-    known = ", ".join(dict.fromkeys(view.name for view in views)) or "none"
-    raise NotFound(f"no process {process!r} is registered; known: {known}", kind="process", name=process)
+    view = find_process(await cluster.list_processes(), process)
+    return await cluster.control(view.address, verb, timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import GENERATE
-from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError
+from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError, NotFound
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.port import Discovery
@@ -164,6 +164,22 @@ class Cluster:
             return ProcessView(instance.process, instance.address, instance.admin, status)
         except KvoltError as error:
             return ProcessView(instance.process, instance.address, instance.admin, None, error.message)
+
+
+def find_process(views: Sequence[ProcessView], process: str) -> ProcessView:
+    """The process with this name or address. NotFound if there is none, or if several have the name."""
+    found = [view for view in views if process in (view.name, view.address)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        addresses = ", ".join(view.address for view in found)
+        raise NotFound(
+            f"{len(found)} processes are named {process!r}; use an address: {addresses}",
+            kind="process",
+            name=process,
+        )
+    known = ", ".join(dict.fromkeys(view.name for view in views)) or "none"
+    raise NotFound(f"no process {process!r} is registered; known: {known}", kind="process", name=process)
 
 
 def http_address(instance: Instance) -> str | None:

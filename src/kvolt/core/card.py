@@ -96,6 +96,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Shared KV pool of the instance, if the pool publishes events. A change updates the registration."""
     loras: tuple[str, ...] = ()
     """Loaded LoRA adapters. A change updates the registration."""
+    asleep: bool = False
+    """Whether the engine sleeps. A change updates the registration."""
 
     @property
     def publishes_kv_events(self) -> bool:

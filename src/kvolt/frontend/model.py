@@ -162,6 +162,21 @@ def require_extra(model: Model, hints: RequestHints, name: str) -> RequestHints:
     return msgspec.structs.replace(hints, routing=routing)
 
 
+def unreachable_error(model: Model, name: str) -> Unavailable:
+    """Error of a request for a model of which no worker can be reached."""
+    infos = model.registrations.infos()
+    workers = infos if model.lora is None else model.registrations.registered_with(model.lora)
+    if workers and all((info := infos[each]) is not None and info.asleep for each in workers):
+        return Unavailable(
+            f"every {model.role} worker of model {name!r} is asleep; wake with `kvolt worker wake NAME` "
+            "(names: `kvolt status`)",
+            endpoint=name,
+            reason="asleep",
+            role=model.role.value,
+        )
+    return no_workers_error(name, model.role)
+
+
 def no_workers_error(name: str, role: Role) -> Unavailable:
     return Unavailable(
         f"no {role} worker of model {name!r} is reachable; try again later",

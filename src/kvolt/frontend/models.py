@@ -27,6 +27,7 @@ from kvolt.frontend.model import (
     no_workers_error,
     starting_error,
     unknown_model_error,
+    unreachable_error,
 )
 from kvolt.frontend.openai_api.generation import generation_defaults
 from kvolt.frontend.templates.process import Renderer
@@ -129,7 +130,7 @@ class Models:
         """
         model = self.single_model() if name is None else self.find(name)
         if not model.ready and not model.client.recovering():
-            raise no_workers_error(name or model.name, model.role)
+            raise unreachable_error(model, name or model.name)
         return model
 
     def find(self, name: str) -> Model:

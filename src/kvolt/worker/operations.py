@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,13 +37,19 @@ class Operations:
     """See the module."""
 
     def __init__(
-        self, runtime: Runtime, engine: Engine, tiering: Callable[[], Tiering | None], adapters: Path | None
+        self,
+        runtime: Runtime,
+        engine: Engine,
+        tiering: Callable[[], Tiering | None],
+        adapters: Path | None,
+        register_asleep: Callable[[bool], Awaitable[None]],
     ) -> None:
         """`adapters`: file that keeps loaded adapters for the next start."""
         self._runtime = runtime
         self._engine = engine
         self._tiering = tiering
         self._adapters = None if adapters is None else AdapterRecord(adapters, runtime.ports.blocking)
+        self._register_asleep = register_asleep
         self._sleep_lock = asyncio.Lock()
         self.features: tuple[str, ...] = ()
         self.is_asleep = False
@@ -90,6 +96,7 @@ class Operations:
                     await self._accept_again(engine)
                 raise
             await self._runtime.cordon()
+            await self._register_asleep(True)
         return {"is_sleeping": True}
 
     async def wake_up(self, body: bytes) -> dict[str, bool]:
@@ -107,6 +114,7 @@ class Operations:
             await engine.wake()
             self.is_asleep = False
         await self._runtime.resume()
+        await self._register_asleep(False)
 
     def _check_awake(self) -> None:
         if self.is_asleep:

@@ -117,7 +117,13 @@ class Worker:
         )
         self.info: EngineInfo | None = None
         self.features: tuple[str, ...] = ()
-        self.operations = Operations(runtime, engine, lambda: self.tiering, self._options.lora_state)
+        self.operations = Operations(
+            runtime,
+            engine,
+            lambda: self.tiering,
+            self._options.lora_state,
+            lambda asleep: self.update_registration(asleep=asleep),
+        )
         self.metrics = WorkerMetrics()
         """Collector for the process's registry."""
         self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)

@@ -450,3 +450,26 @@ def test_before_discovery_was_read_no_model_is_said_not_to_exist() -> None:
             await models.close()
 
     run_virtual(scenario)
+
+
+def test_a_model_whose_workers_are_all_asleep_says_so() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            sleeping, other = await lab.worker("w0"), await lab.worker("w1")
+            edge = await lab.frontend()
+            await edge.ready()
+            await sleeping.worker.operations.sleep(b"")
+            await other.runtime.cordon()
+            await until(lambda: not edge.models.ready())
+            with pytest.raises(Unavailable, match="is reachable; try again later"):
+                edge.models.get(MODEL)
+            await other.worker.operations.sleep(b"")
+            await asyncio.sleep(1.0)
+            answer = await edge.complete()
+            assert answer.status == 503
+            assert "is asleep; wake with `kvolt worker wake NAME`" in answer.json["error"]["message"]
+            await other.worker.operations.wake_up(b"")
+            await edge.ready()
+            assert (await edge.complete()).status == 200
+
+    run_virtual(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvolt.api.cluster import Cluster, ProcessView, visit
+from kvolt.api.cluster import Cluster, ProcessView, find_process, visit
 from kvolt.cli.flags import CLIENT_GROUPS, option
 from kvolt.cli.process import run_loop
 from kvolt.core.errors import ConfigError, KvoltError
@@ -18,7 +18,7 @@ KV blocks, so that another process can use the GPU. `kvolt worker wake` undoes i
 --arg engine_args.enable_sleep_mode=true, and the simulated engine.
 
 Examples:
-  kvolt worker sleep worker-0       names as `kvolt status` shows them
+  kvolt worker sleep worker-0       names or addresses as `kvolt status` shows them
   kvolt worker sleep                all workers
 """
 
@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="Names of workers. Default: all.")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="Names or addresses of workers. Default: all."
+    )
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -63,14 +65,20 @@ def control_workers(names: list[str], loaded: LoadedConfig, verb: str, timeout_s
 
 
 def find_workers(views: list[ProcessView], names: list[str]) -> list[ProcessView]:
-    """The named workers, by default all. ConfigError for an unknown name, or if there are none."""
+    """The workers with these names or addresses, by default all.
+
+    ConfigError if there are none, or for a process that is no running worker; NotFound as `find_process`.
+    """
     workers = [view for view in views if view.status is not None and "engine" in view.status.details]
-    known = ", ".join(view.name for view in workers) or "none"
-    for name in names:
-        if all(view.name != name for view in workers):
-            raise ConfigError(
-                f"no worker {name} is running", key="worker", remedy=f"running: {known}; see `kvolt status`"
-            )
     if not workers:
         raise ConfigError("no worker is running", key="worker", remedy="see `kvolt status`")
-    return [view for view in workers if not names or view.name in names]
+    named = [find_process(views, name) for name in names]
+    for view in named:
+        if view not in workers:
+            known = ", ".join(dict.fromkeys(worker.name for worker in workers))
+            raise ConfigError(
+                f"{view.name} is no running worker",
+                key="worker",
+                remedy=f"running: {known}; see `kvolt status`",
+            )
+    return named or workers

@@ -9,15 +9,15 @@ import pytest
 from kvolt.api.cluster import ProcessView
 from kvolt.cli.main import main
 from kvolt.cli.worker.sleep import find_workers
-from kvolt.core.errors import ConfigError
+from kvolt.core.errors import ConfigError, NotFound
 from kvolt.runtime.runtime import ProcessStatus
 
 
-def view(name: str, **details: object) -> ProcessView:
+def view(name: str, address: str = "host:1", **details: object) -> ProcessView:
     status = ProcessStatus(
         name=name, address="", uptime_s=1.0, connections=0, calls_open=0, endpoints=(), details=details
     )
-    return ProcessView(name, "host:1", None, status)
+    return ProcessView(name, address, None, status)
 
 
 def test_named_workers_or_all_workers_are_meant() -> None:
@@ -25,10 +25,19 @@ def test_named_workers_or_all_workers_are_meant() -> None:
     views = [view("frontend"), *workers, ProcessView("gone", "host:1", None, None)]
     assert find_workers(views, []) == workers
     assert find_workers(views, ["w1"]) == [workers[1]]
-    for name in ("w2", "frontend", "gone"):
-        with pytest.raises(ConfigError, match=f"no worker {name} is running") as caught:
+    for name in ("frontend", "gone"):
+        with pytest.raises(ConfigError, match=f"{name} is no running worker") as caught:
             find_workers(views, [name])
         assert "w0, w1" in str(caught.value.fields["remedy"])
+    with pytest.raises(NotFound, match="no process 'w2' is registered; known: frontend, w0, w1, gone"):
+        find_workers(views, ["w2"])
+
+
+def test_a_name_of_several_workers_is_refused() -> None:
+    workers = [view("w0", "host:1", engine={}), view("w0", "host:2", engine={})]
+    with pytest.raises(NotFound, match="2 processes are named 'w0'; use an address: host:1, host:2"):
+        find_workers(workers, ["w0"])
+    assert find_workers(workers, ["host:2"]) == [workers[1]]
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
