@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 
 from kvolt.api.local_server import EngineChoice, LocalServer
 from kvolt.api.results import RequestOutput
-from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, list_prompts
+from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Params, Prompt, list_prompts
 
 
 class AsyncLLM:
@@ -48,7 +48,7 @@ class AsyncLLM:
         await self.close()
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams = DEFAULT, *, lora: str | None = None
+        self, prompt: Prompt, sampling_params: Params = DEFAULT, *, lora: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a text or token ids. Each part has what is new: join their texts for the whole output."""
         return self._server.stream(self._server.completion(prompt, sampling_params, lora, stream=True))
@@ -56,7 +56,7 @@ class AsyncLLM:
     def chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams = DEFAULT,
+        sampling_params: Params = DEFAULT,
         *,
         lora: str | None = None,
         **options: Unpack[ChatOptions],

@@ -11,7 +11,15 @@ from kvolt.api.local_server import EngineChoice, LocalServer
 from kvolt.api.loop_thread import LoopThread
 from kvolt.api.progress import progress as show_progress
 from kvolt.api.results import RequestOutput
-from kvolt.api.sampling_params import DEFAULT, ChatOptions, Message, Prompt, SamplingParams, list_prompts
+from kvolt.api.sampling_params import (
+    DEFAULT,
+    ChatOptions,
+    Message,
+    Params,
+    Prompt,
+    checked_params,
+    list_prompts,
+)
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.tokenization.preprocess import Processor
 from kvolt.runtime.http.protocol import HttpRequest
@@ -65,7 +73,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] = DEFAULT,
+        sampling_params: Params | Sequence[Params] = DEFAULT,
         *,
         lora: str | None = None,
         progress: bool = True,
@@ -87,7 +95,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] = DEFAULT,
+        sampling_params: Params | Sequence[Params] = DEFAULT,
         *,
         lora: str | None = None,
         progress: bool = True,
@@ -146,18 +154,15 @@ def _close(loop: LoopThread, server: LocalServer) -> None:
 def _list_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> Sequence[Sequence[Message]]:
-    if not isinstance(messages, Sequence):
-        raise InvalidRequest(
-            f"messages is a list of messages or of conversations, not {type(messages).__name__}",
-            param="messages",
-        )
-    are_several = all(isinstance(each, Sequence) and not isinstance(each, str) for each in messages)
+    are_several = isinstance(messages, Sequence) and all(
+        isinstance(each, Sequence) and not isinstance(each, str) for each in messages
+    )
     return cast("Sequence[Sequence[Message]]", messages if are_several else [messages])
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
+def _one_for_each(params: Params | Sequence[Params], count: int) -> Sequence[Params]:
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        return [checked_params(params)] * count
     if len(params) != count:
         raise InvalidRequest(
             f"{len(params)} sampling parameters for {count} prompts: pass one, or one for each",

@@ -18,8 +18,8 @@ from kvolt.api.results import RequestOutput, ResultAnswer
 from kvolt.api.sampling_params import (
     ChatOptions,
     Message,
+    Params,
     Prompt,
-    SamplingParams,
     chat_body,
     checked_prompt,
     completion_body,
@@ -189,16 +189,14 @@ class LocalServer:
 
     # --- requests
 
-    def completion(
-        self, prompt: Prompt, params: SamplingParams, lora: str | None, stream: bool
-    ) -> HttpRequest:
+    def completion(self, prompt: Prompt, params: Params, lora: str | None, stream: bool) -> HttpRequest:
         body = completion_body(lora or self.model.name, prompt, params, stream)
         return self._request(_COMPLETIONS, body)
 
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams,
+        params: Params,
         options: ChatOptions,
         lora: str | None,
         stream: bool,

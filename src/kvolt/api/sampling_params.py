@@ -31,7 +31,8 @@ class _WithSuggestions(msgspec.StructMeta):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_WithSuggestions):
     """How to generate. Names and meaning as in the HTTP API and in vLLM; None: the model's default.
 
-    Values are checked when they are used, with the messages of the HTTP API.
+    A dict of these fields is accepted in its place. Values are checked when they are used, with the messages of the
+    HTTP API.
     """
 
     n: int | None = None
@@ -81,7 +82,25 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any]
 
 
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or a mapping of their fields."""
+
 DEFAULT = SamplingParams()
+
+
+def checked_params(params: Params) -> SamplingParams:
+    """Sampling parameters, from a mapping too. Raises InvalidRequest for another type or an unknown name."""
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(
+            f"sampling_params is a SamplingParams or a dict of its fields, not {type(params).__name__}",
+            param="sampling_params",
+        )
+    try:
+        return SamplingParams(**params)
+    except TypeError as error:
+        raise InvalidRequest(str(error), param="sampling_params") from error
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -122,13 +141,17 @@ def _not_a_prompt(found: str) -> InvalidRequest:
     return InvalidRequest(f"a prompt is a text or a list of token ids, not {found}", param="prompt")
 
 
-def completion_body(model: str, prompt: Prompt, params: SamplingParams, stream: bool) -> bytes:
+def completion_body(model: str, prompt: Prompt, params: Params, stream: bool) -> bytes:
     return _encode({"model": model, "prompt": checked_prompt(prompt), "stream": stream, **_fields(params)})
 
 
 def chat_body(
-    model: str, messages: Sequence[Message], params: SamplingParams, options: ChatOptions, stream: bool
+    model: str, messages: Sequence[Message], params: Params, options: ChatOptions, stream: bool
 ) -> bytes:
+    if not isinstance(messages, Sequence):
+        raise InvalidRequest(
+            f"messages is a list of messages, not {type(messages).__name__}", param="messages"
+        )
     fields = _fields(params)
     num_alternatives = fields.pop("logprobs", None)
     if num_alternatives is not None:
@@ -136,8 +159,8 @@ def chat_body(
     return _encode({"model": model, "messages": list(messages), "stream": stream, **fields, **options})
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    fields = ((name, getattr(params, name)) for name in params.__struct_fields__)
+def _fields(params: Params) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(checked_params(params)).items()
     return {name: value for name, value in fields if value is not None}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,17 @@ async def test_prompt_log_probabilities_are_refused() -> None:
     async with opened() as llm:
         with pytest.raises(InvalidRequest, match="prompt_logprobs cannot be streamed"):
             await anext(llm.generate("Hello", SamplingParams(prompt_logprobs=1)))
+
+
+async def test_wrong_arguments_are_refused_before_the_first_part() -> None:
+    wrong: Any = 3
+    async with opened() as llm:
+        with pytest.raises(InvalidRequest, match="a dict of its fields, not int"):
+            llm.generate("Hello", wrong)
+        with pytest.raises(InvalidRequest, match="messages is a list of messages, not int"):
+            llm.chat(wrong)
+        [part] = [part async for part in llm.generate("Hello", {"max_tokens": 1})]
+        assert part.finished
 
 
 async def test_closing_ends_open_streams() -> None:

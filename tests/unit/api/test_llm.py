@@ -136,6 +136,30 @@ def test_errors_are_those_of_the_http_api(llm: LLM, params: SamplingParams, mess
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (3, "a dict of its fields, not int"),
+        (None, "a dict of its fields, not NoneType"),
+        ("max_tokens", "a dict of its fields, not str"),
+        ([3], "a dict of its fields, not int"),
+        ({"max_tokns": 2}, r"'max_tokns'; did you mean max_tokens\?"),
+    ],
+)
+def test_wrong_sampling_params_are_refused(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate("Hello", params, progress=False)
+    with pytest.raises(InvalidRequest, match=message):
+        llm.chat([USER], params, progress=False)
+
+
+def test_a_dict_of_sampling_params_is_accepted(llm: LLM) -> None:
+    same = llm.generate("Hello", {"max_tokens": 2}, progress=False)
+    assert len(same[0].outputs[0].token_ids) == 2
+    assert llm.generate("Hello", [{"max_tokens": 2}], progress=False)[0].outputs == same[0].outputs
+    assert len(llm.chat([USER], {"max_tokens": 2}, progress=False)[0].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
     ("prompts", "kind"),
     [
         ({"text": "Hello"}, "a dict with the keys text"),
@@ -168,7 +192,7 @@ def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [None, USER, iter([USER])])
 def test_messages_are_a_list(llm: LLM, messages: Any) -> None:
-    with pytest.raises(InvalidRequest, match="messages is a list of messages or of conversations, not"):
+    with pytest.raises(InvalidRequest, match="messages is a list of messages, not"):
         llm.chat(messages, progress=False)
 
 
