@@ -48,7 +48,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 1000
     seed: int = 0
     rate_per_s: float = 5.0
-    """Mean request rate in the steady state."""
+    """Request rate in the steady state: session arrivals times `turns`. The mean of a trace is lower: the first
+    sessions have no later turns yet, and `max_context` ends long ones."""
     burstiness: float = 1.0
     """Session arrivals: 1 is Poisson, below 1 burstier, above 1 steadier (coefficient of variation 1 / sqrt)."""
     system_prompts: int = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec.structs import replace
@@ -140,7 +140,13 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     for flag, kind, metavar, text in (
         ("--requests", int, "N", "Number of requests."),
         ("--seed", int, "N", "Random seed."),
-        ("--rate", float, "PER_SECOND", "Mean requests per second."),
+        (
+            "--rate",
+            float,
+            "PER_SECOND",
+            "Requests per second in the steady state: sessions per second times --turns. The mean is lower, and "
+            "printed: the first sessions have no later turns yet, and --max-context ends long ones.",
+        ),
         ("--burstiness", float, "X", "Arrival process: 1 is Poisson, 0.1 bursty, 10 steady."),
         ("--turns", float, "N", "Mean turns per session."),
         ("--think", float, "SECONDS", "Mean pause between turns."),
@@ -174,9 +180,24 @@ def _analyze(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     records: Iterable[TraceRecord] = read_trace(args.input, _read_options(args))
-    written = write_trace(args.output, _changed(records, args))
-    print(f"{written} requests in {args.output}")
+    _write(args.output, _changed(records, args))
     return 0
+
+
+def _write(path: str, records: Iterable[TraceRecord]) -> None:
+    """Write the trace; print its length and mean rate."""
+    first_ms, last_ms = math.inf, -math.inf
+
+    def timed() -> Iterator[TraceRecord]:
+        nonlocal first_ms, last_ms
+        for record in records:
+            first_ms, last_ms = min(first_ms, record.timestamp), max(last_ms, record.timestamp)
+            yield record
+
+    written = write_trace(path, timed())
+    span_s = (last_ms - first_ms) / 1000
+    rate = f", {written / span_s:.3g}/s over {span_s:.1f} s" if span_s > 0 else ""
+    print(f"{written} requests in {path}{rate}")
 
 
 def _changed(records: Iterable[TraceRecord], args: argparse.Namespace) -> Iterable[TraceRecord]:
@@ -232,8 +253,7 @@ def _make(args: argparse.Namespace) -> int:
         recipe = replace(
             recipe, **{name: replace(lengths, median=median, max=max(lengths.max, int(8 * median)))}
         )
-    written = write_trace(args.output, make_trace(recipe))
-    print(f"{written} requests in {args.output}")
+    _write(args.output, make_trace(recipe))
     return 0
 
 

@@ -20,7 +20,7 @@ def _clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["trace", "make", "small.jsonl", "--recipe", "small"]) == 0
-    assert capsys.readouterr().out == "300 requests in small.jsonl\n"
+    assert capsys.readouterr().out == "300 requests in small.jsonl, 3.02/s over 99.4 s\n"
     return "small.jsonl"
 
 
@@ -60,8 +60,10 @@ def test_convert_changes_what_it_is_told(small: str, capsys: pytest.CaptureFixtu
         "--speed 2 --limit 20 --block-size 64 --sample 0.5 --seed 3 --max-total 700 --min-output 5 --renumber"
     )
     assert main(["trace", "convert", small, "out.jsonl.gz", *flags.split()]) == 0
-    assert capsys.readouterr().out == "20 requests in out.jsonl.gz\n"
     found = list(read_trace("out.jsonl.gz"))
+    span_s = (found[-1].timestamp - found[0].timestamp) / 1000
+    rate = f"{20 / span_s:.3g}/s over {span_s:.1f} s"
+    assert capsys.readouterr().out == f"20 requests in out.jsonl.gz, {rate}\n"
     by_length = {(each.input_length, each.output_length): each for each in small_trace()}
     for each in found:
         assert each.block_size == 64
