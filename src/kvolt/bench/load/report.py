@@ -25,6 +25,8 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
     window_s: float
     requests_per_s: float
+    offered_requests_per_s: float | None = None
+    """Rate of the arrivals, without the time of the last answers; None if each user waits for its answer."""
     input_tokens_per_s: float
     output_tokens_per_s: float
     good_requests_per_s: float | None
@@ -113,6 +115,7 @@ def make_report(facts: RunFacts, tally: Tally) -> Report:
         throughput=Throughput(
             window_s=window_s,
             requests_per_s=per_s(tally.num_complete),
+            offered_requests_per_s=tally.offered_per_s if facts.open_loop else None,
             input_tokens_per_s=per_s(tally.input_tokens),
             output_tokens_per_s=per_s(tally.output_tokens),
             good_requests_per_s=per_s(tally.num_good) if has_sla else None,

@@ -36,10 +36,12 @@ def facts(report: Report) -> list[tuple[str, str]]:
     requests = f"{counts.complete} complete, {counts.failed} failed"
     requests += f", {counts.interrupted} interrupted" if counts.interrupted else ""
     requests += f" (and {counts.warmup} warm-up)" if counts.warmup else ""
+    offered = flow.offered_requests_per_s
     rows = [
         ("requests", requests),
         ("measured time", f"{flow.window_s:.2f} s"),
         ("requests/s", f"{flow.requests_per_s:.3g}"),
+        *([("offered requests/s", f"{offered:.3g}")] if offered is not None else []),
         ("output tokens/s", f"{flow.output_tokens_per_s:.1f}"),
         (
             "output tokens/s per user",

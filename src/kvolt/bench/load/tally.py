@@ -53,7 +53,9 @@ class Tally:
         self.input_tokens = self.output_tokens = self.cached_tokens = 0
         self.reports_cached = False
         self.num_events = 0
+        self.num_started = 0
         self.first_due_s: float | None = None
+        self.last_due_s = 0.0
         self.last_end_s = 0.0
 
     @property
@@ -65,10 +67,18 @@ class Tally:
         """Time from the first counted request's due time to the end of the last one."""
         return 0.0 if self.first_due_s is None else max(0.0, self.last_end_s - self.first_due_s)
 
+    @property
+    def offered_per_s(self) -> float | None:
+        """Requests over the time from the first counted due time to the last one; None for a single one."""
+        span_s = 0.0 if self.first_due_s is None else self.last_due_s - self.first_due_s
+        return self.num_started / span_s if span_s > 0 else None
+
     def started(self, due_s: float) -> None:
         """Count the start of a request."""
         if self.first_due_s is None:
             self.first_due_s = due_s
+        self.num_started += 1
+        self.last_due_s = max(self.last_due_s, due_s)
         self.timeline.started(due_s)
 
     def add(self, sample: Sample) -> None:

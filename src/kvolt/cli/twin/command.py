@@ -31,6 +31,7 @@ Examples:
   kvolt twin trace.jsonl --workers 8 --preset h200-llama-8b
   kvolt twin trace.jsonl --workers 8 --router least-loaded
   kvolt twin trace.jsonl --speed 2 --limit 500       twice the load, the first 500 requests
+  kvolt twin trace.jsonl --rate 20                   the trace at 20 requests/s
   kvolt twin trace.jsonl --sla ttft=2s,itl=50ms      goodput and causes of SLA misses
   kvolt twin trace.jsonl --arg block_size=64 --arg kv_blocks=16384
   kvolt twin trace.jsonl --out today                 write report.json, report.html, requests.csv

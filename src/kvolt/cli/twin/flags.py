@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any, get_args
 
 import msgspec
@@ -64,7 +65,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     option(group, "--kv-eviction", "POLICY", "Eviction policy: lru, s3fifo or tinylfu.", default="lru")
     option(group, "--seed", None, "Random seed.", int, default=0)
     group = parser.add_argument_group("load")
-    option(group, "--speed", "X", "Speed-up of arrivals.", float, default=1.0)
+    speed = group.add_mutually_exclusive_group()
+    option(speed, "--speed", "X", "Speed-up of arrivals.", float, default=1.0)
+    option(
+        speed, "--rate", "R", "Mean requests per second: the speed-up that gives the trace this rate.", float
+    )
     option(group, "--limit", "N", "Use only the first N requests.", int)
     option(group, "--sla", "LIMITS", "Limits for goodput, such as ttft=500ms,itl=50ms.")
 
@@ -130,12 +135,22 @@ def _routing_of(assignments: list[str]) -> RouterSettings:
 
 
 def records_of(args: argparse.Namespace) -> list[TraceRecord]:
-    if args.speed <= 0:
-        raise ConfigError("--speed is not above 0", key="speed", remedy="for example --speed 2")
+    for name in ("speed", "rate"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name} is not above 0", key=name, remedy=f"for example --{name} 2")
     records = small_trace() if args.trace is None else read_trace(args.trace)
     if args.limit is not None:
         records = limit(records, args.limit)
-    return list(scale_time(start_at_zero(records), args.speed))
+    records = list(start_at_zero(records))
+    speed = args.speed
+    if args.rate is not None:
+        if not records or not records[-1].timestamp:
+            raise ConfigError(
+                "the trace has no rate: its requests arrive at once", key="rate", remedy="omit --rate"
+            )
+        speed = args.rate * records[-1].timestamp / 1000 / len(records)
+    return list(scale_time(records, speed))
 
 
 def report_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str, Setting]:
@@ -151,7 +166,8 @@ def report_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[st
         "host blocks": settings.tiers.host_blocks or None,
         "disk blocks": settings.tiers.disk_blocks or None,
         "eviction": settings.tiers.eviction if settings.tiers.host_blocks else None,
-        "speed": args.speed,
+        "speed": args.speed if args.rate is None else None,
+        "rate": args.rate,
         "limit": args.limit,
         "seed": args.seed,
         "arguments": " ".join(args.arg),

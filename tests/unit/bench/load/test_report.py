@@ -81,6 +81,18 @@ def test_sums_and_rates() -> None:
     assert report.warnings == []
 
 
+def test_the_offered_rate_excludes_the_time_of_the_last_answers() -> None:
+    samples = [sample(number, ttft_s=20.0) for number in range(11)]
+    report = reported(samples)
+    assert report.throughput.requests_per_s < 0.4
+    assert report.throughput.offered_requests_per_s == pytest.approx(1.1)
+    assert ("offered requests/s", "1.1") in facts(report)
+    closed = msgspec.structs.replace(FACTS, open_loop=False)
+    for none in (reported(samples, facts=closed), reported(samples[:1])):
+        assert none.throughput.offered_requests_per_s is None
+        assert "offered requests/s" not in dict(facts(none))
+
+
 def test_latencies_count_from_when_it_was_due() -> None:
     late = sample(0, ttft_s=0.5, late_s=0.3)
     assert (late.ttft_s, late.lateness_s) == (pytest.approx(0.5), pytest.approx(0.3))

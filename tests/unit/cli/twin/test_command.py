@@ -62,6 +62,13 @@ def test_the_router_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["round-robin"].latencies != told["least-loaded"].latencies
 
 
+def test_the_trace_is_replayed_at_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["twin", "--rate", "20", "--json"]) == 0
+    report = msgspec.json.decode(capsys.readouterr().out, type=TwinReport)
+    assert report.throughput.offered_requests_per_s == pytest.approx(20)
+    assert (report.settings["rate"], report.settings["speed"]) == (20, None)
+
+
 def test_ones_own_policy_in_the_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
     told = []
@@ -128,6 +135,8 @@ def test_a_folder_that_is_lost_meanwhile_costs_no_report(
         (["--router-arg", "temperature=-1"], "temperature"),
         (["--router-arg", "temperature"], "--router-arg"),
         (["--speed", "0"], "above 0"),
+        (["--rate", "-1"], "--rate is not above 0"),
+        (["--rate", "5", "--limit", "1"], "the trace has no rate"),
         (["--preset", "h200-llama"], "h200-llama-8b"),
         (["--arg", "no_such=1"], "no_such"),
         (["--arg", "block_size=0"], "block_size"),
