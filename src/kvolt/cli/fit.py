@@ -39,7 +39,7 @@ The time of a step is the sum of
   prefill_step_s     per step that computes prompt tokens
   shared_kv_read     fraction of context_token_s for reading a shared block once more in the same step
 All coefficients are non-negative. The model is fitted to four fifths of the log; the held-out errors are those of the
-rest. Coefficients that the log does not determine are 0 and listed with what a better log needs.
+rest. Coefficients that the log does not determine are 0 and listed with what a better log needs; so are large errors.
 """
 
 _MEANING = {
@@ -177,6 +177,9 @@ def _page(name: str, header: StepLogHeader, fit: Fit, out: str | None) -> Iterat
     yield "Worst steps"
     yield from map(_bad_step, fit.worst)
     yield ""
+    if fit.warnings:
+        yield from (f"warning: {warning}" for warning in fit.warnings)
+        yield ""
     yield "Use it:"
     if out is not None:
         yield f"  kvolt serve sim-tiny --arg preset={out if '/' in out else f'./{out}'}"

@@ -10,7 +10,7 @@ so contiguous stretches are held out, not single steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import StrEnum
 from math import ceil
 from operator import mul
@@ -40,6 +40,8 @@ _STD_PER_MEDIAN = 1.4826
 """Standard deviation of normal noise divided by its median absolute value."""
 _MIN_TYPICAL_ERROR = 0.002
 """Lower bound of the typical error: in a log without noise all steps would be outliers otherwise."""
+_BAD_ERROR = 0.5
+"""Held-out p90 error above which a fit has a warning: steps are predicted wrong by half or more."""
 _DIGITS = 6
 _SHARED = "shared_kv_read"
 _LEAST_SHARE = 1e-6
@@ -102,6 +104,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[KindErrors, ...]
     undetermined: tuple[UndeterminedCoefficient, ...]
     worst: tuple[BadStep, ...]
+    warnings: tuple[str, ...]
+    """What is wrong in simulations with this model, and what a better log needs."""
 
 
 class _Row(msgspec.Struct, frozen=True, gc=False):
@@ -127,13 +131,15 @@ def fit_latency(steps: Sequence[StepStats]) -> Fit:
     fitted = [row for at, row in enumerate(rows) if at // length % _HELD_OUT != _HELD_OUT - 1]
     held_out = [row for at, row in enumerate(rows) if at // length % _HELD_OUT == _HELD_OUT - 1]
     model, undetermined = fit_all([row.step for row in fitted])
+    errors = tuple(_errors(model, fitted, held_out))
     return Fit(
         latency=model,
         num_steps=len(rows),
         num_left_out=len(steps) - len(timed),
-        errors=tuple(_errors(model, fitted, held_out)),
+        errors=errors,
         undetermined=tuple(undetermined),
         worst=tuple(_worst(model, rows)),
+        warnings=tuple(_warnings(model, {doubt.coefficient for doubt in undetermined}, errors)),
     )
 
 
@@ -226,6 +232,23 @@ def _errors(model: LatencyModel, fitted: Sequence[_Row], held_out: Sequence[_Row
             for rows in (fitted, held_out)
         ]
         yield KindErrors(kind or "all", *(errors_of(model, steps) for steps in chosen))
+
+
+def _warnings(
+    model: LatencyModel, undetermined: Container[str], errors: Sequence[KindErrors]
+) -> Iterator[str]:
+    bad = [row for row in errors if (row.held_out.p90 or 0.0) > _BAD_ERROR]
+    if bad:
+        worst = ", ".join(f"{row.kind} {row.held_out.p90:.0%}" for row in bad)
+        yield (
+            f"large held-out errors (p90: {worst}): simulated times will be as wrong; record more steps, with "
+            "prompts and batches of many sizes, on a machine that is otherwise idle"
+        )
+    if not model.prefill_token_s and "prefill_token_s" not in undetermined:
+        yield (
+            "prefill_token_s is 0: simulated prompts cost too little; record more steps with prompts of many "
+            "lengths, from some tokens to the longest ones"
+        )
 
 
 def errors_of(model: LatencyModel, steps: Sequence[StepStats]) -> Errors:

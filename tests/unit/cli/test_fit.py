@@ -60,6 +60,20 @@ def test_what_was_written_is_a_preset_of_the_sim(tmp_path: Path, capsys: pytest.
     assert json.loads(out.read_bytes())["name"] == "native-tiny-1b-some-gpu"
 
 
+def test_a_bad_fit_has_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write_log(tmp_path / "steps.jsonl")
+    header, *steps = log.read_bytes().splitlines(keepends=True)
+    rng = random.Random(1)
+    noisy = [
+        {**(step := json.loads(line)), "time_s": step["time_s"] * rng.lognormvariate(0, 1)} for line in steps
+    ]
+    log.write_bytes(header + b"".join(json.dumps(step).encode() + b"\n" for step in noisy))
+    assert main(["fit", str(log)]) == 0
+    assert "\nwarning: large held-out errors (p90: all " in capsys.readouterr().out
+    assert main(["fit", str(log), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"]["warnings"]
+
+
 def test_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_log(tmp_path / "steps.jsonl", prompts=False)
     assert main(["fit", str(log), "--json"]) == 0

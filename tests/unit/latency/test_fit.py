@@ -233,3 +233,18 @@ def test_without_shared_blocks_each_answer_is_taken_to_read_its_own() -> None:
     fit = fit_latency(make_log())
     assert fit.latency.shared_kv_read == 1.0
     assert not fit.undetermined
+
+
+def test_a_log_with_large_errors_has_a_warning_with_the_remedy() -> None:
+    assert fit_latency(make_log(noise=0.05)).warnings == ()
+    [warning] = fit_latency(make_log(noise=1.0)).warnings
+    assert warning.startswith("large held-out errors (p90: all ")
+    assert "record more steps" in warning
+
+
+def test_prompt_tokens_without_a_cost_are_a_warning() -> None:
+    free = replace(TRUE, prefill_token_s=0.0)
+    [warning] = fit_latency(make_log(noise=0.0, model=free)).warnings
+    assert warning.startswith("prefill_token_s is 0")
+    decodes = fit_latency([step for step in make_log() if not step.prefill_tokens])
+    assert decodes.warnings == (), "it is listed as undetermined"
