@@ -25,6 +25,8 @@ from tests.integration.processes import (
     until_ready,
 )
 
+from kvolt.runtime.endpoint.address import InstanceState
+
 FAST = """
 [[workers]]
 engine = "sim"
@@ -234,6 +236,12 @@ async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.
         await bench.until_computing(4)
         serve.send(number)
         await until_closed(url)
+        states = {
+            name: {endpoint.state for endpoint in view.status.endpoints}
+            for name, view in (await bench.look()).items()
+            if view.status is not None
+        }
+        assert states == {key: {InstanceState.DRAINING} for key in ("frontend", "worker-0", "worker-1")}
         assert not any(task.done() for task in running), "the requests were too short to say anything"
         for chunks in await asyncio.gather(*running):
             assert len("".join(chunk["choices"][0]["text"] for chunk in chunks).split()) == 150

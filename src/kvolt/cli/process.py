@@ -52,6 +52,8 @@ class Process:
         self._stoppers.append(stopper)
 
     async def close(self, drain_s: float) -> None:
+        if self._stoppers:  # they may drain for long
+            await self.runtime.stop_accepting()
         while self._stoppers:
             await self._stoppers.pop()(drain_s)
         await self.runtime.close(drain_s)
@@ -105,16 +107,22 @@ def run_process(settings: Settings, name: str, body: Body) -> int:
     return run_loop(main)
 
 
-def _ready_marker() -> Callable[[], None]:
-    """Function that creates the file by which a supervisor, if any, knows that this process serves."""
-    path = os.environ.pop(READY_FILE_VARIABLE, None)  # not for the child processes of this one
+class _ReadyFile:
+    """File by which a supervisor, if any, knows that this process serves, and removes to say that it stops."""
 
-    def mark() -> None:
-        if path is not None:
-            with contextlib.suppress(OSError):  # only the restart back-off depends on it
-                Path(path).touch()
+    def __init__(self) -> None:
+        path = os.environ.pop(READY_FILE_VARIABLE, None)  # not for the child processes of this one
+        self._path = None if path is None else Path(path)
+        self._was_created = False
 
-    return mark
+    def create(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # only the restart back-off and the shown state depend on it
+                self._path.touch()
+                self._was_created = True
+
+    def was_removed(self) -> bool:
+        return self._path is not None and self._was_created and not self._path.exists()
 
 
 async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None:
@@ -141,11 +149,13 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
     metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
     blocking = ThreadBlocking()
     supervisor_pid = os.environ.pop(SUPERVISOR_PID_VARIABLE, None)
+    ready_file = _ReadyFile()
     options = replace(
         process_options(settings, name),
         pid=os.getpid(),
         supervisor_pid=int(supervisor_pid) if supervisor_pid else None,
-        on_registered=_ready_marker(),
+        on_registered=ready_file.create,
+        is_stopping=ready_file.was_removed,
     )
     runtime = Runtime(make_ports(settings, metrics, blocking), options)
     process = Process(settings, runtime, metrics)

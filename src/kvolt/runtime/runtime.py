@@ -74,12 +74,15 @@ class ProcessOptions:
     """For `ProcessStatus`."""
     on_registered: Callable[[], None] = lambda: None
     """Called when an endpoint has been registered."""
+    is_stopping: Callable[[], bool] = lambda: False
+    """Whether the supervisor stops this process as soon as the processes that it serves have drained."""
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
     endpoint: str
     instance: str
     state: InstanceState
+    """`draining` also while the supervisor stops: until its turn, the process serves the requests that remain."""
     active_streams: int
 
 
@@ -186,9 +189,10 @@ class Runtime:
         if not self._served and not self.server.num_active:
             await self.abort()
             return
-        await graceful_stop(self._stop_accepting, self._drain_served, self.abort, drain_s)
+        await graceful_stop(self.stop_accepting, self._drain_served, self.abort, drain_s)
 
-    async def _stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
+        """Publish that this process drains and refuse new streams; its children continue."""
         await self._set_state(InstanceState.DRAINING)
 
     async def _drain_served(self) -> None:
@@ -326,6 +330,7 @@ class Runtime:
 
     async def status(self) -> ProcessStatus:
         plane = self.plane.gauges()
+        is_stopping = self.options.is_stopping()
         return ProcessStatus(
             name=self.options.name,
             address=self.plane.address or "",
@@ -336,7 +341,7 @@ class Runtime:
                 EndpointStatus(
                     endpoint,
                     served.instance.id,
-                    served.instance.state,
+                    InstanceState.DRAINING if is_stopping else served.instance.state,
                     self.server.num_active_streams(endpoint),
                 )
                 for endpoint, served in self._served.items()

@@ -15,7 +15,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
@@ -126,3 +126,19 @@ async def test_a_process_marks_that_it_serves_for_its_supervisor(
         assert marker.exists()
         status = await process.runtime.status()
         assert (status.pid, status.supervisor_pid) == (os.getpid(), 77)
+        assert status.endpoints[0].state is InstanceState.READY
+        marker.unlink()  # the supervisor stops
+        assert (await process.runtime.status()).endpoints[0].state is InstanceState.DRAINING
+
+
+async def test_a_process_is_draining_while_its_stoppers_run(tmp_path: Path) -> None:
+    async def stop(drain_s: float) -> None:
+        states.extend(endpoint.state for endpoint in (await process.runtime.status()).endpoints)
+
+    states: list[InstanceState] = []
+    async with running(
+        settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false"), "a"
+    ) as process:
+        await process.runtime.serve_streams(EndpointAddress("ns", "c", "e"), lambda stream: stream.end())
+        process.before_close(stop)
+    assert states == [InstanceState.DRAINING]

@@ -32,7 +32,8 @@ CONFIG_EXIT_CODE = 2
 
 STUCK_EXIT_CODE = 1
 READY_FILE_VARIABLE = "KVOLT_READY_FILE"
-"""Environment variable with the path of a file that a child creates when it has registered its first endpoint."""
+"""Environment variable with the path of a file that a child creates when it has registered its first endpoint. The
+supervisor removes it when it stops."""
 SUPERVISOR_PID_VARIABLE = "KVOLT_SUPERVISOR_PID"
 """Environment variable with the process id of a child's supervisor."""
 

@@ -217,7 +217,13 @@ class Supervisor:
                     self._on_event(child)
 
     async def _await_stop(self) -> None:
-        self._feed(plan.StopRequested(await self._stop.wait()))
+        reason = await self._stop.wait()
+        for name in self._specs:
+            self._ready_file(name).unlink(missing_ok=True)
+        self._feed(plan.StopRequested(reason))
+
+    def _ready_file(self, child: str) -> Path:
+        return self._log_dir / f".{child}.ready"
 
     async def _run_timer(self, delay_s: float, event: plan.Event) -> None:
         await asyncio.sleep(delay_s)
@@ -226,7 +232,7 @@ class Supervisor:
     async def _run_child(self, spec: ChildSpec) -> None:
         """Run one process of a child, from its start to its last line of output."""
         output = ChildOutput(spec.name, self._log_files[spec.name], self._view)
-        ready_file = self._log_dir / f".{spec.name}.ready"
+        ready_file = self._ready_file(spec.name)
         ready_file.unlink(missing_ok=True)
         try:
             process = await ChildProcess.start(
