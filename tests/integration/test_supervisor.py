@@ -451,6 +451,10 @@ def test_json_records_are_unfolded_and_other_lines_left_alone() -> None:
         Level.WARNING,
         "03:04:05 WARNING hot temp=90",
     )
+    fields = {"message": "hot: temp=90 time=3", "temp": 90, "time_": 3, "request_id": "r"}
+    assert render_line(json.dumps(record | fields).encode())[1] == (
+        "03:04:05 WARNING hot: temp=90 time=3 request_id=r"
+    )
     trace = "Traceback\n  ValueError\n"
     level, text = render_line(json.dumps({"level": "ERROR", "message": "bad", "exception": trace}).encode())
     assert (level, text) == (Level.ERROR, "ERROR   bad\nTraceback\n  ValueError")

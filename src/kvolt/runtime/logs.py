@@ -1,7 +1,8 @@
 """Structured logs over the standard `logging`, with the request and trace ids of the current task.
 
-Two formats: lines for people and JSON lines for machines. Modules log with `logging.getLogger(__name__)`; only the
-entry point of a process calls `setup_logs`. HTTP and the request plane bind the ids that they receive and forward
+Two formats: lines for people and JSON lines for machines. Modules log `"event: key=%s", value` with
+`logging.getLogger(__name__)`; in JSON such pairs are keys of their own, with the type of the value. Only the entry
+point of a process calls `setup_logs`. HTTP and the request plane bind the ids that they receive and forward
 `current_context()`.
 """
 
@@ -13,6 +14,7 @@ import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
@@ -29,6 +31,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
 _PLAIN = "\x1b[0m"
+_CONVERSION = re.compile(
+    r"(?:(?<!\S)([A-Za-z_]\w*)=)?%[#0\- +]*(?:\*|\d*)(?:\.(?:\*|\d*))?([A-Za-z%])([A-Za-z]*(?:[,;:)]*(?=\s|$)))?"
+)
+"""A %-conversion: the key before it, its type, and a match of the rest if the value ends there, perhaps with a unit."""
+_MAX_FIELD_CHARS = 1024
+_MAX_FORMAT_CHARS = 1024
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -132,12 +140,14 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "process": self._process_name,
             "message": record.getMessage(),
-            **_context_fields(),
         }
+        fields = _message_fields(record)
+        line |= _context_fields(fields)
         exception = _exception_text(self, record)
         if exception:
             line["exception"] = exception
-        extra = {f"{name}_" if name in line else name: value for name, value in _extra(record).items()}
+        fields |= _extra(record)
+        extra = {f"{name}_" if name in line else name: value for name, value in fields.items()}
         try:
             return json.dumps(line | extra, default=_plain_value, allow_nan=False)
         except (ValueError, TypeError, RecursionError):
@@ -160,7 +170,7 @@ class HumanFormatter(logging.Formatter):
         if self._colours and record.levelname in _COLOURS:
             level = f"{_COLOURS[record.levelname]}{level}{_PLAIN}"
         parts = [time, level, _escape(self._process_name), _escape(record.getMessage())]
-        fields = _context_fields() | _extra(record)
+        fields = _context_fields(_message_fields(record)) | _extra(record)
         parts += [f"{_escape(name)}={_quoted(value)}" for name, value in fields.items()]
         text = " ".join(parts)
         exception = _exception_text(self, record)
@@ -190,15 +200,43 @@ def setup_logs(
     return handler
 
 
-def _context_fields() -> dict[str, str]:
+def _context_fields(message_fields: Mapping[str, object]) -> dict[str, str]:
+    """The bound ids. The message's own request id goes before: of one prompt of a batch it has a number."""
     fields: dict[str, str] = {}
     bound_id, bound_trace = _request_id.get(), _trace.get()
-    if bound_id is not None:
+    if bound_id is not None and "request_id" not in message_fields:
         fields["request_id"] = bound_id
     if bound_trace is not None:
         fields["trace_id"] = bound_trace.trace_id
         fields["span_id"] = bound_trace.span_id
     return fields
+
+
+def _message_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Arguments of the `key=%s` pairs in the record's format string. JSON scalars keep their type."""
+    args, template = record.args, record.msg
+    if not isinstance(args, tuple) or not isinstance(template, str) or len(template) > _MAX_FORMAT_CHARS:
+        return {}
+    pairs = _format_keys(template)
+    if len(pairs) != len(args):  # a width among the arguments
+        return {}
+    fields: dict[str, Any] = {}
+    for (key, conversion), value in zip(pairs, args, strict=True):
+        if key is not None and key not in fields:
+            is_scalar = value is None or isinstance(value, str | int | float)
+            field = value if is_scalar else conversion % (value,)
+            fields[key] = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else field
+    return fields
+
+
+@lru_cache(maxsize=1024)
+def _format_keys(template: str) -> tuple[tuple[str | None, str], ...]:
+    """Key, or None, and conversion of each argument of a format string."""
+    return tuple(
+        (None if ends is None else key, "%r" if kind in "ra" else "%s")
+        for key, kind, ends in (match.groups() for match in _CONVERSION.finditer(template))
+        if kind != "%"
+    )
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:

@@ -103,6 +103,56 @@ def test_json_takes_any_value() -> None:
     assert as_json(record(text="\ud800"))["text"] == "\ud800"
 
 
+def logged(template: str, *values: object) -> logging.LogRecord:
+    return logging.getLogger("kvolt.x").makeRecord("kvolt.x", logging.INFO, "f", 1, template, values, None)
+
+
+def test_pairs_of_a_format_string_are_json_keys() -> None:
+    error = ValueError("a=1 b")
+    line = as_json(
+        logged(
+            "event: text=%s number=%d ratio=%.1fs nothing=%s error=%r host=%s:%d %d%% time=%s",
+            *("x y=3", 3, 0.25, None, error, "h", 1, 7, 9),
+        )
+    )
+    fields = {name: line[name] for name in ("text", "number", "ratio", "nothing", "error", "time_")}
+    assert fields == {
+        "text": "x y=3",
+        "number": 3,
+        "ratio": 0.25,
+        "nothing": None,
+        "error": "ValueError('a=1 b')",
+        "time_": 9,
+    }
+    assert line["message"].startswith("event: text=x y=3 number=3 ratio=0.2s ")
+    assert not {"y", "host", "a"} & set(line)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        logged("width=%*d", 3, 4),
+        logged("%(a)s b=%(b)s", {"a": 1, "b": 2}),
+        logged("k=v"),
+        logged("x" * 9999 + " k=%s", 1),
+    ],
+)
+def test_other_format_strings_have_no_keys(item: logging.LogRecord) -> None:
+    assert set(as_json(item)) == {"time", "level", "logger", "process", "message"}
+
+
+def test_a_large_value_is_a_short_field() -> None:
+    assert len(as_json(logged("a: b=%s", "x" * 100_000))["b"]) == 1024
+    assert len(as_json(logged("a: b=%s", list(range(100_000))))["b"]) == 1024
+
+
+def test_a_line_has_one_request_id() -> None:
+    with bind(request_id="r-1"):
+        item = logged("event: request_id=%s", "r-1-0")
+        assert as_json(item)["request_id"] == "r-1-0"
+        assert as_text(item) == "22:13:20.123 INFO    worker-0 event: request_id=r-1-0"
+
+
 def _failed() -> logging.LogRecord:
     try:
         raise ValueError("bad\n22:13:20.123 INFO fake")

@@ -33,6 +33,7 @@ _LEVELS = {"warn": Level.WARNING, "warning": Level.WARNING, "error": Level.ERROR
 _ERROR_WORDS = re.compile(
     r"\w(Error|Exception)\b|(?i:\b(error|exception|fatal|panic|abort(ed)?|cannot|failed)\b)|^kvolt: "
 )
+_SHOWN_KEYS = frozenset(("time", "level", "logger", "process", "message"))
 _LEVEL_COLOURS = {Level.WARNING: "33", Level.ERROR: "31"}
 
 
@@ -121,7 +122,7 @@ def render_line(line: bytes) -> tuple[Level | None, str]:
     name = str(record["level"]).lower()
     text = f"{_time_of_day(record.get('time'))}{name.upper():<7} {record['message']}"
     for key, value in record.items():
-        if key not in ("time", "level", "logger", "process", "message"):
+        if key not in _SHOWN_KEYS and f" {key.rstrip('_')}=" not in record["message"]:
             is_block = isinstance(value, str) and "\n" in value  # a traceback
             text += f"\n{value.rstrip()}" if is_block else f" {key}={value}"
     return _LEVELS.get(name, Level.INFO), text
