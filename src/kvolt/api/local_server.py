@@ -263,7 +263,7 @@ class LocalServer:
         assert generation is not None, model
         is_chat = request.path == _CHAT
         prepare = generation.prepare_chat if is_chat else generation.prepare_completion
-        with generation.new_record(request.path) as record:
+        with generation.new_record(request.path, request) as record:
             context = await prepare(request, record)
             requests, spec = await generation.build(context)
             prompt = context.prompt_text if is_chat else next(iter(context.texts or ()), None)

@@ -113,17 +113,17 @@ class Generation:
         )
 
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
-        with self.new_record("chat_completions") as record:
+        with self.new_record("chat_completions", http) as record:
             return await self._answer(await self.prepare_chat(http, record))
 
     async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
-        with self.new_record("completions") as record:
+        with self.new_record("completions", http) as record:
             return await self._answer(await self.prepare_completion(http, record))
 
     # --- before anything is sent
 
-    def new_record(self, endpoint: str) -> RequestRecord:
-        return RequestRecord(self._metrics, endpoint, self._clock.monotonic)
+    def new_record(self, endpoint: str, http: HttpRequest) -> RequestRecord:
+        return RequestRecord(self._metrics, http.id, endpoint, self._clock.monotonic)
 
     async def prepare_chat(self, http: HttpRequest, record: RequestRecord) -> GenerationContext:
         """Check a chat request and turn its messages into tokens."""
@@ -177,8 +177,8 @@ class Generation:
         if options.vllm_xargs:
             hints = require_extra(model, hints, VLLM_XARGS)
         record.stage("parse")
-        # A client may reuse its id for concurrent requests; internal ids must be unique.
-        request_id = http.id if hints.request_id is None else new_id(self._rng)
+        # A client may reuse its id for concurrent requests; internal ids are unique and have it in log lines.
+        request_id = http.id if hints.request_id is None else f"{http.id}-{new_id(self._rng)}"
         context = GenerationContext(
             http, body, model, hints, options, serializer, record, request_id, headers, [], parsed.is_large
         )
@@ -378,3 +378,4 @@ def _check_length(card: ModelCard, prompt: Sized, num_output: int | None) -> Non
 def record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
     record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
     record.cached_tokens = answer.cached_tokens
+    record.journey_fields = answer.journey_fields()

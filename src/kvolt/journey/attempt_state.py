@@ -107,12 +107,13 @@ class AttemptState:
         stats, request_id = self._stats, self._original.request_id
         if not self._is_migrated:
             stats.retries[failure.code] += 1
-            log.info("request rerouted: id=%s reason=%s", request_id, failure.message)
+            log.info("request rerouted: request_id=%s reason=%s", request_id, failure.message)
             return
         stats.migrations[failure.code] += 1
         log.info(
-            "request migrated: id=%s worker=%s tokens=%d reason=%s",
+            "request migrated: request_id=%s worker=%s instance=%s tokens=%d reason=%s",
             request_id,
+            decision.instance.process,
             decision.instance.id,
             self.request.num_prior_tokens,
             failure.message,

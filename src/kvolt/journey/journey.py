@@ -30,6 +30,7 @@ from kvolt.journey.reachable import route_when_reachable
 from kvolt.journey.remote_prompt import RemotePrompt, open_rendezvous
 from kvolt.router import breaker
 from kvolt.router.port import Decision
+from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines
 
 __all__ = ["Journey", "JourneyContext", "Receiver"]
@@ -64,6 +65,10 @@ class Journey:
         self._attempt = AttemptState(request, context.stats, self._loop.time)
         self._retry: asyncio.Task[Any] | None = None
         self._is_held = False
+        self._queue_s = 0.0
+        self._num_retries = 0
+        self.instances: list[Instance] = []
+        """Workers that got the request, in order."""
         self.request = request
         self.decision: Decision | None = None
         """Of the last attempt."""
@@ -72,14 +77,22 @@ class Journey:
         self.steps = receiver.steps
 
     @property
-    def stages(self) -> StageTimes | None:
-        """Stage times known so far: of a remote prefill, or of onboarded KV."""
-        return self._stages if self._remote_prompt is None else self._remote_prompt.stages
+    def stages(self) -> StageTimes:
+        """Stage times known so far: the wait for a worker, of a remote prefill, of onboarded KV."""
+        stages = self._stages if self._remote_prompt is None else self._remote_prompt.stages
+        if stages is not None and stages.queue_ms is not None:
+            return stages
+        return msgspec.structs.replace(stages or StageTimes(), queue_ms=self._queue_s * 1e3)
 
     @property
     def prefill_decision(self) -> Decision | None:
         """Where the prompt was computed, with remote prefill."""
         return None if self._remote_prompt is None else self._remote_prompt.decision
+
+    @property
+    def num_retries(self) -> int:
+        """Workers that failed the request, prefill workers included."""
+        return self._num_retries + (0 if self._remote_prompt is None else self._remote_prompt.num_failures)
 
     @property
     def num_attempts(self) -> int:
@@ -224,7 +237,7 @@ class Journey:
         try:
             error = await self._perform(action)
         except Exception as fault:  # the receiver would otherwise wait forever
-            log.exception("reroute failed: request=%s", self.request.request_id)
+            log.exception("reroute failed: request_id=%s", self.request.request_id)
             error = KvoltError(f"internal error ({type(fault).__name__})")
             self._release_prompt()
         if error is not None:
@@ -279,7 +292,11 @@ class Journey:
             self._attempt.prepare_retry(self.sink if self._machine.state is State.REROUTING else None)
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._choose_worker(action)
+                asked_at = self._loop.time()
+                try:
+                    decision = await self._choose_worker(action)
+                finally:
+                    self._queue_s += self._loop.time() - asked_at
         except TimeoutError:
             return events.Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
@@ -293,6 +310,7 @@ class Journey:
         if self._machine.state is State.DONE:  # cancelled during the await
             self._reservations.release()
         elif failure is not None:
+            self._num_retries += 1
             self._attempt.count_retry(failure, decision)
         return events.Routed(decision)
 
@@ -332,6 +350,7 @@ class Journey:
             if isinstance(error, KvoltError):
                 return events.Failed(error)
             raise
+        self.instances.append(decision.instance)
         if self._machine.state is State.DONE:
             self._call.cancel()  # `cancel` had no call to cancel yet
         else:

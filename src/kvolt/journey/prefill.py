@@ -217,7 +217,7 @@ async def withdraw_request(plane: RequestPlane, instance: Instance, request_id: 
         async with await open_stream(plane, to, Withdraw(request_id), _LIMITS, _decode_result) as results:
             result: WithdrawResult | None = await anext(results, None)
     except KvoltError as error:
-        log.debug("withdrawal failed: request=%s reason=%s", request_id, error.message)
+        log.debug("withdrawal failed: request_id=%s reason=%s", request_id, error.message)
         return False
     return result is not None and result.was_withdrawn
 

@@ -58,6 +58,7 @@ class RemotePrompt:
         self.decision: Decision | None = None
         """Where the prompt was computed."""
         self.stages: StageTimes | None = None
+        self.num_failures = 0
 
     @property
     def pending_decision(self) -> Decision | None:
@@ -110,7 +111,8 @@ class RemotePrompt:
 
     def count_failure(self, error: KvoltError) -> None:
         """Count a failed prefill; another worker or the decode worker computes the prompt."""
-        log.info("remote prefill failed: request=%s reason=%s", self.request.request_id, error.message)
+        log.info("remote prefill failed: request_id=%s reason=%s", self.request.request_id, error.message)
+        self.num_failures += 1
         self._stats.prefill_failures[error.code] += 1
 
     def _count(self, call: PrefillCall) -> None:

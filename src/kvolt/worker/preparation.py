@@ -151,7 +151,7 @@ def _failing_one(
     except KvoltError as error:
         failure = error
     except Exception as error:
-        log.exception("%s failed: request=%s", work, request_id)
+        log.exception("%s failed: request_id=%s", work, request_id)
         failure = EngineFailed(f"the {work} failed ({type(error).__name__})")
     release()
     entry = requests.close(request_id, FAILED)

@@ -112,7 +112,7 @@ async def announce_parts(
             parts.announce(num_announced, held.blocks[num_announced:], held.keys[num_announced:])
             num_announced = len(held.blocks)
     except NotFound:
-        log.debug("prompt ended early: request=%s", request.request_id)  # `computing` has the reason
+        log.debug("prompt ended early: request_id=%s", request.request_id)  # `computing` has the reason
     outcome = await asyncio.shield(computing)
     if isinstance(outcome, KvoltError):
         raise outcome

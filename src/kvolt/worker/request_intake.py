@@ -166,7 +166,7 @@ class RequestIntake:
         except KvoltError:
             raise
         except Exception as error:
-            log.exception("engine submit failed: request=%s", request.request_id)
+            log.exception("engine submit failed: request_id=%s", request.request_id)
             self._abort(request.request_id)  # the engine may hold parts of it
             message = f"the engine failed to accept the request ({type(error).__name__})"
             raise EngineFailed(message, engine=self._info.engine) from error
@@ -175,7 +175,7 @@ class RequestIntake:
         try:
             self._engine.abort(request_id)
         except Exception:  # the request is over either way
-            log.exception("engine abort failed: request=%s", request_id)
+            log.exception("engine abort failed: request_id=%s", request_id)
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.close(request_id, CANCELLED) is not None:

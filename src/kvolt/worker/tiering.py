@@ -235,7 +235,7 @@ class Tiering:
             result = await self._onboard(request, keys)
             self.publish_changes()
         except Exception as error:  # the prompt can be computed
-            log.warning("onboarding failed: request=%s error=%r", request.request_id, error)
+            log.warning("onboarding failed: request_id=%s error=%r", request.request_id, error)
             return None
         finally:
             self._num_onboarding -= 1
@@ -319,7 +319,7 @@ class Tiering:
         try:
             await pipeline.run(concurrent.blocks, _ONBOARD_S)
         except Exception as error:  # the engine computes the prompt
-            log.warning("onboarding failed: request=%s error=%r", request_id, error)
+            log.warning("onboarding failed: request_id=%s error=%r", request_id, error)
         finally:
             self._num_onboarding -= 1
             result = pipeline.fetched

@@ -8,7 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, StageTimes
 from kvolt.engines.sim.model import tokenizer_json, word_token_ids
 from kvolt.frontend.answers.answer import Answer, AnswerSpec
 from kvolt.frontend.answers.streaming import StreamingAnswer, StreamingReceiver, TokenFanOut
@@ -59,9 +59,12 @@ class FakeJourney:
     def __init__(self) -> None:
         self.cancelled = 0
         self.held = 0
-        self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"), dp_rank=None)
+        instance = SimpleNamespace(id="w1", process="worker-1")
+        self.decision = SimpleNamespace(instance=instance, dp_rank=None)
+        self.instances = [instance]
+        self.num_retries = 0
         self.prefill_decision = None
-        self.stages = None
+        self.stages = StageTimes()
 
     def cancel(self) -> None:
         self.cancelled += 1

@@ -343,6 +343,8 @@ def test_a_worker_that_gives_up_early_is_replaced(error: KvoltError) -> None:
         assert journey_context.stats.retries == {error.code: 1}
         assert journey.num_attempts == 2
         assert journey.decision == stage.decision(1)
+        assert journey.instances == [stage.decision(0).instance, stage.decision(1).instance]
+        assert journey.num_retries == 1
         stage.nothing_left()
 
     staged(body, lambda: [Refusing(error), None])
@@ -725,6 +727,21 @@ def test_a_first_token_predicted_to_take_long_is_waited_for_within_the_total(
         await until(lambda: bool(stage.workers[0].engine.aborted))
 
     staged(body, lambda: [ScriptedEngine()])
+
+
+def test_the_wait_for_a_worker_is_a_stage() -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0))
+        router.gate = asyncio.Event()
+        asyncio.get_running_loop().call_later(3.0, router.gate.set)
+        inbox = Inbox()
+        journey = Journey(stage.journey_context(router), make_request(tokens=2), inbox, LIMITS)
+        await journey.start()
+        await until(lambda: bool(inbox.ends))
+        assert journey.stages.queue_ms == pytest.approx(3000.0)
+        assert journey.num_retries == 0
+
+    staged(body, lambda: [None])
 
 
 def test_a_router_has_no_more_time_than_the_request() -> None:

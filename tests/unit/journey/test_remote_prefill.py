@@ -275,8 +275,10 @@ def test_a_prompt_that_takes_all_the_time_there_is_counts_as_one_that_failed() -
         journey_context = JourneyContext(
             RoundRobinRouter(pair.client), pair.client, pair.task_group, prefill_modes=ways
         )
+        journey = Journey(journey_context, asked(), Inbox(), Deadlines(total_s=2.0))
         with pytest.raises(DeadlineExceeded, match="no prompt within 2 s"):
-            await Journey(journey_context, asked(), Inbox(), Deadlines(total_s=2.0)).start()
+            await journey.start()
+        assert journey.num_retries == 1
         assert journey_context.stats.prefill_failures == {"deadline_exceeded": 1}
 
     paired(body)

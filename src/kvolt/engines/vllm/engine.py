@@ -255,7 +255,7 @@ class VllmEngine(ExternalEngine[Launched]):
             ]
         except Exception as error:  # fails this request only; out of memory, for example
             if not isinstance(error, KvoltError):
-                log.exception("prompt embeds unreadable: request=%s", request.request_id)
+                log.exception("prompt embeds unreadable: request_id=%s", request.request_id)
                 error = EngineFailed(f"reading prompt_embeds failed ({type(error).__name__})", engine="vllm")
             self._answers.fail(request.request_id, error)  # vLLM does not have the request
             self._step_queue.put(self._answers.take_step())

@@ -210,7 +210,7 @@ class Answer(ABC, Generic[R]):
             self.deadline = error
             num_tokens = sum(len(state.token_ids) for state in self.states)
             log.info(
-                "answer truncated at deadline: request=%s tokens=%d error=%s",
+                "answer truncated at deadline: request_id=%s tokens=%d error=%s",
                 self.spec.request_id,
                 num_tokens,
                 error.message,
@@ -306,11 +306,34 @@ class Answer(ABC, Generic[R]):
         prefill = {} if prefilled is None else prefill_worker_fields(prefilled)
         return prefill | decode_worker_fields(routed[0].decision)
 
+    def journey_fields(self) -> dict[str, object]:
+        """Fields of the request's log line: the workers that got it, in order, its stage times and its retries."""
+        journeys = self._journeys
+        instances = {each.id: each.process for journey in journeys for each in journey.instances}
+        prefilled = {
+            journey.prefill_decision.instance.id: journey.prefill_decision.instance.process
+            for journey in journeys
+            if journey.prefill_decision is not None
+        }
+        fields: dict[str, object] = {}
+        for prefix, processes in (("prefill_", prefilled), ("", instances)):
+            if processes:
+                fields[f"{prefix}worker"] = ",".join(processes.values())
+                fields[f"{prefix}instance"] = ",".join(processes)
+        stages = [journey.stages for journey in journeys]
+        for name in ("queue", "prefill", "transfer", "onboard"):
+            times = [time for each in stages if (time := getattr(each, f"{name}_ms")) is not None]
+            if times:
+                fields[f"{name}_s"] = round(max(times) / 1e3, 3)
+        if retries := sum(journey.num_retries for journey in journeys):
+            fields["retries"] = retries
+        return fields
+
     def _stages(self) -> dict[str, Any]:
-        """Stage times as fields of `nvext.timing`; `kv_*` are extensions of kvolt."""
-        stages = self._journeys[0].stages if self._journeys else None
-        if stages is None:
+        """Stage times as fields of `nvext.timing`; `kv_*` and `retries` are extensions of kvolt."""
+        if not self._journeys:
             return {}
+        stages = self._journeys[0].stages
         fields = {
             "prefill_wait_time_ms": stages.queue_ms,
             "prefill_time_ms": stages.prefill_ms,
@@ -319,6 +342,7 @@ class Answer(ABC, Generic[R]):
             "kv_transfer_path": stages.transfer_path,
             "kv_onboard_ms": stages.onboard_ms,
             "kv_onboard_blocks": stages.onboard_blocks,
+            "retries": sum(journey.num_retries for journey in self._journeys) or None,
         }
         return {name: value for name, value in fields.items() if value is not None}
 

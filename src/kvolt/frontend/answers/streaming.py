@@ -247,7 +247,7 @@ class StreamingAnswer(Answer[StreamingReceiver]):
             return
         self.failure = error
         log.warning(
-            "stream failed: request=%s code=%s error=%s", self.spec.request_id, error.code, error.message
+            "stream failed: request_id=%s code=%s error=%s", self.spec.request_id, error.code, error.message
         )
         self._writer.write(error_event(error))  # without [DONE]: the answer is incomplete
         self._writer.end()

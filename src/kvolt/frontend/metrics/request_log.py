@@ -19,7 +19,7 @@ class RequestLog:
         self._refilled_at: float | None = None
         self._num_skipped = 0
 
-    def write(self, now: float, describe: Callable[[], str]) -> None:
+    def write(self, now: float, describe: Callable[[], dict[str, object]]) -> None:
         """Log a request at `now`. `describe` returns its fields; it is called only if the line is written."""
         if not log.isEnabledFor(logging.INFO):
             return
@@ -30,5 +30,8 @@ class RequestLog:
             self._num_skipped += 1
             return
         self._tokens -= 1.0
-        skipped, self._num_skipped = self._num_skipped, 0
-        log.info("request finished: %s%s", describe(), f" not_logged_before={skipped}" if skipped else "")
+        fields = describe()
+        if self._num_skipped:
+            fields["not_logged_before"], self._num_skipped = self._num_skipped, 0
+        pairs = " ".join(f"{name}=%r" if name == "error" else f"{name}=%s" for name in fields)
+        log.info(f"request finished: {pairs}", *fields.values())

@@ -23,6 +23,7 @@ class RequestRecord:
     """
 
     _metrics: FrontendMetrics
+    _request_id: str
     _endpoint: str
     _now: Callable[[], float]
     started_at: float = field(init=False)
@@ -39,6 +40,8 @@ class RequestRecord:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    journey_fields: dict[str, object] = field(default_factory=dict)
+    """Fields of the log line: workers, stage times and retries."""
 
     def __post_init__(self) -> None:
         self.started_at = self._marked_at = self._now()
@@ -138,16 +141,22 @@ class RequestRecord:
         metrics.requests[*labels, "success" if error is None else "error", error_type] += 1
         metrics.request_log.write(self._now(), lambda: self._fields(status, error))
 
-    def _fields(self, status: int, error: BaseException | None) -> str:
+    def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
         """Fields of the log line; the model is one that is served, since clients make up others."""
-        ttft = "" if self._first_at is None else f" ttft={self._first_at - self.started_at:.3f}s"
-        reason = f" error={error.message!r}" if isinstance(error, KvoltError) else ""
-        tokens = (
-            f" prompt_tokens={self.input_tokens} cached_tokens={self.cached_tokens} output_tokens={self.output_tokens}"
-            if self.input_tokens
-            else ""
-        )
-        return (
-            f"endpoint={self._endpoint} status={status} model={self._model}{tokens}{ttft} "
-            f"time={self.elapsed_s:.3f}s{reason[:_MAX_REASON_CHARS]}"
-        )
+        fields: dict[str, object] = {
+            "request_id": self._request_id,
+            "endpoint": self._endpoint,
+            "status": status,
+            "model": self._model,
+        }
+        if self.input_tokens:
+            fields["prompt_tokens"] = self.input_tokens
+            fields["cached_tokens"] = self.cached_tokens
+            fields["output_tokens"] = self.output_tokens
+        fields |= self.journey_fields
+        if self._first_at is not None:
+            fields["ttft_s"] = round(self._first_at - self.started_at, 3)
+        fields["time_s"] = round(self.elapsed_s, 3)
+        if isinstance(error, KvoltError):
+            fields["error"] = error.message[:_MAX_REASON_CHARS]
+        return fields

@@ -97,6 +97,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     kv_hit_rate: float | UnsetType = UNSET
     router_queue_depth: _Count | UnsetType = UNSET
     kv_transfer_estimated_latency_ms: float | UnsetType = UNSET
+    retries: _Count | UnsetType = UNSET
+    """Workers that failed the request before others computed it; absent if none."""
 
 
 class Routed(msgspec.Struct, frozen=True, kw_only=True):

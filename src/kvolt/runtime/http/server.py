@@ -314,13 +314,13 @@ class HttpServer:
                 level = logging.INFO if error.fault is Fault.CALLER else logging.WARNING
                 log.log(
                     level,
-                    "request failed: request=%s code=%s error=%s",
+                    "request failed: request_id=%s code=%s error=%s",
                     request_id,
                     error.code,
                     error.message,
                 )
             return response
-        log.error("request failed: request=%s", request_id, exc_info=error)
+        log.error("request failed: request_id=%s", request_id, exc_info=error)
         return _INTERNAL
 
     def observe(self, method: str, status: int, started: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.frontend.answer_lab import (
     text_of,
 )
 
-from kvolt.core.delta import Delta, FinishReason, TokenLogprobs, Usage
+from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs, Usage
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, Overloaded, WorkerLost
 from kvolt.frontend.parsers.calls import HermesParser
 from kvolt.frontend.parsers.chain import ParserChain
@@ -187,6 +188,31 @@ async def test_extras() -> None:
         "timing": {"ttft_ms": 1.5},
         "completion_token_ids": [A, B],
         "stop_reason": B,
+    }
+
+
+async def test_wait_and_retries_are_in_the_timing_and_in_the_log_line() -> None:
+    whole = Whole(make_plan(extra_fields=frozenset({"timing"})))
+    (journey,) = whole.journeys
+    journey.stages = StageTimes(queue_ms=3000.0, prefill_ms=1500.4)
+    journey.instances.append(SimpleNamespace(id="w2", process="worker-2"))
+    journey.prefill_decision = SimpleNamespace(instance=SimpleNamespace(id="p1", process="prefill-0"))
+    journey.num_retries = 1
+    whole.give(Delta((B,), finish=STOP))
+    whole.end()
+    assert whole.body["nvext"]["timing"] == {
+        "prefill_wait_time_ms": 3000.0,
+        "prefill_time_ms": 1500.4,
+        "retries": 1,
+    }
+    assert whole.answer.journey_fields() == {
+        "prefill_worker": "prefill-0",
+        "prefill_instance": "p1",
+        "worker": "worker-1,worker-2",
+        "instance": "w1,w2",
+        "queue_s": 3.0,
+        "prefill_s": 1.5,
+        "retries": 1,
     }
 
 

@@ -27,7 +27,7 @@ def metrics() -> FrontendMetrics:
 
 
 def record(metrics: FrontendMetrics, time: Time | None = None) -> RequestRecord:
-    return RequestRecord(metrics, "chat_completions", time or Time())
+    return RequestRecord(metrics, "r-1", "chat_completions", time or Time())
 
 
 LABELS = ("m", "chat_completions", "unary")
@@ -167,13 +167,15 @@ def test_each_request_is_one_line_of_the_log(
         time.now += 0.5
         made.on_first_token()
         made.output_tokens, made.cached_tokens = 4, 2
+        made.journey_fields = {"worker": "worker-0", "queue_s": 0.25}
         time.now += 1.0
     with pytest.raises(NotFound), record(metrics, time):
         raise NotFound("no model 'x'", param="model")
     assert caplog.messages == [
-        "request finished: endpoint=chat_completions status=200 model=m prompt_tokens=7 cached_tokens=2 "
-        "output_tokens=4 ttft=0.500s time=1.500s",
-        "request finished: endpoint=chat_completions status=404 model=other time=0.000s error=\"no model 'x'\"",
+        "request finished: request_id=r-1 endpoint=chat_completions status=200 model=m prompt_tokens=7 "
+        "cached_tokens=2 output_tokens=4 worker=worker-0 queue_s=0.25 ttft_s=0.5 time_s=1.5",
+        "request finished: request_id=r-1 endpoint=chat_completions status=404 model=other time_s=0.0 "
+        "error=\"no model 'x'\"",
     ]
 
 
@@ -181,8 +183,8 @@ def test_a_flood_of_requests_is_counted_in_the_log(caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO", logger=request_log.__name__)
     requests = request_log.RequestLog()
     for _ in range(1000):
-        requests.write(5.0, lambda: "x")
+        requests.write(5.0, lambda: {"x": 1})
     num_lines = len(caplog.messages)
     assert num_lines < 50
-    requests.write(6.0, lambda: "x")
-    assert caplog.messages[num_lines:] == [f"request finished: x not_logged_before={1000 - num_lines}"]
+    requests.write(6.0, lambda: {"x": 1})
+    assert caplog.messages[num_lines:] == [f"request finished: x=1 not_logged_before={1000 - num_lines}"]

@@ -190,7 +190,7 @@ class EngineLoop:
             self._core.scheduler.prefetched.release_expected(request_id)
             self._failed.append((request_id, to_info(error)))
         except Exception as error:
-            log.exception("request rejected by an engine error: id=%s", request_id)
+            log.exception("request rejected by an engine error: request_id=%s", request_id)
             with contextlib.suppress(Exception):
                 self._core.abort(request_id)  # it may be partly registered
             message = f"the engine failed to accept the request ({type(error).__name__})"

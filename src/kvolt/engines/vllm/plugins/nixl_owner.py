@@ -74,7 +74,7 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         for name in self.holds.end_expired():
-            log.warning("hold expired: request=%s: no reader has read or renewed it", name)
+            log.warning("hold expired: request_id=%s: no reader has read or renewed it", name)
             self._reqs_need_send[name] = EXPIRED
         if self._is_cpu and self._only_holds(scheduler_output):
             time.sleep(_PAUSE_S)

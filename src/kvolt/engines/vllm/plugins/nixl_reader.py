@@ -117,7 +117,7 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         is_intact = self._checks.check(request_id, owner, remote.engine_id, remote.request_id)
         if is_intact is False:
             log.warning(
-                "KV discarded after the read, recomputing: request=%s owner=%s:%s hold=%s "
+                "KV discarded after the read, recomputing: request_id=%s owner=%s:%s hold=%s "
                 "reason=hold expired or not confirmed",
                 request_id,
                 *owner,
