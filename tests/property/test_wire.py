@@ -33,7 +33,8 @@ HELLO = Hello(
     heartbeat_s=1.0,
 )
 NIL = msgspec.Raw(wire.NIL)
-DEEP = b"\x91" * 3000 + wire.NIL
+DEEP = b"\x91" * 3000 + b"\xc1"
+"""Too deep for some versions of Python; the others find the byte at its end."""
 
 decode = msgspec.msgpack.Decoder().decode
 
@@ -399,7 +400,7 @@ def test_names_that_are_not_text() -> None:
     refused("payload", frame(FrameKind.OPEN, 2, b"\x96\xa2\xff\xff\x01\xc0\x80\xc2\xc0"))
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"\xa2\xff\xff", b"\x91" * 3000 + b"\xc0", b"\xc0\xc0"])
+@pytest.mark.parametrize("data", [b"\xc1", b"\xa2\xff\xff", DEEP, b"\xc0\xc0"])
 def test_a_long_item_that_does_not_decode_ends_its_stream_only(data: bytes) -> None:
     victim = Victim()
     assert victim.feed([chunk(1, data, 1), frame(FrameKind.ITEMS, 0, encode([(3, 1)]))]) is None

@@ -32,6 +32,7 @@ from benchmarks.router.kept_rows import KeptRows
 @pytest.fixture(autouse=True)
 def _own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVOLT_TRACES", raising=False)
+    monkeypatch.setattr(gains_runs, "num_own_requests", gains_runs.num_own_requests)  # `--smoke` sets another
 
 
 def point(workload: str = MOONCAKE, router: str = ROUND_ROBIN, **more: float) -> Point:
