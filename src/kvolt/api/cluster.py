@@ -59,6 +59,8 @@ class ProcessView(msgspec.Struct, frozen=True):
     status: ProcessStatus | None
     problem: str = ""
     """Why there is no status."""
+    http: str | None = None
+    """Where a frontend listens, HOST:PORT."""
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -80,21 +82,26 @@ class Cluster:
         self._discovery = discovery
         self._plane = plane
         self._namespace = namespace
+        self._frontend = EndpointAddress(namespace, "frontend", "http")
 
     async def list_processes(self) -> list[ProcessView]:
         """Query the status of every registered process, sorted by name. Raises DiscoveryLost."""
         content = await self._discovery.get_prefix(f"{INSTANCES}{self._namespace}/")
         processes: dict[str, Instance] = {}
+        listening: dict[str, str | None] = {}
         for value in content.values():
             instance = decode_instance(value)
             if instance is not None:
                 processes.setdefault(instance.address, instance)
+                if instance.endpoint == self._frontend:
+                    listening[instance.address] = http_address(instance)
         views: list[ProcessView] = []
         remaining = iter(processes.values())
 
         async def query_remaining() -> None:
             for instance in remaining:
-                views.append(await self._query_status(instance))
+                view = await self._query_status(instance)
+                views.append(msgspec.structs.replace(view, http=listening.get(instance.address)))
 
         async with Scope("status") as scope:
             for number in range(min(len(processes), _MAX_CONCURRENT_CALLS)):
@@ -118,7 +125,7 @@ class Cluster:
 
     async def list_urls(self) -> list[str]:
         """Base URLs of the registered frontends. Raises DiscoveryLost."""
-        instances = await self.instances(EndpointAddress(self._namespace, "frontend", "http"))
+        instances = await self.instances(self._frontend)
         urls = []
         for instance in instances:
             address = http_address(instance)

@@ -15,13 +15,14 @@ from rich.text import Text
 from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.flags import switch
 from kvolt.cli.process import run_loop
-from kvolt.core.endpoints import ATTACHED_DETAILS
+from kvolt.core.endpoints import ATTACHED_DETAILS, QUEUE_DETAILS
 from kvolt.router.breaker import BREAKER_DETAILS
 from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.network import split_address
 
 HELP = """
-Show running processes with their endpoints, state, load and streams. Exit code: 1 if no process runs, or if a
-registered process is unreachable.
+Show running processes with their endpoints, state, load and streams; `waiting` of a frontend or router is its router
+queue. Exit code: 1 if no process runs, or if a registered process is unreachable.
 
 Examples:
   kvolt status
@@ -62,8 +63,11 @@ _COLUMNS = (
     "waiting",
     "KV",
     "up",
+    "HTTP",
     "address",
 )
+_SERVE_COLUMN = "serve"
+"""Process id of the `kvolt serve` that runs the process, shown if there are several."""
 
 
 def console() -> Console:
@@ -74,10 +78,12 @@ def console() -> Console:
 def picture(views: list[ProcessView]) -> Group:
     """Table of processes, followed by unreachable processes, attached servers that are not used, and open circuit
     breakers."""
-    grid = Table(*_COLUMNS, box=None)
+    are_several = len({_serve(view) for view in views if view.status is not None}) > 1
+    grid = Table(*_COLUMNS, *([_SERVE_COLUMN] if are_several else []), box=None)
     for view in views:
         # Text cells: brackets in names would be parsed as markup.
-        grid.add_row(*(Text(cell, style="" if view.status else "red") for cell in _cells(view)))
+        cells = (*_cells(view), _serve(view)) if are_several else _cells(view)
+        grid.add_row(*(Text(cell, style="" if view.status else "red") for cell in cells))
     problems = [
         Text(f"{view.name} at {view.address} does not answer: {view.problem}", style="red")
         for view in views
@@ -121,9 +127,10 @@ def _breakers(views: list[ProcessView]) -> list[Text]:
 def _cells(view: ProcessView) -> tuple[str, ...]:
     """Cells for `_COLUMNS`."""
     if view.status is None:
-        return (view.name, "", "", "", "unreachable", "", "", "", "", "", view.address)
+        return (view.name, "", "", "", "unreachable", "", "", "", "", "", _http_port(view), view.address)
     engine = view.status.details.get("engine", {})
     load = engine.get("load", {})
+    queue = view.status.details.get(QUEUE_DETAILS, {})
     total = load.get("kv_total_blocks", 0)
     states = sorted({endpoint.state.value for endpoint in view.status.endpoints})
     if engine.get("asleep"):
@@ -137,11 +144,21 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
         ", ".join(states),
         str(streams if engine else view.status.calls_open),
         str(load.get("running", 0)) if engine else "",
-        str(load.get("waiting", 0)) if engine else "",
+        str(load.get("waiting", 0)) if engine else str(queue.get("requests", "")),
         f"{load.get('kv_used_blocks', 0) / total:.0%}" if total else "",
         _duration(view.status.uptime_s),
+        _http_port(view),
         view.address,
     )
+
+
+def _http_port(view: ProcessView) -> str:
+    return "" if view.http is None else f":{split_address(view.http)[1]}"
+
+
+def _serve(view: ProcessView) -> str:
+    pid = None if view.status is None else view.status.supervisor_pid
+    return "" if pid is None else str(pid)
 
 
 def _kind(details: Mapping[str, Any]) -> str:

@@ -30,6 +30,8 @@ ROUTER_LOAD_TOPIC = "router-load"
 """Event plane topic of the load exchange between routers: each payload is a LoadVector."""
 ATTACHED_DETAILS = "attached"
 """Section of a frontend's status with the state of each attached server."""
+QUEUE_DETAILS = "router_queue"
+"""Section of a frontend's or router process's status with the requests and tokens that wait in its routers."""
 
 _WITHDRAWN = "withdrawn"
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvolt.core.endpoints import QUEUE_DETAILS
 from kvolt.core.errors import InvalidRequest, Unavailable
 from kvolt.core.request import Role
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
@@ -30,7 +31,7 @@ from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.breaker import BREAKER_DETAILS
-from kvolt.router.metrics import KvCollector, describe_breakers
+from kvolt.router.metrics import KvCollector, describe_breakers, describe_queues
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import Handler, HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.metrics import Metrics
@@ -317,6 +318,7 @@ def build_server(
     own.add(KvCollector(models.routers).collect)
     metrics.registry.register(own)
     runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
+    runtime.add_status_details(QUEUE_DETAILS, lambda: describe_queues(models.routers()))
     limits = limits or HttpLimits()
     generation = Generation(runtime, models, admission, own, options, recorder, limits.max_body_bytes)
     clock = runtime.ports.clock

@@ -134,6 +134,15 @@ def describe_breakers(routers: Iterable[Router]) -> list[dict[str, Any]]:
     ]
 
 
+def describe_queues(routers: Iterable[Router]) -> dict[str, int]:
+    """Requests and tokens that wait in the queues of these routers, for `kvolt status`."""
+    queues = [router for router in routers if isinstance(router, QueueRouter)]
+    return {
+        "requests": sum(queue.num_waiting for queue in queues),
+        "tokens": sum(queue.num_waiting_tokens for queue in queues),
+    }
+
+
 # --- KV-aware routers
 
 _ENDPOINT = ("namespace", "component", "endpoint")

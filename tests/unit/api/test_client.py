@@ -51,6 +51,7 @@ async def test_a_client_sees_and_drains_the_cluster(tmp_path: Path, monkeypatch:
             assert client.urls() == ["http://127.0.0.1:8000"]
             assert [view.name for view in client.status()] == ["frontend", "worker-0"]
             assert all(view.status is not None for view in client.status())
+            assert client.status()[0].http == "127.0.0.1:8000"
 
             drained = client.drain("worker-0", timeout_s=5.0)
             assert {endpoint.state for endpoint in drained.endpoints} == {InstanceState.DRAINING}

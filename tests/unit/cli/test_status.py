@@ -98,6 +98,38 @@ def test_attached_servers_that_are_not_used_are_named() -> None:
     ]
 
 
+def rows(*views: ProcessView) -> list[list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=160).print(picture(list(views)))
+    return [line.split() for line in out.getvalue().splitlines()]
+
+
+def frontend(port: int, supervisor_pid: int) -> ProcessView:
+    status = ProcessStatus(
+        name="frontend",
+        address="",
+        uptime_s=1.0,
+        connections=0,
+        calls_open=2,
+        endpoints=(),
+        supervisor_pid=supervisor_pid,
+        details={"router_queue": {"requests": 7, "tokens": 70}},
+    )
+    return ProcessView("frontend", f"host:{port + 1}", None, status, http=f"127.0.0.1:{port}")
+
+
+def test_frontends_are_shown_with_queued_requests_and_their_port() -> None:
+    assert rows(frontend(8000, 5))[1] == ["frontend", "frontend", "2", "7", "1s", ":8000", "host:8001"]
+
+
+def test_processes_of_several_serves_are_told_apart() -> None:
+    first, second = frontend(8000, 5), frontend(9000, 6)
+    assert "serve" not in rows(first, first)[0]
+    heads, *found = rows(first, second)
+    assert heads[-1] == "serve"
+    assert [row[-3:] for row in found] == [[":8000", "host:8001", "5"], [":9000", "host:9001", "6"]]
+
+
 def test_top_ends_when_q_is_pressed(tmp_path: Path) -> None:
     terminal, side = pty.openpty()
     before = termios.tcgetattr(side)

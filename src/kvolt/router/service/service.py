@@ -16,12 +16,13 @@ from typing import Self
 
 import msgspec
 
+from kvolt.core.endpoints import QUEUE_DETAILS
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import BREAKER_DETAILS
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
-from kvolt.router.metrics import describe_breakers
+from kvolt.router.metrics import describe_breakers, describe_queues
 from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueRouter
 from kvolt.router.registry import ROUTERS, NewRouter
@@ -204,6 +205,7 @@ class RouterService:
     async def start(self) -> Instance:
         self._runtime.add_status_details("router", self._describe)
         self._runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(self.routers()))
+        self._runtime.add_status_details(QUEUE_DETAILS, lambda: describe_queues(self.routers()))
         server = self._runtime.server
         server.register(SESSION_ENDPOINT, InstanceId(""), self._on_session_message)
         explain = server.wrap_generator(self._explain, msgpack_decoder(RouteRequest))

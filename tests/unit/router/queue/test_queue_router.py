@@ -15,7 +15,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.metrics import queue_families
+from kvolt.router.metrics import describe_queues, queue_families
 from kvolt.router.policy.choice import Choice
 from kvolt.router.port import Decision
 from kvolt.router.queue.priority_level import QueueLimits
@@ -493,6 +493,7 @@ def test_queue_metrics() -> None:
             for sample in family.samples
         }
         assert told["kvolt_router_queue_requests", "ns.c.e"] == 1
+        assert describe_queues([here.router, here.inner]) == {"requests": 1, "tokens": 108}
         assert told["kvolt_router_queue_tokens", "ns.c.e"] == 108
         assert told["kvolt_router_unstarted_requests", "ns.c.e"] == 1
         assert told["kvolt_router_queue_passed_total", "ns.c.e"] == 1
