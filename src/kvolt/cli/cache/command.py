@@ -41,7 +41,7 @@ Examples:
                                           object stores grow without limit; evict regularly or by a bucket rule
   kvolt cache serve --host 64GiB          KV pool for workers with --kv-pool SOCKET; use the same --join, --namespace
                                           and --config as for the workers. `kvolt serve --kv-shared` starts one itself
-  kvolt cache stat --pool                 contents of that pool
+  kvolt cache stat --pool                 contents of that pool, found as `kvolt status` finds it
 """
 
 
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                 nargs="?",
                 const="",
                 metavar="SOCKET",
-                help="Socket of a `kvolt cache serve` pool. Default: its default socket.",
+                help="Socket of a pool. Default: that of the running one.",
             )
         if name in ("stat", "ls"):
             switch(verb, "--json", "Print JSON.")

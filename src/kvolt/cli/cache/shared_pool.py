@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvolt.api.cluster import visit
 from kvolt.cli.cache.pool_command import POOL_NAME, TIER_FIELDS
 from kvolt.cli.flags import add_settings, option
 from kvolt.cli.process import Process, raise_open_file_limit, run_loop, run_process
 from kvolt.cli.worker.tier_settings import check_sizes
 from kvolt.cli.worker.tiers import host_blocks, lower_tiers
+from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.kv.shared_pool.link import PoolLink
 from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.shared_pool.wire import PoolStatus, Status
@@ -23,12 +25,14 @@ from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.config.loader import LoadedConfig, load
 from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.environment import cache_directory
 from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
+_SOCKET_DETAILS = "pool_socket"
+"""Section of a pool's status with the path of its socket."""
 _TOUCHES = range(1, 16)
 _MAX_OPEN_FILES = 65_536
 """Each worker maps every memory segment."""
@@ -118,6 +122,7 @@ async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], proc
     server = new_server()
     publisher = PoolEventPublisher(process.runtime, process.settings.namespace)
     publisher.attach(server, await publisher.start())
+    process.runtime.add_status_details(_SOCKET_DETAILS, lambda: str(path.absolute()))
     try:
         await server.start()
         print(f"kvolt: serving a KV pool for workers with --kv-pool {path}", flush=True)
@@ -136,10 +141,29 @@ def new_host(tiers: TierSettings, now: Callable[[], float]) -> Callable[[BlockSh
     return new
 
 
+async def _running_socket() -> Path:
+    """Socket of the pool that runs on this machine, found as `kvolt status` finds it; else the default socket."""
+    try:
+        async with visit(load().settings) as cluster:
+            views = await cluster.list_processes()
+    except DiscoveryLost:
+        views = []
+    found = [view.status.details.get(_SOCKET_DETAILS) for view in views if view.status is not None]
+    sockets = [path for each in found if each is not None and (path := Path(each)).exists()]
+    if len(sockets) > 1:
+        raise ConfigError(
+            f"{len(sockets)} pools are running",
+            key="pool",
+            remedy="choose one with --pool: " + ", ".join(map(str, sockets)),
+        )
+    return sockets[0] if sockets else default_socket()
+
+
 def stat_pool(args: argparse.Namespace) -> int:
-    path = Path(args.pool).expanduser() if args.pool else default_socket()
+    given = Path(args.pool).expanduser() if args.pool else None
 
     async def main() -> int:
+        path = given or await _running_socket()
         link = PoolLink(path, None, SystemClock().monotonic)
         try:
             status = await link.request(Status(), PoolStatus, _ANSWER_S)

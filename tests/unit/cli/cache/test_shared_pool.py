@@ -6,21 +6,28 @@ import argparse
 import asyncio
 import json
 import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvolt.cli.cache.pool_command import pools_of, serve_command, short_socket
-from kvolt.cli.cache.shared_pool import new_host
+from kvolt.cli.cache.shared_pool import _serve_and_tell, new_host
 from kvolt.cli.main import main
+from kvolt.cli.process import running
 from kvolt.cli.worker.tier_settings import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Tier
 from kvolt.kv.disk import fp8
 from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
+from kvolt.runtime.tasks import Scope
 
 SHARED = TierSettings(host="8MiB", disk="16MiB", shared=True)
 
@@ -151,3 +158,33 @@ def test_how_much_a_pool_has(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     finally:
         is_over.set()
         thread.join()
+
+
+async def test_a_running_pool_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pools of `kvolt serve --kv-shared` have sockets in its directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVOLT_DISCOVERY_PATH", str(tmp_path / "discovery"))
+    monkeypatch.setenv("KVOLT_ADMIN_ENABLED", "false")
+    given = load(cwd=tmp_path).settings
+    sockets = [tmp_path / f"kv-pool-{number}.sock" for number in range(2)]
+
+    @asynccontextmanager
+    async def pool(path: Path) -> AsyncIterator[None]:
+        server = partial(PoolServer, path, new_host(TierSettings(host="1MiB"), time.monotonic))
+        async with running(given, path.stem) as process, Scope("pool") as scope:
+            scope.start(_serve_and_tell(path, server, process), "pool")
+            while not path.exists():
+                await asyncio.sleep(0.01)
+            yield
+            scope.cancel()
+
+    async with pool(sockets[0]):
+        assert await asyncio.to_thread(main, ["cache", "stat", "--pool"]) == 0
+        assert f"{sockets[0]}: 0 workers" in capsys.readouterr().out
+        async with pool(sockets[1]):
+            assert await asyncio.to_thread(main, ["cache", "stat", "--pool"]) == 2
+            assert f"2 pools are running (choose one with --pool: {sockets[0]}, {sockets[1]})" in (
+                capsys.readouterr().err
+            )
