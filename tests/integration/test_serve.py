@@ -307,6 +307,20 @@ async def test_a_second_one_says_whom_it_joins_and_keeps_its_logs_apart(bench: B
     assert "joins" not in apart.out
 
 
+async def test_json_logs_are_all_that_it_prints(bench: Bench) -> None:
+    serve, url = await bench.serve("--workers", "1", "--log-format", "json", "--log-level", "debug")
+    async with httpx.AsyncClient(base_url=url) as client:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    serve.send(signal.SIGTERM)
+    assert await serve.ended() == 0
+    records = [json.loads(line) for line in serve.out.splitlines()]
+    assert {each["process"] for each in records} == {"kvolt", "frontend", "worker-0"}
+    assert "debug" in {each["level"] for each in records}
+    [finished] = [each for each in records if each.get("request_id") == "mine" and "status" in each]
+    assert (finished["status"], finished["output_tokens"], finished["worker"]) == (200, 1, "worker-0")
+
+
 async def test_it_says_what_it_waits_for(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
         '[runtime]\nstart_timeout_s = 15\n[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\nrole = "prefill"\n'

@@ -475,6 +475,22 @@ async def test_quiet_shows_warnings_and_what_has_no_level() -> None:
     assert out.getvalue() == "a      | ERROR   seen\na      | Traceback\nkvolt  | seen too\n"
 
 
+async def test_json_output_has_one_record_per_line_with_the_name_of_its_process() -> None:
+    out = io.StringIO()
+    view = TerminalView(out, ["a", "b"], json_clock=SystemClock())
+    own = b'{"level":"info","process":"a","message":"m","status":200}'
+    for line in (own, b'{"level":"info","message":"foreign"}', b"plain \xff\r"):
+        view.show("a" if line is own else "b", line)
+    view.show_own(Level.ERROR, "two\nlines")
+    first, *rest = out.getvalue().splitlines()
+    assert first == own.decode()
+    records = [json.loads(line) for line in rest]
+    assert records[0] == {"level": "info", "process": "b", "message": "foreign"}
+    found = [(each["process"], each["level"], each["message"]) for each in records[1:]]
+    assert found == [("b", "info", "plain \N{REPLACEMENT CHARACTER}"), ("kvolt", "error", "two\nlines")]
+    assert all(each["time"] for each in records[1:])
+
+
 async def test_colours_only_on_request() -> None:
     out = io.StringIO()
     TerminalView(out, ["a"], colour=True).show("a", b"x")

@@ -36,8 +36,8 @@ from kvolt.runtime.host.cores import share_cores, thread_env, usable_cores
 from kvolt.runtime.network import SocketNetwork, join_address, split_host
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor.folder import own_folder, private_file
-from kvolt.runtime.supervisor.output import TerminalView
-from kvolt.runtime.supervisor.plan import RestartRule
+from kvolt.runtime.supervisor.output import TerminalView, json_record
+from kvolt.runtime.supervisor.plan import Level, RestartRule
 from kvolt.runtime.supervisor.supervisor import ChildSpec, Supervisor, SupervisorConfig
 from kvolt.runtime.system_ports import check_directory, plane_host, process_options
 from kvolt.runtime.tasks import Scope
@@ -179,11 +179,13 @@ async def _report_running_processes(settings: Settings) -> None:
         return  # the child processes report discovery errors
     if running:
         noun = "process" if len(running) == 1 else "processes"
-        print(
-            f"kvolt: joins {len(running)} {noun} already in namespace {settings.namespace}; "
-            "use --namespace to keep apart",
-            flush=True,
+        text = (
+            f"joins {len(running)} {noun} already in namespace {settings.namespace}; "
+            "use --namespace to keep apart"
         )
+        is_json = settings.log.format == "json"
+        line = json_record(SystemClock(), "kvolt", None, text).decode() if is_json else f"kvolt: {text}\n"
+        print(line, end="", flush=True)
 
 
 async def _with_port(settings: Settings) -> Settings:
@@ -261,6 +263,8 @@ class _Serve:
         self._chat = chat
         self._group = group
         self._out = HeldOutput(sys.stdout)
+        self._json_view: TerminalView | None = None
+        """With JSON logs, all output goes there."""
         self._chat_code = 0
 
     async def run(self) -> int:
@@ -273,11 +277,19 @@ class _Serve:
                 del os.environ[name]  # children use the resolved config only
         supervisor_settings = settings.supervisor
         out = sys.stdout if self._chat is None else self._out
-        view = TerminalView(out, [spec.name for spec in self._specs], quiet=self._quiet)
+        clock = SystemClock()
+        as_json = settings.log.format == "json" and self._chat is None
+        view = TerminalView(
+            out,
+            [spec.name for spec in self._specs],
+            quiet=self._quiet or settings.log.level in ("warning", "error"),
+            json_clock=clock if as_json else None,
+        )
+        self._json_view = view if as_json else None
         supervisor = Supervisor(
             self._specs,
             self._folder,
-            SystemClock(),
+            clock,
             stop,
             SupervisorConfig(
                 restart=RestartRule(
@@ -290,7 +302,7 @@ class _Serve:
             view,
             on_event=self._group.on_event if self._group is not None else None,
         )
-        print(f"kvolt: starting {len(self._specs)} processes; logs in {self._folder}", flush=True)
+        self._say(f"starting {len(self._specs)} processes; logs in {self._folder}")
         code = 1
         async with Scope("serve") as scope:
             scope.start(self._announce(stop), "announce")
@@ -298,8 +310,14 @@ class _Serve:
                 code = await supervisor.run()
             finally:
                 scope.cancel()
-        print("kvolt: stopped", flush=True)
+        self._say("stopped")
         return code or self._chat_code
+
+    def _say(self, text: str, level: Level = Level.INFO) -> None:
+        if self._json_view is None:
+            print(f"kvolt: {text}", flush=True)
+        else:
+            self._json_view.show_own(level, text)
 
     async def _announce(self, stop: StopSignal) -> None:
         """Wait until the cluster is ready and print how to use it.
@@ -320,10 +338,13 @@ class _Serve:
                     continue
                 what = missing(self._settings, models)
                 waited_s = self._settings.runtime.start_timeout_s
-                print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
+                self._say(f"not ready after {waited_s:g} s: {what}; still waiting", Level.WARNING)
             await asyncio.sleep(_POLL_S)
         if self._chat is not None:
             await self._chat_with_model(base, models, stop)
+            return
+        if self._json_view is not None:
+            self._say(f"ready at {base} with {models_text(models)}")
             return
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": next(iter(models)), "messages": messages, "stream": True})

@@ -153,7 +153,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum log level: debug, info, warning or error."""
     format: Literal["auto", "human", "json"] = "auto"
-    """human, json or auto: human on a terminal, else JSON."""
+    """human, json or auto: human on a terminal and in `kvolt serve`, else JSON."""
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

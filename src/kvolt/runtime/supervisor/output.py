@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import select
@@ -14,10 +15,12 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
+from kvolt.runtime.clock import Clock
+from kvolt.runtime.logs import JsonFormatter
 from kvolt.runtime.supervisor.plan import Level
 
 LINE_LIMIT_BYTES = 64 * 1024
@@ -107,17 +110,24 @@ class RotatingFile:
         self._file.close()
 
 
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """The JSON log record of a line; None if it is none."""
+    record = None
+    if line.startswith(b"{"):
+        with contextlib.suppress(msgspec.DecodeError):
+            record = msgspec.json.decode(line)
+    is_record = isinstance(record, dict) and isinstance(record.get("message"), str) and "level" in record
+    return record if is_record else None
+
+
 def render_line(line: bytes) -> tuple[Level | None, str]:
     """Format a child's line for the terminal: a JSON log record as text, any other line unchanged and without a
     level.
 
     Of a progress bar that redraws itself, only the last state is kept.
     """
-    record = None
-    if line.startswith(b"{"):
-        with contextlib.suppress(msgspec.DecodeError):
-            record = msgspec.json.decode(line)
-    if not isinstance(record, dict) or not isinstance(record.get("message"), str) or "level" not in record:
+    record = _parse_record(line)
+    if record is None:
         return None, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     name = str(record["level"]).lower()
     text = f"{_time_of_day(record.get('time'))}{name.upper():<7} {record['message']}"
@@ -136,8 +146,14 @@ def _time_of_day(time: object) -> str:
     return ""
 
 
+def json_record(clock: Clock, name: str, level: Level | None, text: str) -> bytes:
+    """A line of process `name` that is not a log record, as one."""
+    fields = {"name": "output", "levelname": level or Level.INFO, "msg": text}
+    return JsonFormatter(name, clock).format(logging.makeLogRecord(fields)).encode() + b"\n"
+
+
 class TerminalView:
-    """All children's lines in one stream, each prefixed with its child's name.
+    """All children's lines in one stream, each prefixed with its child's name, or as JSON records that name it.
 
     A terminal that does not read (Ctrl-S, a pager) must not block the children: lines wait up to a limit, beyond
     which the oldest are dropped and counted. `quiet` hides records below warning; lines that are not log records have
@@ -145,9 +161,16 @@ class TerminalView:
     """
 
     def __init__(
-        self, out: TextIO, names: Sequence[str], quiet: bool = False, colour: bool | None = None
+        self,
+        out: TextIO,
+        names: Sequence[str],
+        quiet: bool = False,
+        colour: bool | None = None,
+        json_clock: Clock | None = None,
     ) -> None:
+        """`json_clock`: write JSON records; a line that is none gets its time from this clock."""
         self._out = out
+        self._json_clock = json_clock
         self._quiet = quiet
         self._colour = out.isatty() if colour is None else colour
         self._colours = {name: _NAME_COLOURS[index % len(_NAME_COLOURS)] for index, name in enumerate(names)}
@@ -167,8 +190,15 @@ class TerminalView:
     def show(self, name: str, line: bytes) -> None:
         """Show a line of a child."""
         level, text = render_line(line)
-        if not (self._quiet and level is Level.INFO):
+        if self._quiet and level is Level.INFO:
+            return
+        if self._json_clock is None or level is None:
             self._put(name, level, text)
+            return
+        record = _parse_record(line)
+        assert record is not None
+        is_own = record.get("process") == name
+        self._enqueue((line if is_own else msgspec.json.encode(record | {"process": name})) + b"\n")
 
     def show_own(self, level: Level, text: str) -> None:
         """Show a line of the supervisor."""
@@ -184,9 +214,14 @@ class TerminalView:
             self._retry.cancel()
 
     def _put(self, name: str, level: Level | None, text: str) -> None:
+        if self._json_clock is not None:
+            self._enqueue(json_record(self._json_clock, name, level, text))
+            return
         prefix = self._paint(f"{name:<{self._width}} |", self._colours.get(name, "1"))
         body = self._paint(text, _LEVEL_COLOURS[level]) if level in _LEVEL_COLOURS else text
-        data = "".join(f"{prefix} {line}\n" for line in body.split("\n")).encode()
+        self._enqueue("".join(f"{prefix} {line}\n" for line in body.split("\n")).encode())
+
+    def _enqueue(self, data: bytes) -> None:
         self._waiting.append(data)
         self._num_waiting_bytes += len(data)
         self._empty.clear()
@@ -203,7 +238,10 @@ class TerminalView:
         self._retry = None
         while self._waiting:
             if self._num_dropped:
-                note, self._num_dropped = f"... {self._num_dropped} lines not shown\n".encode(), 0
+                text, self._num_dropped = f"... {self._num_dropped} lines not shown", 0
+                note = f"{text}\n".encode()
+                if self._json_clock is not None:
+                    note = json_record(self._json_clock, "kvolt", Level.WARNING, text)
                 self._waiting.appendleft(note)
                 self._num_waiting_bytes += len(note)
             data = self._waiting[0]
