@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -35,7 +34,7 @@ from kvolt.runtime.config.toml_writer import to_toml
 from kvolt.runtime.host.cores import share_cores, thread_env, usable_cores
 from kvolt.runtime.network import SocketNetwork, join_address, split_host
 from kvolt.runtime.stop import StopSignal
-from kvolt.runtime.supervisor.folder import own_folder, private_file
+from kvolt.runtime.supervisor.folder import own_folder, private_file, private_folder
 from kvolt.runtime.supervisor.output import TerminalView, json_record
 from kvolt.runtime.supervisor.plan import Level, RestartRule
 from kvolt.runtime.supervisor.supervisor import ChildSpec, Supervisor, SupervisorConfig
@@ -59,6 +58,8 @@ Examples:
 
 _FOR_WORKERS = "workers.toml"
 """Config file of workers and pools, in the supervisor's directory."""
+_LORA_STATE = ".lora-state"
+"""Directory of `child_specs`' `loras`, in the supervisor's directory."""
 _POLL_S = 0.1
 _CORES_PER_EDGE = 4
 """Machines with fewer cores reserve none for the frontend."""
@@ -111,10 +112,10 @@ def serve(settings: Settings, quiet: bool = False, interactive: bool = False) ->
             private_file(folder / "frontend.toml", to_toml(pooled)) as for_frontend,
             private_file(folder / _FOR_WORKERS, to_toml(worker_settings(pooled))) as for_workers,
             edge_group(pooled, folder) as group,
-            TemporaryDirectory(prefix="loras-", dir=folder) as loras,
+            private_folder(folder / _LORA_STATE) as loras,
         ):
             await _report_running_processes(pooled)
-            specs = [*pools, *child_specs(pooled, for_frontend, for_workers, group, Path(loras))]
+            specs = [*pools, *child_specs(pooled, for_frontend, for_workers, group, loras)]
             # The chat must not read a kvolt.toml in the current directory.
             chat = ["--config", str(for_frontend)] if interactive else None
             return await _Serve(pooled, specs, folder, quiet, chat, group).run()

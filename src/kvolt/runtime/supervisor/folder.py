@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,21 @@ def private_file(path: Path, text: str) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def private_folder(path: Path) -> Iterator[Path]:
+    """An empty directory that only this user can read, removed on exit; that of a killed process is replaced."""
+    try:
+        if path.exists():
+            shutil.rmtree(path)
+        make_private(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _claim(base: Path) -> tuple[Path, int]:

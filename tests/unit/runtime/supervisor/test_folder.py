@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.supervisor.folder import own_folder, private_file
+from kvolt.runtime.supervisor.folder import own_folder, private_file, private_folder
 
 
 def test_supervisors_keep_apart_and_a_free_folder_is_taken_again(tmp_path: Path) -> None:
@@ -37,4 +37,17 @@ def test_private_file(tmp_path: Path) -> None:
         assert made.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
     with pytest.raises(ConfigError, match="cannot write"), private_file(tmp_path / "no" / "a", ""):
+        pass
+
+
+def test_a_private_folder_replaces_that_of_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / ".lora-state"
+    path.mkdir(0o755)
+    (path / "worker-0.json").touch()
+    with private_folder(path) as made:
+        assert list(made.iterdir()) == []
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write"), private_folder(tmp_path / "file"):
         pass
