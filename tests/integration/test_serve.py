@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -253,6 +255,18 @@ async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.
     left = {path.name for path in (bench.folder / "logs").iterdir()}
     assert left == {".lock", "supervisor.json", "frontend.log", "worker-0.log", "worker-1.log"}
     assert "kvolt: stopped" in serve.out
+
+
+async def test_the_command_that_is_named_for_stop_stops_it(bench: Bench) -> None:
+    bench.add_commands()
+    serve, _ = await bench.serve("--workers", "1")
+    bench.worker("other")  # has no supervisor
+    await bench.until_seen("frontend", "worker-0", "other")
+    hint = re.search("`(kill .*)`", bench.run("stop").stderr)
+    assert hint is not None
+    subprocess.run(hint[1], shell=True, executable="bash", check=True, cwd=bench.folder, env=bench.env)
+    assert await serve.ended() == 0
+    await bench.until_seen("other")
 
 
 async def test_a_second_signal_ends_it_at_once(bench: Bench) -> None:

@@ -147,8 +147,9 @@ def test_errors_are_one_line_and_a_code(
         (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
         (
             ["stop"],
-            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or send SIGTERM to its process: "
-            "`supervisor_pid` in `kvolt status --json`)\n",
+            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or stop every `kvolt serve` of this machine: "
+            r"""`kill $(kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u)`)"""
+            "\n",
         ),
         (
             ["logs"],
