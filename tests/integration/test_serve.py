@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,8 @@ async def test_the_command_that_is_named_for_stop_stops_it(bench: Bench) -> None
     await bench.until_seen("frontend", "worker-0", "other")
     hint = re.search("`(kill .*)`", bench.run("stop").stderr)
     assert hint is not None
-    subprocess.run(hint[1], shell=True, executable="bash", check=True, cwd=bench.folder, env=bench.env)
+    command = partial(subprocess.run, hint[1], shell=True, executable="bash", cwd=bench.folder, env=bench.env)
+    assert (await asyncio.to_thread(command)).returncode == 0
     assert await serve.ended() == 0
     await bench.until_seen("other")
 

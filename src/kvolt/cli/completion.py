@@ -9,12 +9,18 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvolt.cli.flags import RecordOverride
 from kvolt.cli.main import VERBS, verb_parser
 from kvolt.engines.registry import engine_names
+from kvolt.frontend.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from kvolt.frontend.processors.registry import processor_names
+from kvolt.kv.tiers.eviction import EVICTIONS
+from kvolt.latency.presets import PRESETS
+from kvolt.router.registry import ROUTERS
+from kvolt.twin.objectives import FIGURES
 
 HELP = """
 Print a completion script of verbs, flags and their values.
@@ -40,6 +46,18 @@ class Command:
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Known values of the flags that take one. Where none are known, shells complete file names."""
 
+
+_NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "--engine": engine_names,
+    "--kv-eviction": lambda: EVICTIONS,
+    "--objective": lambda: FIGURES,
+    "--preset": lambda: PRESETS,
+    "--processor": processor_names,
+    "--reasoning-parser": lambda: REASONING_PARSERS,
+    "--router": lambda: ROUTERS,
+    "--tool-parser": lambda: TOOL_PARSERS,
+}
+"""Known names of values, by flag; the flags may accept others, such as a file."""
 
 Commands = dict[str, Command]
 """By the words before; "" is `kvolt` itself."""
@@ -89,10 +107,11 @@ def _commands_of(name: str, parser: argparse.ArgumentParser) -> Commands:
 
 
 def _values_of(action: argparse.Action) -> tuple[str, ...]:
+    names = _NAMES.get(action.option_strings[-1])
+    if names is not None:
+        return tuple(name for name in names() if _PLAIN_WORD.fullmatch(name))
     if isinstance(action, RecordOverride):
         return action.known_values
-    if "--engine" in action.option_strings:
-        return tuple(name for name in engine_names() if _PLAIN_WORD.fullmatch(name))
     return tuple(map(str, action.choices or ()))
 
 

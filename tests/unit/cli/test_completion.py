@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvolt.cli.completion import SCRIPTS, list_commands
+from kvolt.cli.completion import _NAMES, SCRIPTS, list_commands
 from kvolt.cli.main import VERBS, main
 
 
@@ -51,6 +51,14 @@ def offered_by_bash(scripts: Path, *words: str) -> list[str]:
         (["serve", "m", "--prefill", "1", "--de"], ["--decode", "--decode-first"]),
         (["serve", "--set", "router.queue_w"], ["router.queue_wait_s="]),
         (["serve", "--log-level", "w"], ["warning"]),
+        (["serve", "--router", "r"], ["round-robin", "random"]),
+        (["serve", "--tool-parser", "l"], ["llama3_json"]),
+        (["frontend", "--reasoning-parser", "q"], ["qwen3"]),
+        (["frontend", "--processor", "v"], ["vllm"]),
+        (["twin", "--preset", "h200-llama-8"], ["h200-llama-8b"]),
+        (["twin", "--router", "c"], ["classic"]),
+        (["twin", "sweep", "--kv-eviction", "s"], ["s3fifo"]),
+        (["twin", "sweep", "--objective", "gpu_"], ["gpu_seconds"]),
         (["serve", "--config", "x"], []),
         (["cache", "st"], ["stat"]),
         (["cache", "stat", "--j"], ["--json"]),
@@ -96,7 +104,7 @@ def test_every_verb_is_completed() -> None:
 def test_no_word_is_expanded_by_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of plugins could be commands."""
     names = ["mine", "$(touch x)", "`id`", "(id)", "a b", "*", "x;y"]
-    monkeypatch.setattr("kvolt.cli.completion.engine_names", lambda: names)
+    monkeypatch.setitem(_NAMES, "--engine", lambda: names)
     commands = list_commands()
     assert commands["serve"].values["--engine"] == ("mine",)
     for command in commands.values():

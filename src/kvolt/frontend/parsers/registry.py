@@ -48,33 +48,33 @@ class _ReasoningRow:
 
 # In order of detection. `<tool_call>` also wraps the XML of Qwen3-Coder and GLM, which is not hermes.
 _HERMES = _ToolRow(HermesParser, _Marks(("<tool_call>",), none_of=("<function=", "<arg_key>")))
-_TOOLS = {
+TOOL_PARSERS = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
     "llama3_json": _ToolRow(Llama3JsonParser, _Marks(("<|python_tag|>", "ipython"))),
 }
-_REASONING = {
+REASONING_PARSERS = {
     "deepseek_r1": _ReasoningRow(True, _Marks((OPENING, CLOSING), all_of=("<｜Assistant｜>",))),  # noqa: RUF001
     "qwen3": _ReasoningRow(False, _Marks((OPENING, CLOSING))),
 }
 
 
 def tool_parser(name: str) -> TextParser:
-    return _row("tool", _TOOLS, name).build()
+    return _row("tool", TOOL_PARSERS, name).build()
 
 
 def reasoning_parser(name: str, *, starts_inside: bool | None = None) -> TextParser:
     """`starts_inside` is the result of `prompt_opens_reasoning`; None: the model's default."""
-    row = _row("reasoning", _REASONING, name)
+    row = _row("reasoning", REASONING_PARSERS, name)
     return ThinkParser(starts_inside=row.starts_inside if starts_inside is None else starts_inside)
 
 
 def detect_tool_parser(chat_template: str) -> str | None:
-    return next((name for name, row in _TOOLS.items() if row.marks.fit(chat_template)), None)
+    return next((name for name, row in TOOL_PARSERS.items() if row.marks.fit(chat_template)), None)
 
 
 def detect_reasoning_parser(chat_template: str) -> str | None:
-    return next((name for name, row in _REASONING.items() if row.marks.fit(chat_template)), None)
+    return next((name for name, row in REASONING_PARSERS.items() if row.marks.fit(chat_template)), None)
 
 
 def prompt_opens_reasoning(prompt: str) -> bool | None:
