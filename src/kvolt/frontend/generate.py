@@ -378,4 +378,4 @@ def _check_length(card: ModelCard, prompt: Sized, num_output: int | None) -> Non
 def record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
     record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
     record.cached_tokens = answer.cached_tokens
-    record.journey_fields = answer.journey_fields()
+    record.journey_fields = answer.journey_fields

@@ -40,8 +40,8 @@ class RequestRecord:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    journey_fields: dict[str, object] = field(default_factory=dict)
-    """Fields of the log line: workers, stage times and retries."""
+    journey_fields: Callable[[], dict[str, object]] = dict
+    """Fields of the log line: workers, stage times and retries. Called if the line is written."""
 
     def __post_init__(self) -> None:
         self.started_at = self._marked_at = self._now()
@@ -153,7 +153,7 @@ class RequestRecord:
             fields["prompt_tokens"] = self.input_tokens
             fields["cached_tokens"] = self.cached_tokens
             fields["output_tokens"] = self.output_tokens
-        fields |= self.journey_fields
+        fields |= self.journey_fields()
         if self._first_at is not None:
             fields["ttft_s"] = round(self._first_at - self.started_at, 3)
         fields["time_s"] = round(self.elapsed_s, 3)

@@ -167,7 +167,7 @@ def test_each_request_is_one_line_of_the_log(
         time.now += 0.5
         made.on_first_token()
         made.output_tokens, made.cached_tokens = 4, 2
-        made.journey_fields = {"worker": "worker-0", "queue_s": 0.25}
+        made.journey_fields = lambda: {"worker": "worker-0", "queue_s": 0.25}
         time.now += 1.0
     with pytest.raises(NotFound), record(metrics, time):
         raise NotFound("no model 'x'", param="model")
