@@ -204,7 +204,11 @@ class Generation:
             context.prompts.append(context.hints.token_data)
             return
         if template_input.tools and not processor.supports_tools:
-            context.warn("tools ignored: the model's chat template does not support tools")
+            is_forced = context.options.tool_choice not in ("none", "auto")
+            context.warn(
+                "the model's chat template does not show the tools to the model: "
+                + ("only the form of the call is forced" if is_forced else "tools ignored")
+            )
         if context.hints.use_raw_prompt:
             context.prompt_text = "".join(
                 _plain_text(message.get("content")) for message in template_input.messages

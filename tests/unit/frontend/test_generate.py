@@ -466,6 +466,25 @@ def test_a_priority_above_the_highest_allowed_counts_as_that(
     served(body, lambda: Answering(*WHOLE), options=GenerateOptions(max_priority=3))
 
 
+@pytest.mark.parametrize(
+    ("choice", "effect"),
+    [("auto", "tools ignored"), ("required", "only the form of the call is forced")],
+)
+def test_tools_that_the_template_does_not_show_are_a_warning(choice: str, effect: str) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        answer = await edge.chat(tools=[TOOL], tool_choice=choice)
+        warning = f"the model's chat template does not show the tools to the model: {effect}"
+        assert answer.headers["x-kvolt-warning"] == warning
+        assert (running.engine.submitted[0].grammar is not None) == (choice == "required")
+
+    def engine() -> Answering:
+        answering = Answering(*WHOLE)
+        answering._inner = sim(replace(ARGUMENTS, chat_template="{{ messages[0].content }}"))
+        return answering
+
+    served(body, engine)
+
+
 # --- where it goes
 
 
