@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.engines.sim.model import EOS, tokenizer_json
+from kvolt.engines.sim.model import CHAT_TEMPLATE, EOS, tokenizer_json
 from kvolt.runtime.tasks import TaskGroup
 
 VOCABULARY = 700
@@ -32,6 +32,7 @@ def model_folder(folder: Path, eos: int = EOS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     (folder / "config.json").write_bytes(msgspec.json.encode({"eos_token_id": eos}))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
