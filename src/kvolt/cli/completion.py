@@ -97,7 +97,11 @@ def _commands_of(name: str, parser: argparse.ArgumentParser) -> Commands:
                 commands.update(_commands_of(f"{name} {sub_verb}", sub_parser))
         elif not action.option_strings:
             command.verbs.update(dict.fromkeys(map(str, action.choices or ()), ""))
-        elif action.help != argparse.SUPPRESS or "--help" in action.option_strings:
+        elif (
+            action.help != argparse.SUPPRESS
+            or isinstance(action, RecordOverride)  # not listed in this help, but usable
+            or "--help" in action.option_strings
+        ):
             flag = action.option_strings[-1]
             is_help = action.help in (None, argparse.SUPPRESS)
             command.flags[flag] = "" if is_help else _first_sentence(str(action.help))

@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("show", help="print effective values and their origins")
     optional(show, "key", "KEY", "Setting or section to show. Default: all.")
     switch(show, "--toml", "Print a config file instead of a table.")
-    add_settings(show, tuple(GROUPS))
+    add_settings(show, tuple(GROUPS), is_listed=False)
     describe = verbs.add_parser("describe", help="print type, default and documentation of settings")
     optional(describe, "key", "SECTION", "Section or setting to describe. Default: all.")
     describe.set_defaults(without_config=_describe)

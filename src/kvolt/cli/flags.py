@@ -204,8 +204,11 @@ _VLLM_FLAGS = {
 """Flags of vLLM, with the argument of the native engine that means the same or replaces it."""
 
 
-def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
-    """Add `--config`, `--set` and the flags of `groups`; the usage line shows only positional arguments."""
+def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str], is_listed: bool = True) -> None:
+    """Add `--config`, `--set` and the flags of `groups`; the usage line shows only positional arguments.
+
+    `is_listed`: show the flags in `--help`; otherwise it refers to that of `kvolt serve`, which has the same.
+    """
     positionals = [action for action in parser._actions if not action.option_strings]
     usage = HelpFormatter(parser.prog)
     usage.add_usage(None, positionals, [])
@@ -224,10 +227,18 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None
         action=RecordOverride,
         key=None,
         metavar="SECTION.KEY=VALUE",
-        help="Set any setting; repeatable. `kvolt config describe` documents all, with the flags below.",
+        help="Set any setting; repeatable. `kvolt config describe` documents all"
+        + (
+            ", with the flags below."
+            if is_listed
+            else ". Flags of settings, as in `kvolt serve --help`, work too."
+        ),
     )
     for title in groups:
-        add_group(parser.add_argument_group(title), title)
+        group = parser.add_argument_group(title)
+        add_group(group, title)
+        for action in () if is_listed else group._group_actions:
+            action.help = argparse.SUPPRESS
 
 
 def add_group(container: argparse._ActionsContainer, title: str) -> None:

@@ -43,6 +43,8 @@ class Verb:
     settings: tuple[str, ...] = ()
     sub_modules: tuple[tuple[str, str], ...] = ()
     """Sub-verbs with a module of their own. Any other second word is an argument."""
+    lists_settings: bool = True
+    """Whether `--help` lists the flags of the settings."""
 
 
 VERBS: dict[str, Verb] = {
@@ -81,6 +83,7 @@ VERBS: dict[str, Verb] = {
         "check this machine and its configuration for problems",
         "inspect",
         (*_SERVING, *_PROCESS),
+        lists_settings=False,
     ),
     "trace": Verb(
         "kvolt.cli.trace.command", "record, analyze, convert and generate request traces", "inspect"
@@ -173,7 +176,7 @@ def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[s
     module.configure(parser)
     groups = getattr(module, "SETTINGS", verb.settings)  # a sub-verb may need fewer than its verb
     if groups:
-        flags.add_settings(parser, groups)
+        flags.add_settings(parser, groups, verb.lists_settings)
     return module, parser, rest
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvolt.cli.flags import GROUPS
-from kvolt.cli.main import VERBS, Verb, main
+from kvolt.cli.flags import GROUPS, recorded_overrides
+from kvolt.cli.main import VERBS, Verb, main, verb_parser
 from kvolt.cli.serve.command import HELP as serve_help
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.runtime.config.loader import LoadedConfig
@@ -189,6 +189,17 @@ def test_help_of_serve_fits_two_screens(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 105
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("argv", [["doctor"], ["config", "show"]])
+def test_flags_of_serve_are_listed_by_serve_only(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Flags of settings, as in `kvolt serve --help`, work too." in text
+    assert "--tool-parser" not in text
+    verb, *rest = argv
+    _, parser, _ = verb_parser([verb])
+    assert recorded_overrides(parser.parse_args([*rest, "--tool-parser", "hermes"]))
 
 
 def test_help_imports_nothing_heavy() -> None:
