@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.doc_blocks import blocks
 
 from kvolt import LLM, KvoltError, SamplingParams
 from kvolt.api.progress import progress
@@ -375,6 +377,13 @@ def test_a_forked_process_is_told_to_create_its_own() -> None:
         "LLM sim-tiny belongs to another process: create it after the fork",
         "1 answer",
     ]
+
+
+def test_the_retrieval_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [text] = [block.text for block in blocks() if block.page == "docs/python.md" and "scores" in block.text]
+    folder = str(tiny_checkpoint(tmp_path))
+    exec(text.replace('LLM("smollm2-135m")', f'LLM({folder!r}, device="cpu", kv_blocks=128, threads=1)'), {})
+    assert re.match(r"\(\S+, '.+\.'\)\n", capsys.readouterr().out)
 
 
 def test_the_native_engine_generates_and_embeds(tmp_path: Path) -> None:
