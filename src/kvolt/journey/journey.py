@@ -90,6 +90,11 @@ class Journey:
         return None if self._remote_prompt is None else self._remote_prompt.decision
 
     @property
+    def decode_wait_s(self) -> float | None:
+        """Wait for a decode worker, with remote prefill; without, `stages` has the wait for the worker."""
+        return self._queue_s if self.prefill_decision is not None else None
+
+    @property
     def num_retries(self) -> int:
         """Workers that failed the request, prefill workers included."""
         return self._num_retries + (0 if self._remote_prompt is None else self._remote_prompt.num_failures)

@@ -63,6 +63,7 @@ class FakeJourney:
         self.decision = SimpleNamespace(instance=instance, dp_rank=None)
         self.instances = [instance]
         self.num_retries = 0
+        self.decode_wait_s: float | None = None
         self.prefill_decision = None
         self.stages = StageTimes()
 

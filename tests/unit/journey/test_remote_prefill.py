@@ -131,6 +131,21 @@ def test_stage_times_have_the_onboarding_of_the_prefill_worker(is_concurrent: bo
         assert (journey.stages.onboard_ms, journey.stages.onboard_blocks) == (1.5, 3)
         assert journey.stages.transfer_path == "air"
         assert journey.stages.prefill_ms is not None
+        assert journey.stages.queue_ms is not None
+
+    paired(body)
+
+
+def test_waits_for_prefill_and_for_decode_are_apart() -> None:
+    async def body(pair: Pair) -> None:
+        router = Fixed(pair.decided())
+        router.gate = asyncio.Event()
+        inbox = Inbox()
+        journey = Journey(pair.journey_context(router), asked(), inbox, Deadlines())
+        asyncio.get_running_loop().call_later(3.0, router.gate.set)
+        await journey.start()
+        await until(lambda: bool(inbox.ends))
+        assert (journey.stages.queue_ms, journey.decode_wait_s) == (0.0, pytest.approx(3.0, abs=0.5))
 
     paired(body)
 

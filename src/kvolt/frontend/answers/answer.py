@@ -325,18 +325,22 @@ class Answer(ABC, Generic[R]):
             times = [time for each in stages if (time := getattr(each, f"{name}_ms")) is not None]
             if times:
                 fields[f"{name}_s"] = round(max(times) / 1e3, 3)
+        waits = [wait_s for journey in journeys if (wait_s := journey.decode_wait_s) is not None]
+        if waits:
+            fields["decode_queue_s"] = round(max(waits), 3)
         if retries := sum(journey.num_retries for journey in journeys):
             fields["retries"] = retries
         return fields
 
     def _stages(self) -> dict[str, Any]:
-        """Stage times as fields of `nvext.timing`; `kv_*` and `retries` are extensions of kvolt."""
+        """Stage times as fields of `nvext.timing`; `decode_*`, `kv_*` and `retries` are extensions of kvolt."""
         if not self._journeys:
             return {}
-        stages = self._journeys[0].stages
+        stages, decode_wait_s = self._journeys[0].stages, self._journeys[0].decode_wait_s
         fields = {
             "prefill_wait_time_ms": stages.queue_ms,
             "prefill_time_ms": stages.prefill_ms,
+            "decode_wait_time_ms": None if decode_wait_s is None else decode_wait_s * 1e3,
             "kv_transfer_ms": stages.transfer_ms,
             "kv_transfer_bytes": stages.transfer_bytes,
             "kv_transfer_path": stages.transfer_path,

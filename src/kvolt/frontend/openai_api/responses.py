@@ -92,6 +92,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     request_received_ms: float | UnsetType = UNSET
     prefill_wait_time_ms: float | UnsetType = UNSET
     prefill_time_ms: float | UnsetType = UNSET
+    decode_wait_time_ms: float | UnsetType = UNSET
+    """Wait for a decode worker, with remote prefill."""
     ttft_ms: float | UnsetType = UNSET
     total_time_ms: float | UnsetType = UNSET
     kv_hit_rate: float | UnsetType = UNSET

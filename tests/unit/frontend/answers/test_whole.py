@@ -198,11 +198,13 @@ async def test_wait_and_retries_are_in_the_timing_and_in_the_log_line() -> None:
     journey.instances.append(SimpleNamespace(id="w2", process="worker-2"))
     journey.prefill_decision = SimpleNamespace(instance=SimpleNamespace(id="p1", process="prefill-0"))
     journey.num_retries = 1
+    journey.decode_wait_s = 0.5
     whole.give(Delta((B,), finish=STOP))
     whole.end()
     assert whole.body["nvext"]["timing"] == {
         "prefill_wait_time_ms": 3000.0,
         "prefill_time_ms": 1500.4,
+        "decode_wait_time_ms": 500.0,
         "retries": 1,
     }
     assert whole.answer.journey_fields() == {
@@ -212,6 +214,7 @@ async def test_wait_and_retries_are_in_the_timing_and_in_the_log_line() -> None:
         "instance": "w1,w2",
         "queue_s": 3.0,
         "prefill_s": 1.5,
+        "decode_queue_s": 0.5,
         "retries": 1,
     }
 
