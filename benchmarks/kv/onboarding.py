@@ -37,7 +37,7 @@ from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 from kvolt.scheduler.fetch_or_compute import FetchDecision, FetchOrCompute
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.worker.tiering import Tiering
+from kvolt.worker.kv.tiering import Tiering
 
 MODES = ("computed", "before", "concurrent")
 SLOWNESS = (0.25, 0.5, 1.0, 2.0)

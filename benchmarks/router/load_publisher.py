@@ -18,7 +18,7 @@ from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.runtime import Runtime
-from kvolt.worker.kv_event_publisher import KvJournal
+from kvolt.worker.kv.event_publisher import KvJournal
 
 ENDPOINT = EndpointAddress("soak", "tellers", GENERATE)
 BLOCK_SIZE = 64

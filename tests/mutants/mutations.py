@@ -67,7 +67,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="handed-over KV that did not arrive is sealed",
-        path="worker/handoffs.py",
+        path="worker/kv/handoffs.py",
         old="            await self._settling.settle(allocation, pulled.num_blocks, kept_for)\n",
         new="            await self._settling.settle(allocation, len(allocation.blocks), kept_for)\n",
         why="a failed transfer leaves blocks with another prompt's KV, and later requests find them",

@@ -31,9 +31,9 @@ from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.peer import wire as transfer_wire
 from kvolt.transfer.peer.wire import FrameReader, decode_ticket
-from kvolt.worker import handoffs
-from kvolt.worker import rendezvous as meetings
-from kvolt.worker.kv_moving import _read_tickets
+from kvolt.worker.kv import handoffs
+from kvolt.worker.kv import rendezvous as meetings
+from kvolt.worker.kv.mover import _read_tickets
 
 NESTED = b"\x91" * 100_000
 BAD_TEXT = b"\x81\xa1\xff\xa1\xff"

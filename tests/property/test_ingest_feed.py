@@ -34,8 +34,8 @@ from kvolt.router.ingest.feed import (
     SnapshotReceived,
 )
 from kvolt.router.ingest.slots import InstanceSlots
-from kvolt.worker.held_blocks import HeldBlocks
-from kvolt.worker.kv_event_publisher import KvJournal
+from kvolt.worker.kv.event_publisher import KvJournal
+from kvolt.worker.kv.held_blocks import HeldBlocks
 
 RANKS = (0, 1)
 BUFFER_BYTES = 700

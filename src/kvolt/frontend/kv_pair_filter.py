@@ -1,6 +1,6 @@
 """Excludes prefill workers whose KV layout is incompatible with the decode workers of a model.
 
-Workers check compatibility when they register (`worker.kv_compatibility`); this covers workers that missed each other
+Workers check compatibility when they register (`worker.kv.compatibility`); this covers workers that missed each other
 then. Evaluated once per change of the workers, not per request.
 """
 
@@ -14,7 +14,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.journey.prefill import RoleTarget
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.worker.kv_compatibility import find_mismatch, slabs_of
+from kvolt.worker.kv.compatibility import find_mismatch, slabs_of
 
 log = logging.getLogger(__name__)
 

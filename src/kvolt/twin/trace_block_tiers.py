@@ -27,7 +27,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import SlotTable, TierBlock
 from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
+from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 
 _DOWN, _UP, _WRITE, _READ = "host_down", "host_up", "disk_write", "disk_read"
 

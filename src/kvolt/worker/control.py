@@ -11,7 +11,7 @@ from kvolt.core.endpoints import Withdraw
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.engines.contract import Engine, KvEvents, Lora
-from kvolt.worker.kv_event_publisher import KvJournal
+from kvolt.worker.kv.event_publisher import KvJournal
 
 
 class ClearKv(msgspec.Struct, frozen=True, tag="clear_kv"):

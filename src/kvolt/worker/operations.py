@@ -15,7 +15,7 @@ from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import MAX_CONTROL_S, Runtime
 from kvolt.worker.adapter_record import AdapterRecord
 from kvolt.worker.control import ClearKv, CommandResult, LoadLora, UnloadLora, WorkerCommand, perform
-from kvolt.worker.tiering import Tiering
+from kvolt.worker.kv.tiering import Tiering
 
 T = TypeVar("T", bound=msgspec.Struct)
 

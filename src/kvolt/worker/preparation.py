@@ -20,12 +20,12 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import Engine, KvAddressable, Prefill
 from kvolt.runtime.tasks import Scope
-from kvolt.worker.handoffs import EngineHandoffs, Handoffs, PullResult
-from kvolt.worker.kv_moving import KvMover
+from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs, PullResult
+from kvolt.worker.kv.mover import KvMover
+from kvolt.worker.kv.rendezvous import RendezvousEngine
+from kvolt.worker.kv.tiering import Tiering
 from kvolt.worker.metrics import FAILED, FINISHED
 from kvolt.worker.open_requests import OpenRequests
-from kvolt.worker.rendezvous import RendezvousEngine
-from kvolt.worker.tiering import Tiering
 
 log = logging.getLogger(__name__)
 

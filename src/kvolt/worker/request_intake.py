@@ -27,11 +27,11 @@ from kvolt.engines.contract import Engine, check_sampling_fields
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.worker.control import adapter_names
-from kvolt.worker.handoffs import EngineHandoffs, Handoffs
+from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs
+from kvolt.worker.kv.tiering import Tiering
 from kvolt.worker.metrics import CANCELLED, DEADLINE, FAILED, REFUSED, WITHDRAWN
 from kvolt.worker.open_requests import OpenRequests
 from kvolt.worker.preparation import Work, onboard_then_submit, run_handoff, with_expanded_prompt
-from kvolt.worker.tiering import Tiering
 
 log = logging.getLogger(__name__)
 

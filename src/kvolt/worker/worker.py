@@ -47,19 +47,19 @@ from kvolt.worker.control import (
     adapter_names,
     kv_recovery,
 )
-from kvolt.worker.handoffs import EngineHandoffs, Handoffs, HandoffStats
-from kvolt.worker.kv_compatibility import check_peers, with_slabs
-from kvolt.worker.kv_event_publisher import HISTORY_BYTES, KvJournal
-from kvolt.worker.kv_moving import KvMover
+from kvolt.worker.kv.compatibility import check_peers, with_slabs
+from kvolt.worker.kv.event_publisher import HISTORY_BYTES, KvJournal
+from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs, HandoffStats
+from kvolt.worker.kv.mover import KvMover
+from kvolt.worker.kv.peer_workers import PeerWorkers
+from kvolt.worker.kv.pool_event_publisher import watch_pool
+from kvolt.worker.kv.tiering import Tiering, TieringFactory
 from kvolt.worker.metrics import WITH_VLLM_NAMES, Labels, WorkerMetrics, vllm_names
 from kvolt.worker.open_requests import OpenRequests, Progress
 from kvolt.worker.operations import Operations
-from kvolt.worker.peer_workers import PeerWorkers
-from kvolt.worker.pool_event_publisher import watch_pool
 from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.request_intake import RequestIntake
 from kvolt.worker.served_card import ServedModel, served_card, with_served_card
-from kvolt.worker.tiering import Tiering, TieringFactory
 
 log = logging.getLogger(__name__)
 

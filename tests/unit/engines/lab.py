@@ -43,7 +43,7 @@ from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import LinkProfile, VirtualNetwork, VirtualProcess
-from kvolt.worker.kv_moving import KvMover
+from kvolt.worker.kv.mover import KvMover
 from kvolt.worker.worker import Worker, WorkerOptions
 
 MODEL = "sim-tiny"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
 from tests.unit.frontend.test_roles import PROMPT, QUERY, SPLIT
-from tests.unit.worker.test_kv_compatibility import eighths
+from tests.unit.worker.kv.test_compatibility import eighths
 from tests.unit.worker.test_roles import Air, engine_of, start
 
 from kvolt.core.request import Role

@@ -24,7 +24,7 @@ from kvolt.router.metrics import describe_breakers
 from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.worker import rendezvous as meetings
+from kvolt.worker.kv import rendezvous as meetings
 
 
 def journey_context(pair: Pair, target: RoleTarget | None = None) -> JourneyContext:

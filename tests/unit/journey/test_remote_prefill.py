@@ -28,7 +28,7 @@ from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual
-from kvolt.worker.tiering import Tiering
+from kvolt.worker.kv.tiering import Tiering
 
 
 class Split(PrefillModePolicy):

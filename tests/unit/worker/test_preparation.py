@@ -11,8 +11,8 @@ import pytest
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request, StopConditions
 from kvolt.runtime.tasks import TaskGroup
+from kvolt.worker.kv.tiering import Tiering
 from kvolt.worker.preparation import onboard_then_submit
-from kvolt.worker.tiering import Tiering
 
 REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(1, 2), stop=StopConditions(max_tokens=1))
 KEYS = (BlockKey(b"k" * 16),)

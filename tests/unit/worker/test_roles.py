@@ -49,7 +49,7 @@ from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.worker.kv_moving import KvOffer
+from kvolt.worker.kv.mover import KvOffer
 from kvolt.worker.worker import Worker, stats_of
 
 BLOCK = ARGUMENTS.block_size

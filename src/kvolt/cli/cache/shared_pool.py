@@ -28,7 +28,7 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, load
 from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.environment import cache_directory
-from kvolt.worker.pool_event_publisher import PoolEventPublisher
+from kvolt.worker.kv.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
 _SOCKET_DETAILS = "pool_socket"

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     from kvolt.cli.worker.tiers import resize_tiers, tiering_of
     from kvolt.cli.worker.transfers import Transfers
     from kvolt.kv.tiers.metrics import TierMetrics
-    from kvolt.worker.transfer_metrics import HandoffMetrics, PathMetrics
+    from kvolt.worker.kv.transfer_metrics import HandoffMetrics, PathMetrics
     from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
     group = find_group(loaded.settings.workers, args.group)

@@ -26,8 +26,8 @@ from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Scope
+from kvolt.worker.kv.transfer_metrics import HandoffMetrics, PathMetrics
 from kvolt.worker.metrics import WorkerMetrics
-from kvolt.worker.transfer_metrics import HandoffMetrics, PathMetrics
 from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 _CONCURRENT_STARTS = 32

@@ -35,7 +35,7 @@ from kvolt.runtime.host.environment import cache_directory
 from kvolt.runtime.host.memory import free_bytes
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import TransferAgent
-from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
+from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.worker.kv_moving import AgentMover, KvMover
+from kvolt.worker.kv.mover import AgentMover, KvMover
 
 LINKS_INTERVAL_S = 10.0
 """Minimum time between updates of the registered link speeds, which all watchers receive."""

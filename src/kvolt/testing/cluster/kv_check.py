@@ -24,8 +24,8 @@ from kvolt.kv.tiers.host_tier import int64_array
 from kvolt.kv.tiers.slot_table import SlotTable
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.ingest.feed import FeedState
-from kvolt.worker.handoffs import Handoffs
-from kvolt.worker.tiering import Tiering
+from kvolt.worker.kv.handoffs import Handoffs
+from kvolt.worker.kv.tiering import Tiering
 from kvolt.worker.worker import Worker
 
 _COPIES = BLOCK_BYTES // 16

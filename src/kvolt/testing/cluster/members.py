@@ -28,7 +28,7 @@ from kvolt.testing.cluster.checked_router import CheckedRouter
 from kvolt.testing.cluster.client_requests import BLOCK_SIZE, MODEL
 from kvolt.testing.cluster.kv_check import KvCheck
 from kvolt.testing.cluster.shape import ClusterShape
-from kvolt.worker.tiering import TieredEngine, Tiering, TieringFactory
+from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 from kvolt.worker.worker import Worker
 
 NAMESPACE = "twin"

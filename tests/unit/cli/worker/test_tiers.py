@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.worker.test_tiering import tiered
+from tests.unit.worker.kv.test_tiering import tiered
 
 from kvolt.cli.main import main
 from kvolt.cli.worker.tier_settings import with_tiers

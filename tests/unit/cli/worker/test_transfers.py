@@ -17,7 +17,7 @@ from kvolt.core.card import Link
 from kvolt.core.ids import BlockKey
 from kvolt.runtime.config.settings import Settings, TransferSettings
 from kvolt.transfer.paths import self_test
-from kvolt.worker.kv_moving import KvMover
+from kvolt.worker.kv.mover import KvMover
 
 SOON_S = 20.0
 KEYS = [BlockKey(bytes([number] * 16)) for number in range(4)]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
-from tests.unit.worker.test_tiering import request, tiered, until_offloaded
+from tests.unit.worker.kv.test_tiering import request, tiered, until_offloaded
 
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.metrics import HitWindow, TierMetrics

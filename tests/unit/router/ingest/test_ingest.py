@@ -38,7 +38,7 @@ from kvolt.router.ingest.ingest import IngestOptions, KvIngest
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemBus
 from kvolt.testing import run_virtual
-from kvolt.worker.held_blocks import HeldBlocks
+from kvolt.worker.kv.held_blocks import HeldBlocks
 from kvolt.worker.worker import WorkerOptions
 
 BLOCK = ARGUMENTS.block_size

@@ -32,7 +32,7 @@ from kvolt.router.policy.policy import latency
 from kvolt.router.port import RouterContext
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
-from kvolt.worker.pool_event_publisher import PoolEventPublisher
+from kvolt.worker.kv.pool_event_publisher import PoolEventPublisher
 
 BLOCK = ARGUMENTS.block_size
 HOST_WEIGHT, DISK_WEIGHT = 0.9, 0.7

@@ -35,8 +35,8 @@ from kvolt.core.kv_recovery import (
 )
 from kvolt.core.load import WorkerLoad
 from kvolt.testing import run_virtual
-from kvolt.worker.held_blocks import HeldBlocks
-from kvolt.worker.kv_event_publisher import KvJournal
+from kvolt.worker.kv.event_publisher import KvJournal
+from kvolt.worker.kv.held_blocks import HeldBlocks
 
 decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 

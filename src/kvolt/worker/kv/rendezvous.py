@@ -21,7 +21,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvAddressable, KvAllocation, KvMovable, Prefill
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.worker.kv_moving import KvMessage, KvMover, KvOffer
+from kvolt.worker.kv.mover import KvMessage, KvMover, KvOffer
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.memory.layout import IncompatibleLayout, MissingHeads, SlabLayout
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.worker.kv_moving import AgentMover
+from kvolt.worker.kv.mover import AgentMover
 
 NUM_BLOCKS = 8
 HEADS = 4

@@ -32,7 +32,7 @@ from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
-from kvolt.worker.handoffs import EngineHandoffs, Handoffs
+from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs
 from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.worker import stats_of
 

@@ -12,7 +12,7 @@ from kvolt.core import kv_recovery
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, KvEventBatch, Removed, Stored
-from kvolt.worker.held_blocks import HeldBlocks
+from kvolt.worker.kv.held_blocks import HeldBlocks
 
 log = logging.getLogger(__name__)
 

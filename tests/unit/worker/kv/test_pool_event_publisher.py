@@ -28,7 +28,7 @@ from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.worker.pool_event_publisher import PoolEventPublisher, watch_pool
+from kvolt.worker.kv.pool_event_publisher import PoolEventPublisher, watch_pool
 
 _decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 NOW = SystemClock().monotonic

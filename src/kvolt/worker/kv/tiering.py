@@ -40,9 +40,9 @@ from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute
-from kvolt.worker.kv_event_publisher import split_change
-from kvolt.worker.kv_moving import KvSettling
-from kvolt.worker.onboard_pipeline import OnboardPipeline
+from kvolt.worker.kv.event_publisher import split_change
+from kvolt.worker.kv.mover import KvSettling
+from kvolt.worker.kv.onboard_pipeline import OnboardPipeline
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.testing import run_virtual
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.worker.kv_compatibility import find_mismatch, slabs_of
+from kvolt.worker.kv.compatibility import find_mismatch, slabs_of
 from kvolt.worker.worker import Worker
 
 BLOCK = KvLayout(
@@ -147,7 +147,7 @@ def test_incompatible_decode_worker_logs_and_serves(caplog: pytest.LogCaptureFix
 
     run_virtual(scenario)
     (message,) = [
-        record.getMessage() for record in caplog.records if record.name == "kvolt.worker.kv_compatibility"
+        record.getMessage() for record in caplog.records if record.name == "kvolt.worker.kv.compatibility"
     ]
     assert "worker=late peer=prefill" in message
     assert "dtype is eighths here and sim there" in message

@@ -20,8 +20,8 @@ from kvolt.router.ingest.recovery import MAX_BLOCKS
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.control import kv_recovery
-from kvolt.worker.held_blocks import HeldBlocks
-from kvolt.worker.kv_event_publisher import KvJournal, split_change
+from kvolt.worker.kv.event_publisher import KvJournal, split_change
+from kvolt.worker.kv.held_blocks import HeldBlocks
 
 
 class PoolEventPublisher:

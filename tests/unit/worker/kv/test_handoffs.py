@@ -19,8 +19,8 @@ from kvolt.engines.contract import EngineSpec, KvAllocation
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.tasks import Scope
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.worker.handoffs import Handoffs, HandoffTicket
-from kvolt.worker.kv_moving import AgentMover
+from kvolt.worker.kv.handoffs import Handoffs, HandoffTicket
+from kvolt.worker.kv.mover import AgentMover
 
 BLOCK = 16
 ENGINE = SimArguments(speed=1000.0, block_size=BLOCK, kv_blocks=64)

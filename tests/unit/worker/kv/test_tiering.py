@@ -28,8 +28,8 @@ from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
-from kvolt.worker import tiering as tiering_module
-from kvolt.worker.tiering import Tiering
+from kvolt.worker.kv import tiering as tiering_module
+from kvolt.worker.kv.tiering import Tiering
 
 BLOCK = 16
 ENGINE = SimArguments(speed=1000.0, block_size=BLOCK, kv_blocks=24)

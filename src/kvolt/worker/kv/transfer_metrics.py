@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.worker.handoffs import HandoffStats
+from kvolt.worker.kv.handoffs import HandoffStats
 
 
 class HandoffMetrics(Collector):

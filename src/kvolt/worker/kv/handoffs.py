@@ -2,7 +2,7 @@
 
 The prefill worker computes the prompt, holds its blocks and offers them; the decode worker pulls the blocks it lacks.
 Blocks that do not arrive are recomputed, so a failed handoff is slower, never wrong. Owns the offers; the engine owns
-the blocks, `kv_moving` transfers them.
+the blocks, `mover` transfers them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvAllocation, Prefill
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
-from kvolt.worker.kv_moving import KvMover, KvOffer, KvSettling
-from kvolt.worker.rendezvous import (
+from kvolt.worker.kv.mover import KvMover, KvOffer, KvSettling
+from kvolt.worker.kv.rendezvous import (
     WAIT_S,
     PartReceiver,
     PromptParts,

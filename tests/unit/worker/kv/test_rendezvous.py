@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.worker.test_handoffs import (
+from tests.unit.worker.kv.test_handoffs import (
     BLOCK,
     ENGINE,
     PREFILL,
@@ -22,7 +22,7 @@ from tests.unit.worker.test_handoffs import (
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.request import Rendezvous, Request
-from kvolt.worker import rendezvous as rendezvous_module
+from kvolt.worker.kv import rendezvous as rendezvous_module
 
 CHUNKED = replace(ENGINE, max_batch_tokens=2 * BLOCK, max_num_seqs=8)
 """A prompt of five blocks is computed in three steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier, digest_of
-from kvolt.worker.held_blocks import HeldBlocks
+from kvolt.worker.kv.held_blocks import HeldBlocks
 
 
 def stored(*hashes: int, tier: Tier = Tier.DEVICE) -> Stored:

@@ -8,7 +8,7 @@ from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, TransferPath
-from kvolt.worker.transfer_metrics import PathMetrics
+from kvolt.worker.kv.transfer_metrics import PathMetrics
 
 PLAIN = capabilities_of(MachineFacts())
 
