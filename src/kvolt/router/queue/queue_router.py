@@ -25,6 +25,7 @@ from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision, Router, WithdrawHook
 from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
 from kvolt.router.queue.prompt_pacing import PromptPacer
+from kvolt.router.queue.queued_request import QueuedRequest
 from kvolt.router.queue.waiting_queue import DrainRate, Order, QueueStats, WaitingQueue
 from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
 from kvolt.runtime.config.router_settings import RouterSettings
@@ -37,7 +38,6 @@ an event."""
 _RETRY_DELAY_S = 0.005
 _RECHECK_S = 1.0
 """Interval between dispatches while requests wait, in case no event reports freed capacity."""
-_GUESSED_OUTPUT_TOKENS = 256
 _MAX_RETRY_AFTER_S = 60.0
 
 
@@ -69,31 +69,6 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
             withdrawal=withdrawal,
             pace_prompts=settings.pace_prompts,
         )
-
-
-class _QueuedRequest(QueueEntry):
-    """A waiting request and the future of its decision."""
-
-    __slots__ = ("decision", "excluded", "request")
-
-    def __init__(
-        self, request: Request, excluded: frozenset[InstanceId], now: float, max_wait_s: float | None
-    ) -> None:
-        routing = request.routing
-        patience_s = min(
-            (each for each in (max_wait_s, request.deadline_s) if each is not None), default=math.inf
-        )
-        super().__init__(
-            tokens_of(request),
-            now,
-            routing.tenant,
-            routing.priority,
-            constraints_of(request, excluded),
-            now + patience_s,
-        )
-        self.request = request
-        self.excluded = excluded
-        self.decision: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
 
 
 class QueueRouter:
@@ -200,7 +175,7 @@ class QueueRouter:
             try:
                 queued.decision.set_result(await self.inner.route(queued.request, queued.excluded))
             except KvoltError as error:
-                _refuse(queued, error)
+                queued.refuse(error)
         await self.inner.close()
 
     # --- waiting
@@ -219,14 +194,14 @@ class QueueRouter:
         return self._track(decision, request, excluded)
 
     async def _wait(self, request: Request, excluded: frozenset[InstanceId]) -> Decision:
-        queued = _QueuedRequest(request, excluded, self._now(), self._options.max_wait_s)
+        queued = QueuedRequest(request, excluded, self._now(), self._options.max_wait_s)
         is_first = not self._queue.num_waiting
         for refused in self._queue.push(queued):
             if refused is queued:
                 self.stats.refused["full"] += 1
                 raise self._overloaded(f"the router queue is full: {self._queue.num_waiting} requests wait")
             self.stats.refused["displaced"] += 1
-            _refuse(refused, self._overloaded("displaced from the router queue by another request"))
+            _queued(refused).refuse(self._overloaded("displaced from the router queue by another request"))
         if not is_first:  # its constraints may differ from those of the requests that wait
             self._wake()
         self._set_timer()
@@ -236,7 +211,7 @@ class QueueRouter:
             self._on_cancelled(queued)
             raise
 
-    def _on_cancelled(self, queued: _QueuedRequest) -> None:
+    def _on_cancelled(self, queued: QueuedRequest) -> None:
         """Handle cancellation: leave the queue, or release a decision that the caller will not use."""
         if self._queue.remove(queued):
             self.stats.refused["cancelled"] += 1
@@ -332,12 +307,11 @@ class QueueRouter:
             self.stats.num_withdrawals += self._withdrawals.withdraw_late()
         self._set_timer()
 
-    def _next_queued(self) -> _QueuedRequest | None:
+    def _next_queued(self) -> QueuedRequest | None:
         entry = self._queue.next_entry(self._blocked, self._now())
-        assert entry is None or isinstance(entry, _QueuedRequest)
-        return entry
+        return None if entry is None else _queued(entry)
 
-    def _try_dispatch(self, queued: _QueuedRequest) -> bool:
+    def _try_dispatch(self, queued: QueuedRequest) -> bool:
         """Try to bind a request; return whether it has left the queue."""
         if queued.decision.done():  # cancelled in this tick
             return self._queue.remove(queued)
@@ -346,7 +320,7 @@ class QueueRouter:
         except KvoltError as error:  # no worker can ever take it
             self._queue.remove(queued)
             self.stats.refused[error.code] += 1
-            _refuse(queued, error)
+            queued.refuse(error)
             return True
         if decision is None:
             return False
@@ -381,7 +355,7 @@ class QueueRouter:
         for entry in self._queue.expire(self._now()):
             self.stats.refused["deadline"] += 1
             waited_s = self._now() - entry.arrived_at
-            _refuse(entry, self._overloaded(f"no worker had capacity within {waited_s:.1f} s"))
+            _queued(entry).refuse(self._overloaded(f"no worker had capacity within {waited_s:.1f} s"))
         self._wake()
         self._set_timer()
 
@@ -389,29 +363,6 @@ class QueueRouter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def tokens_of(request: Request) -> int:
-    """Tokens charged to the tenant: the prompt and the expected output."""
-    expected_tokens = request.routing.expected_output_tokens or _GUESSED_OUTPUT_TOKENS
-    return (
-        request.num_prompt_tokens
-        + min(expected_tokens, request.stop.max_tokens) * request.sampling.num_choices
-    )
-
-
-def constraints_of(request: Request, excluded: frozenset[InstanceId]) -> Hashable:
-    """Everything that restricts the workers of a request; None if any worker may take it."""
-    routing = request.routing
-    constraints = (
-        excluded,
-        request.lora,
-        tuple(routing.pins.items()),
-        routing.pinned_dp_rank,
-        routing.allowed,
-        routing.required_taints,
-    )
-    return constraints if any(each not in (None, (), frozenset()) for each in constraints) else None
 
 
 def _set_move(
@@ -424,10 +375,9 @@ def _set_move(
         decision.withdraw_hook.known_workers = known_workers
 
 
-def _refuse(entry: QueueEntry, error: KvoltError) -> None:
-    assert isinstance(entry, _QueuedRequest)
-    if not entry.decision.done():
-        entry.decision.set_exception(error)
+def _queued(entry: QueueEntry) -> QueuedRequest:
+    assert isinstance(entry, QueuedRequest)
+    return entry
 
 
 def deciding_router(router: Router) -> Router:

@@ -22,10 +22,9 @@ from kvolt.router.queue.priority_level import QueueLimits
 from kvolt.router.queue.queue_router import (
     QueueOptions,
     QueueRouter,
-    constraints_of,
     deciding_router,
-    tokens_of,
 )
+from kvolt.router.queue.queued_request import constraints_of, tokens_of
 from kvolt.router.queue.waiting_queue import Order
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
