@@ -28,6 +28,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     index_source: str
     """Source of its index entries."""
     terms: CandidateCost
+    engine: str = ""
+    """Engine of the worker; `remote` for an attached server."""
 
 
 class ExcludedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,13 @@ def explain_route(router: Router, request: Request, process: str) -> Explanation
 
 def _candidate(router: KvRouter, terms: CandidateCost) -> Candidate:
     process = router.process_of(terms.instance)
-    return Candidate(process=process, index_source=router.index_source(terms.instance), terms=terms)
+    info = router.candidate_filter.registrations.infos().get(terms.instance)
+    return Candidate(
+        process=process,
+        index_source=router.index_source(terms.instance),
+        terms=terms,
+        engine="" if info is None else info.engine,
+    )
 
 
 def _excluded_worker(instance: Instance, reason: str) -> ExcludedWorker:

@@ -58,6 +58,7 @@ def test_candidates_with_terms_without_a_reservation() -> None:
             result = explain_route(router, prompt("b", (*TEXT, 7)), "edge")
             assert inner.num_in_flight == 1
             assert (result.policy, result.decided_by, result.num_blocks) == ("latency", "edge", 6)
+            assert {each.engine for each in result.candidates} == {"sim"}
             assert result.prompt_tokens == len(TEXT) + 1
             first, second = result.candidates
             assert first.terms.cost <= second.terms.cost

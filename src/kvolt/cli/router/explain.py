@@ -58,6 +58,8 @@ _WIDTH = 140
 _LIMITS = Deadlines(connect_s=5.0, first_s=15.0, between_s=15.0, total_s=20.0)
 _decode = msgspec.msgpack.Decoder(Explanation).decode
 _decode_json = msgspec.json.Decoder(Explanation).decode
+_ATTACHED_ENGINE = "remote"
+_NO_TIMES = "attached servers publish no step times"
 _URL_REMEDY = (
     "use the URL of the frontend's admin port (`kvolt status --json` on its machine), or select its cluster with "
     "--join, --discovery-path or --namespace"
@@ -275,12 +277,16 @@ def reasons(explanation: Explanation) -> list[str]:
             f"Another worker holds {best:.0f} blocks of the prompt, {best - chosen.terms.overlap_blocks:.0f} more, but "
             "its queue and load cost more than computing them again."
         )
-    assumed = dict.fromkeys(each.process for each in explanation.candidates if not each.terms.has_step_model)
-    if assumed and explanation.policy != "classic":  # which counts blocks
-        lines.append(
-            f"Assumed, not measured: the times of {', '.join(assumed)} are those of an 8B model on a large GPU, "
-            "since no step model is registered (see the log of the worker)."
-        )
+    assumed: dict[str, dict[str, None]] = {}
+    for each in explanation.candidates:
+        if not each.terms.has_step_model and explanation.policy != "classic":  # which counts blocks
+            is_attached = each.engine == _ATTACHED_ENGINE
+            why = _NO_TIMES if is_attached else "no step model is registered (see the log of the worker)"
+            assumed.setdefault(why, {})[each.process] = None
+    lines += [
+        f"Assumed, not measured: the times of {', '.join(names)} are those of an 8B model on a large GPU, since {why}."
+        for why, names in assumed.items()
+    ]
     if chosen.terms.affinity:
         lines.append(f"Session affinity: {chosen.process} served this session before.")
     return lines

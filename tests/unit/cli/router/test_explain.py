@@ -300,3 +300,11 @@ def test_times_without_a_step_model_are_called_assumed() -> None:
     assert "Assumed, not measured: the times of w1 are those of an 8B model" in shown(told(*candidates))
     assert "Assumed" not in shown(told(*candidates, policy="classic"))
     assert "Assumed" not in shown(told(candidates[0]))
+
+
+def test_times_of_attached_servers_are_assumed_since_they_publish_none() -> None:
+    server = msgspec.structs.replace(candidate("http://a:1", 1.0, has_step_model=False), engine="remote")
+    lines = " ".join(shown(told(server, candidate("w1", 2.0, is_chosen=True, has_step_model=False))).split())
+    assumed = "are those of an 8B model on a large GPU, since"
+    assert f"the times of http://a:1 {assumed} attached servers publish no step times." in lines
+    assert f"the times of w1 {assumed} no step model is registered (see the log of the worker)." in lines
