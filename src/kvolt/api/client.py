@@ -13,7 +13,7 @@ from kvolt.core.request import Role
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import InstanceState
-from kvolt.runtime.runtime import ProcessStatus
+from kvolt.runtime.process_control import ProcessStatus
 
 _DRAIN_S = 30.0
 

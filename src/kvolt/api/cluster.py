@@ -29,7 +29,7 @@ from kvolt.runtime.network import is_wildcard, join_address, split_address
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.runtime import (
+from kvolt.runtime.process_control import (
     CONTROL_ENDPOINT,
     MAX_CONTROL_S,
     STATUS_ENDPOINT,

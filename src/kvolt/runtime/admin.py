@@ -26,9 +26,9 @@ from kvolt.runtime.http.server import (
 )
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
+from kvolt.runtime.process_control import MAX_CONTROL_S
 
 _LIMITS = HttpLimits(max_connections=64, max_body_bytes=64 * 1024, max_header_bytes=16 * 1024)
-_MAX_DRAIN_S = 24 * 3600.0
 
 COMMANDS = {
     "/clear_kv_blocks": "clear_kv_blocks",
@@ -151,8 +151,8 @@ class AdminServer:
             timeout_s = float(text)
         except ValueError:
             timeout_s = math.nan
-        if not 0 <= timeout_s <= _MAX_DRAIN_S:
-            raise InvalidRequest(f"timeout_s must be a number from 0 to {_MAX_DRAIN_S:g}", param="timeout_s")
+        if not 0 <= timeout_s <= MAX_CONTROL_S:
+            raise InvalidRequest(f"timeout_s must be a number from 0 to {MAX_CONTROL_S:g}", param="timeout_s")
         return timeout_s
 
 

@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -27,14 +27,17 @@ from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
 from kvolt.runtime.plane.port import PlaneFactory, RequestPlane
+from kvolt.runtime.process_control import (
+    CONTROL_ENDPOINT,
+    STATUS_ENDPOINT,
+    ControlRequest,
+    EndpointStatus,
+    ProcessStatus,
+)
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Scope, TaskGroup
 
 log = logging.getLogger(__name__)
-
-STATUS_ENDPOINT = "kvolt.process.status"
-CONTROL_ENDPOINT = "kvolt.process.control"
-"""Served by every process at its address, without registration."""
 
 Command = Callable[[bytes], Awaitable[Any]]
 """Maps a request body to a result that encodes to JSON."""
@@ -76,40 +79,6 @@ class ProcessOptions:
     """Called when an endpoint has been registered."""
     is_stopping: Callable[[], bool] = lambda: False
     """Whether the supervisor stops this process as soon as the processes that it serves have drained."""
-
-
-class EndpointStatus(msgspec.Struct, frozen=True):
-    endpoint: str
-    instance: str
-    state: InstanceState
-    """`draining` also while the supervisor stops: until its turn, the process serves the requests that remain."""
-    active_streams: int
-
-
-class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of a process as shown by `kvolt status`."""
-
-    name: str
-    address: str
-    uptime_s: float
-    connections: int
-    calls_open: int
-    endpoints: tuple[EndpointStatus, ...]
-    pid: int | None = None
-    """Process id, on the machine of the process."""
-    supervisor_pid: int | None = None
-    """Process id of the `kvolt serve` that started it; a SIGTERM to that one stops all its processes."""
-    details: dict[str, Any] = {}
-    """Component details: for a worker, role and load."""
-
-
-MAX_CONTROL_S = 86_400.0
-"""Maximum time that a process may take to drain."""
-
-
-class ControlRequest(msgspec.Struct, frozen=True):
-    verb: str
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_CONTROL_S)] = 30.0
 
 
 @dataclass(slots=True)

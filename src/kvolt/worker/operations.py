@@ -12,7 +12,8 @@ import msgspec
 from kvolt.core.errors import InvalidRequest, Unavailable, Unsupported
 from kvolt.engines.contract import Engine, Lora, Sleep
 from kvolt.runtime.plane.wire import MALFORMED
-from kvolt.runtime.runtime import MAX_CONTROL_S, Runtime
+from kvolt.runtime.process_control import MAX_CONTROL_S
+from kvolt.runtime.runtime import Runtime
 from kvolt.worker.adapter_record import AdapterRecord
 from kvolt.worker.control import ClearKv, CommandResult, LoadLora, UnloadLora, WorkerCommand, perform
 from kvolt.worker.kv.tiering import Tiering

@@ -18,7 +18,7 @@ from kvolt.api.cluster import ProcessView
 from kvolt.cli.main import main
 from kvolt.cli.status import picture
 from kvolt.runtime.endpoint.address import InstanceState
-from kvolt.runtime.runtime import EndpointStatus, ProcessStatus
+from kvolt.runtime.process_control import EndpointStatus, ProcessStatus
 
 
 def test_brackets_and_problems_are_shown_as_they_are() -> None:

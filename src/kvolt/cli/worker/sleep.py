@@ -10,7 +10,7 @@ from kvolt.cli.flags import CLIENT_GROUPS, option
 from kvolt.cli.process import run_loop
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.runtime import MAX_CONTROL_S
+from kvolt.runtime.process_control import MAX_CONTROL_S
 
 HELP = """
 Put the engines of workers to sleep: requests finish, then the engine moves its weights to host memory and drops its

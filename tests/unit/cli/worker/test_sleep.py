@@ -10,7 +10,7 @@ from kvolt.api.cluster import ProcessView
 from kvolt.cli.main import main
 from kvolt.cli.worker.sleep import find_workers
 from kvolt.core.errors import ConfigError, NotFound
-from kvolt.runtime.runtime import ProcessStatus
+from kvolt.runtime.process_control import ProcessStatus
 
 
 def view(name: str, address: str = "host:1", **details: object) -> ProcessView:
