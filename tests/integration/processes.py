@@ -154,7 +154,6 @@ class Bench:
             "KVOLT_DISCOVERY_PATH": str(self.discovery),
             "KVOLT_DISCOVERY_POLL_S": str(POLL_S),
             "KVOLT_SUPERVISOR_LOG_DIR": str(folder / "logs"),
-            "KVOLT_LOG_FORMAT": "json",
             **settings,
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVOLT_")}

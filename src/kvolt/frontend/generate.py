@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -18,7 +19,7 @@ from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.request import Request
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
-from kvolt.frontend.answers.answer import Answer, AnswerSpec
+from kvolt.frontend.answers.answer import Answer, AnswerSpec, journey_fields
 from kvolt.frontend.answers.streaming import StreamingAnswer, TokenFanOut
 from kvolt.frontend.answers.whole import WholeAnswer
 from kvolt.frontend.generation_context import (
@@ -382,4 +383,4 @@ def _check_length(card: ModelCard, prompt: Sized, num_output: int | None) -> Non
 def record_usage(record: RequestRecord, answer: Answer[Any]) -> None:
     record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
     record.cached_tokens = answer.cached_tokens
-    record.journey_fields = answer.journey_fields
+    record.journey_fields = partial(journey_fields, answer.journeys)  # `close` clears them

@@ -68,7 +68,7 @@ class Journey:
         self._queue_s = 0.0
         self._num_retries = 0
         self.instances: list[Instance] = []
-        """Workers that got the request, in order."""
+        """Workers that the request was sent to, in order."""
         self.request = request
         self.decision: Decision | None = None
         """Of the last attempt."""
@@ -347,6 +347,7 @@ class Journey:
                 self._remote_prompt.pending_decision if request.rendezvous and self._remote_prompt else None
             )
             limits = deadlines_for(self._time_left(), decision, prefill)
+            self.instances.append(decision.instance)  # before the call: a short answer ends within it
             self._call = await self._target.client.call(
                 request, self, instance=decision.instance, deadlines=limits, decode=_decode_delta
             )
@@ -355,7 +356,6 @@ class Journey:
             if isinstance(error, KvoltError):
                 return events.Failed(error)
             raise
-        self.instances.append(decision.instance)
         if self._machine.state is State.DONE:
             self._call.cancel()  # `cancel` had no call to cancel yet
         else:

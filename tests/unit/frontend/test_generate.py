@@ -36,6 +36,7 @@ from kvolt.engines.sim.model import sim_card, word_token_ids
 from kvolt.engines.sim.script import answer_tokens
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.generate import GenerateOptions
+from kvolt.frontend.metrics import request_log
 from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import NO_HINTS, RequestHints
@@ -418,6 +419,20 @@ def test_a_request_that_uses_its_own_id_twice_at_once() -> None:
         assert all(answer.json["id"].startswith("chatcmpl-mine-") for answer in answers)
 
     served(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_line_of_a_request_names_its_worker(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger=request_log.__name__)
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        await edge.chat({"x-request-id": "mine"}, max_tokens=2, stream=stream)
+
+    served(body)
+    [line] = caplog.messages
+    assert line.startswith("request finished: request_id=mine ")
+    assert " worker=w0 instance=" in line
+    assert " queue_s=" in line
 
 
 def test_timing_headers_when_asked_for() -> None:

@@ -165,6 +165,10 @@ class Answer(ABC, Generic[R]):
     def add_journey(self, journey: Journey) -> None:
         self._journeys.append(journey)
 
+    @property
+    def journeys(self) -> tuple[Journey, ...]:
+        return tuple(self._journeys)
+
     def cancel(self) -> None:
         """Cancel all running journeys, and so their engine requests."""
         for journey in self._journeys:
@@ -306,32 +310,6 @@ class Answer(ABC, Generic[R]):
         prefill = {} if prefilled is None else prefill_worker_fields(prefilled)
         return prefill | decode_worker_fields(routed[0].decision)
 
-    def journey_fields(self) -> dict[str, object]:
-        """Fields of the request's log line: the workers that got it, in order, its stage times and its retries."""
-        journeys = self._journeys
-        instances = {each.id: each.process for journey in journeys for each in journey.instances}
-        prefilled = {
-            journey.prefill_decision.instance.id: journey.prefill_decision.instance.process
-            for journey in journeys
-            if journey.prefill_decision is not None
-        }
-        fields: dict[str, object] = {}
-        for prefix, processes in (("prefill_", prefilled), ("", instances)):
-            if processes:
-                fields[f"{prefix}worker"] = ",".join(processes.values())
-                fields[f"{prefix}instance"] = ",".join(processes)
-        stages = [journey.stages for journey in journeys]
-        for name in ("queue", "prefill", "transfer", "onboard"):
-            times = [time for each in stages if (time := getattr(each, f"{name}_ms")) is not None]
-            if times:
-                fields[f"{name}_s"] = round(max(times) / 1e3, 3)
-        waits = [wait_s for journey in journeys if (wait_s := journey.decode_wait_s) is not None]
-        if waits:
-            fields["decode_queue_s"] = round(max(waits), 3)
-        if retries := sum(journey.num_retries for journey in journeys):
-            fields["retries"] = retries
-        return fields
-
     def _stages(self) -> dict[str, Any]:
         """Stage times as fields of `nvext.timing`; `decode_*`, `kv_*` and `retries` are extensions of kvolt."""
         if not self._journeys:
@@ -349,6 +327,32 @@ class Answer(ABC, Generic[R]):
             "retries": sum(journey.num_retries for journey in self._journeys) or None,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def journey_fields(journeys: Sequence[Journey]) -> dict[str, object]:
+    """Fields of the request's log line: the workers that got it, in order, its stage times and its retries."""
+    instances = {each.id: each.process for journey in journeys for each in journey.instances}
+    prefilled = {
+        journey.prefill_decision.instance.id: journey.prefill_decision.instance.process
+        for journey in journeys
+        if journey.prefill_decision is not None
+    }
+    fields: dict[str, object] = {}
+    for prefix, processes in (("prefill_", prefilled), ("", instances)):
+        if processes:
+            fields[f"{prefix}worker"] = ",".join(processes.values())
+            fields[f"{prefix}instance"] = ",".join(processes)
+    stages = [journey.stages for journey in journeys]
+    for name in ("queue", "prefill", "transfer", "onboard"):
+        times = [time for each in stages if (time := getattr(each, f"{name}_ms")) is not None]
+        if times:
+            fields[f"{name}_s"] = round(max(times) / 1e3, 3)
+    waits = [wait_s for journey in journeys if (wait_s := journey.decode_wait_s) is not None]
+    if waits:
+        fields["decode_queue_s"] = round(max(waits), 3)
+    if retries := sum(journey.num_retries for journey in journeys):
+        fields["retries"] = retries
+    return fields
 
 
 def prefill_worker_fields(decision: Decision) -> dict[str, Any]:

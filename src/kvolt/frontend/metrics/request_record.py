@@ -140,6 +140,7 @@ class RequestRecord:
                 metrics.rejected[labels[:2]] += 1
         metrics.requests[*labels, "success" if error is None else "error", error_type] += 1
         metrics.request_log.write(self._now(), lambda: self._fields(status, error))
+        self.journey_fields = dict  # breaks the reference cycle of journeys, answer and record
 
     def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
         """Fields of the log line; the model is one that is served, since clients make up others."""

@@ -20,6 +20,7 @@ from tests.unit.frontend.answer_lab import (
 
 from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs, Usage
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, Overloaded, WorkerLost
+from kvolt.frontend.answers.answer import journey_fields
 from kvolt.frontend.parsers.calls import HermesParser
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import Piece
@@ -207,7 +208,7 @@ async def test_wait_and_retries_are_in_the_timing_and_in_the_log_line() -> None:
         "decode_wait_time_ms": 500.0,
         "retries": 1,
     }
-    assert whole.answer.journey_fields() == {
+    assert journey_fields(whole.answer.journeys) == {
         "prefill_worker": "prefill-0",
         "prefill_instance": "p1",
         "worker": "worker-1,worker-2",
