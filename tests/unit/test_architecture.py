@@ -68,7 +68,7 @@ PURE_MODULES = {
     "transfer/memory": "layout",
     "transfer/paths": "lanes link_speeds routes",
     "transfer/peer": "offers read_request wire",
-    "worker": "held_blocks",
+    "worker/kv": "held_blocks",
 }
 """Folder below src/kvolt -> its pure modules."""
 
