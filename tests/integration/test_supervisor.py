@@ -463,6 +463,11 @@ def test_json_records_are_unfolded_and_other_lines_left_alone() -> None:
         assert render_line(line) == (None, line.decode())
     assert render_line(b"10%\r50%\r100%\r") == (None, "100%")
     assert render_line(b"\xff!") == (None, "\N{REPLACEMENT CHARACTER}!")
+    for line in (b'{"level":"info","message":"\xff"}', b'{"level":"info","message":' + b"[" * 20_000):
+        level, _ = render_line(line)
+        assert level is None
+    faked = b'{"level":"error","message":"a exception=b","exception":"Traceback\\n  real"}'
+    assert render_line(faked)[1].endswith("Traceback\n  real")
 
 
 async def test_quiet_shows_warnings_and_what_has_no_level() -> None:
@@ -479,7 +484,7 @@ async def test_json_output_has_one_record_per_line_with_the_name_of_its_process(
     out = io.StringIO()
     view = TerminalView(out, ["a", "b"], json_clock=SystemClock())
     own = b'{"level":"info","process":"a","message":"m","status":200}'
-    for line in (own, b'{"level":"info","message":"foreign"}', b"plain \xff\r"):
+    for line in (own, b'{"level":"info","message":"foreign"}', b"plain \xff\r", b"ValueError: bad"):
         view.show("a" if line is own else "b", line)
     view.show_own(Level.ERROR, "two\nlines")
     first, *rest = out.getvalue().splitlines()
@@ -487,7 +492,11 @@ async def test_json_output_has_one_record_per_line_with_the_name_of_its_process(
     records = [json.loads(line) for line in rest]
     assert records[0] == {"level": "info", "process": "b", "message": "foreign"}
     found = [(each["process"], each["level"], each["message"]) for each in records[1:]]
-    assert found == [("b", "info", "plain \N{REPLACEMENT CHARACTER}"), ("kvolt", "error", "two\nlines")]
+    assert found == [
+        ("b", "info", "plain \N{REPLACEMENT CHARACTER}"),
+        ("b", "error", "ValueError: bad"),
+        ("kvolt", "error", "two\nlines"),
+    ]
     assert all(each["time"] for each in records[1:])
 
 

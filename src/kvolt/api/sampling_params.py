@@ -148,7 +148,7 @@ def completion_body(model: str, prompt: Prompt, params: Params, stream: bool) ->
 def chat_body(
     model: str, messages: Sequence[Message], params: Params, options: ChatOptions, stream: bool
 ) -> bytes:
-    if not isinstance(messages, Sequence):
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest(
             f"messages is a list of messages, not {type(messages).__name__}", param="messages"
         )

@@ -113,7 +113,7 @@ _OTHER_NAMES = {
     "ls": "`kvolt model list` lists models",
     "show": "`kvolt model show NAME` shows a model",
     "ps": "`kvolt status` shows what is running",
-    "stop": "press Ctrl-C where `kvolt serve` runs, or stop every `kvolt serve` of this machine: "
+    "stop": "press Ctrl-C where `kvolt serve` runs, or, if all run on this machine, stop every `kvolt serve`: "
     r"""`kill $(kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u)`""",
     "logs": "`kvolt serve` shows them, and writes them to supervisor.log_dir (`kvolt config show`)",
     "rm": "delete its directory, which `kvolt model show NAME` shows",

@@ -178,8 +178,9 @@ class Generation:
         if options.vllm_xargs:
             hints = require_extra(model, hints, VLLM_XARGS)
         record.stage("parse")
-        # A client may reuse its id for concurrent requests; internal ids are unique and have it in log lines.
-        request_id = http.id if hints.request_id is None else f"{http.id}-{new_id(self._rng)}"
+        # A client may reuse its id for concurrent requests: internal ids are unique, with the client's for log lines.
+        # It does not begin them, since prefixes of ids have a meaning for some engines.
+        request_id = http.id if hints.request_id is None else f"{new_id(self._rng)}-{http.id}"
         context = GenerationContext(
             http, body, model, hints, options, serializer, record, request_id, headers, [], parsed.is_large
         )

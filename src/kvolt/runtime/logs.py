@@ -8,6 +8,7 @@ point of a process calls `setup_logs`. HTTP and the request plane bind the ids t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
+from math import isfinite
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
@@ -215,7 +217,9 @@ def _context_fields(message_fields: Mapping[str, object]) -> dict[str, str]:
 def _message_fields(record: logging.LogRecord) -> dict[str, Any]:
     """Arguments of the `key=%s` pairs in the record's format string. JSON scalars keep their type."""
     args, template = record.args, record.msg
-    if not isinstance(args, tuple) or not isinstance(template, str) or len(template) > _MAX_FORMAT_CHARS:
+    if not args or not isinstance(args, tuple):
+        return {}
+    if not isinstance(template, str) or len(template) > _MAX_FORMAT_CHARS:
         return {}
     pairs = _format_keys(template)
     if len(pairs) != len(args):  # a width among the arguments
@@ -223,10 +227,14 @@ def _message_fields(record: logging.LogRecord) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for (key, conversion), value in zip(pairs, args, strict=True):
         if key is not None and key not in fields:
-            is_scalar = value is None or isinstance(value, str | int | float)
-            field = value if is_scalar else conversion % (value,)
-            fields[key] = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else field
+            with contextlib.suppress(Exception):  # a `__str__` may fail
+                field = value if _is_json_scalar(value) else conversion % (value,)
+                fields[key] = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else field
     return fields
+
+
+def _is_json_scalar(value: object) -> bool:
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))
 
 
 @lru_cache(maxsize=1024)

@@ -192,7 +192,7 @@ def test_arrays_of_token_ids_are_prompts(llm: LLM) -> None:
         assert len(results) == (2 if prompts is several else 1)
 
 
-@pytest.mark.parametrize("messages", [None, USER, iter([USER])])
+@pytest.mark.parametrize("messages", [None, USER, "hello", iter([USER])])
 def test_messages_are_a_list(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages is a list of messages, not"):
         llm.chat(messages, progress=False)

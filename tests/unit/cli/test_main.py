@@ -147,7 +147,8 @@ def test_errors_are_one_line_and_a_code(
         (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
         (
             ["stop"],
-            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or stop every `kvolt serve` of this machine: "
+            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or, if all run on this machine, "
+            "stop every `kvolt serve`: "
             r"""`kill $(kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u)`)"""
             "\n",
         ),

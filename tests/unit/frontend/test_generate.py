@@ -415,8 +415,8 @@ def test_a_request_that_uses_its_own_id_twice_at_once() -> None:
         assert [answer.status for answer in answers] == [200] * 3
         assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
         assert len({answer.json["id"] for answer in answers}) == 3
-        # Log lines have the internal ids: a search for the client's id finds them.
-        assert all(answer.json["id"].startswith("chatcmpl-mine-") for answer in answers)
+        # Log lines have the internal ids: a search for the client's id finds them. Engines may read their prefixes.
+        assert all(answer.json["id"].endswith("-mine") for answer in answers)
 
     served(body)
 

@@ -276,3 +276,19 @@ async def test_a_plain_bind_ends_with_its_task() -> None:
 
     assert await asyncio.gather(request("a"), request("b")) == [{"request_id": "a"}, {"request_id": "b"}]
     assert current_context() == {}
+
+
+class _Unstable:
+    """Has a text only once."""
+
+    def __init__(self) -> None:
+        self._texts = ["once"]
+
+    def __str__(self) -> str:
+        return self._texts.pop()
+
+
+def test_a_value_never_fails_a_line() -> None:
+    line = as_json(logged("event: bad=%s number=%s text=%s", _Unstable(), float("nan"), "x"))
+    assert line["message"] == "event: bad=once number=nan text=x"
+    assert (line.get("bad"), line["number"], line["text"]) == (None, "nan", "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,8 +149,10 @@ async def _running_socket() -> Path:
             views = await cluster.list_processes()
     except DiscoveryLost:
         views = []
-    found = [view.status.details.get(_SOCKET_DETAILS) for view in views if view.status is not None]
-    sockets = [path for each in found if each is not None and (path := Path(each)).exists()]
+    paths = {view.status.details.get(_SOCKET_DETAILS) for view in views if view.status is not None}
+    sockets = [
+        Path(path) for path in sorted(each for each in paths if isinstance(each, str)) if _exists(path)
+    ]
     if len(sockets) > 1:
         raise ConfigError(
             f"{len(sockets)} pools are running",
@@ -157,6 +160,12 @@ async def _running_socket() -> Path:
             remedy="choose one with --pool: " + ", ".join(map(str, sockets)),
         )
     return sockets[0] if sockets else default_socket()
+
+
+def _exists(path: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # what another process says may be no path
+        return Path(path).exists()
+    return False
 
 
 def stat_pool(args: argparse.Namespace) -> int:

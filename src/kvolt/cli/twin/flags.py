@@ -150,6 +150,9 @@ def records_of(args: argparse.Namespace) -> list[TraceRecord]:
                 "the trace has no rate: its requests arrive at once", key="rate", remedy="omit --rate"
             )
         speed = args.rate * records[-1].timestamp / 1000 / len(records)
+        if not 1e-9 < speed < 1e9:
+            problem = f"--rate {args.rate:g} is too far from the rate of the trace"
+            raise ConfigError(problem, key="rate", remedy="use --speed")
     return list(scale_time(records, speed))
 
 

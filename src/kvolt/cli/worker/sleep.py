@@ -81,4 +81,4 @@ def find_workers(views: list[ProcessView], names: list[str]) -> list[ProcessView
                 key="worker",
                 remedy=f"running: {known}; see `kvolt status`",
             )
-    return named or workers
+    return list({view.address: view for view in named}.values()) or workers

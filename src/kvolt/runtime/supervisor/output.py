@@ -21,6 +21,7 @@ import msgspec
 
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.logs import JsonFormatter
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.supervisor.plan import Level
 
 LINE_LIMIT_BYTES = 64 * 1024
@@ -114,7 +115,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     """The JSON log record of a line; None if it is none."""
     record = None
     if line.startswith(b"{"):
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*MALFORMED):
             record = msgspec.json.decode(line)
     is_record = isinstance(record, dict) and isinstance(record.get("message"), str) and "level" in record
     return record if is_record else None
@@ -132,7 +133,7 @@ def render_line(line: bytes) -> tuple[Level | None, str]:
     name = str(record["level"]).lower()
     text = f"{_time_of_day(record.get('time'))}{name.upper():<7} {record['message']}"
     for key, value in record.items():
-        if key not in _SHOWN_KEYS and f" {key.rstrip('_')}=" not in record["message"]:
+        if key not in _SHOWN_KEYS and f" {key.rstrip('_')}={value}" not in record["message"]:
             is_block = isinstance(value, str) and "\n" in value  # a traceback
             text += f"\n{value.rstrip()}" if is_block else f" {key}={value}"
     return _LEVELS.get(name, Level.INFO), text
@@ -147,8 +148,9 @@ def _time_of_day(time: object) -> str:
 
 
 def json_record(clock: Clock, name: str, level: Level | None, text: str) -> bytes:
-    """A line of process `name` that is not a log record, as one."""
-    fields = {"name": "output", "levelname": level or Level.INFO, "msg": text}
+    """A line of process `name` that is not a log record, as one. Without a level its words decide."""
+    level = level or (Level.ERROR if _ERROR_WORDS.search(text) else Level.INFO)
+    fields = {"name": "output", "levelname": level, "msg": text}
     return JsonFormatter(name, clock).format(logging.makeLogRecord(fields)).encode() + b"\n"
 
 
@@ -212,6 +214,7 @@ class TerminalView:
                 await self._empty.wait()
         if self._retry is not None:
             self._retry.cancel()
+            self._retry = None
 
     def _put(self, name: str, level: Level | None, text: str) -> None:
         if self._json_clock is not None:

@@ -219,7 +219,8 @@ class Supervisor:
     async def _await_stop(self) -> None:
         reason = await self._stop.wait()
         for name in self._specs:
-            self._ready_file(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._ready_file(name).unlink()
         self._feed(plan.StopRequested(reason))
 
     def _ready_file(self, child: str) -> Path:

@@ -136,6 +136,8 @@ def test_a_folder_that_is_lost_meanwhile_costs_no_report(
         (["--router-arg", "temperature"], "--router-arg"),
         (["--speed", "0"], "above 0"),
         (["--rate", "-1"], "--rate is not above 0"),
+        (["--rate", "1e308"], "too far from the rate of the trace"),
+        (["--rate", "1e-320"], "too far from the rate of the trace"),
         (["--rate", "5", "--limit", "1"], "the trace has no rate"),
         (["--preset", "h200-llama"], "h200-llama-8b"),
         (["--arg", "no_such=1"], "no_such"),

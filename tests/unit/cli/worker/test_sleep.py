@@ -38,6 +38,7 @@ def test_a_name_of_several_workers_is_refused() -> None:
     with pytest.raises(NotFound, match="2 processes are named 'w0'; use an address: host:1, host:2"):
         find_workers(workers, ["w0"])
     assert find_workers(workers, ["host:2"]) == [workers[1]]
+    assert find_workers(workers, ["host:2", "host:2"]) == [workers[1]]
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
