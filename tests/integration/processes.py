@@ -45,6 +45,7 @@ from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.supervisor.process import die_with_parent
 from kvolt.runtime.supervisor.supervisor import STATUS_FILE, SupervisorStatus
 
@@ -262,7 +263,7 @@ class Bench:
     @asynccontextmanager
     async def runtime(self, **more: str) -> AsyncIterator[Runtime]:
         """A kvolt process inside the test."""
-        async with running(self.settings(**more), "test") as process:
+        async with running(self.settings(**more), "test", ProcessRole.FRONTEND) as process:
             yield process.runtime
 
     async def look(self, **more: str) -> dict[str, ProcessView]:

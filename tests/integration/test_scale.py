@@ -41,11 +41,12 @@ from kvolt.core.request import Request, StopConditions
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.client import Destination
 from kvolt.runtime.config.loader import load
+from kvolt.runtime.security.identity import ProcessRole
 
 {body}
 
 async def main():
-    async with running(load(environ=os.environ, cwd=Path.cwd()).settings, "{name}") as process:
+    async with running(load(environ=os.environ, cwd=Path.cwd()).settings, "{name}", ProcessRole.FRONTEND) as process:
         await run(process.runtime)
 
 uvloop.run(main())

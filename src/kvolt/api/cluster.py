@@ -36,6 +36,7 @@ from kvolt.runtime.process_control import (
     ControlRequest,
     ProcessStatus,
 )
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.system_ports import check_directory, make_ports
 from kvolt.runtime.tasks import Scope
 
@@ -205,7 +206,8 @@ async def visit(settings: Settings) -> AsyncIterator[Cluster]:
     """Connect to the cluster of these settings without registering."""
     await check_directory(settings)
     blocking = ThreadBlocking()
-    ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
+    identity = Identity.of(ProcessRole.CLIENT, "visitor")
+    ports = make_ports(settings, Metrics(CollectorRegistry()), blocking, identity)
     plane = ports.plane("visitor", EndpointServer().on_open)
     discovery = ports.discovery(plane)
     try:

@@ -33,21 +33,28 @@ GROUPS: dict[str, dict[str, str]] = {
         "frontend.target_ttft_s": "SECONDS",
         "frontend.target_itl_s": "SECONDS",
     },
-    "discovery": {"namespace": "NAME", "discovery.join": "HOST:PORT", "discovery.path": "DIR"},
+    "discovery": {
+        "namespace": "NAME",
+        "discovery.join": "HOST:PORT",
+        "discovery.path": "DIR",
+        "cluster.key": "FILE",
+    },
     "network": {
         "discovery.join_listen": "HOST:PORT",
         "runtime.host": "HOST",
         "runtime.advertise": "HOST",
+        "cluster.insecure_network": "",
     },
     "logging": {"log.level": "LEVEL", "log.format": "FORMAT"},
     "metrics": {"metrics.aliases": "NAMES"},
 }
-"""Settings with a flag: key and placeholder of the value, by the title of their group in `--help`."""
+"""Settings with a flag: key and placeholder of the value (none: the flag sets it to true), by the title of their group
+in `--help`."""
 
 CLIENT_GROUPS = ("discovery", "logging")
 """Groups for commands that query a running cluster."""
 
-_ALIASES = {"discovery.join": "--join"}
+_ALIASES = {"discovery.join": "--join", "cluster.insecure_network": "--insecure-network"}
 _MAX_HELP_COLUMNS = 100
 
 
@@ -153,7 +160,8 @@ class RecordOverride(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         flag = option_string or self.option_strings[0]
-        key, text = (self._key, str(values)) if self._key is not None else _parse_assignment(values)
+        text = "true" if self.nargs == 0 else str(values)
+        key, text = (self._key, text) if self._key is not None else _parse_assignment(values)
         if self._key is None:
             flag = f"{flag} {key}"
         overrides: dict[str, Override] = {**getattr(namespace, "overrides", {})}
@@ -273,8 +281,13 @@ def _add_flag(group: argparse._ActionsContainer, leaf: Leaf, metavar: str) -> No
     name = flag_name(leaf.key)
     assert name is not None
     text, default = leaf.summary, leaf.default
-    if default not in (None, "") and "Default:" not in text:
+    if default not in (None, "", False) and "Default:" not in text:
         text += f" [default: {default}]"
     group.add_argument(
-        name, action=RecordOverride, key=leaf.key, metavar=metavar, help=text.replace("%", "%%")
+        name,
+        action=RecordOverride,
+        key=leaf.key,
+        metavar=metavar or None,
+        nargs=None if metavar else 0,
+        help=text.replace("%", "%%"),
     )

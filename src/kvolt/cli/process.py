@@ -29,6 +29,7 @@ from kvolt.runtime.network import (
 )
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, process_options
@@ -76,7 +77,7 @@ def raise_open_file_limit(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def run_process(settings: Settings, name: str, body: Body) -> int:
+def run_process(settings: Settings, name: str, body: Body, role: ProcessRole) -> int:
     """Run one process; return its exit code. The process stops when `body` returns."""
     clock = SystemClock()
     setup_logs(settings.log.level, settings.log.format, name, sys.stderr, clock)
@@ -88,7 +89,7 @@ def run_process(settings: Settings, name: str, body: Body) -> int:
         started = asyncio.Event()
 
         async def run_started() -> None:
-            async with running(settings, name) as process:
+            async with running(settings, name, role) as process:
                 started.set()
                 await _until_stopped(process, body, stop)
             scope.cancel()
@@ -144,7 +145,7 @@ async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None
 
 
 @asynccontextmanager
-async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
+async def running(settings: Settings, name: str, role: ProcessRole) -> AsyncIterator[Process]:
     """Runtime of a process with its admin server; closed in order at the end."""
     metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
     blocking = ThreadBlocking()
@@ -157,7 +158,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
         on_registered=ready_file.create,
         is_stopping=ready_file.was_removed,
     )
-    runtime = Runtime(make_ports(settings, metrics, blocking), options)
+    runtime = Runtime(make_ports(settings, metrics, blocking, Identity.of(role, name)), options)
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))
     metrics.count_tasks(asyncio.get_running_loop())

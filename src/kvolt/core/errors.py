@@ -90,6 +90,13 @@ class ConfigError(KvoltError):
     fault = Fault.OPERATOR
 
 
+class AccessDenied(KvoltError):
+    """The caller is known but may not do this. Fields: role."""
+
+    code = "access_denied"
+    fault = Fault.CALLER
+
+
 class Overloaded(KvoltError):
     """A bounded queue is full. Fields: queue, limit, retry_after_s, gpu_work (none, unknown, some)."""
 

@@ -73,6 +73,9 @@ class Metrics:
         self._discovery()
         self._event_plane()
         self._http()
+        self.handshakes = self._by_label(
+            "tls_handshakes", "TLS handshakes of accepted connections, by outcome", "outcome"
+        )
         self.loop_lag = Histogram(
             "kvolt_event_loop_lag_seconds",
             "Delay of event loop timers",

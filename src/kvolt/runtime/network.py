@@ -149,7 +149,7 @@ class SocketNetwork:
                 reuse_port=self._reuse_port or None,
             )
         except OSError as error:
-            raise _listen_error(address, error) from error
+            raise listen_error(address, error) from error
         return _SocketListener(server)
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
@@ -164,7 +164,7 @@ class SocketNetwork:
         except TimeoutError:
             raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid DNS name
-            raise _connect_error(address, error) from error
+            raise connect_error(address, error) from error
         return protocol
 
 
@@ -187,14 +187,14 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         )[0]
         holder = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise _listen_error(address, error) from error
+        raise listen_error(address, error) from error
     with holder:
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind(socket_address)
         except OSError as error:
-            raise _listen_error(address, error) from error
+            raise listen_error(address, error) from error
         yield int(holder.getsockname()[1])
 
 
@@ -211,7 +211,7 @@ def tune_socket(transport: asyncio.BaseTransport) -> None:
         pass  # optional: some socket types do not support it
 
 
-def _connect_error(address: str, error: OSError | UnicodeError) -> ConnectFailed:
+def connect_error(address: str, error: OSError | UnicodeError) -> ConnectFailed:
     if isinstance(error, ssl.SSLCertVerificationError):
         message = f"the certificate of {address} is not trusted: {error.verify_message}"
         remedy = "set SSL_CERT_FILE to a file with its certificate authority"
@@ -227,7 +227,7 @@ def _connect_error(address: str, error: OSError | UnicodeError) -> ConnectFailed
     return ConnectFailed(f"cannot connect to {address}: {reason}", address=address)
 
 
-def _listen_error(address: str, error: OSError) -> ConfigError:
+def listen_error(address: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"{address} is already in use",

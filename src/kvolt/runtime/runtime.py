@@ -34,6 +34,7 @@ from kvolt.runtime.process_control import (
     EndpointStatus,
     ProcessStatus,
 )
+from kvolt.runtime.security.credentials import Credentials
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Scope, TaskGroup
 
@@ -58,6 +59,8 @@ class Ports:
     plane: PlaneFactory
     discovery: Callable[[RequestPlane], Discovery]
     events: Callable[[Discovery], EventPlane]
+    credentials: Credentials | None = None
+    """For connections to other processes of the cluster; None without a cluster key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class Runtime:
             self.server.register(
                 endpoint, InstanceId(""), self.server.wrap_generator(handler, msgpack_decoder(kind))
             )
+        if self.ports.credentials is not None:
+            self._task_group.start(self.ports.credentials.keep_fresh(), "credentials")
         self._lease = await self._first_lease()
         await self.events.start()
 

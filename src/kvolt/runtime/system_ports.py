@@ -9,9 +9,9 @@ import socket
 from pathlib import Path
 
 from kvolt.core.errors import ConfigError, DeadlineExceeded
-from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.clock import Clock, SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.config.loader import default_discovery_path
-from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.config.settings import ClusterSettings, Settings
 from kvolt.runtime.discovery.file import FileDiscovery
 from kvolt.runtime.discovery.join import JoinDiscovery
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
@@ -37,12 +37,17 @@ from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions
+from kvolt.runtime.security.credentials import Credentials, FileSource, KeySource
+from kvolt.runtime.security.exposure import check_exposure
+from kvolt.runtime.security.identity import Identity
+from kvolt.runtime.security.secure_network import SecureNetwork
 
 _CHECK_TIMEOUT_S = 1.0
 
 
 def process_options(settings: Settings, name: str) -> ProcessOptions:
     plane = settings.plane
+    check_exposed_hosts(settings)
     host = plane_host(settings)
     if is_wildcard(host) and settings.runtime.advertise is None:
         raise ConfigError(
@@ -156,8 +161,43 @@ def _own_directory(path: Path) -> None:
         )
 
 
-def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -> Ports:
+def load_credentials(cluster: ClusterSettings, identity: Identity, clock: Clock) -> Credentials | None:
+    """Credentials of this process; None if none are set. Raises ConfigError."""
+    if cluster.key is not None:
+        return Credentials(KeySource(Path(cluster.key), identity), clock)
+    if cluster.certificate is None:
+        return None
+    if cluster.private_key is None or cluster.authority is None:
+        raise ConfigError(
+            "cluster.certificate needs cluster.private_key and cluster.authority",
+            key="cluster.certificate",
+            remedy="set all three, or cluster.key alone",
+        )
+    source = FileSource(Path(cluster.certificate), Path(cluster.private_key), Path(cluster.authority))
+    return Credentials(source, clock)
+
+
+def check_exposed_hosts(settings: Settings) -> None:
+    """Raise ConfigError if an internal listener is reachable from other machines without a cluster key."""
+    listen = settings.discovery.join_listen
+    for key, host, what in (
+        (
+            "discovery.join_listen",
+            split_address(listen)[0] if listen is not None else None,
+            "the join server",
+        ),
+        ("runtime.host", plane_host(settings), "the request plane"),
+        ("events.host", settings.events.host, "the event plane"),
+        ("admin.host", settings.admin.host if settings.admin.enabled else None, "the admin port"),
+    ):
+        if host is not None:
+            check_exposure(settings.cluster, host, key, what)
+
+
+def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking, identity: Identity) -> Ports:
+    """`identity`: what this process is, for its certificate."""
     clock = SystemClock()
+    credentials = load_credentials(settings.cluster, identity, clock)
     rng = random.Random(secrets.randbits(128))
 
     def discovery(plane: RequestPlane) -> Discovery:
@@ -211,6 +251,10 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
         )
         return ZmqEvents(options, publisher, discovery, counters)
 
-    network = SocketNetwork()
-    plane = tcp_plane(network, connection_options(settings))
-    return Ports(clock, rng, network, blocking, plane, discovery, events)
+    internal = (
+        SocketNetwork()
+        if credentials is None
+        else SecureNetwork(credentials, lambda outcome: metrics.handshakes[outcome].inc())
+    )
+    plane = tcp_plane(internal, connection_options(settings))
+    return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials)

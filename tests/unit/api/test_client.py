@@ -18,6 +18,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.config.loader import load
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.worker.worker import Worker
 
 
@@ -29,7 +30,10 @@ async def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(folder)
     settings = load(environ=environ, cwd=folder).settings
-    async with running(settings, "worker-0") as process, running(settings, "frontend") as front:
+    async with (
+        running(settings, "worker-0", ProcessRole.WORKER) as process,
+        running(settings, "frontend", ProcessRole.FRONTEND) as front,
+    ):
         engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), SimArguments())
         worker = Worker(process.runtime, engine, settings.namespace)
         await worker.start()

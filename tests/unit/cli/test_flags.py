@@ -23,9 +23,9 @@ def parser_for(*groups: str) -> Parser:
 def test_a_flag_records_its_setting(key: str) -> None:
     flag = flag_name(key)
     assert flag is not None
-    assert recorded_overrides(parser_for().parse_args([flag, "some text"])) == [
-        Override(key, "some text", flag)
-    ]
+    is_switch = any(keys.get(key) == "" for keys in GROUPS.values())
+    argv, text = ([flag], "true") if is_switch else ([flag, "some text"], "some text")
+    assert recorded_overrides(parser_for().parse_args(argv)) == [Override(key, text, flag)]
 
 
 @pytest.mark.parametrize("key", list(leaves()))
@@ -124,7 +124,7 @@ def test_a_verb_has_only_the_flags_of_its_groups() -> None:
 def test_help_shows_description_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = parser_for().format_help()
-    assert "Port of the HTTP API; 0 picks a free one. [default: 8000]" in text
+    assert "Port of the HTTP API; 0: a free one. [default: 8000]" in text
     assert "lowest predicted latency" not in text, "flags show one sentence; `kvolt config describe` has all"
     assert text.startswith("usage: kvolt serve [OPTIONS]\n")
     assert max(map(len, text.splitlines())) <= 100

@@ -17,6 +17,7 @@ from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
 from kvolt.runtime.tasks import TaskGroup
@@ -98,7 +99,9 @@ async def test_a_link_in_place_of_the_default_directory_is_refused(state: Path, 
 async def test_leases_are_renewed_while_requests_occupy_all_shared_threads(tmp_path: Path) -> None:
     blocking, gate, task_group = ThreadBlocking(1), threading.Event(), TaskGroup("test")
     given = settings(f"discovery.path={tmp_path}")
-    discovery = make_ports(given, Metrics(CollectorRegistry()), blocking).discovery(cast(Any, None))
+    discovery = make_ports(
+        given, Metrics(CollectorRegistry()), blocking, Identity(ProcessRole.WORKER, "a")
+    ).discovery(cast(Any, None))
     try:
         occupied = task_group.start(blocking.run(lambda: gate.wait(20.0), 30.0), "occupy")
         lease = await discovery.lease(5.0)
@@ -119,7 +122,7 @@ async def test_a_process_marks_that_it_serves_for_its_supervisor(
     monkeypatch.setenv(READY_FILE_VARIABLE, str(marker))
     monkeypatch.setenv(SUPERVISOR_PID_VARIABLE, "77")
     given = settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false")
-    async with running(given, "a") as process:
+    async with running(given, "a", ProcessRole.FRONTEND) as process:
         assert READY_FILE_VARIABLE not in os.environ  # helper processes must not create it
         assert not marker.exists()
         await process.runtime.serve_streams(EndpointAddress("ns", "c", "e"), lambda stream: stream.end())
@@ -137,7 +140,7 @@ async def test_a_process_is_draining_while_its_stoppers_run(tmp_path: Path) -> N
 
     states: list[InstanceState] = []
     async with running(
-        settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false"), "a"
+        settings(f"discovery.path={tmp_path / 'discovery'}", "admin.enabled=false"), "a", ProcessRole.WORKER
     ) as process:
         await process.runtime.serve_streams(EndpointAddress("ns", "c", "e"), lambda stream: stream.end())
         process.before_close(stop)

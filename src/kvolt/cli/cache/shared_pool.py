@@ -29,6 +29,7 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig, load
 from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.environment import cache_directory
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.worker.kv.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
@@ -115,7 +116,7 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     raise_open_file_limit(_MAX_OPEN_FILES)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
     server = partial(PoolServer, path, new_host(tiers, SystemClock().monotonic))
-    return run_process(loaded.settings, args.name, partial(_serve_and_tell, path, server))
+    return run_process(loaded.settings, args.name, partial(_serve_and_tell, path, server), ProcessRole.POOL)
 
 
 async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], process: Process) -> None:

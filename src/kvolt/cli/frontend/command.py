@@ -40,6 +40,7 @@ from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collec
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.network import SocketNetwork, join_address
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope, TaskGroup
 
 HELP = """
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     async def body(process: Process) -> None:
         await serve_http(process, settings, member)
 
-    return run_process(settings, args.name, body)
+    return run_process(settings, args.name, body, ProcessRole.FRONTEND)
 
 
 def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
@@ -138,7 +139,7 @@ def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
             scope.start(serve_http(process, settings), "http")
             scope.start(Attached(process, attached).run(), "attached")
 
-    return run_process(settings, args.name, body)
+    return run_process(settings, args.name, body, ProcessRole.FRONTEND)
 
 
 def _new_router(settings: Settings, link: RouterLink | None) -> NewRouter:

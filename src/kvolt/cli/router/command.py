@@ -16,6 +16,7 @@ from kvolt.router.service.metrics import RouterCollector
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.network import join_address
+from kvolt.runtime.security.identity import ProcessRole
 
 HELP = """
 Start a router process. It routes requests for all frontend processes of its namespace that use it, so
@@ -66,4 +67,4 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             log.info("listening on http://%s", address)
         await asyncio.get_running_loop().create_future()
 
-    return run_process(settings, args.name, body)
+    return run_process(settings, args.name, body, ProcessRole.ROUTER)

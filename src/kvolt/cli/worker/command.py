@@ -27,6 +27,7 @@ from kvolt.engines.registry import (
 )
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import MAX_PER_PROCESS, WorkerSettings
+from kvolt.runtime.security.identity import ProcessRole
 
 HELP = """
 Start one worker. It registers through discovery and serves until it is stopped; Ctrl-C drains it.
@@ -172,7 +173,9 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             await transfers.close()  # before the memory that it uses
             await worker.close()
 
-    return run_process(loaded.settings, args.name or group.name, body if count == 1 else fleet)
+    return run_process(
+        loaded.settings, args.name or group.name, body if count == 1 else fleet, ProcessRole.WORKER
+    )
 
 
 def _check_count(engine_name: str, count: int) -> None:

@@ -34,6 +34,7 @@ Role = Literal["aggregated", "prefill", "decode", "encode"]
 
 _ADDRESS = {"address": True, "metavar": "HOST:PORT"}
 _PATH = {"path": True, "metavar": "DIR"}
+_FILE = {"path": True, "metavar": "FILE"}
 
 
 AliasScheme = Literal["none", "dynamo"]
@@ -67,12 +68,30 @@ class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Join server to register with, on another machine. It listens on `--discovery-join-listen`. Implies
     discovery.kind=join. Default: none."""
     join_listen: Annotated[Text | None, Meta(extra=_ADDRESS)] = None
-    """Run a join server here, for other machines with `--join`. Default: none."""
+    """Run a join server here for `--join`. Default: none."""
     ttl_s: Seconds = 5.0
     """Lease time-to-live. A process that does not renew its lease for this long is deregistered; a join
     server waits at most 60 s."""
     poll_s: Seconds = 0.25
     """Poll interval of file discovery."""
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Membership in a cluster: keys and certificates for connections between processes."""
+
+    key: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Cluster key (`kvolt cluster init` creates one). Authenticates and encrypts all connections between
+    processes. All processes of a cluster need it. Default: none, for processes of one machine."""
+    insecure_network: bool = False
+    """Listen for other machines without a cluster key. Anyone who reaches the ports controls the cluster: set
+    it only in a network that trusted machines alone can reach."""
+    certificate: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Certificate chain of this process from your own authority, in place of a cluster key; with the URI
+    kvolt://ROLE/NAME as alternative name. Needs cluster.private_key and cluster.authority. Default: none."""
+    private_key: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Private key of cluster.certificate. Default: none."""
+    authority: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Certificates of the authorities that sign the processes' certificates. Default: none."""
 
 
 class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,7 +181,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     host: Host = "127.0.0.1"
     """Listen address of the HTTP API; 0.0.0.0 accepts remote clients."""
     port: Port = 8000
-    """Port of the HTTP API; 0 picks a free one."""
+    """Port of the HTTP API; 0: a free one."""
     processes: Annotated[int, Meta(ge=1, le=256)] = 1
     """Number of HTTP processes. They share the port; above 1, a router process is started too. Raise it when
     the frontend saturates a CPU core."""
@@ -336,6 +355,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Processes see only those of their namespace."""
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
+    cluster: ClusterSettings = ClusterSettings()
     plane: PlaneSettings = PlaneSettings()
     events: EventsSettings = EventsSettings()
     transfer: TransferSettings = TransferSettings()

@@ -31,13 +31,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Overloaded, Unavailable
+from kvolt.core.errors import AccessDenied, DiscoveryLost, KeyConflict, NotFound, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery.join_shares import LeaseShares
 from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put, Synced
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
+from kvolt.runtime.security.access import check_registration
+from kvolt.runtime.security.identity import Identity
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -121,6 +123,8 @@ class _Lease:
     store_lease: LeaseId
     ttl_s: float
     peer_host: str
+    identity: Identity | None
+    """Of its client, from the certificate; None without TLS."""
     num_bytes: int = 0
     """Bytes of its keys and of pending puts."""
     keys: dict[str, int] = field(default_factory=dict)
@@ -180,7 +184,9 @@ class JoinServer:
     async def _hold(self, request: HoldRequest, stream: IncomingStream) -> AsyncIterator[HoldItem]:
         lease = self._leases.get(request.lease)
         if lease is None:
-            lease = await self._new_lease(request, stream.peer_host)
+            lease = await self._new_lease(request, stream)
+        if lease.identity != stream.peer_identity:
+            raise AccessDenied("the lease is of another process")
         if lease.peer_host != stream.peer_host:
             self._shares.move_lease(lease, stream.peer_host)
         self._stop_expiry(lease)
@@ -210,7 +216,8 @@ class JoinServer:
                 if self._leases.get(request.lease) is lease:
                     self._start_expiry(lease)
 
-    async def _new_lease(self, request: HoldRequest, peer_host: str) -> _Lease:
+    async def _new_lease(self, request: HoldRequest, stream: IncomingStream) -> _Lease:
+        peer_host = stream.peer_host
         if self._task_group.closed:
             raise Unavailable("the join server is shutting down", reason="draining")
         while self._shares.num_leases >= MAX_LEASES:
@@ -229,7 +236,9 @@ class JoinServer:
         other = self._leases.get(request.lease)
         if other is not None:  # the client connected twice while the store was slow
             return other
-        lease = self._leases[request.lease] = _Lease(request.lease, store_lease, ttl_s, peer_host)
+        lease = self._leases[request.lease] = _Lease(
+            request.lease, store_lease, ttl_s, peer_host, stream.peer_identity
+        )
         self._shares.add_lease(lease)
         return lease
 
@@ -310,6 +319,8 @@ class JoinServer:
         lease = self._leases.get(request.lease)
         if lease is None:
             raise NotFound("no such lease: hold it first", kind="lease")
+        if lease.identity is not None:
+            check_registration(lease.identity, request.key)
         num_bytes = len(request.key) + len(request.value)
         while self._shares.num_bytes + num_bytes > MAX_BYTES:
             victim = self._shares.lease_to_empty(lease, num_bytes)

@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import DeadlineExceeded, KvoltError, NotFound, Unavailable
+from kvolt.core.errors import AccessDenied, DeadlineExceeded, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.logs import bind_context
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.streams import Decode
+from kvolt.runtime.security.access import check_call
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,13 @@ class EndpointServer:
         if reason is not None:
             stream.end(Unavailable(f"{endpoint} is {reason} here", endpoint=endpoint, reason=reason))
             return
+        if stream.peer_identity is not None:
+            try:
+                check_call(stream.peer_identity, endpoint)
+            except AccessDenied as error:
+                log.warning("call refused: peer=%s endpoint=%s", stream.peer_identity.uri, endpoint)
+                stream.end(error)
+                return
         self._track(endpoint, stream)
         try:
             handler(stream)

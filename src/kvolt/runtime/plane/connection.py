@@ -20,6 +20,7 @@ from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.wire import Hello
+from kvolt.runtime.security.identity import Identity, peer_identity
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Connection(asyncio.Protocol):
         self.dialer = dialer
         self.peer_name = "?"
         self.peer_host = "?"
+        self.peer_identity: Identity | None = None
+        """From the peer's certificate; None without TLS."""
         self.is_admitted = False
         """Counted in the connections of the peer's address."""
         self.closed: KvoltError | None = None
@@ -127,12 +130,14 @@ class Connection(asyncio.Protocol):
             return
         # Any byte that the socket does not accept at once blocks bulk; urgent frames may still be written up to
         # _PAUSE_ABOVE_BYTES. resume_writing is called when the buffer is empty again.
-        self._transport.set_write_buffer_limits(high=0)
+        # Not 0: a TLS transport would pause at 0 unsent bytes, and not resume.
+        self._transport.set_write_buffer_limits(high=1)
         tune_socket(transport)
         self.peer_name = _name(transport.get_extra_info("peername"))
         self.peer_host = split_host(self.peer_name)[0]
         now = self._loop.time()
         self._made_at = self._last_received = now
+        self.peer_identity = peer_identity(transport)
         self.is_admitted = True
         refusal = self._admit(self)
         if refusal is not None:

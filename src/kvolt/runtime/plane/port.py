@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.plane.stats import PlaneGauges, PlaneStats
 from kvolt.runtime.plane.streams import Decode, Sink
+from kvolt.runtime.security.identity import Identity
 
 
 class Destination(NamedTuple):
@@ -77,6 +78,11 @@ class IncomingStream(Protocol):
     @property
     def peer_host(self) -> str:
         """Peer address without the port."""
+        ...
+
+    @property
+    def peer_identity(self) -> Identity | None:
+        """Identity in the peer's certificate; None without TLS."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded,
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.streams import Body, Decode
 from kvolt.runtime.plane.wire import MALFORMED, Open
+from kvolt.runtime.security.identity import Identity
 
 BACKLOG_ITEMS = 1024
 """Backlog limit of a stream, in entries after merging deltas."""
@@ -115,6 +116,7 @@ class ServedStream:
         "on_silent",
         "on_writable",
         "peer_host",
+        "peer_identity",
         "session",
         "target",
     )
@@ -129,6 +131,7 @@ class ServedStream:
         self.context = opening.context
         self.body = body
         self.peer_host = "?"
+        self.peer_identity: Identity | None = None
         self.bulk = False
         """A message of this stream is being sent in chunks; later items wait for it."""
         self.ending = False

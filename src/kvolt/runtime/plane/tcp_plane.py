@@ -261,6 +261,7 @@ class TcpPlane:
 
     def _on_open(self, connection: Connection, stream: ServedStream) -> None:
         stream.peer_host = connection.peer_host
+        stream.peer_identity = connection.peer_identity
         self._gate.start_stream(connection, connection.peer_host, stream)
 
     def _on_ready(self, connection: Connection) -> None:

@@ -27,6 +27,7 @@ from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings, TierSettings, WorkerSettings
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope
 
 SHARED = TierSettings(host="8MiB", disk="16MiB", shared=True)
@@ -173,7 +174,7 @@ async def test_a_running_pool_is_found(
     @asynccontextmanager
     async def pool(path: Path) -> AsyncIterator[None]:
         server = partial(PoolServer, path, new_host(TierSettings(host="1MiB"), time.monotonic))
-        async with running(given, path.stem) as process, Scope("pool") as scope:
+        async with running(given, path.stem, ProcessRole.POOL) as process, Scope("pool") as scope:
             scope.start(_serve_and_tell(path, server, process), "pool")
             while not path.exists():
                 await asyncio.sleep(0.01)

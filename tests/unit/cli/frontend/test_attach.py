@@ -23,6 +23,7 @@ from kvolt.runtime.config.settings import (
 )
 from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import State
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.model_server import model_folder
 
@@ -119,7 +120,11 @@ async def test_servers_that_go_and_come(tmp_path: Path) -> None:
         admin=AdminSettings(enabled=False),
     )
     folder = model_folder(tmp_path / "model")
-    async with FakeServer("vllm") as one, FakeServer("vllm") as two, running(settings, "frontend") as process:
+    async with (
+        FakeServer("vllm") as one,
+        FakeServer("vllm") as two,
+        running(settings, "frontend", ProcessRole.FRONTEND) as process,
+    ):
         await two.stop()
         given = [
             {"url": server.url, "tokenizer": str(folder), "probe_interval_s": 0.01, "start_timeout_s": None}
@@ -159,7 +164,11 @@ async def test_unusable_server_leaves_the_others_and_is_tried_again(
                 await asyncio.sleep(0.01)
         return each
 
-    async with FakeServer("vllm") as one, FakeServer("vllm") as two, running(settings, "frontend") as process:
+    async with (
+        FakeServer("vllm") as one,
+        FakeServer("vllm") as two,
+        running(settings, "frontend", ProcessRole.FRONTEND) as process,
+    ):
         await two.stop()
         given = [
             {"url": server.url, "tokenizer": str(path), "probe_interval_s": 0.01, "start_timeout_s": None}
@@ -190,6 +199,6 @@ async def test_one_that_can_never_be_attached_ends_the_process(tmp_path: Path) -
     settings = Settings(
         discovery=DiscoverySettings(path=str(tmp_path / "discovery")), admin=AdminSettings(enabled=False)
     )
-    async with FakeServer("vllm") as server, running(settings, "frontend") as process:
+    async with FakeServer("vllm") as server, running(settings, "frontend", ProcessRole.FRONTEND) as process:
         with pytest.raises(ConfigError, match="tokenizer"):
             await Attached(process, [{"url": server.url, "tokenizer": "/nowhere/at/all"}] * 2).run()

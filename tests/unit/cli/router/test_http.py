@@ -10,6 +10,7 @@ from kvolt.cli.process import running
 from kvolt.cli.router.http import router_http
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.settings import AdminSettings, DiscoverySettings, EventsSettings, Settings
+from kvolt.runtime.security.identity import ProcessRole
 
 SETTINGS = Settings(
     discovery=DiscoverySettings(kind="mem"),
@@ -19,7 +20,7 @@ SETTINGS = Settings(
 
 
 async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> None:
-    async with running(SETTINGS, "router") as process:
+    async with running(SETTINGS, "router", ProcessRole.ROUTER) as process:
         service = router_http(process, "classic")
         address = await service.start("127.0.0.1:0")
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
@@ -53,6 +54,6 @@ async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> Non
 
 
 async def test_a_policy_that_there_is_not_is_told_before_anything_runs() -> None:
-    async with running(SETTINGS, "router") as process:
+    async with running(SETTINGS, "router", ProcessRole.ROUTER) as process:
         with pytest.raises(ConfigError, match="unknown policy: 'round-robin'"):
             router_http(process, "round-robin")

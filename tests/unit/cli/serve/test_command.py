@@ -67,7 +67,9 @@ def test_workers_and_a_count_by_role_exclude_each_other(role: str) -> None:
 def test_what_they_can() -> None:
     check_shared(settings())
     check_shared(settings("admin.port=9000", "admin.enabled=false"))
-    check_shared(settings("discovery.join_listen=0.0.0.0:7400", "runtime.advertise=a"))
+    check_shared(
+        settings("discovery.join_listen=0.0.0.0:7400", "runtime.advertise=a", "cluster.insecure_network=true")
+    )
 
 
 def test_number_of_workers() -> None:

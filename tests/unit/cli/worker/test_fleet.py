@@ -29,6 +29,7 @@ from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.health import State
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope
 from kvolt.worker.worker import WorkerOptions
 
@@ -54,7 +55,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @asynccontextmanager
 async def fleet_of(count: int, settings: Settings = SETTINGS) -> AsyncIterator[tuple[Process, WorkerFleet]]:
-    async with running(settings, "sim") as process:
+    async with running(settings, "sim", ProcessRole.WORKER) as process:
         arguments = msgspec.structs.replace(ARGUMENTS, speed=20.0)
         fleet = WorkerFleet(process, lambda: sim(arguments), WorkerOptions(), count)
         try:
@@ -202,7 +203,7 @@ async def test_the_history_of_events_is_bounded_for_all_together() -> None:
 
 
 async def test_stopping_lets_running_requests_end_and_takes_all_registrations_along() -> None:
-    async with running(SETTINGS, "other") as other, fleet_of(8) as (process, fleet):
+    async with running(SETTINGS, "other", ProcessRole.WORKER) as other, fleet_of(8) as (process, fleet):
         instances = await registered(process.runtime)
         answers = [
             asyncio.get_running_loop().create_task(ask(other.runtime, one, f"r-{one.id}", tokens=200))

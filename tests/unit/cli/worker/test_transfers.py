@@ -16,6 +16,7 @@ from kvolt.cli.worker.transfers import Transfers
 from kvolt.core.card import Link
 from kvolt.core.ids import BlockKey
 from kvolt.runtime.config.settings import Settings, TransferSettings
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.transfer.paths import self_test
 from kvolt.worker.kv.mover import KvMover
 
@@ -51,7 +52,7 @@ async def side(**transfer: bool) -> AsyncIterator[Side]:
         Settings,
     )
     async with AsyncExitStack() as stack:
-        process = await stack.enter_async_context(running(settings, "side"))
+        process = await stack.enter_async_context(running(settings, "side", ProcessRole.WORKER))
         engine = sim()
         await engine.start()
         stack.push_async_callback(engine.close)
@@ -111,5 +112,5 @@ async def test_transfers_that_nobody_used_are_closed() -> None:
     settings = msgspec.convert(
         {"discovery": {"kind": "mem"}, "events": {"kind": "mem"}, "admin": {"enabled": False}}, Settings
     )
-    async with running(settings, "idle") as process:
+    async with running(settings, "idle", ProcessRole.WORKER) as process:
         await Transfers(process.runtime, TransferSettings()).close()

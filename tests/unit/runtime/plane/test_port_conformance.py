@@ -13,11 +13,15 @@ import pytest
 import uvloop
 
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
-from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
+from kvolt.runtime.network import Listener, Network, ProtocolFactory, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import IncomingStream, OutgoingStream, RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.plane.tcp_plane import tcp_plane
+from kvolt.runtime.security.authority import Certificate, ClusterAuthority
+from kvolt.runtime.security.credentials import Credentials
+from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.secure_network import SecureNetwork
 from kvolt.testing.plane import faults_suite as plane_faults_suite
 from kvolt.testing.plane import suite as plane_suite
 from kvolt.testing.plane.suite import Case, Harness, ProcessPorts, run_case
@@ -90,8 +94,8 @@ class _GatedTransport:
 class GatedNetwork:
     """Sockets of one process that a test can cut or make silent."""
 
-    def __init__(self) -> None:
-        self._sockets = SocketNetwork()
+    def __init__(self, sockets: Network) -> None:
+        self._sockets = sockets
         self._gates: list[_Gate] = []
         self._silent = self._holds = False
 
@@ -144,8 +148,11 @@ class SocketHarness(Harness):
         self._networks: dict[str, GatedNetwork] = {}
         self._blocking = ThreadBlocking(1)
 
+    def sockets(self, name: str) -> Network:
+        return SocketNetwork()
+
     def ports(self, name: str) -> ProcessPorts:
-        network = self._networks[name] = GatedNetwork()
+        network = self._networks[name] = GatedNetwork(self.sockets(name))
         return ProcessPorts(SystemClock(), network, self._blocking, tcp_plane(network, self._options))
 
     def address(self, name: str) -> str:
@@ -172,6 +179,29 @@ class SocketHarness(Harness):
         for network in self._networks.values():
             network.cut()
         await asyncio.sleep(0.01)  # the transports' last callbacks
+
+
+AUTHORITY = ClusterAuthority.create(SystemClock().wall())
+
+
+class _IssuedHere:
+    """Source of certificates without a file."""
+
+    paths = ()
+
+    def __init__(self, name: str) -> None:
+        self._identity = Identity.of(ProcessRole.FRONTEND, name)
+
+    def load(self, now: float) -> Certificate:
+        return AUTHORITY.issue(self._identity, now)
+
+    def event_secrets(self) -> tuple[bytes, ...]:
+        return ()
+
+
+class TlsHarness(SocketHarness):
+    def sockets(self, name: str) -> Network:
+        return SecureNetwork(Credentials(_IssuedHere(name), SystemClock()))
 
 
 class VirtualHarness(Harness):
@@ -257,12 +287,16 @@ class PortOnlyHarness(VirtualHarness):
         return replace(ports, plane=plane)
 
 
-def on_real_loop(case: Case, make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def on_real_loop(
+    case: Case,
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+    harness: type[SocketHarness] = SocketHarness,
+) -> None:
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        await run_case(case, SocketHarness)
+        await run_case(case, harness)
 
     with asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(main())
@@ -277,6 +311,11 @@ def test_sockets_on_asyncio(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=plane_suite.name)
 def test_sockets_on_uvloop(case: Case) -> None:
     on_real_loop(case, uvloop.new_event_loop)
+
+
+@pytest.mark.parametrize("case", CASES, ids=plane_suite.name)
+def test_tls_on_uvloop(case: Case) -> None:
+    on_real_loop(case, uvloop.new_event_loop, TlsHarness)
 
 
 @pytest.mark.parametrize("case", CASES, ids=plane_suite.name)

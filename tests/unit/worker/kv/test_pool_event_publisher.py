@@ -27,6 +27,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.worker.kv.pool_event_publisher import PoolEventPublisher, watch_pool
 
@@ -66,7 +67,7 @@ async def pool(
         admin=msgspec.structs.replace(Settings().admin, enabled=False),
     )
     server = PoolServer(folder / "pool.sock", new)
-    async with running(settings, "pool") as process:
+    async with running(settings, "pool", ProcessRole.POOL) as process:
         publisher = PoolEventPublisher(process.runtime, "test")
         told = Told(server, publisher, await publisher.start() if tells else None)
         if told.name is not None:

@@ -1,0 +1,9 @@
+"""Cluster security: the cluster key, certificates of processes, TLS for internal connections, and who may call what.
+
+authority        creates a cluster key and issues certificates from it
+identity         role and process name in a certificate
+credentials      certificates and TLS contexts of this process, renewed while it runs
+secure_network   a Network whose connections are mutual TLS
+access           which role may call which endpoint and register which key
+exposure         refuses internal listeners that other machines reach without a key
+"""

@@ -1,0 +1,41 @@
+"""Access of roles: which endpoints a role may call, and which discovery keys it may register. Pure.
+
+Frontends, routers and operators' commands may do everything. A machine that runs workers is trusted least: it can call
+and register what workers need, and nothing that attracts prompts or controls other processes.
+"""
+
+from __future__ import annotations
+
+from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV, KV_POOL
+from kvolt.core.errors import AccessDenied
+from kvolt.runtime.endpoint.address import INSTANCES
+from kvolt.runtime.process_control import STATUS_ENDPOINT
+from kvolt.runtime.security.identity import Identity, ProcessRole
+
+DISCOVERY_ENDPOINTS = "kvolt.discovery."
+"""Prefix of the endpoints of a join server."""
+_LIMITED = (ProcessRole.WORKER, ProcessRole.POOL)
+
+
+def check_call(identity: Identity, endpoint: str) -> None:
+    """Raise AccessDenied unless a process with this identity may call the endpoint."""
+    if identity.role not in _LIMITED or endpoint == STATUS_ENDPOINT:
+        return
+    if endpoint.startswith(DISCOVERY_ENDPOINTS):
+        return
+    _, component, name = [*endpoint.split(".", 2), "", ""][:3]
+    if name != KV and component != KV_POOL:
+        raise AccessDenied(f"a {identity.role} may not call {endpoint[:200]}", role=identity.role.value)
+
+
+def check_registration(identity: Identity, key: str) -> None:
+    """Raise AccessDenied unless a process with this identity may register the discovery key."""
+    if identity.role not in _LIMITED or not key.startswith(INSTANCES):
+        return
+    _, component, name = [*key.removeprefix(INSTANCES).split("/"), "", "", ""][:3]
+    if identity.role is ProcessRole.POOL:
+        allowed = component == KV_POOL and name == CONTROL
+    else:
+        allowed = component != KV_POOL and name in (GENERATE, CARD)
+    if not allowed:
+        raise AccessDenied(f"a {identity.role} may not register {key[:200]}", role=identity.role.value)

@@ -1,0 +1,230 @@
+"""Credentials of this process: its certificate as TLS contexts, and the keys of its event sockets.
+
+From the cluster key, of which certificates are issued here and renewed at half their lifetime, or from certificate
+files of one's own. Files are read again when they change. New connections use the newest contexts; existing
+connections continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from cryptography import x509
+
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.clock import Clock
+from kvolt.runtime.security.authority import Certificate, ClusterAuthority, read_secret
+from kvolt.runtime.security.identity import Identity, parse_identity
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 10.0
+"""Interval of looking for changed files and certificates to renew."""
+_WARN_BEFORE_S = 7 * 24 * 3600.0
+
+
+class Source(Protocol):
+    """Where certificates come from."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Files that are read again when they change."""
+        ...
+
+    def load(self, now: float) -> Certificate:
+        """Raises ConfigError."""
+        ...
+
+    def event_secrets(self) -> tuple[bytes, ...]:
+        """Secrets of subscribers as of the last `load`; empty if there are none."""
+        ...
+
+
+class KeySource:
+    """Issues certificates from the cluster key."""
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self._path = path
+        self._identity = identity
+        self._authority: ClusterAuthority | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+    def load(self, now: float) -> Certificate:
+        authority = self._authority = ClusterAuthority.load(self._path)
+        return authority.issue(self._identity, now)
+
+    def event_secrets(self) -> tuple[bytes, ...]:
+        return self._authority.event_secrets if self._authority is not None else ()
+
+
+class FileSource:
+    """Certificates of one's own authority. `chain` has the process's certificate first."""
+
+    def __init__(self, chain: Path, key: Path, trusted: Path) -> None:
+        self._chain, self._key, self._trusted = chain, key, trusted
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self._chain, self._key, self._trusted)
+
+    def load(self, now: float) -> Certificate:
+        chain, trusted = _read(self._chain, "cluster.certificate"), _read(self._trusted, "cluster.authority")
+        try:
+            leaf = x509.load_pem_x509_certificates(chain)[0]
+            names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        except (ValueError, IndexError, x509.ExtensionNotFound):
+            uris = []
+        if not any(parse_identity(uri) for uri in uris):
+            raise ConfigError(
+                f"{self._chain} is not a certificate with a kvolt://ROLE/PROCESS name",
+                key="cluster.certificate",
+                remedy="issue it with the URI as subject alternative name, for example kvolt://worker/worker-0",
+            )
+        return Certificate(chain, read_secret(self._key), trusted, leaf.not_valid_after_utc.timestamp())
+
+    def event_secrets(self) -> tuple[bytes, ...]:
+        return ()
+
+
+class Credentials:
+    """See the module. Created before the event loop starts, or in it."""
+
+    def __init__(self, source: Source, clock: Clock) -> None:
+        """Raises ConfigError if the first certificate cannot be loaded or is not valid now."""
+        self._source = source
+        self._clock = clock
+        self._modified = self._modification_times()
+        self._listeners: list[Callable[[], None]] = []
+        self._renew_at = 0.0
+        self._load(clock.wall())
+
+    @property
+    def server_context(self) -> ssl.SSLContext:
+        return self._server_context
+
+    @property
+    def client_context(self) -> ssl.SSLContext:
+        return self._client_context
+
+    @property
+    def event_secrets(self) -> tuple[bytes, ...]:
+        return self._source.event_secrets()
+
+    @property
+    def expires_at(self) -> float:
+        """Wall-clock time."""
+        return self._expires_at
+
+    def on_renewed(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    async def keep_fresh(self) -> None:
+        """Renew certificates and read changed files, for ever."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Load again if a file has changed or half of the lifetime has passed. Errors are logged once."""
+        now = self._clock.wall()
+        modified = self._modification_times()
+        is_due = now >= self._renew_at
+        if modified == self._modified and not is_due:
+            return
+        self._modified = modified
+        try:
+            self._load(now)
+        except ConfigError as error:
+            # Not until the files change again or the next half of the time has passed.
+            self._renew_at = now + max((self._expires_at - now) / 2, _CHECK_S)
+            log.error(
+                "certificate not renewed: error=%s remedy=%s expires_in_s=%.0f",
+                error.message,
+                error.fields.get("remedy"),
+                self._expires_at - now,
+            )
+            return
+        log.info("certificate renewed: expires_in_s=%.0f", self._expires_at - now)
+        for listener in self._listeners:
+            listener()
+
+    def _load(self, now: float) -> None:
+        certificate = self._source.load(now)
+        if certificate.expires_at <= now:
+            raise ConfigError(
+                "the certificate of this process has expired",
+                key="cluster.certificate",
+                remedy="issue a new one, or check the clock of this machine",
+            )
+        server, client = _contexts(certificate)
+        self._server_context, self._client_context = server, client
+        self._expires_at = certificate.expires_at
+        lifetime_s = certificate.expires_at - now
+        self._renew_at = now + lifetime_s / 2
+        if isinstance(self._source, FileSource) and lifetime_s < _WARN_BEFORE_S:
+            log.warning("certificate expires soon: days=%.1f", lifetime_s / 86_400)
+
+    def _modification_times(self) -> tuple[object, ...]:
+        return tuple(_modification(path) for path in self._source.paths)
+
+
+def _modification(path: Path) -> object:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ino, info.st_size
+
+
+def _read(path: Path, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{path}: {reason}", key=key, remedy="set it to a readable PEM file") from None
+
+
+def _contexts(certificate: Certificate) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Server and client contexts for mutual TLS 1.3.
+
+    Names are not compared with hosts: certificates belong to processes, and addresses change.
+    """
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
+            _load_chain(context, certificate)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"the certificate cannot be used: {error}",
+                key="cluster.certificate",
+                remedy="check that the certificate, its private key and the authority are PEM and belong together",
+            ) from None
+        contexts.append(context)
+    server, client = contexts
+    server.num_tickets = 0  # a resumed session would not present its certificate again
+    return server, client
+
+
+def _load_chain(context: ssl.SSLContext, certificate: Certificate) -> None:
+    # The ssl module reads files only. This one exists in memory, and only this process can open it.
+    descriptor = os.memfd_create("kvolt-certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, certificate.chain_pem + certificate.key_pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

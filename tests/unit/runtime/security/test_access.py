@@ -1,0 +1,100 @@
+"""Which role may call which endpoint and register which key."""
+
+import pytest
+
+from kvolt.core.errors import AccessDenied, ConfigError
+from kvolt.runtime.config.settings import ClusterSettings
+from kvolt.runtime.discovery import join_server
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
+from kvolt.runtime.security.access import DISCOVERY_ENDPOINTS, check_call, check_registration
+from kvolt.runtime.security.exposure import check_exposure
+from kvolt.runtime.security.identity import Identity, ProcessRole
+
+JOIN_SERVER = (
+    join_server.HOLD,
+    join_server.PUT,
+    join_server.DELETE,
+    join_server.REVOKE,
+    join_server.GET,
+    join_server.WATCH,
+)
+
+
+def identity(role: ProcessRole) -> Identity:
+    return Identity(role, "a")
+
+
+def test_the_join_server_is_known_by_its_prefix() -> None:
+    assert all(endpoint.startswith(DISCOVERY_ENDPOINTS) for endpoint in JOIN_SERVER)
+
+
+@pytest.mark.parametrize("role", [ProcessRole.WORKER, ProcessRole.POOL])
+def test_workers_and_pools_may_call_what_they_need(role: ProcessRole) -> None:
+    for endpoint in (*JOIN_SERVER, STATUS_ENDPOINT, "default.m-decode-1.kv", "default.kv-pool.control"):
+        check_call(identity(role), endpoint)
+
+
+@pytest.mark.parametrize("role", [ProcessRole.WORKER, ProcessRole.POOL])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        CONTROL_ENDPOINT,
+        "default.m-decode-1.generate",
+        "default.m-decode-1.control",
+        "default.router.route",
+        "kvolt.router.session",
+        "kvolt.frontend.trace",
+        "kv",
+        "",
+    ],
+)
+def test_workers_and_pools_may_not_call_others(role: ProcessRole, endpoint: str) -> None:
+    with pytest.raises(AccessDenied):
+        check_call(identity(role), endpoint)
+
+
+@pytest.mark.parametrize("role", [ProcessRole.FRONTEND, ProcessRole.ROUTER, ProcessRole.CLIENT])
+def test_others_may_call_and_register_all(role: ProcessRole) -> None:
+    check_call(identity(role), CONTROL_ENDPOINT)
+    check_registration(identity(role), "instances/default/router/route/1")
+
+
+@pytest.mark.parametrize(
+    ("role", "component", "endpoint", "allowed"),
+    [
+        (ProcessRole.WORKER, "m-decode-1", "generate", True),
+        (ProcessRole.WORKER, "m-decode-1", "card", True),
+        (ProcessRole.WORKER, "router", "route", False),
+        (ProcessRole.WORKER, "frontend", "http", False),
+        (ProcessRole.WORKER, "kv-pool", "generate", False),
+        (ProcessRole.POOL, "kv-pool", "control", True),
+        (ProcessRole.POOL, "m-decode-1", "generate", False),
+    ],
+)
+def test_registrations_by_role(role: ProcessRole, component: str, endpoint: str, allowed: bool) -> None:
+    key = EndpointAddress("default", component, endpoint).prefix + "id"
+    if allowed:
+        check_registration(identity(role), key)
+    else:
+        with pytest.raises(AccessDenied):
+            check_registration(identity(role), key)
+
+
+def test_other_keys_are_anyones() -> None:
+    check_registration(identity(ProcessRole.WORKER), "events/default/1")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "gpu-7", "fe80::1"])
+def test_a_listener_for_other_machines_needs_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="any machine") as caught:
+        check_exposure(ClusterSettings(), host, "runtime.host", "the request plane")
+    assert "--cluster-key" in caught.value.fields["remedy"]
+    assert "--insecure-network" in caught.value.fields["remedy"]
+    check_exposure(ClusterSettings(key="key"), host, "runtime.host", "the request plane")
+    check_exposure(ClusterSettings(insecure_network=True), host, "runtime.host", "the request plane")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    check_exposure(ClusterSettings(), host, "runtime.host", "the request plane")
