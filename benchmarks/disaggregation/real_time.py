@@ -167,7 +167,7 @@ def _flags(point: Point) -> list[str]:
     if point.system == SPLIT:
         return ["--prefill-choice", "threshold"]
     ttft_s, itl_s = TTFT_S[point.cell.prompt_tokens] / _SPEED, ITL_S / _SPEED
-    return ["--target-ttft-s", f"{ttft_s:g}", "--target-itl-s", f"{itl_s:g}"]
+    return ["--set", f"frontend.target_ttft_s={ttft_s:g}", "--set", f"frontend.target_itl_s={itl_s:g}"]
 
 
 def _measured(told: Report) -> Measured:

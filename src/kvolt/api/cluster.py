@@ -134,7 +134,8 @@ class Cluster:
                 host, port = split_address(address)
                 if is_wildcard(host):
                     host = split_address(instance.address)[0]
-                urls.append(f"http://{join_address(host, port)}")
+                scheme = _decode_addresses(instance.info).get("scheme", "http")
+                urls.append(f"{scheme}://{join_address(host, port)}")
         return list(dict.fromkeys(urls))
 
     async def control(self, address: str, verb: str, timeout_s: float) -> ProcessStatus:

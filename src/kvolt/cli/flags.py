@@ -22,6 +22,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "frontend.host": "HOST",
         "frontend.port": "PORT",
         "frontend.processes": "N",
+        "frontend.tls_cert": "FILE",
+        "frontend.tls_key": "FILE",
         "frontend.tool_parser": "NAME",
         "frontend.reasoning_parser": "NAME",
         "frontend.processor": "NAME",
@@ -30,8 +32,6 @@ GROUPS: dict[str, dict[str, str]] = {
     "disaggregated prefill": {
         "frontend.prefill_choice": "MODE",
         "frontend.decode_first": "MODELS",
-        "frontend.target_ttft_s": "SECONDS",
-        "frontend.target_itl_s": "SECONDS",
     },
     "discovery": {
         "namespace": "NAME",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ssl
 from collections.abc import Mapping
 
 import msgspec
 
+from kvolt.api.cluster import visit
 from kvolt.cli.flags import add_group, option
 from kvolt.cli.frontends import running_urls
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.server_url import ServerUrl
-from kvolt.runtime.network import join_address
+from kvolt.runtime.network import SocketNetwork, join_address
 
 Served = dict[str, dict[str, int]]
 """Number of reachable workers by model and role."""
@@ -25,9 +28,11 @@ class _Health(msgspec.Struct):
     roles: Served
 
 
-def base_url(host: str, port: int) -> str:
-    """URL of a frontend listening on `host`, from its own machine."""
-    return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
+def base_url(frontend: FrontendSettings) -> str:
+    """URL of a frontend with these settings, from its own machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(frontend.host, frontend.host)
+    scheme = "http" if frontend.tls_cert is None else "https"
+    return f"{scheme}://{join_address(host, frontend.port)}"
 
 
 def add_server_flags(parser: argparse._ActionsContainer) -> None:
@@ -56,7 +61,7 @@ def api_url(args: argparse.Namespace, loaded: LoadedConfig, environ: Mapping[str
 def _frontend_url(loaded: LoadedConfig) -> str:
     """Frontend at the address of the settings if it runs or is set explicitly, else another one of the namespace."""
     frontend = loaded.settings.frontend
-    configured = base_url(frontend.host, frontend.port) if frontend.port else None
+    configured = base_url(frontend) if frontend.port else None
     if configured is not None and loaded.origins["frontend.port"] != "default":
         return configured
     running = asyncio.run(running_urls(loaded.settings))
@@ -70,10 +75,25 @@ def _frontend_url(loaded: LoadedConfig) -> str:
 
 
 async def served_models(base: str, timeout_s: float) -> Served | None:
-    """Ready models of the frontend; None if it is unreachable or not a kvolt frontend."""
+    """Ready models of a frontend of this machine; None if it is unreachable or not a kvolt frontend."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if base.startswith("https:") else None
+    if tls is not None:  # its certificate need not be for this address; nothing secret is sent
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     try:
-        async with HttpClient(ServerUrl.parse(base)) as client:
+        async with HttpClient(ServerUrl.parse(base), network=SocketNetwork(tls=tls)) as client:
             response = await client.fetch("/health", timeout_s)
         return msgspec.json.decode(response.body, type=_Health).roles  # status 503: no ready model
     except (KvoltError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+async def registered_models(settings: Settings) -> Served | None:
+    """Registered workers by model and role, once a frontend is registered; for frontends that HTTP cannot ask."""
+    async with visit(settings) as cluster:
+        if not await cluster.list_urls():
+            return None
+        served: Served = {}
+        for worker in await cluster.list_workers():
+            roles = served.setdefault(worker.info.model, {})
+            roles[worker.info.role] = roles.get(worker.info.role, 0) + 1
+        return served

@@ -45,7 +45,7 @@ def offered_by_bash(scripts: Path, *words: str) -> list[str]:
     ("words", "offered"),
     [
         (["ser"], ["serve"]),
-        (["serve", "--ta"], ["--target-ttft-s", "--target-itl-s"]),
+        (["serve", "--tl"], ["--tls-cert", "--tls-key"]),
         (["serve", "--engine", "s"], ["sim", "sglang"]),
         (["serve", "--engine", "=", "s"], ["sim", "sglang"]),
         (["serve", "m", "--prefill", "1", "--de"], ["--decode", "--decode-first"]),

@@ -207,7 +207,7 @@ def port_findings(settings: Settings) -> list[Finding]:
     """The fixed ports of the processes of `kvolt serve`."""
     frontend, admin, join_listen = settings.frontend, settings.admin, settings.discovery.join_listen
     edge = port_finding("frontend port", frontend.host, frontend.port, "--port")
-    url = base_url(frontend.host, frontend.port)
+    url = base_url(frontend)
     models = asyncio.run(served_models(url, 1.0)) if edge.blocks else None
     if models is not None:
         names = ", ".join(models) or "no model"

@@ -33,14 +33,17 @@ from kvolt.router.registry import NewRouter, find_router
 from kvolt.router.service.client import remote_router
 from kvolt.router.service.link import RouterLink
 from kvolt.router.service.metrics import LinkCollector
+from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import HttpLimits
-from kvolt.runtime.network import SocketNetwork, join_address
+from kvolt.runtime.network import Network, SocketNetwork, join_address
+from kvolt.runtime.security.credentials import ServerCertificate
 from kvolt.runtime.security.identity import ProcessRole
+from kvolt.runtime.security.secure_network import HttpsNetwork
 from kvolt.runtime.tasks import Scope, TaskGroup
 
 HELP = """
@@ -163,6 +166,15 @@ def _check_processor(frontend: FrontendSettings) -> None:
     find_processor(frontend.processor).check(_parsers(frontend))
 
 
+def _client_network(process: Process, frontend: FrontendSettings, reuse_port: bool) -> Network:
+    """Network of the HTTP API: HTTPS if there is a certificate."""
+    if frontend.tls_cert is None or frontend.tls_key is None:
+        return SocketNetwork(reuse_port)
+    clients = Path(frontend.tls_client_authority) if frontend.tls_client_authority else None
+    certificate = ServerCertificate(Path(frontend.tls_cert), Path(frontend.tls_key), clients, SystemClock())
+    return HttpsNetwork(certificate, lambda outcome: process.metrics.handshakes[outcome].inc(), reuse_port)
+
+
 def prefill_mode_rules(frontend: FrontendSettings) -> PrefillModeRules:
     return PrefillModeRules(
         is_predicted=frontend.prefill_choice == "predicted",
@@ -218,7 +230,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
             body_timeout_s=frontend.body_timeout_s,
             write_timeout_s=frontend.write_timeout_s,
         ),
-        network=None if membership is None else SocketNetwork(reuse_port=True),
+        network=_client_network(process, frontend, reuse_port=membership is not None),
         siblings=None if membership is None else membership.siblings(admission),
         recorder=recorder,
         cors=CorsPolicy(frontend.cors_origins) if frontend.cors_origins else None,
@@ -250,11 +262,12 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     # Open the port after discovery has been read.
     await (models.wait_settled(SETTLE_S) if membership is None else membership.settle(models))
     address = await server.start(join_address(frontend.host, frontend.port))
+    scheme = "http" if frontend.tls_cert is None else "https"
     await runtime.serve_streams(
         EndpointAddress(settings.namespace, "frontend", "http"),
         lambda stream: stream.end(),
-        info={"http": address},
+        info={"http": address, "scheme": scheme},
     )
     settle_garbage_collector()
-    log.info("listening on http://%s", address)
+    log.info("listening on %s://%s", scheme, address)
     await asyncio.get_running_loop().create_future()

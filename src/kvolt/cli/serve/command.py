@@ -17,7 +17,7 @@ from kvolt.api.cluster import visit
 from kvolt.cli.cache.pool_command import pools_of
 from kvolt.cli.flags import option, optional, switch
 from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
-from kvolt.cli.health import Served, base_url, served_models
+from kvolt.cli.health import Served, base_url, registered_models, served_models
 from kvolt.cli.process import run_loop
 from kvolt.cli.serve.chat import HeldOutput, chat_in_terminal
 from kvolt.cli.serve.placement import device_flags, place, visible_gpus
@@ -326,7 +326,7 @@ class _Serve:
         Waits for every worker until `start_timeout_s`, then for one worker of each role.
         """
         frontend = self._settings.frontend
-        base = base_url(frontend.host, frontend.port)
+        base = base_url(frontend)
         clock = SystemClock()
         warn_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
@@ -371,6 +371,8 @@ class _Serve:
 
     async def _ready_models(self, base: str) -> Served | None:
         try:
+            if self._settings.frontend.tls_client_authority is not None:  # HTTP requires a client certificate
+                return await registered_models(self._settings)
             models = await served_models(base, 2.0)
             if models and self._group is not None:  # the process that responded knows only its own models
                 async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):

@@ -10,13 +10,14 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.conflicts import conflicts
 from kvolt.runtime.config.leaves import Leaf, leaves, sections, worker_leaves
 from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.config.toml_writer import literal
@@ -230,7 +231,7 @@ class _Layers:
                 for name in worker_leaves()
             ]
             self._origins.update(dict.fromkeys(default_keys, "default"))
-        for keys, problem, remedy in _conflicts(settings):
+        for keys, problem, remedy in conflicts(settings):
             # Report the key of the strongest layer, which is probably the one changed last.
             key = max(keys, key=lambda name: _rank(self._origins[name]))
             self._add_problem(self._origins[key], key, problem, remedy)
@@ -258,39 +259,6 @@ class _Layers:
 
     def _add_problem(self, origin: str, key: str, problem: str, remedy: str) -> None:
         self.problems.append(ConfigError(f"{_location(origin, key)}: {problem}", key=key, remedy=remedy))
-
-
-def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Values that are valid separately but not together: keys, problem, remedy."""
-    plane, discovery, supervisor = settings.plane, settings.discovery, settings.supervisor
-    if plane.dead_after_s <= plane.heartbeat_s:
-        problem = "plane.dead_after_s must be above plane.heartbeat_s"
-        yield ("plane.dead_after_s", "plane.heartbeat_s"), problem, "use at least three heartbeats"
-    if plane.max_message_bytes < plane.max_frame_bytes:
-        problem = "plane.max_message_bytes must not be below plane.max_frame_bytes"
-        yield (
-            ("plane.max_message_bytes", "plane.max_frame_bytes"),
-            problem,
-            "raise the first or lower the second",
-        )
-    if supervisor.restart_backoff_max_s < supervisor.restart_backoff_s:
-        problem = "supervisor.restart_backoff_max_s must not be below supervisor.restart_backoff_s"
-        keys = ("supervisor.restart_backoff_max_s", "supervisor.restart_backoff_s")
-        yield keys, problem, "raise the first or lower the second"
-    if discovery.kind == "join" and discovery.join is None:
-        yield (
-            ("discovery.kind",),
-            "discovery.kind=join requires the address of a join server",
-            "set discovery.join or give --join HOST:PORT",
-        )
-    if discovery.kind != "join" and discovery.join is not None:
-        problem = f'discovery.join is set, but discovery.kind is "{discovery.kind}"'
-        yield ("discovery.join",), problem, "remove one of them"
-    names = [worker.name for worker in settings.workers]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            problem = f'duplicate worker name "{name}"'
-            yield (f"workers.{index}.name", "workers"), problem, "give each entry its own name"
 
 
 def _config_path(environ: Mapping[str, str], cwd: Path, file: str | None) -> tuple[Path | None, str]:

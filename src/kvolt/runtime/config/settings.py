@@ -192,6 +192,13 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `direct`: the worker named by the request. `FILE.py:FUNCTION` or `MODULE:FUNCTION`: a custom policy."""
     max_body_bytes: Bytes = 16 * MIB
     """Maximum size of a request body. Larger requests get a 413."""
+    tls_cert: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Certificate chain for HTTPS, PEM; read again when it changes. Default: none, plain HTTP."""
+    tls_key: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Private key of frontend.tls_cert, PEM. Default: none."""
+    tls_client_authority: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Authorities of client certificates, PEM. If set, clients need a certificate of one of them. Default:
+    none."""
     cors_origins: Annotated[list[Origin], Meta(extra={"expects": "SCHEME://HOST[:PORT] or *"})] = []
     """Origins whose web pages may call the API from a browser, such as https://chat.example.com; * for all.
     Empty: none."""

@@ -73,6 +73,7 @@ class Connection(asyncio.Protocol):
         self._half_closed: HalfClosedWatch | None = None
         self._timer = LazyTimer(self._loop, self._on_timeout)
         self._watched_mark = 0
+        self._is_secure = False
 
     # transport events
 
@@ -85,6 +86,7 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         tune_socket(transport)
+        self._is_secure = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(high=limits.write_buffer_bytes)
         self._timer.arm(limits.header_timeout_s)
 
@@ -98,7 +100,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Keep the connection open while a request is in progress: its client may still read."""
-        if self._task is None or self._closing:
+        if self._task is None or self._closing or self._is_secure:  # TLS has no half-closed connections
             self._on_disconnect()
             self.close()
             return False

@@ -178,6 +178,57 @@ class Credentials:
         return tuple(_modification(path) for path in self._source.paths)
 
 
+class ServerCertificate:
+    """Certificate of an HTTPS server, read again when its files change."""
+
+    def __init__(self, chain: Path, key: Path, clients: Path | None, clock: Clock) -> None:
+        """`clients`: authorities of client certificates, which are then required. Raises ConfigError."""
+        self._chain, self._key, self._clients = chain, key, clients
+        self._clock = clock
+        self._checked_at = clock.monotonic()
+        self._modified = self._modification_times()
+        self._context = self._load()
+
+    def context(self) -> ssl.SSLContext:
+        now = self._clock.monotonic()
+        if now - self._checked_at >= _CHECK_S:
+            self._checked_at = now
+            modified = self._modification_times()
+            if modified != self._modified:
+                self._modified = modified
+                try:
+                    self._context = self._load()
+                    log.info("HTTPS certificate reloaded: file=%s", self._chain)
+                except ConfigError as error:
+                    log.error("HTTPS certificate not reloaded: error=%s", error.message)
+        return self._context
+
+    def _modification_times(self) -> tuple[object, ...]:
+        paths = (self._chain, self._key, self._clients)
+        return tuple(_modification(path) for path in paths if path is not None)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self._chain, self._key, password=_no_password)
+            if self._clients is not None:
+                context.load_verify_locations(self._clients)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # also ssl.SSLError
+            raise ConfigError(
+                f"the HTTPS certificate {self._chain} cannot be used: {error}",
+                key="frontend.tls_cert",
+                remedy="set frontend.tls_cert and frontend.tls_key to PEM files that belong together",
+            ) from None
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("its private key is encrypted")
+
+
 def _modification(path: Path) -> object:
     try:
         info = path.stat()

@@ -14,7 +14,7 @@ import pytest
 from kvolt.core.errors import ConnectFailed
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.network import SocketNetwork, split_address
-from kvolt.runtime.security import secure_network
+from kvolt.runtime.security import tls_listener
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import Credentials, FileSource, KeySource
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
@@ -166,7 +166,7 @@ async def test_a_server_without_tls_is_named_as_the_cause(
 
 
 async def test_a_handshake_that_does_not_go_on_ends(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_network, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 0.3)
     peer = await SocketNetwork().connect(lab.address, Peer, 20.0)
     assert isinstance(peer, Peer)
     await peer.lost.wait()
@@ -177,7 +177,7 @@ async def test_a_handshake_that_does_not_go_on_ends(lab: Lab, monkeypatch: pytes
 async def test_incomplete_handshakes_are_limited_and_others_get_in_afterwards(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(secure_network, "MAX_HANDSHAKES_PER_PEER", 8)
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 8)
     host, port = split_address(lab.address)
     strangers = [socket.create_connection((host, port)) for _ in range(30)]
     try:

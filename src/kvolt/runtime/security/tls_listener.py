@@ -1,0 +1,176 @@
+"""TLS listener: accepts connections, and makes their protocol when the handshake is complete.
+
+Until then a peer is a stranger: it costs one socket and one handshake. Their number is limited, per process and per
+peer address, and each has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from kvolt.core.errors import ProtocolError
+from kvolt.runtime.network import ProtocolFactory, join_address, listen_error, peer_group, split_address
+from kvolt.runtime.tasks import TaskGroup
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 512
+"""Incomplete handshakes of a process; connections beyond it are closed."""
+MAX_HANDSHAKES_PER_PEER = 64
+"""The same of one peer address (IPv6: of a /64)."""
+_BACKLOG = 1024
+_ACCEPT_PAUSE_S = 1.0
+"""Pause in accepting after an error, such as too many open files."""
+
+
+CountOutcome = Callable[[str], None]
+"""Called with the outcome of each handshake of an accepted connection: `accepted`, `refused`, `incomplete`, or
+`limit` if it was not begun."""
+
+
+CheckPeer = Callable[[asyncio.BaseTransport], object]
+"""Check the peer of a complete handshake; raises ProtocolError to refuse it."""
+
+
+class Admission(asyncio.Protocol):
+    """Protocol of a connection until its handshake is complete, which makes the real one."""
+
+    def __init__(self, factory: ProtocolFactory, check_peer: CheckPeer) -> None:
+        self._factory = factory
+        self._check_peer = check_peer
+        self.protocol: asyncio.Protocol | None = None
+        self.refusal: ProtocolError | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        stream = cast(asyncio.Transport, transport)  # uvloop's transports are of other classes
+        try:
+            self._check_peer(stream)
+        except ProtocolError as error:
+            self.refusal = error
+            stream.abort()
+            return
+        self.protocol = self._factory()
+        stream.set_protocol(self.protocol)
+        self.protocol.connection_made(stream)
+
+
+class TlsListener:
+    """See the module."""
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        factory: ProtocolFactory,
+        context: Callable[[], ssl.SSLContext],
+        check_peer: CheckPeer,
+        count_outcome: CountOutcome,
+    ) -> None:
+        """`context`: called for each connection, so that certificates can change."""
+        self._sockets = sockets
+        self._factory = factory
+        self._context = context
+        self._check_peer = check_peer
+        self._count_outcome = count_outcome
+        self._num_refused = 0
+        self._handshakes: Counter[str] = Counter()
+        """Incomplete handshakes by peer group."""
+        self._task_group = TaskGroup("handshakes")
+        self._accepting = TaskGroup("accept")
+        name = sockets[0].getsockname()
+        self._address = join_address(name[0], name[1])
+        for sock in sockets:
+            self._accepting.start(self._accept(sock), self._address)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def close(self) -> None:
+        await self._accepting.close()
+        for sock in self._sockets:
+            sock.close()
+        await self._task_group.close()
+
+    async def _accept(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, name = await loop.sock_accept(sock)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # out of descriptors or memory: accept would spin
+                log.warning("accept paused: seconds=%s error=%s", _ACCEPT_PAUSE_S, error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            group = peer_group(str(name[0]))
+            if len(self._task_group) >= MAX_HANDSHAKES or self._handshakes[group] >= MAX_HANDSHAKES_PER_PEER:
+                connection.close()
+                self._refuse(group, "limit", "too many incomplete handshakes")
+                continue
+            self._handshakes[group] += 1
+            self._task_group.start(self._shake_hands(connection, join_address(*name[:2]), group), group)
+
+    async def _shake_hands(self, sock: socket.socket, peer: str, group: str) -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(self._factory, self._check_peer)
+        try:
+            sock.setblocking(False)
+            await loop.connect_accepted_socket(
+                lambda: admission,
+                sock,
+                ssl=self._context(),
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except ssl.SSLError as error:
+            self._refuse(peer, "refused", (error.reason or str(error)).lower().replace("_", " "))
+        except (OSError, TimeoutError) as error:
+            self._refuse(peer, "incomplete", f"handshake incomplete: {str(error) or 'connection closed'}")
+        else:
+            if admission.refusal is None:
+                self._count_outcome("accepted")
+            else:
+                self._refuse(peer, "refused", admission.refusal.message)
+        finally:
+            self._handshakes[group] -= 1
+            if not self._handshakes[group]:
+                del self._handshakes[group]
+
+    def _refuse(self, peer: str, outcome: str, reason: str) -> None:
+        self._count_outcome(outcome)
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+            log.warning("connection refused: peer=%s reason=%s refused=%d", peer, reason, self._num_refused)
+
+
+async def bind(address: str, reuse_port: bool = False) -> list[socket.socket]:
+    """Listening sockets for all addresses of a host name, on one port."""
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, target in dict.fromkeys(infos):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((target[0], sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else port))
+            sock.listen(_BACKLOG)
+            sock.setblocking(False)
+    except OSError as error:
+        for sock in sockets:
+            with suppress(OSError):
+                sock.close()
+        raise listen_error(address, error) from error
+    return sockets

@@ -1,0 +1,174 @@
+"""HTTPS of the frontend: certificates, their reload, client certificates, and clients that leave."""
+
+import asyncio
+import ssl
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.server import HttpRequest, HttpServer, Response, Routes
+from kvolt.runtime.http.server_url import ServerUrl
+from kvolt.runtime.network import SocketNetwork, split_address
+from kvolt.runtime.security.authority import Certificate, ClusterAuthority
+from kvolt.runtime.security.credentials import ServerCertificate
+from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.secure_network import HttpsNetwork
+
+WAIT_S = 30.0
+IDENTITY = Identity(ProcessRole.FRONTEND, "edge")
+
+
+class Clock(SystemClock):
+    """Real clock that a test can advance."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.offset_s
+
+
+class Lab:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.authority = ClusterAuthority.create(self.clock.wall())
+        self.outcomes: list[str] = []
+        self.cancelled = asyncio.Event()
+        self.started = asyncio.Event()
+        self.install()
+
+    def issue(self) -> Certificate:
+        return self.authority.issue(IDENTITY, self.clock.wall())
+
+    def install(self) -> Certificate:
+        issued = self.issue()
+        for name, content in (
+            ("chain", issued.chain_pem),
+            ("key", issued.key_pem),
+            ("ca", issued.trusted_pem),
+        ):
+            (self.folder / name).write_bytes(content)
+        return issued
+
+    def certificate(self, clients: bool = False) -> ServerCertificate:
+        ca = self.folder / "ca" if clients else None
+        return ServerCertificate(self.folder / "chain", self.folder / "key", ca, self.clock)
+
+    async def echo(self, request: HttpRequest) -> Response:
+        return Response(200, request.body, content_type="text/plain")
+
+    async def wait(self, request: HttpRequest) -> Response:
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        raise AssertionError
+
+    async def start(self, certificate: ServerCertificate) -> tuple[HttpServer, str]:
+        routes = Routes()
+        routes.add("POST", "/echo", self.echo)
+        routes.add("GET", "/wait", self.wait)
+        server = HttpServer(HttpsNetwork(certificate, self.outcomes.append), routes, self.clock)
+        return server, await server.start("127.0.0.1:0")
+
+    def client_context(self, *, has_certificate: bool = False) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(self.folder / "ca"))
+        context.check_hostname = False
+        if has_certificate:
+            (self.folder / "both").write_bytes(
+                (self.folder / "chain").read_bytes() + (self.folder / "key").read_bytes()
+            )
+            context.load_cert_chain(self.folder / "both")
+        return context
+
+    def client(self, address: str, context: ssl.SSLContext) -> HttpClient:
+        return HttpClient(ServerUrl.parse(f"https://{address}"), network=SocketNetwork(tls=context))
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+async def test_requests_and_large_bodies(lab: Lab) -> None:
+    server, address = await lab.start(lab.certificate())
+    body = b"kv" * 1_000_000
+    async with lab.client(address, lab.client_context()) as client:
+        for _ in range(3):
+            response = await client.fetch("/echo", WAIT_S, body)
+            assert (response.status, response.body) == (200, body)
+    await server.close()
+    assert set(lab.outcomes) == {"accepted"}
+
+
+def test_the_same_on_uvloop(tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(tmp_path)
+        await test_requests_and_large_bodies(lab)
+        lab.outcomes.clear()
+        await test_a_client_that_leaves_cancels_its_request(lab)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def test_a_client_that_leaves_cancels_its_request(lab: Lab) -> None:
+    server, address = await lab.start(lab.certificate())
+    _, writer = await asyncio.open_connection(*split_address(address), ssl=lab.client_context())
+    writer.write(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        await lab.started.wait()
+        writer.close()
+        await lab.cancelled.wait()
+    await server.close()
+
+
+async def test_a_changed_certificate_is_used_for_new_connections(lab: Lab) -> None:
+    server, address = await lab.start(lab.certificate())
+
+    async def serial() -> str:
+        _, writer = await asyncio.open_connection(*split_address(address), ssl=lab.client_context())
+        peer = writer.get_extra_info("peercert")
+        writer.transport.abort()
+        return str(peer["serialNumber"])
+
+    first = await serial()
+    lab.install()
+    assert await serial() == first, "files are looked at every ten seconds"
+    lab.clock.offset_s = 11.0
+    second = await serial()
+    assert second != first
+    (lab.folder / "chain").write_bytes(b"damaged")
+    lab.clock.offset_s = 22.0
+    assert await serial() == second, "a file that cannot be used changes nothing"
+    await server.close()
+
+
+async def test_client_certificates_are_required_if_an_authority_is_set(lab: Lab) -> None:
+    server, address = await lab.start(lab.certificate(clients=True))
+    async with lab.client(address, lab.client_context(has_certificate=True)) as client:
+        assert (await client.fetch("/echo", WAIT_S, b"x")).status == 200
+    reader, writer = await asyncio.open_connection(*split_address(address), ssl=lab.client_context())
+    writer.write(b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        with suppress(ssl.SSLError):  # the alert may get lost with the connection
+            assert await reader.read() == b""
+    writer.transport.abort()
+    await server.close()
+    assert lab.outcomes.count("refused") == 1
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "chain").write_bytes(b"nothing")
+    (tmp_path / "key").write_bytes(b"nothing")
+    for chain, key in (("chain", "key"), ("none", "key")):
+        with pytest.raises(ConfigError, match="cannot be used") as caught:
+            ServerCertificate(tmp_path / chain, tmp_path / key, None, SystemClock())
+        assert "frontend.tls_key" in caught.value.fields["remedy"]
