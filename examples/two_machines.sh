@@ -5,8 +5,10 @@
 #   b$ ADDRESS=10.0.0.5 examples/two_machines.sh worker sim-tiny
 #   b$ ADDRESS=10.0.0.5 examples/two_machines.sh status
 #
-# Without ADDRESS all parts run on this machine. There is no encryption: use a network that you trust.
+# Without ADDRESS all parts run on this machine. With it, all machines need the same key file: create it once with
+# `kvolt cluster init cluster.key`, copy it, and set KEY=cluster.key.
 set -eu
+[ -z "${KEY:-}" ] || export KVOLT_CLUSTER_KEY="$KEY"
 join="${ADDRESS:-127.0.0.1}:${JOIN_PORT:-7400}"
 
 case "${1:-}" in

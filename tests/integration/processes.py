@@ -261,9 +261,9 @@ class Bench:
         return load(environ=environ, cwd=self.folder).settings
 
     @asynccontextmanager
-    async def runtime(self, **more: str) -> AsyncIterator[Runtime]:
+    async def runtime(self, role: ProcessRole = ProcessRole.FRONTEND, **more: str) -> AsyncIterator[Runtime]:
         """A kvolt process inside the test."""
-        async with running(self.settings(**more), "test", ProcessRole.FRONTEND) as process:
+        async with running(self.settings(**more), "test", role) as process:
             yield process.runtime
 
     async def look(self, **more: str) -> dict[str, ProcessView]:

@@ -34,9 +34,14 @@ class Client:
     """
 
     def __init__(
-        self, *, join: str | None = None, namespace: str | None = None, config: str | None = None
+        self,
+        *,
+        join: str | None = None,
+        namespace: str | None = None,
+        config: str | None = None,
+        cluster_key: str | None = None,
     ) -> None:
-        given = {"discovery.join": join, "namespace": namespace}
+        given = {"discovery.join": join, "namespace": namespace, "cluster.key": cluster_key}
         overrides = [Override(key, text, key) for key, text in given.items() if text is not None]
         loaded = load(file=config, overrides=overrides)
         self._connection = _Connection(loaded.settings)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import ConfigError, DiscoveryLost, KvoltError, Unsupported
+from kvolt.core.errors import AccessDenied, ConfigError, DiscoveryLost, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.port import Discovery, LeaseId
@@ -224,7 +224,12 @@ class Runtime:
             lambda missing: self._set_registered(str(endpoint), missing),
         )
         served = self._served[str(endpoint)] = _Served(instance, registration)
-        await self._publish(served)
+        try:
+            await self._publish(served)
+        except AccessDenied:
+            del self._served[str(endpoint)]
+            self.server.unregister(str(endpoint))
+            raise
         self.options.on_registered()
         self.health.set(str(endpoint), State.READY)
         return instance

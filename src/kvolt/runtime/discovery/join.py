@@ -24,7 +24,16 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound, WorkerLost
+from kvolt.core.errors import (
+    AccessDenied,
+    DiscoveryLost,
+    FieldValue,
+    InvalidRequest,
+    KeyConflict,
+    KvoltError,
+    NotFound,
+    WorkerLost,
+)
 from kvolt.runtime.discovery import join_server as join
 from kvolt.runtime.discovery.join_mirror import Mirror
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
@@ -34,6 +43,8 @@ from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.tasks import TaskGroup
 
+_OWN_MISTAKES = (AccessDenied, InvalidRequest, KeyConflict)
+"""Errors of the caller, raised unchanged."""
 _FOREVER_S = 1e9
 
 _decode_any: Decode = msgspec.msgpack.Decoder().decode
@@ -256,7 +267,7 @@ class JoinDiscovery:
             async with own.lock:
                 await self._call_server(endpoint, request)
             needs_resync = False
-        except (InvalidRequest, KeyConflict):
+        except _OWN_MISTAKES:
             needs_resync = False
             raise
         finally:
@@ -351,8 +362,8 @@ class JoinDiscovery:
     def _to_port_error(self, error: KvoltError) -> KvoltError:
         """Map errors for callers of the port: their own mistakes unchanged, everything else to DiscoveryLost."""
         unknown_lease = isinstance(error, NotFound) and error.fields.get("kind") == "lease"
-        own_mistake = unknown_lease or isinstance(error, InvalidRequest | KeyConflict)
-        return error if own_mistake else self._lost_error(error.message)
+        own_mistake = unknown_lease or isinstance(error, _OWN_MISTAKES)
+        return error if own_mistake else self._lost_error(error.message, error.fields.get("remedy"))
 
     @asynccontextmanager
     async def _time_limit(self) -> AsyncIterator[None]:
@@ -362,8 +373,11 @@ class JoinDiscovery:
         except TimeoutError:
             raise self._lost_error(f"no answer within {self._timeout_s:g} s") from None
 
-    def _lost_error(self, reason: str) -> DiscoveryLost:
-        return DiscoveryLost(f"join server {self._address}: {reason}", address=self._address, reason=reason)
+    def _lost_error(self, reason: str, remedy: FieldValue = None) -> DiscoveryLost:
+        message = f"join server {self._address}: {reason}"
+        if remedy is None:
+            return DiscoveryLost(message, address=self._address, reason=reason)
+        return DiscoveryLost(message, address=self._address, reason=reason, remedy=remedy)
 
     def _check_open(self) -> None:
         if self._closed:
