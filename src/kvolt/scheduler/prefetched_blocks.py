@@ -69,6 +69,12 @@ class PrefetchedBlocks:
         if blocks:
             self._queued[request_id] = _Queued(blocks, order)
 
+    def move_queued(self, request_id: RequestId, order: tuple[int, int, int]) -> None:
+        """Follow a request whose queue position changed."""
+        queued = self._queued.get(request_id)
+        if queued is not None:
+            queued.order = order
+
     def release(self, request_id: RequestId) -> None:
         """Release the blocks of a request that was admitted, and holds its blocks itself, or has ended."""
         self.release_expected(request_id)

@@ -20,6 +20,9 @@ HEAD_START = 64
 """Number of requests that a streaming sequence may overtake. More would let handoffs starve prompts, fewer
 would let prompts delay answers."""
 
+PROMOTED = -(1 << 40)
+"""First element of the order of promoted sequences: before every priority."""
+
 
 class Phase(StrEnum):
     WAITING = "waiting"
@@ -80,7 +83,7 @@ class Sequence:
     eos: frozenset[int] = frozenset()
     """Tokens that end it without a stop reason; empty with `ignore_eos`."""
     order: tuple[int, int, int] = (0, 0, 0)
-    """Sort key, smaller first: priority, queue position, arrival. See `advance_order`."""
+    """Sort key, smaller first: negated priority, queue position, arrival. See `advance_order` and `promote`."""
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)
     """Prompt, prior output, and output generated here."""
@@ -133,6 +136,10 @@ class Sequence:
         already streaming."""
         priority, position, arrival = self.order
         self.order = (priority, position - HEAD_START, arrival)
+
+    def promote(self) -> None:
+        """Move ahead of every priority, because requests of higher priorities have overtaken it."""
+        self.order = (PROMOTED, *self.order[1:])
 
     @property
     def num_output(self) -> int:

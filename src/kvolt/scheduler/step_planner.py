@@ -17,6 +17,8 @@ steps: those belong to `scheduler`. Rules:
   here, or came by handoff or migration) precedes prompts that arrived up to `HEAD_START` requests earlier, no
   more, so that handoffs do not starve prompts. Only the first waiting sequence can be admitted: large
   requests do not starve.
+- Priorities age. While sequences of lower priorities wait, every `PROMOTED_ONE_IN`th admission is the oldest of
+  them. It then precedes every priority, so it is not preempted for a later one either.
 - A sequence is admitted if all its tokens have room and one block is left for each running sequence;
   otherwise it might be preempted at the next block boundary. It starts after its longest cached prefix, but
   its last token is always computed, because the next token is sampled from it.
@@ -44,12 +46,14 @@ from kvolt.core.latency import StepModel
 from kvolt.core.load import StepStats
 from kvolt.kv import BlockId, BlockPool
 from kvolt.scheduler.prefetched_blocks import PrefetchedBlocks
-from kvolt.scheduler.sequence import Phase, Sequence
+from kvolt.scheduler.sequence import PROMOTED, Phase, Sequence
 from kvolt.scheduler.shared_reads import SharedReads
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import Limits, Scheduling, StepPlan, Work, shared_prefill_tokens, with_chunk
 
 _order = attrgetter("order")
+PROMOTED_ONE_IN = 8
+"""As in the router's queue: a backlog of low priority takes at most this share of the admissions."""
 _MAX_OVERTAKING = 16
 """Number of waiting sequences considered to go before the first one; bounds the cost per step."""
 
@@ -63,6 +67,8 @@ class StepPlanner:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_before_lower = 0
+        """Admissions while lower priorities waited, since the last promotion."""
         self.pace: StepPace | None = None
         """Predicted step times; None if unknown: then only the token count limits a step."""
         self._pool = pool
@@ -292,7 +298,23 @@ class StepPlanner:
         self._prefetched.release(sequence.request.request_id)
         insort(self.running, sequence, key=_order)
         sequence.phase = Phase.RUNNING
+        self._age_priorities(sequence.order[0])
         return True
+
+    def _age_priorities(self, admitted: int) -> None:
+        """Count an admission, and promote the oldest waiting sequence of lower priority if it is its turn."""
+        if admitted == PROMOTED or not self.waiting or self.waiting[-1].order[0] <= admitted:
+            return
+        self._num_before_lower += 1
+        if self._num_before_lower < PROMOTED_ONE_IN - 1:
+            return
+        self._num_before_lower = 0
+        num_not_lower = bisect_right(self.waiting, admitted, key=lambda waiting: waiting.order[0])
+        oldest = min(self.waiting[num_not_lower:], key=lambda waiting: waiting.order[2])
+        self.remove(oldest)
+        oldest.promote()
+        self.enqueue(oldest)
+        self._prefetched.move_queued(oldest.request.request_id, oldest.order)
 
     def _find_blocks(self, sequence: Sequence) -> bool:
         """Assign cached and new blocks for all tokens of the first waiting sequence, or none."""

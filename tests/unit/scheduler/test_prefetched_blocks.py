@@ -11,6 +11,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.kv import BlockPool
 from kvolt.scheduler.prefetched_blocks import PrefetchedBlocks
+from kvolt.scheduler.step_planner import PROMOTED_ONE_IN
 
 A, B = RequestId("a"), RequestId("b")
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
@@ -267,6 +268,22 @@ def test_the_first_in_the_queue_takes_what_is_kept_for_the_last() -> None:
     lab.run()
     assert lab.cached[A, 0] == lab.cached[B, 0] == 6
     assert lab.cached[RequestId("c"), 0] < 6, "what it lost was written over"
+
+
+def test_blocks_kept_for_a_promoted_request_are_not_the_first_to_be_evicted() -> None:
+    lab = Lab(scheduler(num_blocks=12, bounds=limits(max_num_seqs=1)))
+    settle(lab, request("a", PROMPT))
+    settle(lab, request("b", OTHER))
+    lab.scheduler.add_request(request("a", PROMPT, max_tokens=1))
+    for number in range(PROMOTED_ONE_IN - 1):
+        lab.scheduler.add_request(request(f"high {number}", (4,), max_tokens=1, priority=1))
+    lab.scheduler.add_request(request("b", OTHER, max_tokens=1, priority=1))
+    while lab.scheduler.num_waiting > 2:
+        lab.step()
+    assert [one.request.request_id for one in lab.scheduler.planner.waiting] == [A, B]
+    assert lab.scheduler.prefetched.evict_last(spare=A), "the chain of b"
+    lab.run()
+    assert lab.cached[A, 0] == 6
 
 
 def test_an_answer_that_grows_takes_what_is_kept_before_it_preempts() -> None:

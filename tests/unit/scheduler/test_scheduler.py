@@ -14,6 +14,7 @@ from kvolt.core.request import Handoff
 from kvolt.scheduler.scheduler import StepPlan, Work
 from kvolt.scheduler.sequence import HEAD_START
 from kvolt.scheduler.step_plan import PlainBatch, Scheduling
+from kvolt.scheduler.step_planner import PROMOTED_ONE_IN
 
 
 def outline(plan: StepPlan | None) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
@@ -223,6 +224,56 @@ def test_waiting_requests_go_by_priority_then_by_arrival() -> None:
     while lab.scheduler.has_work:
         order += [one.sequence.request.request_id for one in lab.step()]
     assert order == ["b", "d", "a", "c", "e"]
+
+
+def admitted_under_a_flood(lab: Lab, awaited: set[str], new: tuple[int, ...] = (9,)) -> list[str]:
+    """Names in the order of their first tokens, until those awaited have theirs. Two of priority 1 always wait."""
+    names: list[str] = []
+    for number in range(500):
+        while sum(each.request.routing.priority == 1 for each in lab.scheduler.planner.waiting) < 2:
+            count = len(names) + lab.scheduler.num_waiting
+            lab.scheduler.add_request(request(f"high {number} {count}", new, max_tokens=4, priority=1))
+        names += [each.sequence.request.request_id for each in lab.step() if each.is_first]
+        lab.scheduler.check_integrity()
+        if awaited <= set(names):
+            return names
+    raise AssertionError(f"{awaited - set(names)} wait for ever")
+
+
+@pytest.mark.parametrize("scheduling", list(Scheduling))
+def test_one_of_eight_admissions_is_the_oldest_of_a_lower_priority(scheduling: Scheduling) -> None:
+    lab = Lab(scheduler(bounds=limits(max_num_seqs=1), scheduling=scheduling))
+    for name, priority in (("lowest", -100), ("low", 0), ("newest", 0)):
+        lab.scheduler.add_request(request(name, (1,), priority=priority))
+    names = admitted_under_a_flood(lab, {"lowest", "low", "newest"})
+    assert [names.index(name) + 1 for name in ("lowest", "low", "newest")] == [
+        PROMOTED_ONE_IN,
+        2 * PROMOTED_ONE_IN,
+        3 * PROMOTED_ONE_IN,
+    ]
+
+
+def test_a_large_request_of_low_priority_gets_its_blocks() -> None:
+    """Once it is promoted, later ones of higher priority do not take the blocks that are released for it."""
+    lab = Lab(scheduler(num_blocks=8))
+    lab.scheduler.add_request(request("large", (2,) * 12, max_tokens=4))
+    names = admitted_under_a_flood(lab, {"large"}, new=(9, 9, 9))
+    assert len(names) <= PROMOTED_ONE_IN
+
+
+def test_a_promoted_request_does_not_yield_its_blocks_to_later_ones() -> None:
+    lab = Lab(scheduler(num_blocks=12, bounds=limits(max_num_seqs=2)))
+    low = request("low", (2, 2, 2), max_tokens=16)
+    lab.scheduler.add_request(low)
+    admitted_under_a_flood(lab, {"low"})
+    [sequence] = [one for one in lab.scheduler.planner.running if one.request is low]
+    for number in range(40):
+        if not lab.scheduler.num_waiting:
+            lab.scheduler.add_request(request(f"late {number}", (3,) * 5, max_tokens=12, priority=1))
+        lab.step()
+    assert (RequestId("low"), 0) in lab.ends
+    assert lab.scheduler.planner.num_preemptions > sequence.num_preemptions == 0
+    lab.check_answer(low)
 
 
 def test_answers_that_have_begun_go_before_prompts() -> None:
