@@ -21,6 +21,7 @@ from kvolt.core.request import Handoff, LinkCosts, Request, Role, RoutingHints
 from kvolt.journey.links import LinkSpeeds, with_link_costs
 from kvolt.journey.prefill import RoleTarget, as_prefill_request
 from kvolt.journey.slo_gate import DecayingAverage, SloGate
+from kvolt.router.breaker import ALL_FAILING
 from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Router
 
@@ -149,7 +150,9 @@ class PrefillModeSelector(PrefillModePolicy):
             return _LOCAL
         try:
             mode = PrefillMode.REMOTE if pinned_id is not None else self._choose_mode(request, target.router)
-        except KvoltError:  # no worker has room now: the default mode reports why
+        except KvoltError as error:  # no worker has room now: the default mode reports why
+            if error.fields.get("reason") == ALL_FAILING:
+                return _LOCAL
             mode = PrefillMode.REMOTE
         if not request.routing.query_only:
             self.counts[mode] += 1

@@ -8,7 +8,8 @@ One breaker per instance with recent failures; other instances cost nothing.
                 first failure opens it again for twice as long
 
 An open breaker is advice, not a gate: if all candidates are open, all are used, so that a common failure (a request
-that no engine can compute, a shared dependency) takes nothing out of service.
+that no engine can compute, a shared dependency) takes nothing out of service. Prompts for prefill workers are the
+exception, because a decode worker can compute them.
 
 The outcome of a request sent before the breaker opened is ignored.
 
@@ -36,6 +37,8 @@ from kvolt.core.ids import InstanceId
 
 BREAKER_DETAILS = "breakers"
 """Key in the process status, see `router.metrics.describe_breakers`."""
+ALL_FAILING = "all_failing"
+"""Reason of Unavailable: the breakers of all candidates are open, and the caller has an alternative to them."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
@@ -161,8 +164,10 @@ class Breakers:
         """Whether any breaker is open or half-open: `blocked` may be non-empty."""
         return self._num_not_closed > 0
 
-    def blocked(self, candidates: Iterable[InstanceId]) -> frozenset[InstanceId]:
-        """Candidates to skip now; empty if that would be all of them."""
+    def blocked(
+        self, candidates: Iterable[InstanceId], *, may_block_all: bool = False
+    ) -> frozenset[InstanceId]:
+        """Candidates to skip now; empty if that would be all of them, unless it may."""
         if not self._num_not_closed:
             return frozenset()
         now, names = self._now(), tuple(candidates)
@@ -171,7 +176,7 @@ class Breakers:
             for each in names
             if (breaker := self._breakers.get(each)) is not None and breaker.is_blocked(now)
         )
-        return blocked if len(blocked) < len(names) else frozenset()
+        return blocked if may_block_all or len(blocked) < len(names) else frozenset()
 
     def failure_rates(self, instances: Sequence[InstanceId]) -> list[float] | None:
         """Recent failure rate of each instance; None if none has failed."""

@@ -11,7 +11,7 @@ import logging
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.breaker import Attempt, Breakers, BreakerState, BreakerView, Outcome
+from kvolt.router.breaker import ALL_FAILING, Attempt, Breakers, BreakerState, BreakerView, Outcome
 from kvolt.router.registrations import Registrations
 from kvolt.router.worker_rank import ranks_of
 from kvolt.runtime.endpoint.address import Instance, InstanceState
@@ -68,8 +68,19 @@ class CandidateFilter:
             candidates = [each for each in candidates if hints.pinned_dp_rank in ranks_of(infos.get(each.id))]
         if not candidates:
             raise self._unavailable(hints, lora, excluded)
-        blocked = self.breakers.blocked(each.id for each in candidates)
-        return [each for each in candidates if each.id not in blocked] if blocked else candidates
+        return self._without_blocked(candidates, request) if self.breakers.is_any_open else candidates
+
+    def _without_blocked(self, candidates: list[Instance], request: Request) -> list[Instance]:
+        """A pinned worker is not blocked; all candidates are blocked only for a prompt that others can compute."""
+        has_alternative = (
+            self._client.has_fallback and request.prefill_only and self._role not in request.routing.pins
+        )
+        blocked = self.breakers.blocked((each.id for each in candidates), may_block_all=has_alternative)
+        unblocked = [each for each in candidates if each.id not in blocked]
+        if not unblocked:
+            endpoint = str(self._client.endpoint)
+            raise Unavailable(f"all workers of {endpoint} fail", endpoint=endpoint, reason=ALL_FAILING)
+        return unblocked
 
     def exclusion_reason(self, instance: Instance, request: Request) -> str | None:
         """Why a registered instance cannot take the request, for display; None if it can."""

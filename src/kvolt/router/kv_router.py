@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
@@ -98,7 +100,12 @@ class KvRouter:
         return None if choice.is_saturated else choice.predicted_s
 
     def forecast(self, request: Request) -> Forecast:
-        return self.selector.forecast(request, self._candidates(request, frozenset()))
+        asked = request
+        if (
+            self._client.has_fallback
+        ):  # prefill workers: without one for the prompt there is nothing to forecast
+            asked = msgspec.structs.replace(request, prefill_only=True)
+        return self.selector.forecast(request, self._candidates(asked, frozenset()))
 
     def queue_s(self, decision: Decision) -> float:
         """Predicted time until all prompts sent to the decision's worker rank are computed, later ones included. Once

@@ -7,12 +7,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.unit.engines.lab import LIMITS, Lab, make_request, sim, until
+from tests.unit.engines.lab import LIMITS, MODEL, Lab, make_request, sim, until
 from tests.unit.journey.stage import Inbox
+from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.errors import EngineFailed, Overloaded
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Role
+from kvolt.frontend.model import ModelOptions
 from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.router.breaker import MAX_BACKOFF_S, Outcome
 from kvolt.router.metrics import breaker_families, describe_breakers
 from kvolt.router.port import Router, RouterContext
@@ -109,6 +112,48 @@ def test_a_worker_that_says_it_is_full_has_not_failed(router: str) -> None:
         assert describe_breakers([cluster.router]) == []
 
     clustered(body, router)
+
+
+@pytest.mark.parametrize("router", ["latency", "classic", "round-robin"])
+def test_prompts_are_computed_by_the_decode_worker_while_the_only_prefill_worker_fails(router: str) -> None:
+    """But for the probes, by which it is used again once it works."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            prefill, _ = await start(lab, air, Role.PREFILL)
+            await start(lab, air, Role.DECODE)
+            modes = ModelOptions(prefill=PrefillModeRules(is_predicted=False))
+            edge = await lab.frontend(router=router, model_options=modes)
+            await edge.ready()
+            await until(lambda: bool((t := edge.models.get(MODEL).get_prefill_target()) and t.candidates()))
+            num_asked = 0
+            compute = prefill.engine.prefill
+
+            async def ask(count: int, is_failing: bool) -> None:
+                nonlocal num_asked
+                num_asked = 0
+
+                def prefill_prompt(*arguments: Any, **named: Any) -> Any:
+                    nonlocal num_asked
+                    num_asked += 1
+                    if is_failing:
+                        raise EngineFailed("a kernel could not be launched")
+                    return compute(*arguments, **named)
+
+                prefill.engine.prefill = prefill_prompt
+                for number in range(count):
+                    answer = await edge.complete(prompt=f"{count} {number} " + "water " * 30, max_tokens=3)
+                    assert answer.status == 200
+                    await asyncio.sleep(0.1)
+
+            await ask(100, is_failing=True)
+            assert 4 <= num_asked <= 8, "three that open its breaker, then one probe each after 1, 2 and 4 s"
+            await asyncio.sleep(MAX_BACKOFF_S)
+            await ask(20, is_failing=False)
+            assert num_asked == 20
+
+    run_virtual(scenario)
 
 
 def test_a_worker_that_is_gone_leaves_no_breaker_behind() -> None:

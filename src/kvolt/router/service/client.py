@@ -15,7 +15,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import Unavailable, from_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
-from kvolt.router.breaker import Outcome
+from kvolt.router.breaker import ALL_FAILING, Outcome
 from kvolt.router.explanation import Explanation, explain_route
 from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Decision, Router, RouterContext, WithdrawHook
@@ -84,7 +84,7 @@ class RemoteRouter:
             response = remote.response
             if response.refused is not None:
                 error = from_info(response.refused)
-                if not isinstance(error, Unavailable):
+                if not isinstance(error, Unavailable) or error.fields.get("reason") == ALL_FAILING:
                     raise error
                 if response.refused.fields.get("reason") == "no_session":
                     remote.session.close()

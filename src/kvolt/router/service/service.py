@@ -380,6 +380,7 @@ class RouterService:
                 oldest = next(iter(self.components))
                 await self.components.pop(oldest).close()
             client = await self._runtime.client(address)
+            client.has_fallback = request_message.role is Role.PREFILL  # as at the frontends
             context = RouterContext(
                 client, self._runtime, request_message.block_size, self._settings, request_message.role
             )

@@ -29,7 +29,7 @@ from kvolt.core.request import (
 )
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.balancing import LeastLoadedRouter, RoundRobinRouter
-from kvolt.router.breaker import Outcome
+from kvolt.router.breaker import FIRST_BACKOFF_S, Outcome
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.metrics import describe_breakers
 from kvolt.router.policy.choice import Choice
@@ -929,6 +929,33 @@ def test_failures_that_several_frontends_see_open_one_breaker() -> None:
                 edge.router.release(decision, None)
 
     scene(body, 3)
+
+
+@pytest.mark.parametrize("new_router", [latency, ROUTERS["round-robin"]], ids=["latency", "round-robin"])
+def test_a_prompt_for_prefill_workers_that_all_fail_is_refused(new_router: NewRouter) -> None:
+    """Also by the frontend, whose own router knows nothing of the failures. A pin is respected."""
+
+    async def body(here: Scene) -> None:
+        service = await here.start_router(new_router)
+        edge = await here.start_edge()
+        context = RouterContext(edge.client, edge.runtime, BLOCK, role=Role.PREFILL)
+        router = remote_router(edge.link, ROUTERS["round-robin"])(context)
+        here.lab._closing.append(router.close)
+        prompt_only = msgspec.structs.replace(make_request("r"), prefill_only=True)
+        for _ in range(6):
+            router.release(await router.route(prompt_only), None, Outcome.FAILED)
+            await asyncio.sleep(TOLD_S)
+        assert [each["state"] for each in describe_breakers(service.routers())] == ["open", "open"]
+        with pytest.raises(Unavailable, match="fail") as caught:
+            await router.route(prompt_only)
+        assert caught.value.fields["reason"] == "all_failing"
+        pin = RoutingHints(pins={Role.PREFILL: edge.client.candidates()[0].id})
+        router.release(await router.route(msgspec.structs.replace(prompt_only, routing=pin)), None)
+        router.release(await router.route(make_request("an answer")), None)
+        await asyncio.sleep(FIRST_BACKOFF_S)
+        router.release(await router.route(prompt_only), None)  # a probe
+
+    scene(body)
 
 
 def _exposed(service: RouterService) -> str:
