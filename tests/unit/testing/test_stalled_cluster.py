@@ -373,6 +373,26 @@ def test_requests_that_come_while_all_workers_are_stalled_wait_for_them() -> Non
     clustered(body)
 
 
+@pytest.mark.parametrize("after_s", [0.5, 4.0, 7.0, 14.0])
+@pytest.mark.parametrize("stall_s", [20.0, 29.0])
+def test_the_first_requests_of_a_frontend_wait_for_workers_that_are_stalled(
+    after_s: float, stall_s: float
+) -> None:
+    """It has never connected to them: no connection tells it that they are silent."""
+
+    async def body(cluster: Cluster) -> None:
+        for name in ("w0", "w1"):
+            stall_process(cluster.network, name)
+        await asyncio.sleep(after_s)
+        cluster.ask(2)
+        await asyncio.sleep(stall_s - after_s)
+        for name in ("w0", "w1"):
+            resume_process(cluster.network, name)
+        await cluster.whole()
+
+    clustered(body)
+
+
 def test_a_stalled_worker_gets_nothing_new_and_its_streams_go_on_elsewhere() -> None:
     async def body(cluster: Cluster) -> None:
         streams = cluster.ask()

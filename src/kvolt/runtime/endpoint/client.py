@@ -19,6 +19,7 @@ from typing import Any
 from kvolt.core.errors import KvoltError, NetworkFault, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
+from kvolt.runtime.endpoint.absent import AbsentInstances
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream, decode_any, open_call
 from kvolt.runtime.plane.port import Destination, RequestPlane
@@ -33,6 +34,9 @@ _REDIAL_MAX_S = 2.0
 _REGISTER_S = 5.0
 """Time allowed for a stalled instance to register again, and for an instance whose registration expired to be
 recognised as stalled. Longer than it takes to detect a silent connection."""
+
+_REFUSED_S = 1.0
+"""A dial that fails sooner was refused; a longer one got no answer."""
 
 _FAILOVER_DELAY_S = 1.0
 """Delay between the silence of an instance and moving its calls: instances that stall together (same machine) recover
@@ -72,10 +76,9 @@ class EndpointClient:
         """Addresses that may be stalled; their calls continue."""
         self._expired: dict[InstanceId, Instance] = {}
         """Instances at silent addresses whose registration expired: a stall may outlast a lease."""
-        self._unregistered: dict[InstanceId, tuple[Instance, float]] = {}
-        """Unregistered instances that are not known to be silent, with the time until which they may register again:
-        instances whose silence ended, and instances that vanished without draining. If this process was stalled
-        itself, it may see the expired lease before it detects the silence."""
+        self._absent = AbsentInstances(lambda: asyncio.get_running_loop().time())
+        """Unregistered instances that are not known to be silent: their silence ended, or they vanished without
+        draining."""
         self._lost_all_at: float | None = None
         """When the last instance vanished without draining."""
         self._failover_timer: asyncio.TimerHandle | None = None
@@ -145,8 +148,7 @@ class EndpointClient:
             if (instance := self._instances.get(instance_id)) is not None
             and instance.state is InstanceState.READY
         ]
-        self._prune_unregistered()
-        return frozenset([*unreachable, *self._expired, *self._unregistered])
+        return frozenset([*unreachable, *self._expired, *self._absent.ids()])
 
     @property
     def awaits_replacement(self) -> bool:
@@ -157,9 +159,7 @@ class EndpointClient:
 
     async def wait_change(self, timeout_s: float) -> None:
         """Wait until the candidates or the recovering instances may have changed, or until the time-out."""
-        self._prune_unregistered()
-        now = asyncio.get_running_loop().time()
-        timeout_s = min([timeout_s, *(until - now for _, until in self._unregistered.values())])
+        timeout_s = min([timeout_s, *self._absent.waits_s()])
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._change_event.wait()
@@ -242,7 +242,7 @@ class EndpointClient:
 
     def _on_peer_lost(self, address: str, reason: KvoltError) -> None:
         self._end_silence(address)
-        if self._pop_unregistered(address):
+        if self._absent.pop_at(address):
             self._notify_changed()
         for instance in self.instances():
             if instance.address == address:
@@ -250,7 +250,7 @@ class EndpointClient:
 
     def _on_silent(self, address: str, is_silent: bool) -> None:
         registered = [instance for instance in self.instances() if instance.address == address]
-        expired = self._pop_unregistered(address) if is_silent else []
+        expired = self._absent.pop_at(address) if is_silent else []
         if is_silent and (registered or expired):
             self._silent[address] = None
             self._expired.update((instance.id, instance) for instance in expired)
@@ -267,22 +267,7 @@ class EndpointClient:
     def _expect_registrations(self, address: str) -> None:
         for instance in self._expired.values():
             if instance.address == address:
-                self._expect_registration(instance)
-
-    def _expect_registration(self, instance: Instance) -> None:
-        self._prune_unregistered()
-        self._unregistered[instance.id] = (instance, asyncio.get_running_loop().time() + _REGISTER_S)
-
-    def _prune_unregistered(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._unregistered = {key: each for key, each in self._unregistered.items() if now < each[1]}
-
-    def _pop_unregistered(self, address: str) -> list[Instance]:
-        """Remove and return the instances at `address` that were expected to register again."""
-        instances = [instance for instance, _ in self._unregistered.values() if instance.address == address]
-        for instance in instances:
-            del self._unregistered[instance.id]
-        return instances
+                self._absent.expect(instance, _REGISTER_S)
 
     def _end_silence(self, address: str) -> None:
         self._silent.pop(address, None)
@@ -339,6 +324,38 @@ class EndpointClient:
         if self._unreachable.get(instance_id) is reason:
             self._mark_reachable(instance_id)
 
+    def _await_return(self, instance: Instance) -> None:
+        """Expect an instance that vanished without draining to register again, unless it refuses connections."""
+        self._absent.expect(instance, max(_REGISTER_S, self._deadlines.connect_s + _REFUSED_S))
+        if not self._task_group.closed:
+            self._task_group.start(self._probe_absent(instance), f"probe {instance.id}")
+
+    async def _probe_absent(self, instance: Instance) -> None:
+        """Dial an unregistered instance until it answers, refuses, or is expected no more. The system of a stalled
+        process accepts connections; that of a process that ended refuses them at once."""
+        loop = asyncio.get_running_loop()
+        ends_at, num_refused, pause_s = loop.time() + self.stall_grace_s, 0, _REDIAL_FIRST_S
+        while self._absent.is_expected(instance) and num_refused < 2:  # the first dial may have been shared
+            dialed_at, is_connected = loop.time(), True
+            try:
+                await self._plane.ensure_connected(instance.address, self._deadlines.connect_s)
+            except NetworkFault:
+                is_connected = False
+            if not self._absent.is_expected(instance):
+                return
+            if is_connected:
+                self._absent.expect(instance, _REGISTER_S)
+                return
+            if loop.time() - dialed_at < _REFUSED_S:
+                num_refused, pause_s = num_refused + 1, _REDIAL_FIRST_S
+            else:
+                num_refused, pause_s = 0, min(pause_s * 2, _REDIAL_MAX_S)
+                self._absent.expect(instance, ends_at - loop.time())
+            await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
+        if self._absent.is_expected(instance):
+            self._absent.discard(instance.id)
+            self._notify_changed()
+
     # --- discovery
 
     async def _watch(self, discovery: Discovery) -> None:
@@ -350,7 +367,7 @@ class EndpointClient:
                     continue
                 self._instances[instance.id] = instance
                 self._expired.pop(instance.id, None)
-                self._unregistered.pop(instance.id, None)
+                self._absent.discard(instance.id)
                 self._notify_changed()
             elif isinstance(event, Delete):
                 instance_id = InstanceId(event.key.rsplit("/", 1)[-1])
@@ -358,8 +375,8 @@ class EndpointClient:
                 if removed is not None:
                     if removed.address in self._silent:
                         self._expired[instance_id] = removed
-                    elif removed.state is InstanceState.READY and instance_id not in self._unreachable:
-                        self._expect_registration(removed)
+                    elif removed.state is InstanceState.READY:
+                        self._await_return(removed)
                     if not self._instances and removed.state is InstanceState.READY:
                         self._lost_all_at = asyncio.get_running_loop().time()
                     self._notify_changed()

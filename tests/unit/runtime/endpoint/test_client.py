@@ -532,6 +532,61 @@ async def test_an_instance_whose_lease_ends_before_its_silence_is_noticed_is_awa
     assert [item async for item in stream] == [1, 2]
 
 
+@pytest.mark.parametrize("is_dialed", [False, True])
+def test_a_stalled_instance_without_a_connection_is_awaited(is_dialed: bool) -> None:
+    """Its system accepts connections, or drops packets, but nothing refuses them."""
+
+    @in_world
+    async def scenario(world: World) -> None:
+        await world.server("a")
+        instance = await world.register("a")
+        client = await world.client()
+        world.network.pause("a")
+        if is_dialed:
+            with pytest.raises(ConnectFailed):
+                await client.stream(None)
+        await world.discovery.delete(instance.key)
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            assert client.instances() == []
+            assert client.recovering() == {"a"}
+        world.network.resume("a")
+        await asyncio.sleep(2.0)
+        assert client.recovering() == {"a"}, "it answers, and will register again"
+        await world.register("a")
+        assert await ask(client) == ["a", 1, 2]
+        assert client.recovering() == frozenset()
+
+    scenario()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_absent_instance_is_awaited_until_it_refuses_or_the_grace_is_over(is_refused: bool) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        await world.server("a")
+        client = await world.client()
+        instance = await world.register("a")
+        world.network.pause("a")
+        await world.discovery.delete(instance.key)
+        await asyncio.sleep(10.0)
+        assert client.recovering() == {"a"}
+        if is_refused:
+            world.network.crash("a", silent=False)
+            await asyncio.sleep(5.0)
+        else:
+            await asyncio.sleep(client.stall_grace_s - 11.0)
+            assert client.recovering() == {"a"}
+            await asyncio.sleep(2.0)
+        assert client.recovering() == frozenset()
+        await asyncio.sleep(5.0)
+        attempts = world.caller.stats.connects["connect_failed"]
+        await asyncio.sleep(30.0)
+        assert world.caller.stats.connects["connect_failed"] == attempts, "it is not dialed any more"
+
+    scenario()
+
+
 @in_world
 async def test_calls_move_from_an_instance_whose_lease_ends_before_its_silence_is_noticed(
     world: World,
