@@ -1,7 +1,7 @@
 """Routers without a cost model: round-robin, least loaded, power of two choices, random, and pinned.
 
 Those that balance load count this process's own requests only. They count at once, where a worker report would be late;
-other routers of the same workers are not seen.
+other routers of the same workers are not seen. The predicted time of a decision is that of its prompt alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Breakers, Outcome
 from kvolt.router.filters import CandidateFilter
+from kvolt.router.policy.prompt_time import PromptTimes
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -30,17 +31,19 @@ class RoundRobinRouter:
         self._role = role
         self._turn = 0
         self.candidate_filter = CandidateFilter(client, role, breakers)
+        self._prompt_times = PromptTimes(self.candidate_filter.registrations)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         if self.candidate_filter.is_unrestricted(request, excluded):
-            return self._decide(self._client.pick_round_robin())
+            return self._decide(request, self._client.pick_round_robin())
         candidates = self.candidate_filter.candidates(request, excluded)
         self._turn += 1
-        return self._decide(candidates[self._turn % len(candidates)])
+        return self._decide(request, candidates[self._turn % len(candidates)])
 
-    def _decide(self, chosen: Instance, dp_rank: int | None = None) -> Decision:
+    def _decide(self, request: Request, chosen: Instance, dp_rank: int | None = None) -> Decision:
         attempt = self.candidate_filter.breakers.start_attempt(chosen.id)
-        return Decision(chosen, dp_rank=dp_rank, attempt=attempt)
+        predicted_ms = self._prompt_times.predict_ms(chosen.id, request)
+        return Decision(chosen, predicted_ms=predicted_ms, dp_rank=dp_rank, attempt=attempt)
 
     def mark_first_token(self, decision: Decision, cached_tokens: int | None) -> None:
         self.candidate_filter.breakers.mark_first_token(decision.instance.id, decision.attempt)
@@ -65,7 +68,7 @@ class DirectRouter(RoundRobinRouter):
                 param="nvext.backend_instance_id",
             )
         (instance,) = self.candidate_filter.candidates(request, excluded)
-        return self._decide(instance, request.routing.pinned_dp_rank)
+        return self._decide(request, instance, request.routing.pinned_dp_rank)
 
 
 class LeastLoadedRouter(RoundRobinRouter):
@@ -87,7 +90,7 @@ class LeastLoadedRouter(RoundRobinRouter):
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         chosen = self._choose(self.candidate_filter.candidates(request, excluded))
         self._in_flight[chosen.id] = self._count(chosen) + 1
-        return self._decide(chosen)
+        return self._decide(request, chosen)
 
     def _choose(self, candidates: list[Instance]) -> Instance:
         self._turn += 1

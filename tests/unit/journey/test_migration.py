@@ -392,7 +392,9 @@ def test_when_all_workers_are_gone_the_error_says_so(number: int) -> None:
         journey = await begun(stage, journey_context, inbox)
         for turn in range(number):
             await until(lambda turn=turn: inbox.num_tokens >= 4 * (turn + 1))
-            [holder] = [each for each in range(number) if stage.decision(each) == journey.decision]
+            [holder] = [
+                each for each in range(number) if stage.decision(each).instance == journey.decision.instance
+            ]
             crash(stage, holder)()
         await until(lambda: bool(inbox.ends), journey_context.client.stall_grace_s + 5)
         [error] = inbox.ends

@@ -6,16 +6,22 @@ import random
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.lab import Lab, RunningWorker, make_request, until
+from tests.unit.engines.lab import ARGUMENTS, MODEL, Lab, RunningWorker, make_request, sim, until
 
+from kvolt.core.card import EngineInfo
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Role, RoutingHints
+from kvolt.core.latency import LatencyModel
+from kvolt.core.request import Handoff, Role, RoutingHints
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimEngine
+from kvolt.journey.prefill import deadlines_for
 from kvolt.router.balancing import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.config.leaves import leaves
 from kvolt.runtime.config.settings import FrontendSettings
+from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
@@ -141,6 +147,63 @@ def test_no_instance_is_unavailable(new_router: NewRouter) -> None:
             await router.close()
             assert caught.value.retryable
             assert caught.value.fields["reason"] == "no_instances"
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    "name", ["latency", "round-robin", "least-loaded", "power-of-two", "random", "direct"]
+)
+def test_a_decision_has_the_predicted_time_of_its_prompt(name: str) -> None:
+    """From which the deadline of the first token follows."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            priced = replace(
+                ARGUMENTS,
+                max_num_seqs=8,
+                max_batch_tokens=100,
+                latency=LatencyModel(base_s=0.1, prefill_token_s=0.02, prefill_context_s=1e-4),
+            )
+            worker = await lab.worker("w0", sim(priced))
+            client = await lab.client(worker)
+            await until(lambda: len(client.candidates()) == 1)
+            router = ROUTERS[name](RouterContext(client, await lab.runtime("f"), 16))
+            pins = {Role.AGGREGATED: client.candidates()[0].id}
+            request = replace(make_request(prompt=250), routing=RoutingHints(pins=pins))
+            decision = await router.route(request)
+            squares = 100 * 100 + 100 * 200 + 50 * 250
+            assert decision.predicted_ms == pytest.approx(3 * 100.0 + 250 * 20.0 + 0.1 * squares)
+            limits = deadlines_for(Deadlines(first_s=10.0), decision)
+            assert limits.first_s == pytest.approx(3e-3 * decision.predicted_ms)
+            router.release(decision, None)
+            await router.close()
+
+    run_virtual(scenario)
+
+
+class Unpriced(SimEngine):
+    async def start(self) -> EngineInfo:
+        return replace(await super().start(), latency=None)
+
+
+def test_a_worker_without_a_step_model_or_with_the_kv_of_its_prompt_has_no_predicted_time() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"))
+            unpriced = Unpriced(EngineSpec(model=MODEL, role=Role.AGGREGATED), ARGUMENTS)
+            workers = [await lab.worker("w0", unpriced), await lab.worker("w1", sim())]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == 2)
+            router = LeastLoadedRouter(client)
+            predicted = {}
+            for instance in client.candidates():
+                for request in (make_request(), replace(make_request(), handoff=handoff)):
+                    pinned = RoutingHints(pins={Role.AGGREGATED: instance.id})
+                    decision = await router.route(replace(request, routing=pinned))
+                    has_kv = request.handoff is not None
+                    predicted[instance.process, has_kv] = decision.predicted_ms is not None
+            assert [key for key, is_predicted in predicted.items() if is_predicted] == [("w1", False)]
 
     run_virtual(scenario)
 
