@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -136,6 +137,19 @@ async def test_a_block_is_written_when_it_is_seen_again(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
             block.key.hex() for block in blocks[:2]
         }
+
+
+async def test_a_store_that_gets_nothing_because_of_its_touches_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = sequence("a", 3)
+    with device() as memory, caplog.at_level(logging.WARNING):
+        memory.compute(blocks, range(3))
+        async with cache_over(memory, str(tmp_path), touches=2) as cache:
+            await cache.offload(blocks, range(3))
+            assert cache.host.num_skipped == {Tier.OBJECT: 3}
+        assert "no block written to tier: tier=object skipped=3 touches=2" in caplog.text
+        assert "tiers.object_touches" in caplog.text
 
 
 async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
