@@ -455,6 +455,15 @@ def test_json_records_are_unfolded_and_other_lines_left_alone() -> None:
     assert render_line(json.dumps(record | fields).encode())[1] == (
         "03:04:05 WARNING hot: temp=90 time=3 request_id=r"
     )
+    fields = {
+        "message": 'request failed: error="no worker: request_id=\\"x\\"" start=0.0s',
+        "error": 'no worker: request_id="x"',
+        "start": 0.00649,
+        "request_id": "r",
+    }
+    assert render_line(json.dumps(record | fields).encode())[1] == (
+        f"03:04:05 WARNING {fields['message']} request_id=r"
+    ), "rounded and quoted values are shown once, and do not hide other fields"
     trace = "Traceback\n  ValueError\n"
     level, text = render_line(json.dumps({"level": "ERROR", "message": "bad", "exception": trace}).encode())
     assert (level, text) == (Level.ERROR, "ERROR   bad\nTraceback\n  ValueError")

@@ -37,6 +37,8 @@ _LEVELS = {"warn": Level.WARNING, "warning": Level.WARNING, "error": Level.ERROR
 _ERROR_WORDS = re.compile(
     r"\w(Error|Exception)\b|(?i:\b(error|exception|fatal|panic|abort(ed)?|cannot|failed)\b)|^kvolt: "
 )
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)', re.DOTALL)
+"""A quoted value, which may lack its end: matching from there again would take quadratic time."""
 _SHOWN_KEYS = frozenset(("time", "level", "logger", "process", "message"))
 _LEVEL_COLOURS = {Level.WARNING: "33", Level.ERROR: "31"}
 
@@ -132,10 +134,14 @@ def render_line(line: bytes) -> tuple[Level | None, str]:
         return None, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     name = str(record["level"]).lower()
     text = f"{_time_of_day(record.get('time'))}{name.upper():<7} {record['message']}"
+    fields_shown = _QUOTED.sub(
+        "", record["message"]
+    )  # their values may be rounded or quoted, and quote other fields
     for key, value in record.items():
-        if key not in _SHOWN_KEYS and f" {key.rstrip('_')}={value}" not in record["message"]:
-            is_block = isinstance(value, str) and "\n" in value  # a traceback
-            text += f"\n{value.rstrip()}" if is_block else f" {key}={value}"
+        if isinstance(value, str) and "\n" in value:  # a traceback
+            text += f"\n{value.rstrip()}" if key not in _SHOWN_KEYS else ""
+        elif key not in _SHOWN_KEYS and f" {key.rstrip('_')}=" not in fields_shown:
+            text += f" {key}={value}"
     return _LEVELS.get(name, Level.INFO), text
 
 
