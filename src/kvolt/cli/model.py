@@ -16,9 +16,10 @@ import msgspec
 from kvolt.cli.flags import switch
 from kvolt.core.errors import ConfigError
 from kvolt.models import resolve
+from kvolt.models.config import read_hf_config
 from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
 from kvolt.models.generation_config import FILE, GenerationConfig
-from kvolt.models.json_files import read_json
+from kvolt.models.json_files import read_json, read_required
 from kvolt.models.model_files import ModelKind
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
@@ -56,7 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(without_config=_list)
     fetch = verbs.add_parser("fetch", help="download a model or update it")
     fetch.set_defaults(without_config=_fetch)
-    show = verbs.add_parser("show", help="show format, path, revision, generation defaults and files")
+    show = verbs.add_parser(
+        "show",
+        help="show format, path, revision, generation defaults, files and unsupported fields",
+    )
     show.set_defaults(without_config=_show)
     for each in (fetch, show):
         each.add_argument("name", metavar="NAME", help="Built-in name, Hugging Face name or path.")
@@ -116,9 +120,14 @@ def _show(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.name} is not on this machine", key="model", remedy=f"`kvolt model fetch {args.name}`"
         )
-    files = _files(Path(model.path))
+    files, refusal = _files(Path(model.path)), _refusal(model)
     if args.json:
-        shown = {**msgspec.to_builtins(model), "generation_defaults": _defaults(model), "files": files}
+        shown = {
+            **msgspec.to_builtins(model),
+            "generation_defaults": _defaults(model),
+            "refused": refusal,
+            "files": files,
+        }
         print(msgspec.json.encode(shown).decode())
         return 0
     facts: dict[str, object] = {
@@ -131,6 +140,8 @@ def _show(args: argparse.Namespace) -> int:
         "defaults": ", ".join(f"{name} {value:g}" for name, value in _defaults(model).items()) or "OpenAI's",
         "size": size_text(sum(files.values())),
     }
+    if refusal is not None:
+        facts["kvolt serve"] = _one_line(f"refuses it: {refusal}")
     for name, value in facts.items():
         print(f"{name:<13} {value}")
     for file, size_bytes in files.items():
@@ -157,6 +168,26 @@ def _defaults(model: resolve.Resolved) -> dict[str, float | int]:
         return GgufFile(Path(model.path)).generation_defaults
     except (ConfigError, ImportError):
         return {}
+
+
+def _refusal(model: resolve.Resolved) -> str | None:
+    """Why the native engine refuses the model's config; None if it does not, or if that cannot be checked here."""
+    path = Path(model.path)
+    try:
+        if model.kind is ModelKind.GGUF:
+            from kvolt.models.gguf_file import GgufFile  # needs torch, which may not be installed
+
+            GgufFile(path)
+        else:
+            read_hf_config(read_required(path, "config.json", "fetch the model again"), "float32")
+    except ConfigError as error:
+        remedy = error.fields.get("remedy")
+        return f"{error.message} ({remedy})" if remedy else error.message
+    except (ArithmeticError, TypeError, ValueError) as error:  # fields of unexpected types
+        return f"its config cannot be used: {error}"
+    except ImportError:
+        pass
+    return None
 
 
 def _config_facts(path: Path) -> dict[str, object]:

@@ -15,6 +15,7 @@ from tests.unit.models.package_lab import DATA, WEIGHTS
 from kvolt.cli.main import main
 from kvolt.models import resolve
 from kvolt.models.hub import Hub
+from kvolt.testing.tiny_models import tiny_config, tiny_gguf
 
 pytest.importorskip("huggingface_hub")
 
@@ -134,6 +135,7 @@ def test_a_broken_config_is_no_obstacle(hub: FakeHub, tmp_path: Path) -> None:
         ({"architectures": [1, {}], "hidden_size": {"a": 1}}, "architecture  1, {}"),
         ({"architectures": ["\x1b[2Jcleared"]}, "\\x1b[2Jcleared"),
         ("[" * 100_000, "size "),
+        (tiny_config("LlamaForCausalLM", no_rope_layers=5), "refuses it: "),
     ],
 )
 def test_a_hostile_config_is_shown_as_plain_text(
@@ -145,6 +147,25 @@ def test_a_hostile_config_is_shown_as_plain_text(
     out = capsys.readouterr().out
     assert shown in out
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_model_that_serve_refuses_is_shown_with_the_reason(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the message of `kvolt serve`, from the same check."""
+    path, field = tmp_path, "final_logit_softcapping"
+    if kind == "gguf":
+        path = tiny_gguf(tmp_path / "model.gguf", metadata={f"llama.{field}": 30.0})
+    else:
+        (path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM", **{field: 30.0})))
+        (path / "model.safetensors").write_bytes(b"x")
+    assert main(["model", "show", str(path)]) == 0
+    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("kvolt serve")]
+    assert f"{field} = 30.0" in line
+    assert "--engine vllm" in line
+    assert main(["model", "show", str(path), "--json"]) == 0
+    assert field in json.loads(capsys.readouterr().out)["refused"]
 
 
 def test_a_bar_on_a_terminal(
