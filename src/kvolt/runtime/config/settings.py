@@ -133,8 +133,6 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Event plane. `zmq`: between processes and machines. `mem`: a single process."""
     host: Host = "127.0.0.1"
     """Listen address of the event publishers."""
-    queue_limit: Count = 10_000
-    """Event queue length per subscriber. The oldest events are dropped when a slow subscriber fills it."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
