@@ -92,6 +92,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Private key of cluster.certificate. Default: none."""
     authority: Annotated[Text | None, Meta(extra=_FILE)] = None
     """Certificates of the authorities that sign the processes' certificates. Default: none."""
+    event_secret: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """Secret of the event plane beside cluster.certificate: a file, readable by its owner only, with 32 bytes in
+    base64. All processes need the same. To replace it, add the new one as second line on all machines, swap the
+    lines on all, and then remove the old one. Default: none."""
 
 
 class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,9 +1,9 @@
 """The `zmq` event plane: no broker; each publisher binds a PUB socket and registers it in discovery.
 
-    publisher --put events/<namespace>/<publisher> = {address, version}--> discovery
+    publisher --put events/<namespace>/<publisher> = {address, version, public key}--> discovery
     subscriber --watch events/<namespace>/--> connects its SUB socket to every address
 
-`zmq_sockets` has both sockets and the format of messages.
+`zmq_sockets` has both sockets and the format of messages, `curve` the keys that encrypt them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zmq
 from kvolt.core.errors import DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.discovery.port import Discovery, LeaseId
 from kvolt.runtime.endpoint.registration import RegisteredKey
+from kvolt.runtime.events.curve import Authenticator, EventSecrets, KeyPair
 from kvolt.runtime.events.subscriber_queue import (
     NO_COUNTERS,
     EventCounters,
@@ -27,7 +28,6 @@ from kvolt.runtime.events.subscriber_queue import (
 )
 from kvolt.runtime.events.zmq_sockets import (
     MAX_PAYLOAD_BYTES,
-    MESSAGE_VERSION,
     Receiver,
     Registration,
     Sender,
@@ -52,7 +52,9 @@ class ZmqEvents:
         publisher: str,
         discovery: Discovery,
         counters: EventCounters = NO_COUNTERS,
+        secrets: EventSecrets | None = None,
     ) -> None:
+        """`secrets`: encrypts events, and admits processes of the cluster only."""
         self._options = options
         self._publisher = publisher
         self._discovery = discovery
@@ -64,6 +66,8 @@ class ZmqEvents:
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._lease: LeaseId | None = None
+        self._secrets = secrets
+        self._authenticator: Authenticator | None = None
         self._started = False
 
     @property
@@ -80,15 +84,33 @@ class ZmqEvents:
         self._started = True
         self._context = zmq.Context()
         try:
-            self._sender = Sender(self._context, self._options)
+            self._sender = self._open_sender(self._context)
             for topic in self._subscriptions.topics:
                 self._subscribe(topic)
-            await self._register(self._sender.address)
+            await self._register(self._sender.registration)
         except BaseException:
             await self.close()
             raise
 
-    async def _register(self, address: str) -> None:
+    def _open_sender(self, context: zmq.Context[zmq.Socket[bytes]]) -> Sender:
+        if self._secrets is None:
+            return Sender(context, self._options)
+        self._authenticator = Authenticator(
+            context, self._secrets.event_secrets, lambda: self._counters.rejected("subscriber", 1)
+        )
+        self._secrets.on_renewed(self._on_renewed)
+        return Sender(context, self._options, KeyPair.create())
+
+    def _on_renewed(self) -> None:
+        if self._secrets is None:
+            return
+        secrets = self._secrets.event_secrets
+        if self._authenticator is not None:
+            self._authenticator.accept(secrets)
+        if self._receiver is not None:
+            self._receiver.use_keys(KeyPair.of_secret(secrets[0]))
+
+    async def _register(self, registration: Registration) -> None:
         self._lease = await self._discovery.lease(self._options.lease_ttl_s)
         key = registrations_prefix(self._options.namespace) + self._publisher
         registered = RegisteredKey(
@@ -99,7 +121,7 @@ class ZmqEvents:
             random.Random(self._publisher),
             lambda missing: None,
         )
-        await registered.publish(msgspec.msgpack.encode(Registration(address, MESSAGE_VERSION)))
+        await registered.publish(msgspec.msgpack.encode(registration))
         if self._sender is None:
             raise Unavailable("the event plane was closed while starting", reason="closed")
 
@@ -142,6 +164,9 @@ class ZmqEvents:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -150,7 +175,8 @@ class ZmqEvents:
         if self._context is None:
             return
         if self._receiver is None:
-            self._receiver = Receiver(self._context, self._options, self._subscriptions, self._counters)
+            keys = None if self._secrets is None else KeyPair.of_secret(self._secrets.event_secrets[0])
+            self._receiver = Receiver(self._context, self._options, self._subscriptions, self._counters, keys)
             self._task_group.start(self._receiver.follow_publishers(self._discovery), "follow")
         self._receiver.subscribe_topic(topic)
 

@@ -37,7 +37,8 @@ _AUTHORITY_LIFETIME = timedelta(days=3650)
 _CLOCK_SKEW = timedelta(minutes=10)
 """Certificates are valid from this much earlier, for machines whose clock is behind."""
 _MAX_KEY_BYTES = 64 * 1024
-_SECRET_BYTES = 32
+SECRET_BYTES = 32
+"""Size of an event secret."""
 _SECRET = re.compile(
     rb"-----BEGIN KVOLT EVENT SECRET-----\s+([A-Za-z0-9+/=]{44})\s+-----END KVOLT EVENT SECRET-----"
 )
@@ -76,7 +77,7 @@ class ClusterAuthority:
     @classmethod
     def create(cls, now: float) -> ClusterAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
-        return cls(key, [_authority_certificate(key, key, None, now)], (secrets.token_bytes(_SECRET_BYTES),))
+        return cls(key, [_authority_certificate(key, key, None, now)], (secrets.token_bytes(SECRET_BYTES),))
 
     @classmethod
     def parse(cls, pem: bytes, source: str) -> ClusterAuthority:
@@ -91,7 +92,7 @@ class ClusterAuthority:
         if certificates[0].public_key() != key.public_key():
             raise _not_a_key(source, "its first certificate is of another key")
         event_secrets = tuple(base64.b64decode(each) for each in _SECRET.findall(pem))
-        if not event_secrets or any(len(each) != _SECRET_BYTES for each in event_secrets):
+        if not event_secrets or any(len(each) != SECRET_BYTES for each in event_secrets):
             raise _not_a_key(source, "it has no event secret")
         return cls(key, certificates, event_secrets)
 
@@ -105,7 +106,7 @@ class ClusterAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         own = _authority_certificate(key, key, None, now)
         cross = _authority_certificate(key, self._key, self._own, now, own.subject)
-        event_secrets = (self.event_secrets[-1], secrets.token_bytes(_SECRET_BYTES))
+        event_secrets = (self.event_secrets[-1], secrets.token_bytes(SECRET_BYTES))
         return ClusterAuthority(key, [own, cross, self._own], event_secrets)
 
     def to_pem(self) -> bytes:
@@ -153,21 +154,22 @@ class ClusterAuthority:
         )
 
 
-def read_secret(path: Path) -> bytes:
-    """Contents of a file with a private key. Raises ConfigError if other users can read it."""
+def read_secret(path: Path, key: str = "cluster.key", remedy: str = _REMEDY) -> bytes:
+    """Contents of a file with a secret. Raises ConfigError if other users can read it.
+
+    `key`: the setting with the path; `remedy`: where to get such a file.
+    """
     try:
         mode = path.stat().st_mode
         with path.open("rb") as file:
             content = file.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path}: {reason}", key="cluster.key", remedy=_REMEDY) from None
+        raise ConfigError(f"{path}: {reason}", key=key, remedy=remedy) from None
     if mode & 0o077:
-        raise ConfigError(
-            f"{path}: other users can read it", key="cluster.key", remedy=f"run `chmod 600 {path}`"
-        )
+        raise ConfigError(f"{path}: other users can read it", key=key, remedy=f"run `chmod 600 {path}`")
     if len(content) > _MAX_KEY_BYTES:
-        raise _not_a_key(str(path), f"it has more than {_MAX_KEY_BYTES} bytes")
+        raise ConfigError(f"{path} has more than {_MAX_KEY_BYTES} bytes", key=key, remedy=remedy)
     return content
 
 

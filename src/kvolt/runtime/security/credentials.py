@@ -8,6 +8,7 @@ connections continue.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import ssl
@@ -19,7 +20,7 @@ from cryptography import x509
 
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import Clock
-from kvolt.runtime.security.authority import Certificate, ClusterAuthority, read_secret
+from kvolt.runtime.security.authority import SECRET_BYTES, Certificate, ClusterAuthority, read_secret
 from kvolt.runtime.security.identity import Identity, parse_identity
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 _CHECK_S = 10.0
 """Interval of looking for changed files and certificates to renew."""
 _WARN_BEFORE_S = 7 * 24 * 3600.0
+_SECRET_REMEDY = (
+    "write it with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, the same on all machines"
+)
 
 
 class Source(Protocol):
@@ -69,12 +73,15 @@ class KeySource:
 class FileSource:
     """Certificates of one's own authority. `chain` has the process's certificate first."""
 
-    def __init__(self, chain: Path, key: Path, trusted: Path) -> None:
+    def __init__(self, chain: Path, key: Path, trusted: Path, event_secret: Path | None = None) -> None:
         self._chain, self._key, self._trusted = chain, key, trusted
+        self._event_secret = event_secret
+        self._event_secrets: tuple[bytes, ...] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return (self._chain, self._key, self._trusted)
+        paths = (self._chain, self._key, self._trusted)
+        return paths if self._event_secret is None else (*paths, self._event_secret)
 
     def load(self, now: float) -> Certificate:
         chain, trusted = _read(self._chain, "cluster.certificate"), _read(self._trusted, "cluster.authority")
@@ -90,10 +97,15 @@ class FileSource:
                 key="cluster.certificate",
                 remedy="issue it with the URI as subject alternative name, for example kvolt://worker/worker-0",
             )
-        return Certificate(chain, read_secret(self._key), trusted, leaf.not_valid_after_utc.timestamp())
+        key = read_secret(
+            self._key, "cluster.private_key", "name the file with the certificate's private key"
+        )
+        if self._event_secret is not None:
+            self._event_secrets = _read_event_secrets(self._event_secret)
+        return Certificate(chain, key, trusted, leaf.not_valid_after_utc.timestamp())
 
     def event_secrets(self) -> tuple[bytes, ...]:
-        return ()
+        return self._event_secrets
 
 
 class Credentials:
@@ -118,7 +130,17 @@ class Credentials:
 
     @property
     def event_secrets(self) -> tuple[bytes, ...]:
+        """Subscribers use the first, publishers accept all; empty for own certificates without a secret."""
         return self._source.event_secrets()
+
+    def check_event_secrets(self) -> None:
+        """Raise ConfigError if own certificates leave the event plane without a secret."""
+        if not self.event_secrets:
+            raise ConfigError(
+                "cluster.certificate is set, but the event plane has no secret",
+                key="cluster.event_secret",
+                remedy=f"set it to a file: {_SECRET_REMEDY}",
+            )
 
     @property
     def expires_at(self) -> float:
@@ -243,6 +265,21 @@ def _read(path: Path, key: str) -> bytes:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}", key=key, remedy="set it to a readable PEM file") from None
+
+
+def _read_event_secrets(path: Path) -> tuple[bytes, ...]:
+    lines = read_secret(path, "cluster.event_secret", _SECRET_REMEDY).split()
+    try:
+        event_secrets = tuple(base64.b64decode(line, validate=True) for line in lines)
+    except ValueError:
+        event_secrets = ()
+    if not 1 <= len(event_secrets) <= 2 or any(len(each) != SECRET_BYTES for each in event_secrets):
+        raise ConfigError(
+            f"{path} is not one or two lines with {SECRET_BYTES} bytes in base64",
+            key="cluster.event_secret",
+            remedy=_SECRET_REMEDY,
+        )
+    return event_secrets
 
 
 def _contexts(certificate: Certificate) -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -1,83 +1,34 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
-import random
 import sys
-from collections import Counter
 
 import msgspec
 import pytest
 import uvloop
 import zmq
+from tests.unit.runtime.events.zmq_lab import PREFIX, Secrets, ZmqHarness, no_sockets_left, until
 
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
-from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.events import zmq_plane
 from kvolt.runtime.events import zmq_sockets as events_zmq
-from kvolt.runtime.events.port import Event, EventStream
-from kvolt.runtime.events.subscriber_queue import EventCounters
+from kvolt.runtime.events.port import Event
 from kvolt.runtime.events.zmq_plane import ZmqEvents
 from kvolt.runtime.events.zmq_sockets import Registration, ZmqOptions, decode, encode
-from kvolt.testing.events_suite import CASES, probe
-
-PREFIX = "events/ns/"
-
-
-class ZmqHarness:
-    def __init__(self) -> None:
-        self.store = MemStore()
-        self.discovery = MemDiscovery(self.store, SystemClock(), random.Random(1))
-        self.totals: Counter[tuple[str, str]] = Counter()
-        self._num_planes = 0
-
-    async def plane(self, **options) -> ZmqEvents:
-        self._num_planes += 1
-        plane = ZmqEvents(
-            ZmqOptions(namespace="ns", **options), f"p{self._num_planes}", self.discovery, self._counters()
-        )
-        await plane.start()
-        return plane
-
-    async def connected(self, publisher: ZmqEvents, topic: str, *streams: EventStream) -> None:
-        await probe(publisher, topic, *streams)
-
-    def lose(self, publisher: ZmqEvents, num_events: int) -> None:
-        send, left = publisher._sender.send, num_events
-
-        def lossy(parts: list[bytes]) -> bool:
-            nonlocal left
-            left -= 1
-            return True if left >= 0 else send(parts)
-
-        publisher._sender.send = lossy
-
-    def _counters(self) -> EventCounters:
-        def counter(name: str):
-            def count(label: str, number: int) -> None:
-                self.totals[name, label] += number
-
-            return count
-
-        return EventCounters(*(counter(name) for name in EventCounters.__slots__))
-
-
-def no_sockets_left() -> bool:
-    gc.collect()
-    return not [x for x in gc.get_objects() if isinstance(x, zmq.Context | zmq.Socket) and not x.closed]
+from kvolt.testing.events_suite import CASES
 
 
 @pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
+@pytest.mark.parametrize("secrets", [None, Secrets(b"a" * 32)], ids=["plain", "secured"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_conformance(case, loop_factory):
+def test_conformance(case, secrets, loop_factory):
     async def main() -> None:
         num_descriptors = len(os.listdir("/proc/self/fd"))
-        await case(ZmqHarness())
+        await case(ZmqHarness(secrets))
         assert len(asyncio.all_tasks()) == 1
         assert len(os.listdir("/proc/self/fd")) <= num_descriptors
 
@@ -92,14 +43,6 @@ async def harness():
     yield harness
     assert len(asyncio.all_tasks()) <= 2, "a task was left behind"
     assert no_sockets_left()
-
-
-async def until(condition) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come about")
 
 
 def test_message_layout():
@@ -196,7 +139,7 @@ async def test_other_namespaces_are_not_heard(harness):
     await theirs.start()
     stream = ours.subscribe("kv")
     await harness.connected(ours, "kv", stream)
-    assert list(ours._receiver._addresses) == ["p1"]
+    assert list(ours._receiver._publishers) == ["p1"]
     await ours.close()
     await theirs.close()
 
@@ -245,10 +188,10 @@ async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(
     plane = await harness.plane()
     connect = events_zmq.Receiver._connect
 
-    def fail_once(self, address: str) -> bool:
-        if address == "tcp://127.0.0.1:1":
+    def fail_once(self, registration: Registration) -> bool:
+        if registration.address == "tcp://127.0.0.1:1":
             raise OSError("no descriptors left")
-        return connect(self, address)
+        return connect(self, registration)
 
     monkeypatch.setattr(events_zmq.Receiver, "_connect", fail_once)
     stream = plane.subscribe("kv")
@@ -295,7 +238,7 @@ async def test_a_gap_across_a_lost_registration_is_seen(harness):
     key = PREFIX + sender.publisher
     value = harness.store.content("")[key]
     await harness.discovery.delete(key)
-    await until(lambda: sender.publisher not in receiver._receiver._addresses)
+    await until(lambda: sender.publisher not in receiver._receiver._publishers)
     sender.publish("kv", b"unheard")
     await asyncio.sleep(0.05)
     await harness.discovery.put(key, value, await harness.discovery.lease(1))
@@ -322,7 +265,7 @@ async def test_a_port_that_went_to_another_publisher_stays_connected(harness):
     stream = receiver.subscribe("kv")
     await harness.connected(sender, "kv", stream)
     await harness.discovery.revoke(lease)
-    await until(lambda: "dead" not in receiver._receiver._addresses)
+    await until(lambda: "dead" not in receiver._receiver._publishers)
     await asyncio.sleep(0.05)
     sender.publish("kv", b"still heard")
     async with asyncio.timeout(5):
@@ -456,7 +399,7 @@ async def test_a_subscription_of_a_megabyte_is_refused(harness):
     stream = subscriber.subscribe("t")
     await harness.connected(publisher, "t", stream)
     stranger = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _STRANGER, publisher._sender.address
+        sys.executable, "-c", _STRANGER, publisher._sender.registration.address
     )
     assert await asyncio.wait_for(stranger.wait(), 60) == 0
     await harness.connected(publisher, "t", stream)
