@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -33,7 +34,10 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """Receives the response of one request and passes its Sample to `on_end`."""
+    """Receives the response of one request and passes its Sample to `on_end`.
+
+    If the response is complete, its gaps between tokens go to `on_gap` before.
+    """
 
     def __init__(
         self,
@@ -44,11 +48,13 @@ class Exchange:
         on_end: Callable[[Exchange, Sample], None],
     ) -> None:
         self.plan = plan
-        self.answer = AnswerReader(on_gap, plan.keep_text)
+        self.answer = AnswerReader(self._keep_gap, plan.keep_text)
         self.call: Call | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._origin_s = origin_s
         self._now = now
+        self._gaps_s = array("d")
+        self._on_gap = on_gap
         self._on_end = on_end
         self._status = 0
         self._is_stream = False
@@ -99,9 +105,18 @@ class Exchange:
             kind, message = Failure.STREAM_ERROR, self.answer.error
         self._finish(self._now(), kind, message)
 
+    def _keep_gap(self, gap_s: float, times: int) -> None:
+        if times == 1:
+            self._gaps_s.append(gap_s)
+        else:
+            self._gaps_s.extend([gap_s] * times)
+
     def _finish(self, now: float, error: str | None, message: str | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        if error is None:
+            for gap_s in self._gaps_s:
+                self._on_gap(gap_s, 1)
         plan, answer, origin_s = self.plan, self.answer, self._origin_s
         sent_at = self.call.sent_at if self.call is not None else None
         usage = answer.usage

@@ -1,7 +1,7 @@
 """Statistics of a run, in bounded memory. Pure.
 
-Latencies include complete responses only; failures are counted by kind, with the first message of each. Gaps between
-tokens are recorded as they arrive, including those of responses that fail later.
+Latencies and gaps between tokens are those of complete responses; failures are counted by kind, with the first message
+of each.
 """
 
 from __future__ import annotations

@@ -242,6 +242,7 @@ def report_settings(args: argparse.Namespace) -> dict[str, Setting]:
         "model",
         "api_key",
         "config",
+        "overrides",
         "out",
         "force",
         "json",

@@ -57,6 +57,16 @@ def test_the_times_of_one_answer() -> None:
     assert outcome.connections_left == 0
 
 
+def test_gaps_of_failed_answers_are_not_counted() -> None:
+    broken: Script = [STREAM_HEAD + chunk(ROLE), 0.1, chunk(token("a")), 5.0, chunk(token("b")), HANG_UP]
+    scripts = {0: broken, 1: answer(3, gap_s=0.02)}
+    setup = Setup(Pace(concurrency=1, num_requests=2))
+    outcome = measured(lambda number, heard: scripts[number], setup)
+    gaps = outcome.tally.latencies["itl"]
+    assert (outcome.tally.num_failed, outcome.tally.num_complete) == (1, 1)
+    assert (gaps.count, gaps.max) == (2, pytest.approx(0.02))
+
+
 def test_an_open_loop_keeps_its_schedule_whatever_the_server_does() -> None:
     setup = Setup(Pace(schedule=constant(10.0), num_requests=20))
     outcome = measured(always(answer(4, first_s=5.0)), setup)

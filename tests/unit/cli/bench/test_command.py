@@ -59,7 +59,7 @@ def test_a_closed_loop_with_all_its_files(
     url: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--concurrency 4 --requests 20 --warmup 4 --input 30 --output 3 --shared-prefix 10 --sla ttft=60s --out o"
-    assert asked(url, f"--api-key secret {flags}") == 0
+    assert asked(url, f"--api-key secret --namespace f24 {flags}") == 0
     report = read("o")
     assert (report.counts.complete, report.counts.failed, report.counts.warmup) == (20, 0, 4)
     assert report.model == "tiny"
@@ -67,6 +67,7 @@ def test_a_closed_loop_with_all_its_files(
     assert report.latencies["ttft"].count == 20
     assert report.latencies["ttft"].min >= 0.005
     assert len(server.heard) == 24
+    assert "overrides" not in report.settings
     assert all("Bearer secret" in heard.head for heard in server.heard)
     assert len({heard.connection for heard in server.heard}) == 4
     assert "secret" not in Path("o/report.json").read_text()
