@@ -43,6 +43,16 @@ log = logging.getLogger(__name__)
 Command = Callable[[bytes], Awaitable[Any]]
 """Maps a request body to a result that encodes to JSON."""
 
+_COMMAND_OWNERS = {
+    "clear_kv_blocks": "a frontend or a worker",
+    "resize_kv_tiers": "a worker",
+    "explain_route": "a frontend",
+    "sleep": "a worker, or `kvolt worker sleep`",
+    "wake_up": "a worker, or `kvolt worker wake`",
+    "load_lora_adapter": "a frontend",
+    "unload_lora_adapter": "a frontend",
+}
+"""Processes that support a command of `admin.COMMANDS`, for the error of others."""
 _RETRY_S = 1.0
 _LEAVE_TIMEOUT_S = 2.0
 """Time limit for discovery calls on state changes and at shutdown: the store may be unreachable."""
@@ -302,7 +312,7 @@ class Runtime:
         command = self.commands.get(name)
         if command is None:
             raise Unsupported(
-                f"this process does not support {name}; use a frontend's admin port (sleep, wake_up: a worker's)",
+                f"this process does not support {name}; use the admin port of {_COMMAND_OWNERS[name]}",
                 feature=name,
             )
         return await command(body)

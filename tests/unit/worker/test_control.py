@@ -39,6 +39,7 @@ from kvolt.core.kv_recovery import (
 )
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.journey.prefill import withdraw_request
+from kvolt.runtime.admin import COMMANDS
 from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.endpoint.call import open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -245,6 +246,13 @@ def test_a_frontend_whose_workers_cannot_says_so() -> None:
                 await clear_kv_blocks(edge.runtime, edge.models)
             with pytest.raises(Unsupported):
                 await edge.runtime.command("clear_kv_blocks", b"")  # nobody was put in charge here
+            for verb in ("sleep", "wake"):
+                name = {"wake": "wake_up"}.get(verb, verb)
+                with pytest.raises(Unsupported, match=f"admin port of a worker, or `kvolt worker {verb}`"):
+                    await edge.runtime.command(name, b"")
+            for name in COMMANDS.values():
+                with pytest.raises(Unsupported, match="use the admin port of a "):
+                    await edge.runtime.command(name, b"")
 
     run_virtual(scenario)
 
