@@ -25,6 +25,11 @@ async def running_urls(settings: Settings) -> list[str]:
         return []
 
 
+def no_cluster_text(settings: Settings) -> str:
+    where = settings.discovery.join or settings.discovery.path
+    return f"nothing runs in namespace {settings.namespace!r} ({where})"
+
+
 async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
     """All frontends of the namespace, or those that listen at a URL; at least one."""
     known = await cluster.instances(EndpointAddress(settings.namespace, "frontend", "http"))

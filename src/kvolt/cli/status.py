@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.flags import switch
+from kvolt.cli.frontends import no_cluster_text
 from kvolt.cli.process import run_loop
 from kvolt.core.endpoints import ATTACHED_DETAILS, QUEUE_DETAILS
 from kvolt.router.breaker import BREAKER_DETAILS
@@ -42,9 +43,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(views), indent=2).decode())
         elif not views:
-            where = loaded.settings.discovery.join or loaded.settings.discovery.path
-            namespace = loaded.settings.namespace
-            print(f"nothing runs in namespace {namespace!r} ({where}); start with `kvolt serve`")
+            print(f"{no_cluster_text(loaded.settings)}; start with `kvolt serve`")
         else:
             console().print(picture(views))
         return 0 if views and all(view.status is not None for view in views) else 1

@@ -23,11 +23,12 @@ import msgspec
 
 from kvolt.cli.doctor.transfer import Finding, transfer_findings
 from kvolt.cli.flags import option, switch
+from kvolt.cli.frontends import running_urls
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.serve.command import check_shared
 from kvolt.cli.serve.worker_groups import with_workers
 from kvolt.cli.worker.tiers import disk_folder
-from kvolt.core.errors import ConfigError
+from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.engines.registry import choose_engine
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.runtime.config.loader import LoadedConfig, default_discovery_path
@@ -99,6 +100,8 @@ def examine(settings: Settings) -> list[Finding]:
         findings.append(finding or directory_finding(path, os.getuid()))
     if discovery.kind == "join" and discovery.join is not None:
         findings.append(join_finding(discovery.join))
+    if not any(finding.running for finding in findings):
+        findings += cluster_findings(settings)
     return findings
 
 
@@ -274,6 +277,20 @@ def join_finding(address: str) -> Finding:
             "join server", "missing", f"{address}: {reason}", "start it, or correct --join", blocks=True
         )
     return Finding("join server", "ok", f"{address} answers")
+
+
+def cluster_findings(settings: Settings) -> list[Finding]:
+    """Frontends of the namespace that discovery has, at any port. Creates no discovery directory."""
+    discovery = settings.discovery
+    if discovery.kind == "file" and discovery.path is not None and not Path(discovery.path).exists():
+        return []
+    try:
+        urls = asyncio.run(running_urls(settings))
+    except KvoltError:  # another finding reports it
+        return []
+    if not urls:
+        return []
+    return [Finding("cluster", "ok", f"a kvolt frontend is running at {', '.join(urls)}", running=True)]
 
 
 def memory_limit(cgroup: Path) -> int | None:

@@ -210,6 +210,23 @@ def test_a_port_that_kvolt_holds(body: bytes, status: int, is_kvolt: bool) -> No
     assert ("a kvolt frontend is running" in finding.found) == is_kvolt
 
 
+def test_a_cluster_on_another_port_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def running_urls(settings: Settings) -> list[str]:
+        return ["http://127.0.0.1:18600"]
+
+    monkeypatch.setattr(doctor, "running_urls", running_urls)
+    overrides = [Override("discovery.path", str(tmp_path), "--discovery-path")]
+    [finding] = doctor.cluster_findings(load(environ={}, cwd=Path("/"), overrides=overrides).settings)
+    assert (finding.name, finding.running) == ("cluster", True)
+    assert finding.found == "a kvolt frontend is running at http://127.0.0.1:18600"
+    assert "kvolt chat" in next_step([finding])
+
+
+def test_an_unreachable_join_server_is_reported_once() -> None:
+    overrides = [Override("discovery.join", "127.0.0.1:1", "--join")]
+    assert doctor.cluster_findings(load(environ={}, cwd=Path("/"), overrides=overrides).settings) == []
+
+
 def test_an_address_that_is_none_is_a_finding() -> None:
     overrides = [Override("frontend.host", "no host", "--host")]
     [finding] = doctor.port_findings(load(environ={}, cwd=Path("/"), overrides=overrides).settings)
