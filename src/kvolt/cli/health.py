@@ -11,13 +11,16 @@ import msgspec
 
 from kvolt.api.cluster import visit
 from kvolt.cli.flags import add_group, option
-from kvolt.cli.frontends import running_urls
-from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.cli.frontends import no_cluster_text, running_urls
+from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.network import SocketNetwork, join_address
+
+_CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
+"""Settings that choose a cluster."""
 
 Served = dict[str, dict[str, int]]
 """Number of reachable workers by model and role."""
@@ -59,7 +62,10 @@ def api_url(args: argparse.Namespace, loaded: LoadedConfig, environ: Mapping[str
 
 
 def _frontend_url(loaded: LoadedConfig) -> str:
-    """Frontend at the address of the settings if it runs or is set explicitly, else another one of the namespace."""
+    """Frontend at the address of the settings if it runs or is set explicitly, else another one of the namespace.
+
+    Raises Unavailable if none runs in a cluster that is set explicitly: another cluster could answer at the address.
+    """
     frontend = loaded.settings.frontend
     configured = base_url(frontend) if frontend.port else None
     if configured is not None and loaded.origins["frontend.port"] != "default":
@@ -67,6 +73,13 @@ def _frontend_url(loaded: LoadedConfig) -> str:
     running = asyncio.run(running_urls(loaded.settings))
     if running and configured not in running:
         return running[0]
+    if not running and any(loaded.origins[key] != "default" for key in _CLUSTER_KEYS):
+        raise Unavailable(
+            no_cluster_text(loaded.settings),
+            endpoint="frontend",
+            reason="no_instances",
+            remedy="start one with `kvolt serve`, or set --url",
+        )
     if configured is None:
         raise ConfigError(
             "no frontend is running, and frontend.port is 0", key="url", remedy="set --url HOST:PORT"
