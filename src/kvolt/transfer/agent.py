@@ -7,8 +7,7 @@
     await read                                                       # the blocks have arrived, checksums verified
     await offer                                                      # the source may reuse its blocks
 
-For writes, `accept` returns a ticket for blocks that a peer may fill with `write`, in parts and in any order. All four
-return an operation that can be awaited and cancelled and has a deadline. A finished operation moves no more bytes.
+Both return an operation that can be awaited and cancelled and has a deadline. A finished operation moves no more bytes.
 
 Two agents that share only a mailbox number and an address exchange a message in either order:
 
@@ -42,7 +41,6 @@ from kvolt.transfer.peer.read_op import ReadOp
 from kvolt.transfer.peer.read_request import ALL, new_read_request
 from kvolt.transfer.peer.sockets import format_address, parse_address
 from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, Address, Ticket
-from kvolt.transfer.peer.writes import Writable
 from kvolt.transfer.transfer_handle import ReceiveHandle, TransferHandle
 
 Blocks = Sequence[int] | Numbers
@@ -138,7 +136,7 @@ class TransferAgent:
         `seeds`: eight bytes per block, mixed into its checksum. A reader with different seeds fails verification.
         """
         numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
-        hub, ticket = self._hub, self._ticket(slab, numbers, "read")
+        hub, ticket = self._hub, self._ticket(slab, numbers)
         handle = OfferHandle(ticket, self._soon(partial(hub.offers.withdraw, ticket.secret)))
         offer = Offer(slab, numbers, deadline, handle.finish, seeds)
         self._start(handle, lambda: hub.offer(ticket.secret, offer))
@@ -162,9 +160,8 @@ class TransferAgent:
         ticket once per slab, sequentially.
         """
         source_positions = ALL if positions is None else np.ascontiguousarray(positions, dtype=np.int64)
-        request = new_read_request(
-            _ticket(ticket, "read"), slab, slab.numbers(blocks), source_positions, seeds, is_checked
-        )
+        source = wire.decode_ticket(ticket)
+        request = new_read_request(source, slab, slab.numbers(blocks), source_positions, seeds, is_checked)
         hub, deadline = self._hub, self._hub.deadline_in(timeout_s)
 
         def on_done(error: KvoltError | None) -> None:
@@ -178,7 +175,7 @@ class TransferAgent:
 
     def decline(self, ticket: bytes) -> None:
         """Tell the owner, best effort, that the ticket will not be used."""
-        source, hub = _ticket(ticket, "read"), self._hub
+        source, hub = wire.decode_ticket(ticket), self._hub
 
         def decline() -> None:
             if source.address == hub.address:
@@ -188,64 +185,6 @@ class TransferAgent:
                     hub.link_to(source.address).decline(source.secret)
 
         hub.progress.call_soon(decline)
-
-    # --- writing
-
-    def accept(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> OfferHandle:
-        """Allow a peer to fill these blocks, each once. Done when all are filled or at the deadline."""
-        numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
-        hub, ticket = self._hub, self._ticket(slab, numbers, "write")
-        handle = OfferHandle(ticket, self._soon(lambda: hub.writes.withdraw(ticket.secret)))
-        is_claimed = np.zeros(len(numbers), dtype=bool)
-        writable = Writable(slab, numbers, seeds, deadline, handle.finish, is_claimed, len(numbers))
-        self._start(handle, lambda: hub.writes.add(ticket.secret, writable))
-        return handle
-
-    def write(
-        self,
-        ticket: bytes,
-        slab: Slab,
-        blocks: Blocks,
-        timeout_s: float,
-        *,
-        positions: Blocks | None = None,
-        seeds: bytes | None = None,
-        is_checked: bool = True,
-    ) -> Operation:
-        """Write local blocks into a ticket's blocks, all or those at `positions`. Done when the peer has them."""
-        target = _ticket(ticket, "write")
-        numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
-        num_places = target.num_blocks if positions is None else len(positions)
-        if num_places != len(numbers):
-            raise InvalidRequest(f"{len(numbers)} blocks for {num_places} of the peer", param="blocks")
-        packed = np.asarray(range(num_places) if positions is None else positions, dtype="<i8").tobytes()
-        hub, source = self._hub, self._ticket(slab, numbers, "read")
-        operation = Operation(self._soon(partial(hub.offers.withdraw, source.secret)), "")
-
-        def on_result(error: KvoltError | None) -> None:
-            """The peer's WriteResult. Its Ended message completes the source side."""
-            if error is not None:
-                errors.append(error)
-                hub.offers.withdraw(source.secret)
-
-        def on_done(error: KvoltError | None) -> None:
-            if not operation.state.is_done:
-                operation.finish(errors[0] if errors and error is not None else error)
-
-        errors: list[KvoltError] = []
-
-        def begin() -> None:
-            is_own = target.address == hub.address
-            link = None if is_own else hub.link_to(target.address)
-            hub.offer(source.secret, Offer(slab, numbers, deadline, on_done, seeds))
-            request = wire.WriteRequest(0, target.secret, packed, source, is_checked)
-            if link is None:
-                hub.writes.handle_request(request, on_result)
-            else:
-                link.send_write_request(request, on_result)
-
-        self._start(operation, begin)
-        return operation
 
     # --- mailboxes
 
@@ -292,9 +231,9 @@ class TransferAgent:
         """Function that runs `call` in the progress thread."""
         return partial(self._hub.progress.call_soon, call)
 
-    def _ticket(self, slab: Slab, numbers: Numbers, access: Any) -> Ticket:
+    def _ticket(self, slab: Slab, numbers: Numbers) -> Ticket:
         number = self._hub.slab_number(slab)
-        return Ticket(self._hub.address, secrets.randbits(64), slab.info(number), len(numbers), access)
+        return Ticket(self._hub.address, secrets.randbits(64), slab.info(number), len(numbers))
 
     def _start(self, operation: TransferHandle[Any], begin: Callable[[], object]) -> None:
         """Run `begin` in the progress thread; finish the operation with its error if it fails."""
@@ -311,13 +250,6 @@ class TransferAgent:
 
         if not self._hub.progress.call_soon(run):
             run()
-
-
-def _ticket(data: bytes, access: str) -> Ticket:
-    ticket = wire.decode_ticket(data)
-    if ticket.access != access:
-        raise InvalidRequest(f"ticket allows {ticket.access}, not {access}", param="ticket")
-    return ticket
 
 
 def _check_mailbox(mailbox: int) -> None:

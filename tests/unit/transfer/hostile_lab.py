@@ -104,7 +104,7 @@ class Source:
 
     def ticket(self, num_blocks: int = 1, secret: int = 1, kind: MemoryKind = MemoryKind.HOST) -> bytes:
         slab = SlabInfo(number=0, kind=kind, block_bytes=BLOCK, num_blocks=NUM)
-        return encode_ticket(Ticket(self.address, secret, slab, num_blocks, "read"))
+        return encode_ticket(Ticket(self.address, secret, slab, num_blocks))
 
     def accept(self) -> Talk:
         """The next that connects."""

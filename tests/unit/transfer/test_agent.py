@@ -109,20 +109,6 @@ async def test_unchecked(source: Side, target: Side) -> None:
     assert (target.rows == source.rows).all()
 
 
-async def test_blocks_are_written_in_parts(source: Side, target: Side) -> None:
-    accept = target.agent.accept(target.slab, [1, 2, 3, 4], SOON_S)
-    second = source.agent.write(accept.ticket, source.slab, [10, 11], SOON_S, positions=[2, 3])
-    await second
-    assert accept.state is OperationState.IN_PROGRESS
-    with pytest.raises(InvalidRequest, match="already"):
-        await source.agent.write(accept.ticket, source.slab, [12], SOON_S, positions=[2])
-    await source.agent.write(accept.ticket, source.slab, [20, 21], SOON_S, positions=[0, 1])
-    await accept
-    assert (target.rows[[1, 2, 3, 4]] == source.rows[[20, 21, 10, 11]]).all()
-    with pytest.raises(NotFound, match="no longer"):
-        await source.agent.write(accept.ticket, source.slab, [20], SOON_S, positions=[0])
-
-
 async def test_other_names_are_other_checksums(source: Side, target: Side, path: str) -> None:
     """Seeds are made of what a block is called: bytes that came for another name are as wrong as a flipped bit."""
     seeds = np.arange(3, dtype=np.uint64)
@@ -156,21 +142,13 @@ async def test_an_offer_is_taken_back(source: Side, target: Side) -> None:
     assert offer.state is OperationState.CANCELLED
     with pytest.raises(NotFound):
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
-    accept = target.agent.accept(target.slab, [1], SOON_S)
-    accept.cancel()
-    with pytest.raises(Cancelled):
-        await accept
-    with pytest.raises(NotFound):
-        await source.agent.write(accept.ticket, source.slab, [1], SOON_S)
 
 
 async def test_an_unused_offer_expires(source: Side, target: Side) -> None:
     offer = source.agent.offer(source.slab, [1], 0.05)
-    accept = target.agent.accept(target.slab, [1], 0.05)
-    for each in (offer, accept):
-        with pytest.raises(DeadlineExceeded):
-            await each
-        assert each.state is OperationState.ERRORED
+    with pytest.raises(DeadlineExceeded):
+        await offer
+    assert offer.state is OperationState.ERRORED
     with pytest.raises(NotFound):
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
 
@@ -228,15 +206,9 @@ async def _await(operation: Operation) -> str:
 async def test_a_peer_that_goes(source: Side, shared_memory: bool) -> None:
     other = Side(shared_memory)
     offer = source.agent.offer(source.slab, [1], SOON_S)
-    accept = other.agent.accept(other.slab, [1, 2], SOON_S)
     await other.agent.read(offer.ticket, other.slab, [1], SOON_S)
-    await source.agent.write(accept.ticket, source.slab, [1], SOON_S, positions=[0])
     late = source.agent.offer(source.slab, [2], SOON_S)
     other.agent.close()
-    with pytest.raises(Cancelled):
-        await accept
-    with pytest.raises(NetworkFault):
-        await source.agent.write(accept.ticket, source.slab, [1], SOON_S, positions=[1])
     late.cancel()
     with pytest.raises(Cancelled):
         await late
@@ -324,25 +296,20 @@ def _fields(layout: KvLayout) -> dict[str, object]:
 async def test_what_is_wrong_is_refused_at_once(source: Side) -> None:
     agent, slab = source.agent, source.slab
     offer = agent.offer(slab, [1, 2], SOON_S)
-    accept = agent.accept(slab, [3], SOON_S)
     with pytest.raises(InvalidRequest, match="out of range"):
         agent.offer(slab, [NUM], SOON_S)
     with pytest.raises(InvalidRequest, match="duplicate"):
         agent.offer(slab, [1, 1], SOON_S)
     with pytest.raises(InvalidRequest, match="empty"):
-        agent.accept(slab, [], SOON_S)
+        agent.offer(slab, [], SOON_S)
     with pytest.raises(InvalidRequest, match="one-dimensional"):
-        agent.accept(slab, np.zeros((2, 2), dtype=np.int64), SOON_S)
+        agent.offer(slab, np.zeros((2, 2), dtype=np.int64), SOON_S)
     with pytest.raises(InvalidRequest, match="seed"):
         agent.offer(slab, [1], SOON_S, seeds=b"1")
     with pytest.raises(InvalidRequest, match="seed"):
         agent.read(offer.ticket, slab, [4, 5], SOON_S, seeds=b"1")
     with pytest.raises(InvalidRequest, match="2 source blocks for 1"):
         agent.read(offer.ticket, slab, [4], SOON_S)
-    with pytest.raises(InvalidRequest, match="allows write"):
-        agent.read(accept.ticket, slab, [4], SOON_S)
-    with pytest.raises(InvalidRequest, match="2 blocks for 1"):
-        agent.write(accept.ticket, slab, [4, 5], SOON_S)
     with pytest.raises(InvalidRequest, match="bytes"):
         agent.read(offer.ticket, Slab.shared(2, 100), [0, 1], SOON_S)
     with pytest.raises(ProtocolError, match="ticket"):
@@ -357,12 +324,12 @@ async def test_an_unreachable_peer(source: Side) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         gone = Address("remove_session", "127.0.0.1", port, "kvolt-nobody")
-        lost = encode_ticket(type(ticket)(gone, 1, ticket.slab, 1, "read"))
+        lost = encode_ticket(type(ticket)(gone, 1, ticket.slab, 1))
         with pytest.raises(NetworkFault, match="no connection"):
             await source.agent.read(lost, source.slab, [1], SOON_S)
     replaced = Address("other", source.agent.address.host, source.agent.address.port, "")
     with pytest.raises(NetworkFault, match="another agent"):
-        other = encode_ticket(type(ticket)(replaced, 1, ticket.slab, 1, "read"))
+        other = encode_ticket(type(ticket)(replaced, 1, ticket.slab, 1))
         await source.agent.read(other, source.slab, [1], SOON_S)
 
 
@@ -372,7 +339,7 @@ async def test_a_peer_that_never_answers(source: Side) -> None:
         silent.listen()
         ticket = decode_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
         address = Address("silent", "127.0.0.1", silent.getsockname()[1], "")
-        asked = encode_ticket(type(ticket)(address, 1, ticket.slab, 1, "read"))
+        asked = encode_ticket(type(ticket)(address, 1, ticket.slab, 1))
         with pytest.raises(DeadlineExceeded):
             await source.agent.read(asked, source.slab, [1], 0.1)
 

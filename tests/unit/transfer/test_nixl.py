@@ -85,14 +85,6 @@ async def test_private_memory_is_not_mapped(source: Side, target: Side) -> None:
         assert into.memory == plain.memory
 
 
-async def test_blocks_are_written(source: Side, target: Side) -> None:
-    accept = target.agent.accept(target.slab, [4, 5], SOON_S)
-    await source.agent.write(accept.ticket, source.slab, [1, 2], SOON_S)
-    await accept
-    assert (target.rows[[4, 5]] == source.rows[[1, 2]]).all()
-    assert target.nixl.is_ready
-
-
 async def test_many_at_once(source: Side, target: Side) -> None:
     offers = [source.agent.offer(source.slab, [block], SOON_S) for block in range(NUM)]
     reads = [

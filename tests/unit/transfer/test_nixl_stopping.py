@@ -96,22 +96,6 @@ async def test_what_nixl_may_write_to_is_not_over(source: Side, target: Side, wh
     await until(lambda: not source.nixl._num_served)
 
 
-async def test_what_a_peer_writes_to_is_not_over_either(source: Side, target: Side) -> None:
-    """The same, where the destination was offered to be written to."""
-    accept = target.agent.accept(target.slab, [4, 5], SOON_S)
-    with mute(source):
-        write = source.agent.write(accept.ticket, source.slab, [1, 2], SOON_S)
-        await under_way(target)
-        accept.cancel()
-        await until(lambda: all(each.is_stopped for each in list(target.nixl._reads)))
-        await asyncio.sleep(0.05)
-        assert accept.state is OperationState.IN_PROGRESS
-    with pytest.raises(Cancelled):
-        await accept
-    with pytest.raises(Cancelled):
-        await write
-
-
 async def test_an_offer_that_expires_is_not_read(source: Side, target: Side) -> None:
     """What has come by then may be anything: the source has its blocks back."""
     await made(source, target)

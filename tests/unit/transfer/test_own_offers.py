@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kvolt.core.errors import Cancelled, DeadlineExceeded, TransferFailed
+from kvolt.core.errors import Cancelled, DeadlineExceeded
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.paths import file_path
 from kvolt.transfer.peer import read_op as read_op_module
 
 SOON_S = 20.0
@@ -26,18 +24,16 @@ def agent() -> Iterator[TransferAgent]:
     found.close()
 
 
-@pytest.fixture(params=["copy", "file"])
-def slow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slab:
-    """Where to; it never ends by itself."""
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slab:
+    """Destination of reads that never end by themselves."""
 
-    def no_end(self: read_op_module.ReadOp | file_path.FileMover) -> bool:
+    def no_end(self: read_op_module.ReadOp) -> bool:
         time.sleep(0.001)
-        is_done = self.is_done if isinstance(self, read_op_module.ReadOp) else self._read_op.is_done
-        return not is_done
+        return not self.is_done
 
-    for kind in (read_op_module.ReadOp, file_path.FileMover):
-        monkeypatch.setattr(kind, "step", no_end)
-    return Slab.shared(8, BLOCK) if request.param == "copy" else Slab.of_file(tmp_path / "f", 8, BLOCK)
+    monkeypatch.setattr(read_op_module.ReadOp, "step", no_end)
+    return Slab.shared(8, BLOCK)
 
 
 async def test_a_read_ends_with_the_offer(agent: TransferAgent, slow: Slab) -> None:
@@ -58,15 +54,3 @@ async def test_a_read_ends_with_the_agent(agent: TransferAgent, slow: Slab) -> N
     for each in (read, offer):
         with pytest.raises(Cancelled, match="closed"):
             each.result(5)
-
-
-async def test_a_memory_that_is_closed_too_early(agent: TransferAgent, tmp_path: Path) -> None:
-    """The read fails; the thread that moves blocks does not notice."""
-    memory, file = Slab.shared(8, BLOCK), Slab.of_file(tmp_path / "f", 8, BLOCK)
-    offer = agent.offer(file, [1], SOON_S)
-    memory.memory.release()
-    with pytest.raises(TransferFailed, match="cannot move blocks"):
-        await agent.read(offer.ticket, memory, [1], SOON_S)
-    whole = Slab.shared(8, BLOCK)
-    assert await agent.read(offer.ticket, whole, [1], SOON_S) == "file"
-    file.close()

@@ -21,7 +21,7 @@ UNTESTED: dict[str, str] = {
 }
 """Hardware on which no test has run."""
 
-_ALWAYS = ("copy", "file", "tcp")
+_ALWAYS = ("copy", "tcp")
 _CUDA = ("cuda-copy", "cuda-ipc")
 _RDMA_TRANSPORTS = ("rc", "ud", "dc")
 """Names in UCX_TLS, possibly with a variant suffix (rc_x, dc_mlx5); `ib` stands for all."""
@@ -34,8 +34,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Path names of the lane table, and `rdma` if NIXL has an RDMA device."""
     missing: dict[str, str] = {}
     """Cause and remedy for each missing path."""
-    file_systems: frozenset[str] = frozenset()
-    """File systems it can read and write."""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 
-FILE = "file"
-"""Path between a file and memory of the process that has it open. Not checksummed, since no bytes leave the process."""
-
 
 class MemoryKind(StrEnum):
     HOST = "host"
@@ -24,7 +21,6 @@ class MemoryKind(StrEnum):
     PINNED = "pinned"
     """Shared and page-locked for CUDA."""
     DEVICE = "device"
-    FILE = "file"
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,17 +32,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unique on the host. A pid is not unique across containers."""
     device: str | None = None
     """Device name, equal in all processes of the host."""
-    file_system: str | None = None
-    """File system name, equal on all hosts that mount it."""
 
     def __post_init__(self) -> None:
         if (self.device is not None) != (self.kind is MemoryKind.DEVICE):
             raise ValueError(
                 f"{self.kind} memory with device {self.device}: only device memory names a device"
-            )
-        if (self.file_system is not None) != (self.kind is MemoryKind.FILE):
-            raise ValueError(
-                f"{self.kind} memory on file system {self.file_system}: only a file names a file system"
             )
 
     @property
@@ -62,13 +52,9 @@ class Reach(StrEnum):
     HOST = "host"
     """Two processes on one host."""
     NETWORK = "network"
-    FILE = "file"
-    """A file and any process that can open it."""
 
 
 def reach(source: Place, destination: Place) -> Reach:
-    if source.kind is MemoryKind.FILE:
-        return Reach.FILE
     if source.host != destination.host:
         return Reach.NETWORK
     return Reach.PROCESS if source.home == destination.home else Reach.HOST
@@ -102,7 +88,6 @@ class Lane(NamedTuple):
 
 
 _DEVICE = frozenset((MemoryKind.DEVICE,))
-_FILE = frozenset((MemoryKind.FILE,))
 _PINNED = frozenset((MemoryKind.PINNED,))
 _SHARED = frozenset((MemoryKind.SHARED,))
 _PAGEABLE = frozenset((MemoryKind.HOST, MemoryKind.SHARED))
@@ -161,8 +146,6 @@ LANES: tuple[Lane, ...] = (
     Lane("nixl/device-any", Reach.NETWORK, _DEVICE, _ANY, _NIXL_STAGED),
     Lane("nixl/host-device", Reach.NETWORK, _RAM, _DEVICE, _NIXL_STAGED),
     Lane("tcp", Reach.NETWORK, _RAM, _RAM, Cost(1.2e9, 1e-6)),
-    Lane("file/write", Reach.PROCESS, _RAM, _FILE, Cost(1.2e9, 5e-6)),
-    Lane("file/read", Reach.FILE, _FILE, _RAM, Cost(3e9, 5e-6)),
 )
 
 

@@ -94,10 +94,6 @@ class TransferPath(msgspec.Struct, frozen=True):
     endpoints: Endpoints
     name: str
 
-    @property
-    def is_measured(self) -> bool:
-        return MemoryKind.FILE not in (self.endpoints.source, self.endpoints.destination)
-
 
 class _Pair:
     """Memory of a peer and local memory.
@@ -139,8 +135,6 @@ class PathWatch:
 
     def observe(self, peer: Peer, path: TransferPath, num_bytes: int, seconds: float) -> None:
         """Record a completed read."""
-        if not path.is_measured:
-            return
         with self._lock:
             name = lane_name(self._pair(peer, path.endpoints).sides, path.name)
             if name is None:
@@ -171,8 +165,6 @@ class PathWatch:
 
     def check_fallback(self, peer: Peer, path: TransferPath) -> None:
         """Log and count `path` if it is a slow one for this peer."""
-        if not path.is_measured:
-            return
         with self._lock:
             pair = self._pair(peer, path.endpoints)
             fallback = find_fallback(pair.sides, path.name, self._speeds, pair.table_route)

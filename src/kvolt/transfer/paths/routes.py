@@ -1,8 +1,8 @@
 """Route planner: the fastest route between two memories, and the faster routes that lack a capability. Pure.
 
 A route is one hop, or several with staging memory between them: pinned or pageable memory of either side, of both sides
-(device memory of two hosts that have only TCP), or a file that both sides can open. All possible routes are enumerated.
-The fastest one without missing capabilities is selected; faster ones are reported with what they lack.
+(device memory of two hosts that have only TCP). All possible routes are enumerated. The fastest one without missing
+capabilities is selected; faster ones are reported with what they lack.
 
 Only the owner of a memory writes to it, so the destination reads and plans: `mine` are its capabilities, `theirs` those
 of the source. Hops are assumed to run sequentially, so their times add up, and each side to have staging memory.
@@ -24,8 +24,6 @@ from kvolt.transfer.paths.link_speeds import LinkSpeeds
 TYPICAL_PIECE_BYTES = 256 << 10
 MAX_RULED_OUT = 8
 """Reported routes, fastest first."""
-_MAX_FILE_SYSTEMS = 4
-"""Common file systems considered, in name order."""
 _STAGING_NEEDS: dict[MemoryKind, tuple[str, ...]] = {
     MemoryKind.HOST: (),
     MemoryKind.SHARED: ("shm",),
@@ -96,15 +94,13 @@ class Sides(NamedTuple):
     mine: Capabilities
     theirs: Capabilities
 
-    def lacks_of(self, place: Place, names: tuple[str, ...], file: Place | None = None) -> Iterator[Lack]:
-        """Capabilities of `names` that the owner of `place` lacks, and its access to `file`."""
+    def lacks_of(self, place: Place, names: tuple[str, ...]) -> Iterator[Lack]:
+        """Capabilities of `names` that the owner of `place` lacks."""
         is_mine = place.home == self.destination.home
         side, capabilities = ("destination", self.mine) if is_mine else ("source", self.theirs)
         for name in names:
             if name not in capabilities.paths:
                 yield Lack(side, name, capabilities.missing.get(name, "not offered"))
-        if file is not None and file.file_system not in capabilities.file_systems:
-            yield Lack(side, "file", f"cannot access the file system {file.file_system}")
 
 
 def plan(sides: Sides, speeds: LinkSpeeds, piece_bytes: int = TYPICAL_PIECE_BYTES) -> Route:
@@ -151,16 +147,10 @@ def _stagings(sides: Sides) -> Iterator[tuple[Place, ...]]:
         return
     yield from ((place,) for place in theirs)
     yield from product(theirs, mine)
-    common = sorted(sides.mine.file_systems & sides.theirs.file_systems)
-    for name in common[:_MAX_FILE_SYSTEMS]:
-        host, process = sides.source.home  # the source writes the file
-        yield (Place(kind=MemoryKind.FILE, host=host, process=process, file_system=name),)
 
 
 def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> Hop:
-    # Speeds are kept by the host that the bytes come from; a file has none, so by the reader's host.
-    peer = destination.host if source.kind is MemoryKind.FILE else source.host
-    measured = speeds.expected(peer, lane.name)
+    measured = speeds.expected(source.host, lane.name)  # kept by the host that the bytes come from
     # A measured speed includes the overhead per block.
     bytes_per_s, block_s = lane.cost[:2] if measured is None else (measured.bytes_per_s, 0.0)
     return Hop(
@@ -175,10 +165,8 @@ def _hop(lane: Lane, source: Place, destination: Place, speeds: LinkSpeeds) -> H
 
 def _lacks(sides: Sides, lane: Lane, source: Place, destination: Place) -> Iterator[Lack]:
     names = (lane.path, *lane.needs)
-    for end, other in ((source, destination), (destination, source)):
-        # A file itself needs no capability, only its reader or writer.
-        if end.kind is not MemoryKind.FILE:
-            yield from sides.lacks_of(end, names, other if other.kind is MemoryKind.FILE else None)
+    for end in (source, destination):
+        yield from sides.lacks_of(end, names)
     yield from sides.lacks_of(destination, lane.reader_needs)
 
 

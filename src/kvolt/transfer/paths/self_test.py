@@ -102,7 +102,7 @@ class SelfTest:
             return
         blocks = np.arange(self._rounds.popleft(), dtype=np.int64)
         info = SlabInfo(number=0, kind=MemoryKind.SHARED, block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
-        ticket = Ticket(self._address, SECRET, info, NUM_BLOCKS, "read")
+        ticket = Ticket(self._address, SECRET, info, NUM_BLOCKS)
         read_op = ReadOp(
             new_read_request(ticket, self._slab, blocks, blocks), self._on_read_done, is_last=False
         )

@@ -1,4 +1,4 @@
-"""Hub: state of one agent: listeners, sessions, links, offers, mailboxes and writable blocks.
+"""Hub: state of one agent: listeners, sessions, links, offers and mailboxes.
 
 Used in the progress thread only; `agent` is the interface for the rest of the process.
 """
@@ -24,7 +24,6 @@ from kvolt.core.errors import (
     KvoltError,
     Overloaded,
     ProtocolError,
-    Unsupported,
 )
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import peer_group
@@ -32,9 +31,8 @@ from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl.path import Nixl
-from kvolt.transfer.paths import file_path, self_test
+from kvolt.transfer.paths import self_test
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import FILE, MemoryKind
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer.link import Link
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
@@ -44,7 +42,6 @@ from kvolt.transfer.peer.read_op import COPY, ReadOp
 from kvolt.transfer.peer.serving import ServingSession
 from kvolt.transfer.peer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
 from kvolt.transfer.peer.wire import MAX_FRAME_BYTES, Address
-from kvolt.transfer.peer.writes import Writes, run_first
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +106,6 @@ class Hub:
         """Replaced links that still have operations."""
         self._local_reads: dict[ReadOp, Offer] = {}
         """Reads of offers of this agent."""
-        self.writes = Writes(self.progress, self.read)
         self._listeners = [Listener(self.progress, each, self._accept) for each in sockets]
         self.paths = PathWatch(self.address.host, agent, paths.capabilities)
         self.tests_paths = paths.self_test
@@ -136,7 +132,6 @@ class Hub:
             read_op.stop(error)
         self.offers.close()
         self.mailboxes.close()
-        self.writes.close(error)
         if self._test_slab is not None:
             with contextlib.suppress(BufferError):  # a reader still maps it
                 self._test_slab.close()
@@ -214,7 +209,7 @@ class Hub:
         """Register an offer until done. Overloaded at the limit."""
         self.offers.add(secret, offer)
         timer = self.progress.call_at(offer.deadline, lambda: self._expire(secret, offer))
-        offer.on_done = run_first(timer.cancel, offer.on_done)
+        offer.before_done(timer.cancel)
 
     def _offer_self_test(self, error: KvoltError | None = None) -> None:
         """Offer the self-test slab; repeated after each read."""
@@ -239,9 +234,6 @@ class Hub:
         address = read_op.request.ticket.address
         if address == self.address:
             self._read_local(read_op)
-        elif read_op.request.slab.kind is MemoryKind.FILE:
-            message = "cannot read from a peer into a file: read into memory first"
-            read_op.stop(Unsupported(message, feature=FILE))
         else:
             try:
                 self.link_to(address).read(read_op)
@@ -268,21 +260,18 @@ class Hub:
             read_op.stop(error)
             return
         self._local_reads[read_op] = offer
-        is_file = MemoryKind.FILE in (offer.slab.kind, request.slab.kind)
 
         def on_ended(is_whole: bool) -> None:
             del self._local_reads[read_op]
             self.offers.end_read(request.ticket.secret, is_whole)
 
-        read_op.start(_LocalSource(on_ended), 0, FILE if is_file else COPY)
+        read_op.start(_LocalSource(on_ended), 0, COPY)
         try:
             blocks = select_blocks(offer.blocks, request.positions)
         except KvoltError as error:
             read_op.stop(error)
             return
-        if is_file:
-            file_path.move_blocks(self.progress, read_op, offer.slab, blocks)
-        elif read_op.start_copy(offer.slab.contents, blocks, offer.slab.block_bytes):
+        if read_op.start_copy(offer.slab.contents, blocks, offer.slab.block_bytes):
             self.progress.schedule(read_op)
 
     # --- mailboxes

@@ -11,7 +11,6 @@ import logging
 import socket
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from kvolt.core.errors import (
@@ -37,7 +36,7 @@ from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Waiter
 from kvolt.transfer.peer.peer_memory import PeerMemory
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import SHM, TCP, OnDone, ReadOp
+from kvolt.transfer.peer.read_op import SHM, TCP, ReadOp
 from kvolt.transfer.peer.sockets import SocketProbe, host_port
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,6 @@ class Link:
         self._is_welcomed = False
         self._waiting = ActionQueue()
         self._read_ops: dict[int, ReadOp] = {}
-        self._write_requests: dict[int, OnDone] = {}
         self._waiters: dict[int, Waiter] = {}
         self._memory = PeerMemory()
         self._served_paths: frozenset[str] = frozenset()
@@ -98,23 +96,13 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.is_busy or self._write_requests or self._waiters)
+        return not (self.is_busy or self._waiters)
 
     # --- requests to the peer
 
     def read(self, read_op: ReadOp) -> None:
         """Start a read; failures are reported to it."""
         self._when_ready(lambda: self._start_read(read_op), read_op.stop)
-
-    def send_write_request(self, request: wire.WriteRequest, on_done: OnDone) -> None:
-        """Ask the peer to read our blocks into its writable ones; `on_done` gets the result. Sets the op."""
-
-        def send() -> None:
-            self._last_op += 1
-            self._write_requests[self._last_op] = on_done
-            self.send(msgspec.structs.replace(request, op=self._last_op))
-
-        self._when_ready(send, on_done)
 
     def receive(self, waiter: Waiter) -> None:
         """Wait for a mailbox of the peer."""
@@ -164,9 +152,6 @@ class Link:
         self._hub.remove_link(self._address, self)
         for read_op in list(self._read_ops.values()):
             read_op.stop(error)
-        for on_done in list(self._write_requests.values()):
-            on_done(error)
-        self._write_requests.clear()
         for waiter in list(self._waiters.values()):
             waiter.fail(error)
         for waiting in (self._waiting, self._chunks):
@@ -326,10 +311,6 @@ class Link:
                 waiter = self._waiters.pop(op, None)
                 if waiter is not None:
                     waiter.deliver(payload)
-            case wire.WriteResult(op, error):
-                on_done = self._write_requests.pop(op, None)
-                if on_done is not None:
-                    on_done(None if error is None else from_info(error))
             case _:
                 raise ProtocolError(
                     f"unexpected {type(message).__name__} from a serving peer", rule="direction"

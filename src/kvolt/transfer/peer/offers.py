@@ -36,6 +36,16 @@ class Offer:
     is_withdrawn: bool = False
     was_read: bool = field(default=False)
 
+    def before_done(self, do: Callable[[], None]) -> None:
+        """Run `do` on completion, before `on_done`."""
+        on_done = self.on_done
+
+        def run(error: KvoltError | None) -> None:
+            do()
+            on_done(error)
+
+        self.on_done = run
+
 
 class Offers:
     """All offers of an agent."""

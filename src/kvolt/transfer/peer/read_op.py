@@ -17,7 +17,6 @@ from kvolt.transfer.memory.device_memory import Memory, blocks_per_step
 from kvolt.transfer.memory.layout import expand
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.transfer.paths.lanes import FILE
 from kvolt.transfer.peer.chunks import CHUNK_BYTES
 from kvolt.transfer.peer.read_request import ReadRequest
 from kvolt.transfer.peer.wire import Checksums, Failed, Fetch
@@ -103,7 +102,7 @@ class ReadOp:
         """Begin over `path`; return the Fetch message to send."""
         self._source, self.op, self.path = source, op, path
         self._is_ready, self._num_copied, self._num_checked = False, 0, 0
-        self._is_checked = self.request.is_checked and path not in (COPY, FILE)
+        self._is_checked = self.request.is_checked and path != COPY
         request = self.request
         return Fetch(
             op=op,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,6 +23,7 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.transfer.memory.device_memory import DeviceMemory
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.memory.staging import Staging
@@ -37,7 +37,6 @@ from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import MAX_PIECES, CheckedFetch, Offer, Offers, check_fetch
 from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.writes import Writes
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,6 @@ class SessionOwner(Protocol):
     paths: PathWatch
     offers: Offers
     mailboxes: Mailboxes
-    writes: Writes
 
     def deadline_in(self, timeout_s: float) -> float: ...
 
@@ -148,8 +146,6 @@ class ServingSession:
                 self._end_op(op, is_whole)
             case wire.Declined(secret):
                 self._hub.offers.withdraw(secret)
-            case wire.WriteRequest():
-                self._hub.writes.handle_request(message, self._write_result_sender(message.op))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} from a reader", rule="direction")
 
@@ -180,9 +176,6 @@ class ServingSession:
     def attach_chunk_socket(self, link: socket.socket) -> None:
         """Send chunks over this socket from now on."""
         self._chunk_sender = ChunkSender(self._hub.progress, link, self.close)
-
-    def _write_result_sender(self, op: int) -> Callable[[KvoltError | None], None]:
-        return lambda error: self._link.send(wire.WriteResult(op, None if error is None else to_info(error)))
 
     # --- reads
 
@@ -227,8 +220,8 @@ class ServingSession:
                 read.outgoing = OutgoingBlocks(
                     op, slab.memory, checked.pieces, checked.seeds, fetch.is_checked
                 )
-                if slab.kind in (MemoryKind.FILE, MemoryKind.DEVICE):
-                    read.outgoing.stage = partial(self._stage, op, slab)
+                if slab.device is not None:
+                    read.outgoing.stage = partial(self._stage, op, slab.device)
                 self._chunk_sender.send(read.outgoing)
             case wire.CUDA_IPC:
                 self._serve_device(op, slab, checked.blocks)
@@ -294,10 +287,10 @@ class ServingSession:
             on_error=lambda error: self._fail(op, error),
         )
 
-    def _stage(self, op: int, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces] | None:
-        """Copy blocks outside host memory into a send buffer."""
+    def _stage(self, op: int, device: DeviceMemory, pieces: Pieces) -> tuple[memoryview, Pieces] | None:
+        """Copy device blocks into a send buffer."""
         try:
-            return self._staging.fill(slab, pieces)
+            return self._staging.fill(device, pieces)
         except KvoltError as error:
             self._fail(op, error)
             return None

@@ -23,7 +23,7 @@ from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.slabs import SlabInfo
 from kvolt.transfer.paths.capabilities import Capabilities
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 32 << 20
 """After the handshake."""
 MAX_GREETING_BYTES = 4096
@@ -50,13 +50,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Capability to read or write blocks. Opaque outside agents."""
+    """Capability to read blocks. Opaque outside agents."""
 
     address: Address
     secret: int
     slab: SlabInfo
     num_blocks: int
-    access: Literal["read", "write"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -152,23 +151,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-class WriteRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request to read the ticket's blocks into the receiver's writable blocks at these positions."""
-
-    op: int
-    secret: int
-    positions: bytes
-    ticket: Ticket
-    is_checked: bool = True
-
-
-class WriteResult(msgspec.Struct, frozen=True, tag=True):
-    """Outcome of a WriteRequest."""
-
-    op: int
-    error: ErrorInfo | None = None
-
-
 class Receive(msgspec.Struct, frozen=True, tag=True):
     """Wait for the message of a mailbox. Ended cancels."""
 
@@ -196,8 +178,6 @@ Message = (
     | Ended
     | Declined
     | Failed
-    | WriteRequest
-    | WriteResult
     | Receive
     | Delivered
 )

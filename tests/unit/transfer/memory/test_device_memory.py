@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -234,16 +233,6 @@ async def test_a_read_that_is_stopped_writes_no_more(
     offer.cancel()
     await offer.wait_done()
     assert (ours.bytes == now).all()
-
-
-async def test_a_file_and_a_device_do_not_meet(source: TransferAgent, tmp_path: Path) -> None:
-    file, device = Slab.of_file(tmp_path / "blocks", NUM, BLOCK), FakeDevice(NUM * BLOCK, 1)
-    for one, other in ((file, device.slab(BLOCK)), (device.slab(BLOCK), file)):
-        offer = source.offer(one, SOME, SOON_S)
-        with pytest.raises(Unsupported, match="between a file and device memory"):
-            await source.read(offer.ticket, other, PLACES, SOON_S)
-        offer.cancel()
-    file.close()
 
 
 async def test_device_handles_are_not_sent_over_tcp(source: TransferAgent) -> None:

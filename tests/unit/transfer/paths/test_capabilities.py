@@ -23,13 +23,13 @@ def why(path: str, **facts: object) -> str:
 
 def test_a_machine_with_everything_has_every_path_that_workers_use() -> None:
     can = capabilities_of(FULL)
-    assert can.paths == {"copy", "file", "tcp", "shm", "nixl", "rdma"}
+    assert can.paths == {"copy", "tcp", "shm", "nixl", "rdma"}
     assert set(can.missing) == {"cuda-copy", "cuda-ipc"}
 
 
 def test_a_bare_machine_has_the_paths_that_need_nothing() -> None:
     can = capabilities_of(MachineFacts(shared_memory_fault="the kernel has no memfd"))
-    assert can.paths == {"copy", "file", "tcp"}
+    assert can.paths == {"copy", "tcp"}
     assert "no memfd" in can.missing["shm"]
     assert "pip install --no-deps nixl-cu12" in can.missing["nixl"]
     assert "/sys/class/infiniband" in can.missing["rdma"]
@@ -37,7 +37,7 @@ def test_a_bare_machine_has_the_paths_that_need_nothing() -> None:
 
 def test_what_is_turned_off_is_missing_with_the_option_as_the_remedy() -> None:
     can = capabilities_of(FULL, shared_memory=False, nixl=False)
-    assert can.paths == {"copy", "file", "tcp", "rdma"}
+    assert can.paths == {"copy", "tcp", "rdma"}
     assert "transfer.shared_memory" in can.missing["shm"]
     assert "transfer.nixl" in can.missing["nixl"]
 

@@ -153,9 +153,6 @@ def test_a_slow_path_is_logged_once_per_host_and_counted_per_peer(
             watch.check_fallback(Peer("there", agent, PLAIN), OVER_TCP)
         watch.check_fallback(Peer("elsewhere", "a3", PLAIN), OVER_TCP)
         watch.check_fallback(Peer("there", "a4", RDMA), TransferPath(Endpoints(SHARED, SHARED), "nixl"))
-        watch.check_fallback(
-            Peer("there", "a4", PLAIN), TransferPath(Endpoints(MemoryKind.FILE, SHARED), "tcp")
-        )
     logged = [record.getMessage() for record in caplog.records]
     assert [text.split(" path=")[0] for text in logged] == [
         f"slow transfer path: host={host}" for host in ("there", "elsewhere")
@@ -192,7 +189,6 @@ def test_what_tells_nothing_is_no_news() -> None:
     watch, news = watch_of()
     peer = Peer("there", "a", PLAIN)
     watch.observe(peer, OVER_TCP, 100, 0.001)
-    watch.observe(peer, TransferPath(Endpoints(MemoryKind.FILE, SHARED), "tcp"), LARGE_BYTES, 0.001)
     watch.observe(peer, TransferPath(Endpoints(SHARED, SHARED), "pigeon"), LARGE_BYTES, 0.001)
     assert not news
     assert watch.links() == {}

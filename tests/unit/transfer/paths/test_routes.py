@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.errors import Fault
-from kvolt.transfer.paths.lanes import LANES, Reach, lanes, reach
+from kvolt.transfer.paths.lanes import LANES, Reach, reach
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES, LinkSpeeds
 from kvolt.transfer.paths.routes import (
     MAX_RULED_OUT,
@@ -24,7 +24,7 @@ from kvolt.transfer.paths.routes import (
     plan,
 )
 
-CPU = ("copy", "shm", "tcp", "file")
+CPU = ("copy", "shm", "tcp")
 GPU = (*CPU, "cuda-copy")
 EVERYTHING = (*GPU, "cuda-ipc", "nixl", "rdma")
 NEAR = {"process": ("one", "p1"), "host": ("one", "p2"), "network": ("two", "p2")}
@@ -37,12 +37,11 @@ def place(kind: str, host: str = "one", process: str = "p1", device: str = "GPU-
         host=host,
         process=process,
         device=device if kind == "device" else None,
-        file_system="disk" if kind == "file" else None,
     )
 
 
-def can(*paths: str, sees: str = "disk", **missing: str) -> Capabilities:
-    return Capabilities(paths=frozenset(paths), file_systems=frozenset(sees.split()), missing=missing)
+def can(*paths: str, **missing: str) -> Capabilities:
+    return Capabilities(paths=frozenset(paths), missing=missing)
 
 
 def planned(kinds: str, near: str, paths: tuple[str, ...], speeds: LinkSpeeds | None = None) -> Route:
@@ -52,88 +51,61 @@ def planned(kinds: str, near: str, paths: tuple[str, ...], speeds: LinkSpeeds | 
     return plan(Sides(place(source), place(destination, *NEAR[near]), side, side), speeds or LinkSpeeds())
 
 
-# What two GPU machines without NIXL and CUDA IPC do: the full matrix. A file here is one that both see.
+# What two GPU machines without NIXL and CUDA IPC do: the full matrix.
 MATRIX = {
     "process": """
         host host      host -copy-> host
         host shared    host -copy-> shared
         host pinned    host -copy-> pinned
         host device    host -cuda-copy-> device
-        host file      host -file-> file
         shared host    shared -copy-> host
         shared shared  shared -copy-> shared
         shared pinned  shared -copy-> pinned
         shared device  shared -cuda-copy-> device
-        shared file    shared -file-> file
         pinned host    pinned -copy-> host
         pinned shared  pinned -copy-> shared
         pinned pinned  pinned -copy-> pinned
         pinned device  pinned -cuda-copy-> device
-        pinned file    pinned -file-> file
         device host    device -cuda-copy-> host
         device shared  device -cuda-copy-> shared
         device pinned  device -cuda-copy-> pinned
         device device  device -cuda-copy-> device
-        device file    device -cuda-copy-> pinned -file-> file
-        file host      file -file-> host
-        file shared    file -file-> shared
-        file pinned    file -file-> pinned
-        file device    file -file-> pinned -cuda-copy-> device
-        file file      file -file-> host -file-> file
     """,
     "host": """
         host host      host -copy-> shared -shm-> host
         host shared    host -copy-> shared -shm-> shared
         host pinned    host -copy-> shared -shm-> pinned
         host device    host -copy-> pinned -shm-> device
-        host file      host -copy-> shared -shm-> host -file-> file
         shared host    shared -shm-> host
         shared shared  shared -shm-> shared
         shared pinned  shared -shm-> pinned
         shared device  shared -shm-> device
-        shared file    shared -shm-> host -file-> file
         pinned host    pinned -shm-> host
         pinned shared  pinned -shm-> shared
         pinned pinned  pinned -shm-> pinned
         pinned device  pinned -shm-> device
-        pinned file    pinned -shm-> host -file-> file
         device host    device -cuda-copy-> pinned -shm-> host
         device shared  device -cuda-copy-> pinned -shm-> shared
         device pinned  device -cuda-copy-> pinned -shm-> pinned
         device device  device -cuda-copy-> pinned -shm-> device
-        device file    device -cuda-copy-> pinned -shm-> host -file-> file
-        file host      file -file-> host
-        file shared    file -file-> shared
-        file pinned    file -file-> pinned
-        file device    file -file-> pinned -cuda-copy-> device
-        file file      file -file-> host -file-> file
     """,
     "network": """
         host host      host -tcp-> host
         host shared    host -tcp-> shared
         host pinned    host -tcp-> pinned
         host device    host -tcp-> pinned -cuda-copy-> device
-        host file      host -tcp-> host -file-> file
         shared host    shared -tcp-> host
         shared shared  shared -tcp-> shared
         shared pinned  shared -tcp-> pinned
         shared device  shared -tcp-> pinned -cuda-copy-> device
-        shared file    shared -tcp-> host -file-> file
         pinned host    pinned -tcp-> host
         pinned shared  pinned -tcp-> shared
         pinned pinned  pinned -tcp-> pinned
         pinned device  pinned -tcp-> pinned -cuda-copy-> device
-        pinned file    pinned -tcp-> host -file-> file
         device host    device -cuda-copy-> pinned -tcp-> host
         device shared  device -cuda-copy-> pinned -tcp-> shared
         device pinned  device -cuda-copy-> pinned -tcp-> pinned
         device device  device -cuda-copy-> pinned -tcp-> pinned -cuda-copy-> device
-        device file    device -cuda-copy-> pinned -tcp-> host -file-> file
-        file host      file -file-> host
-        file shared    file -file-> shared
-        file pinned    file -file-> pinned
-        file device    file -file-> pinned -cuda-copy-> device
-        file file      file -file-> host -file-> file
     """,
 }
 ROWS = [
@@ -202,44 +174,6 @@ def test_a_side_without_cuda_reaches_no_device_but_by_one_that_has_it() -> None:
         plan(Sides(place("shared"), place("device", *near), can(*CPU), can(*GPU)), LinkSpeeds())
 
 
-def test_a_file_that_both_see_carries_blocks_where_nothing_else_does() -> None:
-    route = plan(
-        Sides(
-            place("host"), place("host", *NEAR["network"]), can("file", sees="a b"), can("file", sees="b c")
-        ),
-        LinkSpeeds(),
-    )
-    assert str(route) == "host -file-> file -file-> host"
-    staging = route.hops[0].destination
-    assert (staging.file_system, staging.home) == ("b", ("one", "p1"))
-    with pytest.raises(NoRoute):
-        plan(
-            Sides(
-                place("host"), place("host", *NEAR["network"]), can("file", sees="a"), can("file", sees="c")
-            ),
-            LinkSpeeds(),
-        )
-
-
-def test_a_file_that_only_its_owner_sees_is_read_by_the_owner() -> None:
-    source, destination = place("file"), place("host", *NEAR["network"])
-    route = plan(Sides(source, destination, can(*CPU, sees=""), can(*CPU)), LinkSpeeds())
-    assert str(route) == "file -file-> host -tcp-> host"
-    assert [ruled_out.lacks for ruled_out in route.ruled_out] == [
-        (Lack("destination", "file", "cannot access the file system disk"),),
-        tuple(
-            Lack(side, name, "not offered") for side in ("destination", "source") for name in ("nixl", "rdma")
-        ),
-    ]
-
-
-def test_only_the_owner_writes_to_a_memory() -> None:
-    for near, (source, destination) in product(NEAR, product(MemoryKind, MemoryKind)):
-        for hop in planned(f"{source} {destination}", near, EVERYTHING).hops:
-            if hop.destination.kind is MemoryKind.FILE:
-                assert hop.source.home == hop.destination.home
-
-
 def test_two_devices_are_not_taken_for_one() -> None:
     side = can(*GPU, "cuda-ipc")
     other = place("device", *NEAR["host"], device="GPU-1")
@@ -293,15 +227,10 @@ def test_hops_inside_a_side_are_measured_on_its_own_host() -> None:
     speeds.observe("one", "cuda-copy/device-pinned", LARGE_BYTES, 1e-5)
     speeds.observe("one", "cuda-copy/pinned-device", LARGE_BYTES, 1.0)
     speeds.observe("two", "cuda-copy/pinned-device", LARGE_BYTES, 1e-6)
-    speeds.observe("two", "file/read", LARGE_BYTES, 4.0)
     first, between, last = planned("device device", "network", GPU, speeds).hops
     assert first.bytes_per_s == pytest.approx(LARGE_BYTES / 1e-5)
     assert between.block_s, "by the table"
     assert last.bytes_per_s == pytest.approx(LARGE_BYTES / 1e-6)
-    (read,) = planned("file host", "network", ("file",), speeds).hops
-    assert read.bytes_per_s == pytest.approx(LARGE_BYTES / 4.0)
-    (own,) = planned("file host", "host", ("file",), speeds).hops
-    assert own.block_s, "by the table"
 
 
 def test_no_route_names_what_each_side_lacks_and_what_would_do() -> None:
@@ -324,17 +253,9 @@ def test_no_route_in_one_process_is_about_one_side() -> None:
     assert caught.value.fields["remedy"] == "enable copy at the destination"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kind": "device"},
-        {"kind": "host", "device": "GPU-0"},
-        {"kind": "file"},
-        {"kind": "pinned", "file_system": "disk"},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"kind": "device"}, {"kind": "host", "device": "GPU-0"}])
 def test_a_place_that_cannot_be_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"only (a file|device memory) names"):
+    with pytest.raises(msgspec.ValidationError, match="only device memory names"):
         msgspec.convert({"host": "one", "process": "p1"} | fields, Place)
 
 
@@ -352,8 +273,7 @@ def test_the_table_of_lanes() -> None:
     assert len(set(names)) == len(names)
     for lane in LANES:
         assert min(lane.cost) > 0
-    assert {reach(place("host"), place("host", *home)) for home in NEAR.values()} == set(Reach) - {Reach.FILE}
-    assert not list(lanes(place("device"), place("file")))
+    assert {reach(place("host"), place("host", *home)) for home in NEAR.values()} == set(Reach)
 
 
 paths = st.frozensets(st.sampled_from(EVERYTHING))
@@ -373,39 +293,28 @@ def wishes(draw: st.DrawFn) -> tuple[Place, Place, LinkSpeeds, int]:
     return place(draw(kinds_of_place)), destination, speeds, draw(st.sampled_from([4096, 1 << 16, 1 << 26]))
 
 
-def able(names: frozenset[str], sees: frozenset[str]) -> Capabilities:
-    return Capabilities(paths=names, file_systems=sees)
+def able(names: frozenset[str]) -> Capabilities:
+    return Capabilities(paths=names)
 
 
-seen = st.frozensets(st.sampled_from(["disk", "nfs", "a", "b", "c", "d"]))
-
-
-@given(wish=wishes(), mine=paths, theirs=paths, mine_sees=seen, theirs_sees=seen)
+@given(wish=wishes(), mine=paths, theirs=paths)
 def test_a_route_uses_only_what_both_sides_can_do(
     wish: tuple[Place, Place, LinkSpeeds, int],
     mine: frozenset[str],
     theirs: frozenset[str],
-    mine_sees: frozenset[str],
-    theirs_sees: frozenset[str],
 ) -> None:
     source, destination, speeds, piece_bytes = wish
     try:
-        route = plan(
-            Sides(source, destination, able(mine, mine_sees), able(theirs, theirs_sees)), speeds, piece_bytes
-        )
+        route = plan(Sides(source, destination, able(mine), able(theirs)), speeds, piece_bytes)
     except NoRoute:
         return
     assert route.hops[0].source == source
     assert route.hops[-1].destination == destination
     assert [hop.destination for hop in route.hops[:-1]] == [hop.source for hop in route.hops[1:]]
     for hop in route.hops:
-        file_systems = {hop.source.file_system, hop.destination.file_system} - {None}
         for end in (hop.source, hop.destination):
-            if end.kind is MemoryKind.FILE:
-                continue
             is_mine = end.home == destination.home
             assert hop.path in (mine if is_mine else theirs)
-            assert file_systems <= (mine_sees if is_mine else theirs_sees)
     speeds_of_hops = [1 / (1 / hop.bytes_per_s + hop.block_s / piece_bytes) for hop in route.hops]
     assert route.bytes_per_s == pytest.approx(1 / sum(1 / speed for speed in speeds_of_hops))
     assert len(route.ruled_out) <= MAX_RULED_OUT
@@ -416,28 +325,20 @@ def test_a_route_uses_only_what_both_sides_can_do(
     assert faster == sorted(faster, reverse=True)
 
 
-@given(wish=wishes(), mine=paths, theirs=paths, more=paths, mine_sees=seen, theirs_sees=seen, sees_more=seen)
+@given(wish=wishes(), mine=paths, theirs=paths, more=paths)
 def test_more_capabilities_are_never_slower(
     wish: tuple[Place, Place, LinkSpeeds, int],
     mine: frozenset[str],
     theirs: frozenset[str],
     more: frozenset[str],
-    mine_sees: frozenset[str],
-    theirs_sees: frozenset[str],
-    sees_more: frozenset[str],
 ) -> None:
     source, destination, speeds, piece_bytes = wish
     try:
-        less = plan(
-            Sides(source, destination, able(mine, mine_sees), able(theirs, theirs_sees)), speeds, piece_bytes
-        )
+        less = plan(Sides(source, destination, able(mine), able(theirs)), speeds, piece_bytes)
     except NoRoute:
         return
-    mine_more, theirs_more = (
-        able(mine | more, mine_sees | sees_more),
-        able(theirs | more, theirs_sees | sees_more),
-    )
+    mine_more, theirs_more = able(mine | more), able(theirs | more)
     route = plan(Sides(source, destination, mine_more, theirs_more), speeds, piece_bytes)
     assert route.bytes_per_s >= less.bytes_per_s
-    if mine_more == able(mine, mine_sees) and theirs_more == able(theirs, theirs_sees):
+    if mine_more == able(mine) and theirs_more == able(theirs):
         assert route == less

@@ -86,12 +86,10 @@ def test_who_has_the_descriptor_of_one_that_has_gone_is_not_taken_for_it() -> No
 def test_a_timeout_is_a_number_of_seconds(timeout_s: float) -> None:
     agent, slab = TransferAgent(), Slab.shared(4, 4096)
     try:
-        offer, accept = agent.offer(slab, [1], SOON_S), agent.accept(slab, [2], SOON_S)
+        offer = agent.offer(slab, [1], SOON_S)
         for call in (
             lambda: agent.offer(slab, [1], timeout_s),
-            lambda: agent.accept(slab, [1], timeout_s),
             lambda: agent.read(offer.ticket, slab, [3], timeout_s),
-            lambda: agent.write(accept.ticket, slab, [3], timeout_s),
         ):
             with pytest.raises(InvalidRequest, match="timeout"):
                 call()
