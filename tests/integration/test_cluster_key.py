@@ -118,6 +118,23 @@ async def test_a_key_is_rotated_while_the_cluster_runs(bench: Bench) -> None:
         assert [each.status_code for each in answers] == [200] * 30
 
 
+async def test_a_machine_without_the_key_joins_with_a_certificate(bench: Bench) -> None:
+    url, join = await start(bench)
+    issued = bench.run("cluster", "issue", "--role", "worker", "--name", "gpu-7", "kvolt.key")
+    assert issued.returncode == 0, issued.stderr
+    (bench.folder / "gpu-7.toml").write_text("[cluster]\n" + issued.stdout.split("[cluster]\n")[1])
+    bench.worker("certified", "--join", join, "--config", "gpu-7.toml")
+    await bench.until_seen("frontend", "worker", "certified", **joined(bench, join))
+    async with httpx.AsyncClient(base_url=url) as client:
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=ASK, timeout=PATIENCE_S) for _ in range(20))
+        )
+        assert [each.status_code for each in answers] == [200] * 20
+    posing = bench.run("frontend", "--port", "0", "--join", join, "--config", "gpu-7.toml")
+    assert posing.returncode == 1
+    assert "a worker may not register" in posing.stderr
+
+
 def test_a_listener_for_other_machines_needs_a_key(bench: Bench) -> None:
     for flags in (
         ("--discovery-join-listen", f"0.0.0.0:{free_port()}", "--runtime-advertise", "127.0.0.1"),

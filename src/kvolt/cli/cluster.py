@@ -1,17 +1,19 @@
-"""`kvolt cluster`: create, show and rotate a cluster key."""
+"""`kvolt cluster`: create, show and rotate a cluster key, and issue certificates from it."""
 
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvolt.cli.flags import optional
+from kvolt.cli.flags import option, optional
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.security.authority import ClusterAuthority
+from kvolt.runtime.security.identity import Identity, ProcessRole
 
 HELP = """
 Create a cluster key. Processes that have it authenticate each other and encrypt their connections (docs/security.md).
@@ -20,10 +22,19 @@ Examples:
   kvolt cluster init                              write ./kvolt.key, readable by you only
   kvolt cluster show kvolt.key                    fingerprint, to compare the files of two machines
   kvolt cluster rotate kvolt.key                  replace the key in the file; running processes accept old and new
+  kvolt cluster issue --role worker --name gpu-7  a certificate for a machine that must not have the key
   kvolt serve --cluster-key kvolt.key
 """
 
 _DEFAULT = "kvolt.key"
+_MAX_DAYS = 3650
+_SETTINGS = {
+    "certificate": "certificate.pem",
+    "private_key": "private_key.pem",
+    "authority": "authority.pem",
+    "event_secret": "event_secret",
+}
+"""Settings of the section `cluster`, with the file of each."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +43,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("init", "create a key file"),
         ("show", "print the fingerprint and expiry of a key file"),
         ("rotate", "replace the key in a file; copy it to all machines afterwards, in any order"),
+        ("issue", "write a certificate for one role, for a machine that must not have the key"),
     ):
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".")
         optional(action, "file", "FILE", f"Key file. Default: {_DEFAULT}.")
+        if name == "issue":
+            roles = [role.value for role in ProcessRole]
+            option(
+                action,
+                "--role",
+                "ROLE",
+                f"What it may do: {', '.join(roles)}.",
+                choices=roles,
+                default="worker",
+            )
+            option(action, "--name", "NAME", "Name of the machine or process.", default="node")
+            option(action, "--days", "N", "Days until it expires.", int, default=30)
+            option(action, "--out", "DIR", "Directory of the files. Default: the name.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -54,6 +79,8 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             "Copy it to all machines: processes read it within seconds, and accept the previous key until then."
         )
         print("Rotate again when all machines have it, to end what the previous key allows.")
+    elif args.action == "issue":
+        _issue(ClusterAuthority.load(path), args, now)
     else:
         authority = ClusterAuthority.load(path)
         expiry = datetime.fromtimestamp(authority.expires_at, UTC)
@@ -61,24 +88,51 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     return 0
 
 
-def _write(path: Path, authority: ClusterAuthority, *, exclusive: bool) -> None:
-    """Write the file atomically, readable by this user only."""
+def _issue(authority: ClusterAuthority, args: argparse.Namespace, now: float) -> None:
+    if not 1 <= args.days <= _MAX_DAYS:
+        raise ConfigError(f"--days {args.days} is out of range", key="days", remedy=f"use 1 to {_MAX_DAYS}")
+    identity = Identity.of(ProcessRole(args.role), args.name)
+    issued = authority.issue(identity, now, args.days * 86_400.0)
+    folder = Path(args.out or identity.process)
+    files = {
+        "certificate.pem": issued.chain_pem,
+        "private_key.pem": issued.key_pem,
+        "authority.pem": issued.trusted_pem,
+        "event_secret": b"".join(base64.b64encode(each) + b"\n" for each in authority.event_secrets),
+    }
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content in files.items():
+            _write_private(folder / name, content)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{folder}: {reason}", key="out", remedy="name a writable directory") from None
+    print(
+        f"issued {identity.uri}, valid for {args.days} days, to {folder}. Copy it to the machine, and set there:"
+    )
+    print("  [cluster]")
+    for setting, name in _SETTINGS.items():
+        print(f'  {setting} = "{folder.resolve() / name}"')
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, in place of an older one."""
     new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _write(path: Path, authority: ClusterAuthority, *, exclusive: bool) -> None:
+    """Write the key file. `exclusive`: refuse to replace one."""
     try:
         if exclusive and path.exists():
             raise FileExistsError
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(authority.to_pem())
-            file.flush()
-            os.fsync(file.fileno())
-        if exclusive:
-            os.link(new, path)  # unlike a rename, fails if another process has created it
-            new.unlink()
-        else:
-            new.replace(path)
+        _write_private(path, authority.to_pem())
     except FileExistsError:
-        new.unlink(missing_ok=True)
         raise ConfigError(
             f"{path} exists", key="cluster.key", remedy="use it, rotate it, or name another file"
         ) from None

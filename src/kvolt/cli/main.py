@@ -74,7 +74,9 @@ VERBS: dict[str, Verb] = {
         _PROCESS,
         sub_modules=(("sleep", "kvolt.cli.worker.sleep"), ("wake", "kvolt.cli.worker.wake")),
     ),
-    "cluster": Verb("kvolt.cli.cluster", "create, show and rotate the key of a cluster", "start"),
+    "cluster": Verb(
+        "kvolt.cli.cluster", "create and rotate the key of a cluster; issue certificates", "start"
+    ),
     "chat": Verb("kvolt.cli.chat.command", "chat with a model of any OpenAI-compatible server", "client"),
     "bench": Verb("kvolt.cli.bench.command", "load-test any OpenAI-compatible server", "client"),
     "status": Verb("kvolt.cli.status", "show running processes and their readiness", "inspect", _CLIENT),

@@ -24,12 +24,11 @@ from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.join_server import JoinServer
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
-from kvolt.runtime.network import (
-    join_address,
-)
+from kvolt.runtime.network import is_loopback, join_address
 from kvolt.runtime.plane.metrics import PlaneCollector
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.secure_network import AdminNetwork
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, process_options
@@ -162,18 +161,21 @@ async def running(settings: Settings, name: str, role: ProcessRole) -> AsyncIter
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))
     metrics.count_tasks(asyncio.get_running_loop())
+    admin_host = settings.admin.host
+    credentials = None if is_loopback(admin_host) else runtime.ports.credentials
     admin = AdminServer(
-        runtime.ports.network,
+        runtime.ports.network if credentials is None else AdminNetwork(credentials, metrics.count_handshake),
         runtime.ports.clock,
         runtime.health,
         metrics,
         runtime,
         settings.runtime.drain_timeout_s,
+        requires_identity=credentials is not None,
     )
     join: JoinServer | None = None
     try:
         if settings.admin.enabled:
-            runtime.admin_address = await admin.start(join_address(settings.admin.host, settings.admin.port))
+            runtime.admin_address = await admin.start(join_address(admin_host, settings.admin.port))
         if settings.discovery.join_listen is not None:
             join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * settings.discovery.ttl_s)
             join.register_endpoints(runtime.server)

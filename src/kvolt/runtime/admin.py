@@ -27,6 +27,7 @@ from kvolt.runtime.http.server import (
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
 from kvolt.runtime.process_control import MAX_CONTROL_S
+from kvolt.runtime.security.access import may_control
 
 _LIMITS = HttpLimits(max_connections=64, max_body_bytes=64 * 1024, max_header_bytes=16 * 1024)
 
@@ -83,7 +84,10 @@ class AdminServer:
         metrics: Metrics,
         controls: Controls,
         default_drain_s: float = 30.0,
+        requires_identity: bool = False,
     ) -> None:
+        """`requires_identity`: only clients with a certificate of the cluster may do more than probe and scrape."""
+        self._requires_identity = requires_identity
         self._health = health
         self._metrics = metrics
         self._controls = controls
@@ -97,13 +101,25 @@ class AdminServer:
         routes.add("GET", "/live", self._report(lambda: True))
         routes.add("GET", "/ready", self._report(self._health.ready))
         routes.add("GET", "/metrics", self._show_metrics)
-        routes.add("GET", "/status", self._show_status)
-        routes.add("POST", "/cordon", _not_for_web_pages(self._cordon))
-        routes.add("POST", "/drain", _not_for_web_pages(self._drain))
-        routes.add("POST", "/resume", _not_for_web_pages(self._resume))
+        routes.add("GET", "/status", self._for_operators(self._show_status))
+        routes.add("POST", "/cordon", self._for_operators(self._cordon))
+        routes.add("POST", "/drain", self._for_operators(self._drain))
+        routes.add("POST", "/resume", self._for_operators(self._resume))
         for path, name in COMMANDS.items():
-            routes.add("POST", path, _not_for_web_pages(self._command(name)))
+            routes.add("POST", path, self._for_operators(self._command(name)))
         return routes
+
+    def _for_operators(self, handler: Handler) -> Handler:
+        # Loopback does not protect from a browser on the same machine: any page can post to it. Browsers send these
+        # headers.
+        async def guarded(request: HttpRequest) -> AnyResponse:
+            if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
+                return _WEB_PAGE
+            if self._requires_identity and not may_control(request.identity):
+                return _NO_IDENTITY
+            return await handler(request)
+
+        return guarded
 
     async def start(self, address: str) -> str:
         return await self._server.start(address)
@@ -157,14 +173,8 @@ class AdminServer:
 
 
 _WEB_PAGE = json_error(403, "the admin API refuses requests from web pages", "forbidden")
-
-
-def _not_for_web_pages(handler: Handler) -> Handler:
-    # Loopback does not protect from a browser on the same machine: any page can post to it. Browsers send these
-    # headers.
-    async def guarded(request: HttpRequest) -> AnyResponse:
-        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
-            return _WEB_PAGE
-        return await handler(request)
-
-    return guarded
+_NO_IDENTITY = json_error(
+    403,
+    "this needs a certificate of the cluster; create one with `kvolt cluster issue --role client`",
+    "access_denied",
+)

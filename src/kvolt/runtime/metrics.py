@@ -73,7 +73,7 @@ class Metrics:
         self._discovery()
         self._event_plane()
         self._http()
-        self.handshakes = self._by_label(
+        self._handshakes = self._by_label(
             "tls_handshakes", "TLS handshakes of accepted connections, by outcome", "outcome"
         )
         self.loop_lag = Histogram(
@@ -132,6 +132,9 @@ class Metrics:
             duration.observe(seconds)
 
         return observe
+
+    def count_handshake(self, outcome: str) -> None:
+        self._handshakes[outcome].inc()
 
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""

@@ -264,10 +264,6 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking, i
             credentials.check_event_secrets()
         return ZmqEvents(options, publisher, discovery, counters, credentials)
 
-    internal = (
-        SocketNetwork()
-        if credentials is None
-        else SecureNetwork(credentials, lambda outcome: metrics.handshakes[outcome].inc())
-    )
+    internal = SocketNetwork() if credentials is None else SecureNetwork(credentials, metrics.count_handshake)
     plane = tcp_plane(internal, connection_options(settings))
     return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials)

@@ -172,7 +172,7 @@ def _client_network(process: Process, frontend: FrontendSettings, reuse_port: bo
         return SocketNetwork(reuse_port)
     clients = Path(frontend.tls_client_authority) if frontend.tls_client_authority else None
     certificate = ServerCertificate(Path(frontend.tls_cert), Path(frontend.tls_key), clients, SystemClock())
-    return HttpsNetwork(certificate, lambda outcome: process.metrics.handshakes[outcome].inc(), reuse_port)
+    return HttpsNetwork(certificate, process.metrics.count_handshake, reuse_port)
 
 
 def prefill_mode_rules(frontend: FrontendSettings) -> PrefillModeRules:

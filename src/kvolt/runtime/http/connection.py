@@ -30,6 +30,7 @@ from kvolt.runtime.http.reader import Phase, RequestReader
 from kvolt.runtime.http.writer import EVENT_STREAM, SSE_COMMENT, ResponseWriter, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
+from kvolt.runtime.security.identity import Identity, certificate_identity
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._timer = LazyTimer(self._loop, self._on_timeout)
         self._watched_mark = 0
         self._is_secure = False
+        self._identity: Identity | None = None
 
     # transport events
 
@@ -87,6 +89,7 @@ class Connection(asyncio.Protocol):
             return
         tune_socket(transport)
         self._is_secure = transport.get_extra_info("sslcontext") is not None
+        self._identity = certificate_identity(transport) if self._is_secure else None
         self._transport.set_write_buffer_limits(high=limits.write_buffer_bytes)
         self._timer.arm(limits.header_timeout_s)
 
@@ -259,6 +262,7 @@ class Connection(asyncio.Protocol):
         """Write the response to `request`; False if the connection must close afterwards."""
         self._started = self._host.now()
         request.id = self._host.identify(request)
+        request.identity = self._identity
         response = await self._host.respond(request)
         if self._disconnected:
             return False

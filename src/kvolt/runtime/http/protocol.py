@@ -9,6 +9,8 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvolt.runtime.security.identity import Identity
+
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _NO_HEADERS: Mapping[str, str] = {}
 BODILESS = frozenset({204, 304})
@@ -54,6 +56,7 @@ class HttpRequest:
         "body",
         "headers",
         "id",
+        "identity",
         "keep_alive",
         "method",
         "params",
@@ -77,6 +80,8 @@ class HttpRequest:
         self.headers = headers
         self.body = body
         self.peer = peer
+        self.identity: Identity | None = None
+        """From the client's certificate of the cluster; None without one."""
         self.version = version
         self.id = ""
         """Request id for `x-request-id` of the response: sent by the client, or generated."""

@@ -28,6 +28,11 @@ def check_call(identity: Identity, endpoint: str) -> None:
         raise AccessDenied(f"a {identity.role} may not call {endpoint[:200]}", role=identity.role.value)
 
 
+def may_control(identity: Identity | None) -> bool:
+    """Whether a client of an admin port that other machines reach may change a process or see its status."""
+    return identity is not None and identity.role not in _LIMITED
+
+
 def check_registration(identity: Identity, key: str) -> None:
     """Raise AccessDenied unless a process with this identity may register the discovery key."""
     if identity.role not in _LIMITED or not key.startswith(INSTANCES):

@@ -129,6 +129,11 @@ class Credentials:
         return self._client_context
 
     @property
+    def probe_context(self) -> ssl.SSLContext:
+        """Server context for admin ports: probes have no certificate."""
+        return self._probe_context
+
+    @property
     def event_secrets(self) -> tuple[bytes, ...]:
         """Subscribers use the first, publishers accept all; empty for own certificates without a secret."""
         return self._source.event_secrets()
@@ -188,8 +193,10 @@ class Credentials:
                 key="cluster.certificate",
                 remedy="issue a new one, or check the clock of this machine",
             )
-        server, client = _contexts(certificate)
-        self._server_context, self._client_context = server, client
+        self._server_context = _context(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self._client_context = _context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+        self._probe_context = _context(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self._probe_context.verify_mode = ssl.CERT_OPTIONAL
         self._expires_at = certificate.expires_at
         lifetime_s = certificate.expires_at - now
         self._renew_at = now + lifetime_s / 2
@@ -282,30 +289,27 @@ def _read_event_secrets(path: Path) -> tuple[bytes, ...]:
     return event_secrets
 
 
-def _contexts(certificate: Certificate) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Server and client contexts for mutual TLS 1.3.
+def _context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
+    """Context for mutual TLS 1.3.
 
     Names are not compared with hosts: certificates belong to processes, and addresses change.
     """
-    contexts = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
-            _load_chain(context, certificate)
-        except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(
-                f"the certificate cannot be used: {error}",
-                key="cluster.certificate",
-                remedy="check that the certificate, its private key and the authority are PEM and belong together",
-            ) from None
-        contexts.append(context)
-    server, client = contexts
-    server.num_tickets = 0  # a resumed session would not present its certificate again
-    return server, client
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a resumed session would not present its certificate again
+    try:
+        context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
+        _load_chain(context, certificate)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"the certificate cannot be used: {error}",
+            key="cluster.certificate",
+            remedy="check that the certificate, its private key and the authority are PEM and belong together",
+        ) from None
+    return context
 
 
 def _load_chain(context: ssl.SSLContext, certificate: Certificate) -> None:

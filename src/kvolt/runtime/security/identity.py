@@ -61,7 +61,15 @@ def identity_of(certificate: Mapping[str, Any] | None) -> Identity:
     raise ProtocolError(f"the peer's certificate has no {SCHEME}://ROLE/PROCESS name", rule="identity")
 
 
+def certificate_identity(transport: asyncio.BaseTransport) -> Identity | None:
+    """Identity of a client of HTTPS; None if it has no certificate, or one that names no process of kvolt."""
+    try:
+        return peer_identity(transport)
+    except ProtocolError:
+        return None
+
+
 def peer_identity(transport: asyncio.BaseTransport) -> Identity | None:
     """Identity of the peer of a TLS connection; None without TLS. Raises ProtocolError if it has none."""
     certificate = transport.get_extra_info("peercert")
-    return None if certificate is None else identity_of(certificate)
+    return identity_of(certificate) if certificate is not None else None

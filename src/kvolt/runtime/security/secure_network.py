@@ -50,6 +50,25 @@ class SecureNetwork:
         return admission.protocol
 
 
+class AdminNetwork(SocketNetwork):
+    """Listens for operators with a certificate of the cluster, and for probes without one; connects without TLS."""
+
+    def __init__(self, credentials: Credentials, count_outcome: CountOutcome = lambda outcome: None) -> None:
+        super().__init__()
+        self._credentials = credentials
+        self._count_outcome = count_outcome
+
+    async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
+        credentials = self._credentials
+        return TlsListener(
+            await bind(address),
+            factory,
+            lambda: credentials.probe_context,
+            peer_identity,
+            self._count_outcome,
+        )
+
+
 class HttpsNetwork(SocketNetwork):
     """Listens for HTTPS clients; connects without TLS."""
 

@@ -120,6 +120,7 @@ def test_a_second_line_is_accepted_from_when_the_file_changes(
         (b"\n".join([ONE, TWO, ONE]), 0o600, "one or two lines"),
         (b"x" * 100_000, 0o600, "more than"),
     ],
+    ids=["readable", "empty", "short", "text", "three", "long"],
 )
 def test_other_files_are_refused(
     own_certificates: ClusterSettings, tmp_path: Path, content: bytes, mode: int, reason: str
