@@ -203,7 +203,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a stalled worker whose lease ended is forgotten",
         path="runtime/endpoint/client.py",
-        old="                        self._expect_registration(removed)\n",
+        old="                        self._await_return(removed)\n",
         new="                        pass\n",
         why="requests fail after stalls of a frontend and the last worker that overlap",
         seed=31,
