@@ -22,6 +22,9 @@ from kvolt.runtime.network import SocketNetwork, join_address
 _CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
 """Settings that choose a cluster."""
 
+_CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
+"""Settings that choose a cluster."""
+
 Served = dict[str, dict[str, int]]
 """Number of reachable workers by model and role."""
 
