@@ -78,6 +78,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_addresses: dict[str, str] = {}
     links: dict[str, Link] = {}
     latency: LatencyModel | None = None
+    has_estimated_latency: bool = False
+    """Whether `latency` is estimated from a few measured steps, which were too few for a fit."""
     occupancy_latency: OccupancyModel | None = None
     """Used instead of `latency` by engines with this cost shape. (A union of the two would need a tag that
     registrations of other versions lack.)"""

@@ -8,6 +8,7 @@ stay valid.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
@@ -38,6 +39,23 @@ class PrefillPlan(NamedTuple):
     """Prefill workers; None in mode LOCAL."""
 
 
+class _Forecasts(NamedTuple):
+    local: Forecast
+    """Prompt and answer on a decode worker."""
+    prefill: Forecast
+    """Prompt and answer on a prefill worker."""
+
+
+class PrefillModeView(NamedTuple):
+    """A choice for display, with what it was compared with."""
+
+    mode: PrefillMode
+    target: RoleTarget
+    """Prefill workers."""
+    costs: dict[PrefillMode, float]
+    """Predicted cost in seconds; empty if the costs are not compared."""
+
+
 class PrefillModePolicy:
     """Chooses the prefill mode and tracks transfer costs between workers. As it is: for models without prefill
     workers."""
@@ -47,6 +65,10 @@ class PrefillModePolicy:
         if (pinned_id := request.routing.pins.get(Role.PREFILL)) is not None:
             raise _pin_unavailable(pinned_id, "this model has no prefill workers")
         return _LOCAL
+
+    def explain(self, request: Request) -> PrefillModeView | None:
+        """The choice for this request; counts nothing. None without prefill workers. Errors as of `plan`."""
+        return None
 
     def observe_transfer(
         self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId
@@ -158,6 +180,21 @@ class PrefillModeSelector(PrefillModePolicy):
             self.counts[mode] += 1
         return PrefillPlan(mode, target)
 
+    def explain(self, request: Request) -> PrefillModeView | None:
+        target = self._prefill_target()
+        if target is None or not target.candidates():
+            return None
+        query = msgspec.structs.replace(
+            request, routing=msgspec.structs.replace(request.routing, query_only=True)
+        )
+        mode = self.plan(query).mode
+        costs: dict[PrefillMode, float] = {}
+        with contextlib.suppress(KvoltError):  # no worker has room now: `plan` chose the default mode
+            forecasts = self._forecasts(query, target.router)
+            if forecasts is not None:
+                costs = self._compared_costs(query, forecasts)
+        return PrefillModeView(mode, target, costs)
+
     def _must_prefill_locally(self, request: Request) -> bool:
         # A prompt shorter than a block cannot be transferred; a single output token needs no second worker; prompt
         # logprobs are reported by the decode worker, which would recompute the prompt.
@@ -165,42 +202,85 @@ class PrefillModeSelector(PrefillModePolicy):
         return is_short or request.sampling.prompt_logprobs is not None
 
     def _choose_mode(self, request: Request, prefill_router: Router) -> PrefillMode:
-        rule, decode_router = self._rule, self._decode_router
-        if not isinstance(decode_router, SupportsForecast) or not isinstance(
-            prefill_router, SupportsForecast
-        ):
+        rule = self._rule
+        forecasts = self._forecasts(request, prefill_router)
+        if forecasts is None:
             return PrefillMode.REMOTE if request.num_prompt_tokens > rule.min_tokens else PrefillMode.LOCAL
-        local, prefill = decode_router.forecast(request), prefill_router.forecast(as_prefill_request(request))
+        local, prefill = forecasts
         if local.missing_tokens <= rule.min_tokens:
             return PrefillMode.LOCAL
         if rule.max_queue_s is not None and prefill.queue_s > rule.max_queue_s:
             return PrefillMode.LOCAL
         is_moved = local.missing_tokens > self._block_size
-        # Guesses are not compared, and query-only requests do not update the demand estimate.
-        is_comparable = local.has_own_model and prefill.has_own_model and not request.routing.query_only
-        if not rule.is_predicted or not is_comparable:
+        if not self._is_comparable(forecasts):
             return PrefillMode.REMOTE if is_moved else PrefillMode.LOCAL
-        self._prompts.add(prefill.prefill_s)
+        if not request.routing.query_only:
+            self._prompts.add(prefill.prefill_s)
         if not is_moved:
-            return self._cheapest(request, local, local, prefill, PrefillMode.LOCAL)
-        moved = with_link_costs(request, self._links.costs_from(prefill.instance))
-        remote = decode_router.forecast(msgspec.structs.replace(moved, handoff=_PLACEHOLDER_HANDOFF))
+            return self._cheapest(request, local, None, prefill, PrefillMode.LOCAL)
+        remote = self._remote_forecast(request, prefill)
         if not self._slo_gate.is_configured:
             return self._cheapest(request, local, remote, prefill, PrefillMode.REMOTE)
-        if self._slo_gate.is_met(remote, prefill):
+        is_query = request.routing.query_only
+        if self._slo_gate.was_met if is_query else self._slo_gate.is_met(remote, prefill):
             return PrefillMode.REMOTE
         return self._choose_one_worker(request, local, remote, prefill)
 
-    def _cheapest(
-        self, request: Request, local: Forecast, remote: Forecast, prefill: Forecast, default: PrefillMode
-    ) -> PrefillMode:
-        """The default mode, unless another one is much cheaper."""
+    def _forecasts(self, request: Request, prefill_router: Router) -> _Forecasts | None:
+        """None if a router cannot forecast."""
+        decode_router = self._decode_router
+        if not isinstance(decode_router, SupportsForecast) or not isinstance(
+            prefill_router, SupportsForecast
+        ):
+            return None
+        return _Forecasts(
+            decode_router.forecast(request), prefill_router.forecast(as_prefill_request(request))
+        )
+
+    def _remote_forecast(self, request: Request, prefill: Forecast) -> Forecast:
+        """Forecast of the answer on a decode worker, after a KV transfer from that prefill worker."""
+        assert isinstance(self._decode_router, SupportsForecast)
+        moved = with_link_costs(request, self._links.costs_from(prefill.instance))
+        return self._decode_router.forecast(msgspec.structs.replace(moved, handoff=_PLACEHOLDER_HANDOFF))
+
+    def _is_comparable(self, forecasts: _Forecasts) -> bool:
+        """Whether costs decide: guesses are not compared."""
+        has_own_models = forecasts.local.has_own_model and forecasts.prefill.has_own_model
+        return self._rule.is_predicted and has_own_models
+
+    def _compared_costs(self, request: Request, forecasts: _Forecasts) -> dict[PrefillMode, float]:
+        """Cost of each mode that the choice considers; empty if costs do not decide."""
+        local, prefill = forecasts
+        if not self._is_comparable(forecasts) or self._must_prefill_locally(request):
+            return {}
+        if local.missing_tokens <= self._rule.min_tokens:
+            return {}
+        if local.missing_tokens <= self._block_size:
+            return self._costs(request, local, None, prefill)
+        return self._costs(request, local, self._remote_forecast(request, prefill), prefill)
+
+    def _costs(
+        self, request: Request, local: Forecast, remote: Forecast | None, prefill: Forecast
+    ) -> dict[PrefillMode, float]:
+        """Cost of each allowed mode. `remote`: None if there is no KV to move."""
         utilization = self._prompts.per_second / (local.num_worker_ranks + prefill.num_worker_ranks)
-        cost_by_mode = mode_costs(local, remote, _with_prefill_load(utilization, prefill))
-        if default is PrefillMode.LOCAL:  # no KV to move
+        cost_by_mode = mode_costs(local, remote or local, _with_prefill_load(utilization, prefill))
+        if remote is None:
             del cost_by_mode[PrefillMode.REMOTE]
         if _restricts_workers(request.routing):
             del cost_by_mode[PrefillMode.PREFILL_WORKER]
+        return cost_by_mode
+
+    def _cheapest(
+        self,
+        request: Request,
+        local: Forecast,
+        remote: Forecast | None,
+        prefill: Forecast,
+        default: PrefillMode,
+    ) -> PrefillMode:
+        """The default mode, unless another one is much cheaper."""
+        cost_by_mode = self._costs(request, local, remote, prefill)
         best = min(cost_by_mode, key=cost_by_mode.__getitem__)
         saved_s = cost_by_mode[default] - cost_by_mode[best]
         return best if saved_s > _MARGIN * prefill.first_token_s else default

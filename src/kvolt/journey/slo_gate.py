@@ -56,7 +56,9 @@ class DecayingAverage:
 
     @property
     def per_second(self) -> float:
-        """Rate of the sum, as of the last value."""
+        """Rate of the sum, as of the last value; 0 without values."""
+        if not self._count:
+            return 0.0
         # Before the window has filled its weight is smaller; a quarter of the half-life is the minimum.
         age_s = max(self._at - self._since, self._half_life_s / 4)
         weight_s = self._half_life_s / math.log(2) * (1.0 - math.exp2(-age_s / self._half_life_s))
@@ -85,6 +87,11 @@ class SloGate:
     @property
     def is_configured(self) -> bool:
         return self._ttft_s is not None or self._itl_s is not None
+
+    @property
+    def was_met(self) -> bool:
+        """The verdict for the last request."""
+        return self._is_met
 
     def is_met(self, remote: Forecast, prefill: Forecast) -> bool:
         """Whether remote prefill meets the targets. Call once per request, with its forecasts."""

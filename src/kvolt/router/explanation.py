@@ -30,6 +30,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     terms: CandidateCost
     engine: str = ""
     """Engine of the worker; `remote` for an attached server."""
+    has_estimated_times: bool = False
+    """Whether its step times are estimated from a few measured steps."""
 
 
 class ExcludedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,18 @@ class ExcludedWorker(msgspec.Struct, frozen=True, kw_only=True):
     instance: InstanceId
     process: str
     reason: str
+
+
+class PrefillExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Choice of where the prompt is computed, for a model with prefill workers."""
+
+    mode: str
+    """`local`: on the decode worker. `remote`: on a prefill worker, with a transfer. `prefill_worker`: prompt and
+    answer on a prefill worker."""
+    mode_costs: dict[str, float]
+    """Predicted cost in seconds by mode; empty if the costs are not compared."""
+    workers: Explanation
+    """Prefill workers."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +72,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Requests queued before it while all workers are saturated."""
     problem: str = ""
     """Why there is no candidate."""
+    prefill: PrefillExplanation | None = None
+    """None if the model has no prefill workers. With them, `candidates` are the decode workers; in mode `remote` their
+    costs are those after the transfer."""
 
 
 def explain_route(router: Router, request: Request, process: str) -> Explanation:
@@ -100,6 +117,7 @@ def _candidate(router: KvRouter, terms: CandidateCost) -> Candidate:
         index_source=router.index_source(terms.instance),
         terms=terms,
         engine="" if info is None else info.engine,
+        has_estimated_times=info is not None and info.has_estimated_latency,
     )
 
 

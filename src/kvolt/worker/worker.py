@@ -374,7 +374,7 @@ class Worker:
             latency, registered = engine.latency, self.info.latency if self.info is not None else None
             differs = latency is not None and registered is not None and models_differ(latency, registered)
             if differs and has_differed:  # a single difference may be caused by a stall
-                await self.update_registration(latency=latency)
+                await self.update_registration(latency=latency, has_estimated_latency=False)
             has_differed = differs
 
     async def register_links(self, links: dict[str, Link]) -> None:

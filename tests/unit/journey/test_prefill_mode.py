@@ -444,8 +444,55 @@ def test_who_is_to_answer_is_not_answered_by_a_prefill_worker() -> None:
 def test_what_is_only_asked_about_is_not_counted() -> None:
     scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
     query = replace(REQUEST, routing=replace(REQUEST.routing, query_only=True))
-    assert scene.way(query) is PrefillMode.REMOTE
+    assert scene.way(query) is PrefillMode.PREFILL_WORKER
     assert not any(scene.chooser.counts.values())
+    assert scene.chooser._prompts.per_second == 0.0
+    assert scene.way() is PrefillMode.PREFILL_WORKER, "as for the query"
+
+
+def test_the_choice_is_explained_with_the_costs_that_it_compared() -> None:
+    scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
+    view = scene.chooser.explain(REQUEST)
+    assert view is not None
+    assert view.mode is PrefillMode.PREFILL_WORKER
+    assert view.target is scene.target
+    without_transfer = mode_costs(BUSY, BUSY, IDLE)
+    assert view.costs.pop(PrefillMode.REMOTE) > without_transfer.pop(PrefillMode.REMOTE)
+    assert view.costs == without_transfer
+    assert not any(scene.chooser.counts.values())
+    assert PrefillModePolicy().explain(REQUEST) is None
+    assert Scene(num_there=0).chooser.explain(REQUEST) is None
+
+
+@pytest.mark.parametrize(
+    ("scene", "mode"),
+    [
+        (Scene(Blind(), Blind()), PrefillMode.REMOTE),
+        (Scene(Seer(BUSY, BUSY), Seer(replace(IDLE, has_own_model=False))), PrefillMode.REMOTE),
+        (Scene(rule=PrefillModeRules(is_predicted=False)), PrefillMode.REMOTE),
+        (Scene(rule=PrefillModeRules(min_tokens=400)), PrefillMode.LOCAL),
+    ],
+    ids=["no forecasts", "guesses", "by threshold", "a short prompt"],
+)
+def test_costs_that_did_not_decide_are_not_explained(scene: Scene, mode: PrefillMode) -> None:
+    view = scene.chooser.explain(REQUEST)
+    assert view is not None
+    assert (view.mode, view.costs) == (mode, {})
+
+
+def test_a_prompt_without_kv_to_move_has_no_remote_cost() -> None:
+    view = Scene(Seer(replace(CALM, missing_tokens=BLOCK))).chooser.explain(REQUEST)
+    assert view is not None
+    assert set(view.costs) == {PrefillMode.LOCAL, PrefillMode.PREFILL_WORKER}
+
+
+def test_a_query_gets_the_verdict_on_the_last_request() -> None:
+    scene = Scene(Seer(CALM, replace(HANDED, step_s=9.0)), Seer(IDLE), PrefillModeRules(itl_s=0.001))
+    query = replace(REQUEST, routing=replace(REQUEST.routing, query_only=True))
+    assert scene.way(query) is PrefillMode.REMOTE, "no request has missed the target"
+    mode = scene.way()
+    assert mode is not PrefillMode.REMOTE
+    assert scene.way(query) is mode
 
 
 def test_of_guesses_nothing_is_worked_out() -> None:

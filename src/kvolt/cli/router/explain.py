@@ -20,7 +20,7 @@ from kvolt.cli.frontends import find_frontends
 from kvolt.cli.process import run_loop
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
-from kvolt.router.explanation import Candidate, Explanation
+from kvolt.router.explanation import Candidate, Explanation, PrefillExplanation
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.endpoint.call import Deadlines
@@ -29,8 +29,8 @@ from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.plane.port import Destination
 
 HELP = """
-Show how a running cluster would route a prompt: the cost terms of each candidate worker, the chosen worker, and why
-other workers are excluded. Sends no request and reserves nothing.
+Show how a running cluster would route a prompt: the cost terms of each candidate worker, the chosen worker, the prefill
+mode, and why other workers are excluded. Sends no request and reserves nothing.
 
 Examples:
   kvolt router explain "Once upon a time"            a plain prompt
@@ -47,7 +47,10 @@ Columns (docs/cost-model.md defines them):
   fails      fraction of its recent requests that failed
   queue ...  terms of the cost; a column is omitted if it is 0 for all workers
   cost       sum of the terms: seconds for latency, blocks for classic; the lowest wins. Below the table: workers
-             without measured step times, whose seconds are assumed
+             without measured step times, whose seconds are assumed or estimated
+
+With prefill workers: the prefill mode and its predicted costs, then a table for prefill workers and one for decode
+workers (docs/journey.md, prefill modes).
 """
 
 SETTINGS = CLIENT_GROUPS
@@ -58,6 +61,11 @@ _WIDTH = 140
 _LIMITS = Deadlines(connect_s=5.0, first_s=15.0, between_s=15.0, total_s=20.0)
 _decode = msgspec.msgpack.Decoder(Explanation).decode
 _decode_json = msgspec.json.Decoder(Explanation).decode
+_MODES = {
+    "local": "the decode worker computes the prompt",
+    "remote": "a prefill worker computes the prompt, then a decode worker the answer",
+    "prefill_worker": "a prefill worker computes prompt and answer, since decode workers are overloaded",
+}
 _ATTACHED_ENGINE = "remote"
 _NO_TIMES = "attached servers publish no step times"
 _URL_REMEDY = (
@@ -189,6 +197,29 @@ def show(explanation: Explanation, console: Console) -> None:
         f"Policy [bold]{explanation.policy or 'unnamed'}[/bold], decided by {explanation.decided_by}.",
         highlight=False,
     )
+    prefill = explanation.prefill
+    if prefill is None:
+        _show_workers(explanation, console)
+        return
+    console.print(prefill_text(prefill), highlight=False)
+    console.print("\nPrefill workers:", style="bold")
+    _show_workers(prefill.workers, console)
+    after = ", after the transfer" if prefill.mode == "remote" else ""
+    console.print(f"\nDecode workers{after}:", style="bold")
+    _show_workers(explanation, console)
+
+
+def prefill_text(prefill: PrefillExplanation) -> str:
+    """The prefill mode in one line."""
+    costs = ", ".join(
+        f"{mode} {cost:.4g}" for mode, cost in sorted(prefill.mode_costs.items(), key=lambda item: item[1])
+    )
+    compared = f" Predicted cost in seconds: {costs}." if costs else " Predicted costs did not decide."
+    return f"Prefill mode [bold]{prefill.mode}[/bold]: {_MODES.get(prefill.mode, '')}.{compared}"
+
+
+def _show_workers(explanation: Explanation, console: Console) -> None:
+    """Candidates with costs, the reasons, and excluded workers."""
     if explanation.candidates:
         console.print(_table(explanation))
     for line in reasons(explanation):
@@ -287,6 +318,14 @@ def reasons(explanation: Explanation) -> list[str]:
         f"Assumed, not measured: the times of {', '.join(names)} are those of an 8B model on a large GPU, since {why}."
         for why, names in assumed.items()
     ]
+    estimated = ", ".join(
+        dict.fromkeys(each.process for each in explanation.candidates if each.has_estimated_times)
+    )
+    if estimated and explanation.policy != "classic":
+        lines.append(
+            f"Estimated from a few measured steps: the times of {estimated}. Costs and the prefill mode may be wrong "
+            "until requests correct them."
+        )
     if chosen.terms.affinity:
         lines.append(f"Session affinity: {chosen.process} served this session before.")
     return lines

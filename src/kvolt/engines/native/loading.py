@@ -29,6 +29,7 @@ from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner, attention_backend, set_threads, slab_in
 from kvolt.engines.native.setup import Setup, choose_setup, device_of, largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
+from kvolt.engines.native.step_trials import Trials
 from kvolt.engines.native.tp_rank import LoadLora, TpRanks, UnloadLora
 from kvolt.engines.native.trial_runner import run_trials
 from kvolt.kv import BlockPool
@@ -196,13 +197,20 @@ def build_core(
         except Exception:  # the engine works without a latency model; routers use estimates
             log.warning("step calibration failed; no latency model will be published", exc_info=True)
         else:
-            core.info = msgspec.structs.replace(info, latency=trials.rough_latency)
-            if core.info.latency is not None:
-                scheduler.planner.pace = StepPace(core.info.latency, trials.most_prompt_tokens)
+            _set_latency(core, trials)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     log.debug("loaded %s in %.1f s with %d KV blocks", name, hooks.clock.monotonic() - started, num_blocks)
     return core
+
+
+def _set_latency(core: EngineCore, trials: Trials) -> None:
+    latency = trials.rough_latency
+    if latency is not None:
+        core.info = msgspec.structs.replace(
+            core.info, latency=latency, has_estimated_latency=trials.latency is None
+        )
+        core.scheduler.planner.pace = StepPace(latency, trials.most_prompt_tokens)
 
 
 def _measured_resources(device: torch.device) -> list[str]:

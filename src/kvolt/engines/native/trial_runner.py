@@ -41,7 +41,7 @@ def run_trials(runner: ModelRunner, limits: Limits, num_blocks: int, now: Callab
         long_tokens=long_tokens,
     )
     trials = measure_steps(TrialRunner(runner, limits.block_size).prepare, bounds, now)
-    log.log(logging.DEBUG if trials.latency is not None else logging.INFO, "%s", trials_text(trials))
+    log.log(logging.DEBUG if trials.latency is not None else logging.WARNING, "%s", trials_text(trials))
     return trials
 
 
@@ -102,7 +102,7 @@ def trials_text(trials: Trials) -> str:
     if latency is None:
         return (
             f"step calibration incomplete: steps={count} time={elapsed_s:.1f}s; step times are estimated from "
-            "these steps until requests correct them"
+            "these steps: predicted costs and the choice of a prefill worker may be wrong until requests correct them"
         )
     one_ms, prompt_ms = 1e3 * latency.decode_s(1, _EXAMPLE_PROMPT), 1e3 * latency.prefill_s(_EXAMPLE_PROMPT)
     return (

@@ -12,7 +12,7 @@ import msgspec
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId, RequestId
-from kvolt.core.request import Request
+from kvolt.core.request import Handoff, LinkCosts, Request
 from kvolt.frontend.model import Model, with_allowed_by_role
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import parse_chat, parse_completion
@@ -21,7 +21,11 @@ from kvolt.frontend.openai_api.headers import parse_hints
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.worker_request import build_request
-from kvolt.router.explanation import Explanation, explain_route
+from kvolt.journey.links import with_link_costs
+from kvolt.journey.prefill import as_prefill_request
+from kvolt.journey.prefill_mode import PrefillMode
+from kvolt.router.explanation import Explanation, PrefillExplanation, explain_route
+from kvolt.router.port import Router
 from kvolt.router.service.client import RemoteRouter
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS, EndpointServer, msgpack_decoder
 
@@ -65,7 +69,20 @@ class RouteExplainer:
         costs.
         """
         model, request = await self._request(body)
-        router = model.journey_context.router
+        context = model.journey_context
+        view = context.prefill_modes.explain(request)
+        if view is None:
+            return await self._explain_route(context.router, request)
+        workers = await self._explain_route(view.target.router, as_prefill_request(request))
+        chosen = next((each.terms.instance for each in workers.candidates if each.terms.is_chosen), None)
+        if view.mode is PrefillMode.REMOTE and chosen is not None:
+            request = _after_transfer(request, chosen, context.prefill_modes.link_costs_from(chosen))
+        explanation = await self._explain_route(context.router, request)
+        costs = {mode.value: cost for mode, cost in view.costs.items()}
+        prefill = PrefillExplanation(mode=view.mode.value, mode_costs=costs, workers=workers)
+        return msgspec.structs.replace(explanation, prefill=prefill)
+
+    async def _explain_route(self, router: Router, request: Request) -> Explanation:
         if isinstance(router, RemoteRouter):
             return await router.explain(request)
         return explain_route(router, request, self._process)
@@ -100,6 +117,12 @@ class RouteExplainer:
         return model, build_request(
             request_id, model.card, prompts[0], options, hints, param, lora=model.lora
         )
+
+
+def _after_transfer(request: Request, prefill_id: InstanceId, link_costs: LinkCosts | None) -> Request:
+    """The request as the decode router sees it once that prefill worker has computed the prompt."""
+    handoff = Handoff(ticket=b"", prefill_instance=prefill_id)
+    return with_link_costs(msgspec.structs.replace(request, handoff=handoff), link_costs)
 
 
 async def _completion_prompts(model: Model, generation_request: CompletionRequest) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from kvolt.cli.router.explain import body_of, reasons, show
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
-from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation
+from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation, PrefillExplanation
 from kvolt.router.policy.choice import CandidateCost
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.clock import SystemClock
@@ -186,6 +186,34 @@ def test_the_table_has_every_term_and_marks_the_choice() -> None:
 )
 def test_the_reason_is_told_in_words(explanation: Explanation, words: str) -> None:
     assert words in "\n".join(reasons(explanation))
+
+
+def test_prefill_workers_and_their_mode_are_shown() -> None:
+    prefill = PrefillExplanation(
+        mode="remote",
+        mode_costs={"local": 0.5, "remote": 0.125, "prefill_worker": 1.0},
+        workers=told(candidate("p0", 0.1, is_chosen=True)),
+    )
+    text = shown(told(candidate("d0", 0.2, is_chosen=True), prefill=prefill))
+    assert "Prefill mode remote: a prefill worker computes the prompt" in text
+    assert "seconds: remote 0.125, local 0.5, prefill_worker 1." in " ".join(text.split())
+    assert text.index("Prefill workers:") < text.index("p0 is the only candidate")
+    assert (
+        text.index("p0 is") < text.index("Decode workers, after the transfer:") < text.index("d0 is the only")
+    )
+    local = msgspec.structs.replace(prefill, mode="local", mode_costs={})
+    text = shown(told(candidate("d0", 0.2, is_chosen=True), prefill=local))
+    assert (
+        "Prefill mode local: the decode worker computes the prompt. Predicted costs did not decide." in text
+    )
+    assert "Decode workers:" in text
+
+
+def test_estimated_step_times_are_named() -> None:
+    rough = msgspec.structs.replace(candidate("w0", 1.0, is_chosen=True), has_estimated_times=True)
+    explanation = told(rough, candidate("w1", 2.0))
+    assert "Estimated from a few measured steps: the times of w0." in "\n".join(reasons(explanation))
+    assert "Estimated" not in "\n".join(reasons(msgspec.structs.replace(explanation, policy="classic")))
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

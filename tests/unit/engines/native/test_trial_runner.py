@@ -149,15 +149,17 @@ def test_an_engine_with_few_timed_steps_has_step_times_at_their_speed(
     with closing(core_of(folder, measure_steps=True)) as core:
         assert core.info.latency is not None
         assert core.info.latency.decode_s(1, 16) == pytest.approx(2.5)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert core.info.has_estimated_latency
+    [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the choice of a prefill worker may be wrong" in warning.getMessage()
 
 
 def test_too_little_is_said_too() -> None:
     one = (StepStats(1, 0, 0, 16, 2.5),)
     few = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=None)
     assert trials_text(few) == (
-        "step calibration incomplete: steps=1 time=2.5s; step times are estimated from these steps until "
-        "requests correct them"
+        "step calibration incomplete: steps=1 time=2.5s; step times are estimated from these steps: predicted costs "
+        "and the choice of a prefill worker may be wrong until requests correct them"
     )
     exact = LatencyModel(base_s=2.5)
     unjudged = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=exact)

@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
-from tests.unit.engines.lab import MODEL, NAMESPACE, Lab, sim, until
+from tests.unit.engines.lab import MODEL, NAMESPACE, Lab, make_request, sim, until
+from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound
+from kvolt.core.request import Role
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute, RouteExplainer
 from kvolt.frontend.models import Models
 from kvolt.router.explanation import Explanation
@@ -20,10 +22,17 @@ from kvolt.testing import run_virtual
 _decode = msgspec.msgpack.Decoder(Explanation).decode
 
 
-def explained(body: Callable[[RouteExplainer, Models, Lab], Awaitable[None]]) -> None:
+def explained(
+    body: Callable[[RouteExplainer, Models, Lab], Awaitable[None]], roles: tuple[Role, ...] = ()
+) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            await lab.worker("w0", sim())
+            if roles:
+                air = Air()
+                for role in roles:
+                    await start(lab, air, role)
+            else:
+                await lab.worker("w0", sim())
             runtime = await lab.runtime("edge")
             models = Models(runtime, NAMESPACE, new_router=find_router("latency"))
             models.start()
@@ -52,6 +61,27 @@ def test_texts_tokens_and_chats_are_explained() -> None:
         assert [each.process for each in chat.candidates] == ["w0"]
 
     explained(body)
+
+
+def test_prefill_workers_are_explained_with_the_mode() -> None:
+    async def body(explainer: RouteExplainer, models: Models, lab: Lab) -> None:
+        await until(
+            lambda: models.ready()[0].journey_context.prefill_modes.explain(make_request()) is not None
+        )
+        told = await explainer.explain(encoded(prompt=list(range(5, 405)), max_tokens=50))
+        prefill = told.prefill
+        assert prefill is not None
+        assert {"remote", "local", "prefill_worker"} == set(prefill.mode_costs)
+        assert prefill.mode in prefill.mode_costs
+        assert [each.process for each in prefill.workers.candidates] == ["prefill"]
+        assert [each.process for each in told.candidates] == ["decode"]
+        short = await explainer.explain(encoded(prompt=[5, 6, 7]))
+        assert short.prefill is not None
+        assert (short.prefill.mode, short.prefill.mode_costs) == ("local", {})
+        alone = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Explanation)
+        assert alone == told
+
+    explained(body, (Role.PREFILL, Role.DECODE))
 
 
 def test_the_hashes_are_those_of_a_request() -> None:
