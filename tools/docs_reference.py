@@ -22,7 +22,7 @@ from kvolt.engines.remote.sglang_dialect import SglangDialect
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, status_of
 from kvolt.frontend.openapi.document import openapi
-from kvolt.frontend.openapi.operations import ERRORS
+from kvolt.frontend.openapi.operations import ERRORS, ERRORS_OF_NO_OPERATION
 from kvolt.runtime.config.leaves import leaves, sections
 from kvolt.runtime.config.settings import TierSettings, WorkerSettings
 
@@ -220,7 +220,8 @@ def errors_page() -> str:
 
 
 def _http_rows() -> Iterator[tuple[str, ...]]:
-    for status, (_, about, code) in ERRORS.items():
+    rows = [(status, about, code) for status, (_, about, code) in ERRORS.items()]
+    for status, about, code in sorted([*rows, *ERRORS_OF_NO_OPERATION]):
         yield str(status), f"`{code}`", about
 
 

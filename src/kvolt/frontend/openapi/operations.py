@@ -19,7 +19,7 @@ _OF_MODEL = (*_TAKES_JSON, 404, 429, 501, 504)
 
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: ("BadRequest", "Invalid request; `param` names the field or header.", "invalid_request"),
-    404: ("NotFound", "Unknown model or path.", "model_not_found"),
+    404: ("NotFound", "Unknown model; the message lists the models there are.", "model_not_found"),
     405: (
         "MethodNotAllowed",
         "Method not supported; `allow` lists the supported ones.",
@@ -45,6 +45,12 @@ ERRORS: dict[int, tuple[str, str, str]] = {
     505: ("HttpVersion", "Only HTTP/1.1 and HTTP/1.0 are supported.", "http_version"),
 }
 """Name, description and example code by status."""
+
+ERRORS_OF_NO_OPERATION: tuple[tuple[int, str, str], ...] = (
+    (403, "Preflight request of a web page whose origin is not one of `frontend.cors_origins`.", "forbidden"),
+    (404, "Unknown path; the message suggests a similar one.", "not_found"),
+)
+"""Status, description and code of errors before an operation is found."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
