@@ -114,18 +114,20 @@ def _describe(args: argparse.Namespace) -> int:
             doc = (section_types[section].__doc__ or "").partition("\n")[0]
             print(f"[{section}]  {doc}\n")
         print(key)
-        for line in textwrap.wrap(leaf.description, _WIDTH - 4):
-            print(f"    {line}")
+        print(_wrapped(leaf.description))
         facts = [leaf.expects, f"default: {_default_text(leaf)}"]
         if key in leaves():
             facts += [f"env: {leaf.env}", *([f"flag: {name}"] if (name := flag_name(key)) else [])]
-        print(
-            "\n".join(
-                textwrap.wrap("; ".join(facts), _WIDTH, initial_indent="    ", subsequent_indent="    ")
-            )
-        )
+        print(_wrapped("; ".join(facts)))
         print()
     return 0
+
+
+def _wrapped(text: str) -> str:
+    """Indented lines; flags stay in one piece."""
+    return textwrap.fill(
+        text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def described_leaves() -> dict[str, Leaf]:

@@ -60,6 +60,11 @@ def test_describe_documents_every_setting(capsys: pytest.CaptureFixture[str]) ->
     assert names >= {*leaves(), "workers.count", "workers.tiers.host"}
 
 
+def test_describe_keeps_flags_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "describe"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("-")]
+
+
 def test_describe_takes_a_section_or_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "describe", "log"]) == 0
     assert capsys.readouterr().out.startswith("[log]  Logging.\n\nlog.level\n    Minimum log level")
