@@ -15,6 +15,7 @@ import msgspec
 
 from kvolt.cli.flags import switch
 from kvolt.core.errors import ConfigError
+from kvolt.engines.registry import is_simulated
 from kvolt.models import resolve
 from kvolt.models.config import read_hf_config
 from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
@@ -115,6 +116,8 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    if is_simulated(args.name):
+        return _show_simulated(args)
     model = resolve.locate(args.name)
     if model is None:
         raise ConfigError(
@@ -146,6 +149,15 @@ def _show(args: argparse.Namespace) -> int:
         print(f"{name:<13} {value}")
     for file, size_bytes in files.items():
         print(f"  {size_text(size_bytes):>8}  {file}")
+    return 0
+
+
+def _show_simulated(args: argparse.Namespace) -> int:
+    """A name that the simulated engine serves."""
+    if args.json:
+        print(msgspec.json.encode({"name": args.name, "kind": "simulated", "files": {}}).decode())
+        return 0
+    print(f"{'name':<13} {args.name}\n{'kind':<13} simulated: no files; `kvolt serve {args.name}` serves it")
     return 0
 
 

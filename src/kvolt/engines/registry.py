@@ -104,7 +104,12 @@ def choose_engine(name: str, model: str) -> tuple[str, dict[str, Any]]:
     """The engine name (`auto` is resolved by the model's name) and the arguments implied by that choice."""
     if name != AUTO:
         return name, {}
-    return ("sim", dict(_SIM_ARGUMENTS)) if model.startswith("sim-") else ("native", {})
+    return ("sim", dict(_SIM_ARGUMENTS)) if is_simulated(model) else ("native", {})
+
+
+def is_simulated(model: str) -> bool:
+    """Whether the name is one of the simulated engine, which has no files."""
+    return model.startswith("sim-")
 
 
 def engine_names() -> list[str]:

@@ -180,3 +180,10 @@ def test_a_bar_on_a_terminal(
     assert "fetching kvolt/tiny from" in err
     assert "━━━━" in err
     assert "INFO" not in err
+
+
+def test_a_simulated_model_has_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "show", "sim-tiny"]) == 0
+    assert "simulated: no files; `kvolt serve sim-tiny` serves it" in capsys.readouterr().out
+    assert main(["model", "show", "sim-tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "sim-tiny", "kind": "simulated", "files": {}}
