@@ -117,11 +117,13 @@ _OTHER_NAMES = {
     "show": "`kvolt model show NAME` shows a model",
     "ps": "`kvolt status` shows what is running",
     "stop": "press Ctrl-C where `kvolt serve` runs, or, if all run on this machine, stop every `kvolt serve`: "
-    r"""`kill $(kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u)`""",
+    r"""`kvolt status --json{flags} | grep -oP 'supervisor_pid": \K\d+' | sort -u | xargs -r kill`""",
     "logs": "`kvolt serve` shows them, and writes them to supervisor.log_dir (`kvolt config show`)",
     "rm": "delete its directory, which `kvolt model show NAME` shows",
 }
 """Verbs of other tools, such as Ollama's, with the command that does the same."""
+
+_CLUSTER_FLAGS = ("--namespace", "--join", "--discovery-path", "--cluster-key", "--config")
 
 _CATEGORIES = {"start": "Start processes", "client": "Send requests", "inspect": "Inspect and analyze"}
 
@@ -165,7 +167,7 @@ def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[s
     name, *rest = argv
     verb = VERBS.get(name)
     if verb is None and name in _OTHER_NAMES:
-        raise ConfigError(f"no verb {name}", key="verb", remedy=_OTHER_NAMES[name])
+        raise ConfigError(f"no verb {name}", key="verb", remedy=_remedy_for(name, rest))
     if verb is None:
         raise ConfigError(
             f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"
@@ -181,6 +183,18 @@ def verb_parser(argv: Sequence[str]) -> tuple[ModuleType, ArgumentParser, list[s
     if groups:
         flags.add_settings(parser, groups, verb.lists_settings)
     return module, parser, rest
+
+
+def _remedy_for(name: str, rest: Sequence[str]) -> str:
+    """What does the same as another tool's verb; `stop` in the cluster of the given flags."""
+    if name != "stop":
+        return _OTHER_NAMES[name]
+    chosen = [
+        " ".join(rest[at : at + (1 if "=" in word else 2)])
+        for at, word in enumerate(rest)
+        if word.partition("=")[0] in _CLUSTER_FLAGS
+    ]
+    return _OTHER_NAMES[name].format(flags="".join(f" {each}" for each in chosen))
 
 
 def _import(name: str) -> ModuleType:

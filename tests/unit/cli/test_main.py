@@ -149,8 +149,15 @@ def test_errors_are_one_line_and_a_code(
             ["stop"],
             "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or, if all run on this machine, "
             "stop every `kvolt serve`: "
-            r"""`kill $(kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u)`)"""
+            r"""`kvolt status --json | grep -oP 'supervisor_pid": \K\d+' | sort -u | xargs -r kill`)"""
             "\n",
+        ),
+        (
+            ["stop", "all", "--namespace", "a", "--join=b:1"],
+            "kvolt: no verb stop (press Ctrl-C where `kvolt serve` runs, or, if all run on this machine, "
+            "stop every `kvolt serve`: "
+            r"""`kvolt status --json --namespace a --join=b:1 | grep -oP 'supervisor_pid": \K\d+' """
+            "| sort -u | xargs -r kill`)\n",
         ),
         (
             ["logs"],
