@@ -113,7 +113,7 @@ def build_core(
     setup = choose_setup(spec, arguments, config, group.rank)
     set_threads(arguments)
     started = hooks.clock.monotonic()
-    log.info("loading %s: %d layers in %s on %s", name, config.num_layers, setup.dtype, setup.device)
+    log.debug("loading %s: %d layers in %s on %s", name, config.num_layers, setup.dtype, setup.device)
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group, _layer_progress(name, hooks.clock))
     slab = _slab(config, setup, arguments, hooks.memory, group)
@@ -187,7 +187,7 @@ def build_core(
     log.debug("running a first step")
     runner.warm_up()
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
-        log.info("capturing CUDA graphs of decode steps")
+        log.debug("capturing CUDA graphs of decode steps")
         _capture(runner, setup, config)
     if arguments.measure_steps:
         log.debug("measuring steps")

@@ -187,7 +187,7 @@ def load(folder: Path, compilers: Sequence[str] = COMPILERS) -> CpuKernels:
 
 def _build(path: Path, compilers: Iterable[str]) -> ctypes.CDLL:
     """Compile in a temporary folder, then move the file to the cache, so that cached files are complete."""
-    log.info("building CPU kernels")
+    log.debug("building CPU kernels")
     error = ""
     with tempfile.TemporaryDirectory(prefix="kvolt-kernels-") as scratch:
         built = Path(scratch) / path.name
