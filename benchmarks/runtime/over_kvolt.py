@@ -1,8 +1,9 @@
 """The request plane as the worker shell and the journey use it.
 
-Five ways, by the job's system:
+Six ways, by the job's system:
 
 * `kvolt whole step`: the step loop sends plain tokens for the whole batch, one call at the client takes them;
+* `kvolt tls`: `kvolt whole step` over mutual TLS, as with a cluster key;
 * `kvolt step`: the same server, the client's sinks are called for each token;
 * `kvolt sink`: the step loop sends a delta on each stream, the client's sinks are called on arrival;
 * `kvolt iterator`: the server of `kvolt sink`, one `async for` task per stream at the client;
@@ -15,6 +16,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, SteppedHandlers, Tally, Work, sample_steps
@@ -31,11 +33,15 @@ from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.plane.streams import Sink
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
+from kvolt.runtime.security.credentials import Credentials, KeySource
+from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.secure_network import SecureNetwork
 from kvolt.runtime.tasks import TaskGroup
 
 ENDPOINT = EndpointAddress.parse("bench.worker.generate")
 
 WHOLE, STEP, SINK = "kvolt whole step", "kvolt step", "kvolt sink"
+TLS = "kvolt tls"
 ITERATOR, GENERATORS = "kvolt iterator", "kvolt generators"
 
 _CHECK_ALL_EVERY = 16
@@ -78,7 +84,8 @@ class _CountedTransport:
 class KvoltSide:
     """A process of kvolt with a request plane and nothing else."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, key: str = "") -> None:
+        """`key`: cluster key for TLS; empty: plain TCP."""
         clock = SystemClock()
         rng = random.Random(seed)
         store, bus = MemStore(), MemBus()
@@ -89,7 +96,7 @@ class KvoltSide:
             rng,
             self.network,
             self._blocking,
-            tcp_plane(self.network),
+            tcp_plane(SecureNetwork(_credentials(key, clock)) if key else self.network),
             lambda plane: MemDiscovery(store, clock, rng),
             lambda discovery: MemEvents(bus, new_id(rng)),
         )
@@ -108,11 +115,15 @@ class KvoltSide:
         self._blocking.close()
 
 
+def _credentials(key: str, clock: SystemClock) -> Credentials:
+    return Credentials(KeySource(Path(key), Identity(ProcessRole.FRONTEND, "benchmark")), clock)
+
+
 class StreamServer(KvoltSide):
     """Answers all streams from one step loop."""
 
     def __init__(self, job: Job, more_streams: int = 0) -> None:
-        super().__init__("server", 1)
+        super().__init__("server", 1, job.key)
         self._streams: list[ServedStream] = []
         self._arrivals = Arrivals(job.streams + more_streams)
         self._tokens = sample_steps(job.streams)
@@ -227,7 +238,7 @@ class KvoltClient(KvoltSide):
     """Reads all streams: plain tokens of a step in one call, a sink per stream, or a task per stream."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__("client", 2)
+        super().__init__("client", 2, job.key)
         self._job = job
         self._tally = Tally(job.streams)
         self.consume = self._tally.consume
@@ -238,7 +249,7 @@ class KvoltClient(KvoltSide):
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
         steps = _WholeSteps(self._tally)
         for number in range(self._job.streams):
-            if self._job.system == WHOLE:
+            if self._job.system in (WHOLE, TLS):
                 await client.call(number, _WholeStepSink(self._tally, steps))
             elif self._job.system in (STEP, SINK):
                 await client.call(number, _Sink(self._tally))
@@ -264,7 +275,7 @@ class KvoltClient(KvoltSide):
 
 
 async def serve(job: Job) -> StreamServer | GeneratorServer:
-    kinds = {GENERATORS: GeneratorServer, WHOLE: StepServer, STEP: StepServer}
+    kinds = {GENERATORS: GeneratorServer, WHOLE: StepServer, TLS: StepServer, STEP: StepServer}
     server = kinds.get(job.system, StreamServer)(job)
     await server.start()
     return server

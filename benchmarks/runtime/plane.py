@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -30,17 +32,20 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.processes import Child, clean_environ
-from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK, STEP, WHOLE
+from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK, STEP, TLS, WHOLE
 from benchmarks.runtime.over_kvolt_bulk import BULK
 from benchmarks.runtime.over_socket import BARE
 from benchmarks.runtime.workload import Job, Mark, Work
 
+from kvolt.runtime.security.authority import ClusterAuthority
+
 GRPC = "grpc.aio"
-SYSTEMS = (WHOLE, BARE, STEP, SINK, GRPC, ITERATOR, GENERATORS)
+SYSTEMS = (WHOLE, BARE, TLS, STEP, SINK, GRPC, ITERATOR, GENERATORS)
 
 GOAL_STREAMS = 64
 GOAL_OF_LIMIT = 2.0
 GOAL_GRPC_OVER_KVOLT = 8.0
+GOAL_TLS = 1.5
 GOAL_MEMORY_BYTES = 1 << 30
 GOAL_ADDED_MS = 20.0
 
@@ -80,11 +85,11 @@ def _options() -> argparse.Namespace:
     if options.smoke:
         has_grpc = importlib.util.find_spec("grpc") is not None
         options.streams, options.rounds = (4,), 1
-        options.systems = (WHOLE, BARE, SINK, *((GRPC,) if has_grpc else ()))
+        options.systems = (WHOLE, BARE, TLS, SINK, *((GRPC,) if has_grpc else ()))
     if unknown := [name for name in options.systems if name not in SYSTEMS]:
         parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
-    if BARE in options.systems and WHOLE not in options.systems:
-        parser.error(f"{BARE!r} repeats the writes of {WHOLE!r}: name both")
+    if {BARE, TLS} & set(options.systems) and WHOLE not in options.systems:
+        parser.error(f"{BARE!r} and {TLS!r} are compared with {WHOLE!r}: name it too")
     if min(options.streams) < 1 or options.rounds < 1:
         parser.error("streams and rounds must be positive")
     return options
@@ -153,19 +158,33 @@ def _difference(before: Mark, after: Mark) -> dict[str, int]:
 @contextmanager
 def open_pair(system: str, streams: int) -> Iterator[Pair]:
     children: list[Child] = []
-    try:
-        children.append(_start(Job(system, "server", streams)))
-        hello = children[0].receive()
-        children.append(_start(Job(system, "client", streams, hello["address"])))
-        pair = Pair(children[0], children[1])
-        greeting = children[1].receive()
-        pair.idle_rss_bytes = hello["mark"]["rss_bytes"], greeting["mark"]["rss_bytes"]
-        for child in children:
-            child.receive()
-        yield pair
-    finally:
-        for child in reversed(children):
-            child.stop()
+    with TemporaryDirectory() as folder:
+        try:
+            key = _new_key(Path(folder)) if system == TLS else ""
+            yield _opened(system, streams, key, children)
+        finally:
+            for child in reversed(children):
+                child.stop()
+
+
+def _new_key(folder: Path) -> str:
+    path = folder / "cluster.key"
+    path.touch(0o600)
+    path.write_bytes(ClusterAuthority.create(time.time()).to_pem())
+    return str(path)
+
+
+def _opened(system: str, streams: int, key: str, children: list[Child]) -> Pair:
+    """Start both processes, added to `children`, and open all streams."""
+    children.append(_start(Job(system, "server", streams, key=key)))
+    hello = children[0].receive()
+    children.append(_start(Job(system, "client", streams, hello["address"], key)))
+    pair = Pair(children[0], children[1])
+    greeting = children[1].receive()
+    pair.idle_rss_bytes = hello["mark"]["rss_bytes"], greeting["mark"]["rss_bytes"]
+    for child in children:
+        child.receive()
+    return pair
 
 
 # --- throughput
@@ -289,6 +308,10 @@ def plane_text(rows: Sequence[Row]) -> str:
             of_limit, gain = each.over(limit, _CPU), grpc.over(each, _CPU)
             merged = sum(row.merged for row in each.rows)
             body.append((str(streams), system, *each.cells(_FIGURES), of_limit, gain, str(merged)))
+            if streams == GOAL_STREAMS and system == TLS:
+                ratio = each.over(mine.where(system=WHOLE), _CPU)
+                name = f"{TLS}, {GOAL_STREAMS} streams: CPU/item at most {GOAL_TLS:g} x {WHOLE}"
+                goals.append(goal(name, ratio.median <= GOAL_TLS, ratio))
             if streams != GOAL_STREAMS or system not in (WHOLE, STEP):
                 continue
             name = f"{system}, {GOAL_STREAMS} streams: CPU/item at most"

@@ -32,7 +32,9 @@ class Job(msgspec.Struct, frozen=True):
     side: str
     streams: int
     address: str = ""
-    """Of the server; the client is told."""
+    """Address of the server, for the client."""
+    key: str = ""
+    """Path of the cluster key, for TLS."""
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):

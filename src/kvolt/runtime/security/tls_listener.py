@@ -27,6 +27,7 @@ MAX_HANDSHAKES = 512
 MAX_HANDSHAKES_PER_PEER = 64
 """The same of one peer address (IPv6: of a /64)."""
 _BACKLOG = 1024
+_READ_BYTES = 32 * 1024
 _ACCEPT_PAUSE_S = 1.0
 """Pause in accepting after an error, such as too many open files."""
 
@@ -58,8 +59,29 @@ class Admission(asyncio.Protocol):
             stream.abort()
             return
         self.protocol = self._factory()
-        stream.set_protocol(self.protocol)
+        stream.set_protocol(_Reader(self.protocol))
         self.protocol.connection_made(stream)
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """Passes a TLS connection's events on to its protocol.
+
+    Decrypted bytes are read into one buffer: without it, each read allocates 256 KiB for what may be a few tokens.
+    """
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self._receive = protocol.data_received
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+        self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._receive(bytes(self._buffer[:nbytes]))
 
 
 class TlsListener:
