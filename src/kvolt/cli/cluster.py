@@ -1,4 +1,4 @@
-"""`kvolt cluster`: create, show and rotate a cluster key, and issue certificates from it."""
+"""`kvolt cluster`: create, show and rotate a cluster key, issue certificates, and create join tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvolt.bench.load.sla import parse_duration_s
 from kvolt.cli.flags import option, optional
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.join_token import MAX_TTL_S, create_token
 
 HELP = """
 Create a cluster key. Processes that have it authenticate each other and encrypt their connections (docs/security.md).
@@ -24,6 +26,8 @@ Examples:
   kvolt cluster rotate kvolt.key                  replace the key in the file; running processes accept old and new
   kvolt cluster issue --role worker --name gpu-7  a certificate for a machine that must not have the key
   kvolt serve --cluster-key kvolt.key
+  kvolt cluster token --role worker kvolt.key     a line that starts one worker on a machine without the key:
+  KVOLT_CLUSTER_JOIN_TOKEN=kvolt-join-... kvolt worker MODEL --join HOST:PORT
 """
 
 _DEFAULT = "kvolt.key"
@@ -35,6 +39,7 @@ _SETTINGS = {
     "event_secret": "event_secret",
 }
 """Settings of the section `cluster`, with the file of each."""
+_TOKEN_ROLES = (ProcessRole.WORKER, ProcessRole.POOL, ProcessRole.FRONTEND, ProcessRole.ROUTER)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +65,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
             option(action, "--name", "NAME", "Name of the machine or process.", default="node")
             option(action, "--days", "N", "Days until it expires.", int, default=30)
             option(action, "--out", "DIR", "Directory of the files. Default: the name.")
+    text = "print a join token, with which one process without the key gets a certificate"
+    token = actions.add_parser("token", help=text, description=text.capitalize() + ".")
+    option(
+        token,
+        "--role",
+        "ROLE",
+        "What the process may be.",
+        ProcessRole,
+        default="worker",
+        choices=_TOKEN_ROLES,
+    )
+    option(
+        token,
+        "--ttl",
+        "TIME",
+        "How long the token can be used, at most 7 days.",
+        parse_duration_s,
+        default="1h",
+    )
+    optional(token, "file", "FILE", f"Key file. Default: {_DEFAULT}.")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -81,11 +106,21 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         print("Rotate again when all machines have it, to end what the previous key allows.")
     elif args.action == "issue":
         _issue(ClusterAuthority.load(path), args, now)
+    elif args.action == "token":
+        print(_token(path, args.role, args.ttl, now))
     else:
         authority = ClusterAuthority.load(path)
         expiry = datetime.fromtimestamp(authority.expires_at, UTC)
         print(f"{path}: fingerprint {authority.fingerprint}, expires {expiry:%Y-%m-%d}")
     return 0
+
+
+def _token(path: Path, role: ProcessRole, ttl_s: float, now: float) -> str:
+    if not 1 <= ttl_s <= MAX_TTL_S:
+        raise ConfigError(
+            f"--ttl is {ttl_s:g} s, must be 1 s to 7 days", key="ttl", remedy="for example 10m, 1h or 168h"
+        )
+    return create_token(ClusterAuthority.load(path), role, now, ttl_s).text
 
 
 def _issue(authority: ClusterAuthority, args: argparse.Namespace, now: float) -> None:

@@ -45,6 +45,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "runtime.advertise": "HOST",
         "cluster.insecure_network": "",
     },
+    "join token": {"cluster.join_token": "TOKEN"},
     "logging": {"log.level": "LEVEL", "log.format": "FORMAT"},
     "metrics": {"metrics.aliases": "NAMES"},
 }
@@ -54,7 +55,11 @@ in `--help`."""
 CLIENT_GROUPS = ("discovery", "logging")
 """Groups for commands that query a running cluster."""
 
-_ALIASES = {"discovery.join": "--join", "cluster.insecure_network": "--insecure-network"}
+_ALIASES = {
+    "discovery.join": "--join",
+    "cluster.join_token": "--join-token",
+    "cluster.insecure_network": "--insecure-network",
+}
 _MAX_HELP_COLUMNS = 100
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _SERVING = ("HTTP API", "routing", "disaggregated prefill")
 _PROCESS = ("discovery", "network", "logging", "metrics")
+_SINGLE_PROCESS = ("discovery", "network", "join token", "logging", "metrics")
 _CLIENT = ("discovery", "logging")
 
 
@@ -58,20 +59,20 @@ VERBS: dict[str, Verb] = {
         "kvolt.cli.frontend.command",
         "start the OpenAI-compatible HTTP frontend",
         "start",
-        (*_SERVING, *_PROCESS),
+        (*_SERVING, *_SINGLE_PROCESS),
     ),
     "router": Verb(
         "kvolt.cli.router.command",
         "start a router shared by several frontends, or explain a routing decision",
         "start",
-        ("routing", *_PROCESS),
+        ("routing", *_SINGLE_PROCESS),
         sub_modules=(("explain", "kvolt.cli.router.explain"),),
     ),
     "worker": Verb(
         "kvolt.cli.worker.command",
         "start one worker, which registers with a local or remote frontend",
         "start",
-        _PROCESS,
+        _SINGLE_PROCESS,
         sub_modules=(("sleep", "kvolt.cli.worker.sleep"), ("wake", "kvolt.cli.worker.wake")),
     ),
     "cluster": Verb(

@@ -31,7 +31,7 @@ from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.secure_network import AdminNetwork
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
-from kvolt.runtime.system_ports import check_directory, make_ports, process_options
+from kvolt.runtime.system_ports import check_directory, enroll_process, make_ports, process_options
 from kvolt.runtime.tasks import Scope
 
 Body = Callable[["Process"], Awaitable[None]]
@@ -147,7 +147,6 @@ async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None
 async def running(settings: Settings, name: str, role: ProcessRole) -> AsyncIterator[Process]:
     """Runtime of a process with its admin server; closed in order at the end."""
     metrics = Metrics(CollectorRegistry(), settings.metrics.aliases)
-    blocking = ThreadBlocking()
     supervisor_pid = os.environ.pop(SUPERVISOR_PID_VARIABLE, None)
     ready_file = _ReadyFile()
     options = replace(
@@ -157,7 +156,10 @@ async def running(settings: Settings, name: str, role: ProcessRole) -> AsyncIter
         on_registered=ready_file.create,
         is_stopping=ready_file.was_removed,
     )
-    runtime = Runtime(make_ports(settings, metrics, blocking, Identity.of(role, name)), options)
+    identity = Identity.of(role, name)
+    credentials = await enroll_process(settings, identity)
+    blocking = ThreadBlocking()
+    runtime = Runtime(make_ports(settings, metrics, blocking, identity, credentials), options)
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))
     metrics.count_tasks(asyncio.get_running_loop())

@@ -25,6 +25,7 @@ from kvolt.runtime.events.zmq_sockets import ZmqOptions
 from kvolt.runtime.host.private_directory import make_private, untrusted_reason
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import (
+    Network,
     SocketNetwork,
     is_loopback,
     is_wildcard,
@@ -37,9 +38,12 @@ from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions
+from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import Credentials, FileSource, KeySource
+from kvolt.runtime.security.enrolled import enroll
+from kvolt.runtime.security.enrollment import SERVER_ROLES, EnrollmentServer
 from kvolt.runtime.security.exposure import check_exposure
-from kvolt.runtime.security.identity import Identity
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.secure_network import SecureNetwork
 
 _CHECK_TIMEOUT_S = 1.0
@@ -205,10 +209,57 @@ def check_exposed_hosts(settings: Settings) -> None:
             check_exposure(settings.cluster, host, key, what)
 
 
-def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking, identity: Identity) -> Ports:
-    """`identity`: what this process is, for its certificate."""
+async def enroll_process(settings: Settings, identity: Identity) -> Credentials | None:
+    """Credentials by the join token of the settings; None without one. Raises ConfigError."""
+    token, address = settings.cluster.join_token, settings.discovery.join
+    if token is None:
+        return None
+    if settings.cluster.key is not None or settings.cluster.certificate is not None:
+        raise ConfigError(
+            "cluster.join_token is for processes without a key or certificate",
+            key="cluster.join_token",
+            remedy="remove it, or remove cluster.key and cluster.certificate",
+        )
+    if address is None:
+        raise ConfigError(
+            "cluster.join_token needs the address of a join server",
+            key="discovery.join",
+            remedy="set --join HOST:PORT",
+        )
+    return await enroll(address, token, identity, SystemClock(), settings.runtime.start_timeout_s)
+
+
+def _internal_network(
+    settings: Settings, metrics: Metrics, clock: Clock, credentials: Credentials | None, role: ProcessRole
+) -> Network:
+    """Network between the processes of the cluster."""
+    if credentials is None:
+        return SocketNetwork()
+
+    def count_outcome(outcome: str) -> None:
+        metrics.count_handshake(outcome)
+
+    def authority() -> ClusterAuthority:
+        key = credentials.authority
+        assert key is not None, "checked below"
+        return key
+
+    listen, enrollment = settings.discovery.join_listen, None
+    if listen is not None and credentials.authority is not None and role in SERVER_ROLES:
+        enrollment = listen, EnrollmentServer(authority, clock, count_outcome)
+    return SecureNetwork(credentials, count_outcome, enrollment)
+
+
+def make_ports(
+    settings: Settings,
+    metrics: Metrics,
+    blocking: ThreadBlocking,
+    identity: Identity,
+    credentials: Credentials | None = None,
+) -> Ports:
+    """`identity`: what this process is, for its certificate. `credentials`: in place of those of the settings."""
     clock = SystemClock()
-    credentials = load_credentials(settings.cluster, identity, clock)
+    credentials = credentials or load_credentials(settings.cluster, identity, clock)
     rng = random.Random(secrets.randbits(128))
 
     def discovery(plane: RequestPlane) -> Discovery:
@@ -264,6 +315,6 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking, i
             credentials.check_event_secrets()
         return ZmqEvents(options, publisher, discovery, counters, credentials)
 
-    internal = SocketNetwork() if credentials is None else SecureNetwork(credentials, metrics.count_handshake)
+    internal = _internal_network(settings, metrics, clock, credentials, identity.role)
     plane = tcp_plane(internal, connection_options(settings))
     return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials)

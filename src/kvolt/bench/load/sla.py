@@ -9,7 +9,7 @@ import msgspec
 
 from kvolt.core.errors import ConfigError
 
-_UNITS_S = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
+_UNITS_S = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(\D*)$")
 
 FIGURES = ("ttft", "ttst", "itl", "max_gap", "tpot", "e2e")
@@ -17,7 +17,7 @@ FIGURES = ("ttft", "ttst", "itl", "max_gap", "tpot", "e2e")
 
 
 def parse_duration_s(text: str, key: str = "duration") -> float:
-    """Parse `500ms`, `1.5s` or `2m`; a plain number is in seconds."""
+    """Parse `500ms`, `1.5s`, `2m` or `1h`; a plain number is in seconds."""
     match = _DURATION.match(text.strip())
     unit = match[2].strip() if match else None
     if match is None or unit not in _UNITS_S or not math.isfinite(float(match[1])):

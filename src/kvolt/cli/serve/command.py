@@ -141,6 +141,12 @@ def check_shared(settings: Settings) -> None:
             key="discovery.kind",
             remedy="use file on one machine",
         )
+    if settings.cluster.join_token is not None:
+        raise ConfigError(
+            "cluster.join_token is for one start of one process, and `kvolt serve` starts and restarts several",
+            key="cluster.join_token",
+            remedy="use --cluster-key, or start a worker with `kvolt worker MODEL --join HOST:PORT`",
+        )
     num_processes = num_edge_processes(settings) + sum(group.count for group in settings.workers)
     if num_processes == 1:
         return

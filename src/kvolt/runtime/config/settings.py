@@ -82,6 +82,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     key: Annotated[Text | None, Meta(extra=_FILE)] = None
     """Cluster key (`kvolt cluster init` creates one). Authenticates and encrypts all connections between
     processes. All processes of a cluster need it. Default: none, for processes of one machine."""
+    join_token: Text | None = None
+    """Join token (`kvolt cluster token` creates one), in place of a cluster key on this machine: exchanged once for
+    a certificate at the join server. Each start of a process needs a new one; other users see it among the flags,
+    not in KVOLT_CLUSTER_JOIN_TOKEN. Default: none."""
     insecure_network: bool = False
     """Listen for other machines without a cluster key. Anyone who reaches the ports controls the cluster: set
     it only in a network that trusted machines alone can reach."""

@@ -26,6 +26,7 @@ import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvolt.core.errors import ConfigError
@@ -110,7 +111,7 @@ class ClusterAuthority:
         return ClusterAuthority(key, [own, cross, self._own], event_secrets)
 
     def to_pem(self) -> bytes:
-        blocks = [_private_pem(self._key), _pem([self._own, *self._cross, *self._trusted[1:]])]
+        blocks = [private_pem(self._key), _pem([self._own, *self._cross, *self._trusted[1:]])]
         for secret in self.event_secrets:
             text = base64.b64encode(secret)
             blocks.append(
@@ -121,15 +122,31 @@ class ClusterAuthority:
     @property
     def fingerprint(self) -> str:
         """First 16 hex digits of the SHA-256 of its certificate, by which operators compare files."""
-        return hashlib.sha256(self._own.public_bytes(serialization.Encoding.DER)).hexdigest()[:16]
+        return hashlib.sha256(self.certificate_der).hexdigest()[:16]
 
     @property
     def expires_at(self) -> float:
         return self._own.not_valid_after_utc.timestamp()
 
+    @property
+    def certificate_der(self) -> bytes:
+        return self._own.public_bytes(serialization.Encoding.DER)
+
+    def derive(self, purpose: str) -> bytes:
+        """A secret that only holders of this key can compute, 32 bytes."""
+        value = self._key.private_numbers().private_value.to_bytes(32)
+        return HKDF(hashes.SHA256(), 32, salt=None, info=f"kvolt {purpose}".encode()).derive(value)
+
     def issue(self, identity: Identity, now: float, lifetime_s: float = LIFETIME_S) -> Certificate:
-        """A certificate for a process of this cluster."""
+        """A certificate for a process of this cluster, with a new private key."""
         key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self.sign(key.public_key(), identity, now, lifetime_s)
+        return msgspec.structs.replace(certificate, key_pem=private_pem(key))
+
+    def sign(
+        self, key: ec.EllipticCurvePublicKey, identity: Identity, now: float, lifetime_s: float = LIFETIME_S
+    ) -> Certificate:
+        """A certificate of another process's key, without the private key."""
         start = datetime.fromtimestamp(now, UTC)
         end = min(start + timedelta(seconds=lifetime_s), self._own.not_valid_after_utc)
         certificate = (
@@ -148,7 +165,7 @@ class ClusterAuthority:
         )
         return Certificate(
             chain_pem=_pem([certificate, *self._cross]),
-            key_pem=_private_pem(key),
+            key_pem=b"",
             trusted_pem=_pem(self._trusted),
             expires_at=end.timestamp(),
         )
@@ -190,7 +207,9 @@ def _authority_certificate(
     subject = subject or _name(f"kvolt cluster {key.public_key().public_numbers().x & 0xFFFFFFFF:08x}")
     end = start + _AUTHORITY_LIFETIME if issuer is None else issuer.not_valid_after_utc
     return (
-        _builder(key, subject, subject if issuer is None else issuer.subject, start - _CLOCK_SKEW, end)
+        _builder(
+            key.public_key(), subject, subject if issuer is None else issuer.subject, start - _CLOCK_SKEW, end
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(_key_usage(is_authority=True), critical=True)
         .add_extension(_authority_key_id(signer), critical=False)
@@ -199,17 +218,17 @@ def _authority_certificate(
 
 
 def _builder(
-    key: ec.EllipticCurvePrivateKey, subject: x509.Name, issuer: x509.Name, start: datetime, end: datetime
+    key: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, start: datetime, end: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(start)
         .not_valid_after(end)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
 
@@ -239,7 +258,8 @@ def _pem(certificates: list[x509.Certificate]) -> bytes:
     return b"".join(each.public_bytes(serialization.Encoding.PEM) for each in certificates)
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The key as unencrypted PEM."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

@@ -12,7 +12,7 @@ import base64
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from kvolt.runtime.security.identity import Identity, parse_identity
 
 log = logging.getLogger(__name__)
 
+ENROLLMENT_PROTOCOL = "kvolt-enroll/1"
+"""ALPN of connections that ask for a certificate."""
 _CHECK_S = 10.0
 """Interval of looking for changed files and certificates to renew."""
 _WARN_BEFORE_S = 7 * 24 * 3600.0
@@ -69,6 +71,12 @@ class KeySource:
     def event_secrets(self) -> tuple[bytes, ...]:
         return self._authority.event_secrets if self._authority is not None else ()
 
+    @property
+    def authority(self) -> ClusterAuthority:
+        """The cluster key as of the last `load`."""
+        assert self._authority is not None, "load first"
+        return self._authority
+
 
 class FileSource:
     """Certificates of one's own authority. `chain` has the process's certificate first."""
@@ -111,10 +119,16 @@ class FileSource:
 class Credentials:
     """See the module. Created before the event loop starts, or in it."""
 
-    def __init__(self, source: Source, clock: Clock) -> None:
-        """Raises ConfigError if the first certificate cannot be loaded or is not valid now."""
+    def __init__(
+        self, source: Source, clock: Clock, fetch: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Raises ConfigError if the first certificate cannot be loaded or is not valid now.
+
+        `fetch`: called before a renewal, for sources whose certificates come from another process.
+        """
         self._source = source
         self._clock = clock
+        self._fetch = fetch
         self._modified = self._modification_times()
         self._listeners: list[Callable[[], None]] = []
         self._renew_at = 0.0
@@ -123,6 +137,11 @@ class Credentials:
     @property
     def server_context(self) -> ssl.SSLContext:
         return self._server_context
+
+    @property
+    def join_context(self) -> ssl.SSLContext:
+        """For a listener that also serves enrollment: a peer without a certificate completes its handshake."""
+        return self._join_context
 
     @property
     def client_context(self) -> ssl.SSLContext:
@@ -148,6 +167,11 @@ class Credentials:
             )
 
     @property
+    def authority(self) -> ClusterAuthority | None:
+        """The cluster key, if this process has it."""
+        return self._source.authority if isinstance(self._source, KeySource) else None
+
+    @property
     def expires_at(self) -> float:
         """Wall-clock time."""
         return self._expires_at
@@ -159,6 +183,8 @@ class Credentials:
         """Renew certificates and read changed files, for ever."""
         while True:
             await asyncio.sleep(_CHECK_S)
+            if self._fetch is not None and self._clock.wall() >= self._renew_at:
+                await self._fetch()
             self.refresh()
 
     def refresh(self) -> None:
@@ -193,10 +219,11 @@ class Credentials:
                 key="cluster.certificate",
                 remedy="issue a new one, or check the clock of this machine",
             )
-        self._server_context = _context(certificate, ssl.PROTOCOL_TLS_SERVER)
-        self._client_context = _context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-        self._probe_context = _context(certificate, ssl.PROTOCOL_TLS_SERVER)
-        self._probe_context.verify_mode = ssl.CERT_OPTIONAL
+        self._server_context = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate)
+        self._client_context = tls_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
+        self._probe_context = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, ssl.CERT_OPTIONAL)
+        self._join_context = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, ssl.CERT_OPTIONAL)
+        self._join_context.set_alpn_protocols([ENROLLMENT_PROTOCOL])
         self._expires_at = certificate.expires_at
         lifetime_s = certificate.expires_at - now
         self._renew_at = now + lifetime_s / 2
@@ -289,17 +316,17 @@ def _read_event_secrets(path: Path) -> tuple[bytes, ...]:
     return event_secrets
 
 
-def _context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
-    """Context for mutual TLS 1.3.
+def tls_context(
+    protocol: int, certificate: Certificate, verify_mode: ssl.VerifyMode = ssl.CERT_REQUIRED
+) -> ssl.SSLContext:
+    """A context for mutual TLS 1.3. Raises ConfigError if the certificate cannot be used.
 
     Names are not compared with hosts: certificates belong to processes, and addresses change.
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # a resumed session would not present its certificate again
+    context.verify_mode = verify_mode
     try:
         context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
         _load_chain(context, certificate)
@@ -309,6 +336,8 @@ def _context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
             key="cluster.certificate",
             remedy="check that the certificate, its private key and the authority are PEM and belong together",
         ) from None
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a resumed session would not present its certificate again
     return context
 
 

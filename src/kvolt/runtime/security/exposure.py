@@ -8,7 +8,7 @@ from kvolt.runtime.network import is_loopback
 
 
 def has_credentials(cluster: ClusterSettings) -> bool:
-    return cluster.key is not None or cluster.certificate is not None
+    return any(each is not None for each in (cluster.key, cluster.certificate, cluster.join_token))
 
 
 def check_exposure(cluster: ClusterSettings, host: str, key: str, what: str) -> None:

@@ -1,30 +1,49 @@
-"""Networks over TLS: between processes of a cluster, and for clients of an HTTP server."""
+"""Networks over TLS: between processes of a cluster, for operators, and for clients of an HTTP server.
+
+One listener of a cluster may also serve peers without a certificate that ask for one (`enrollment`), by a protocol of
+its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 
-from kvolt.core.errors import ConfigError, ConnectFailed
+from kvolt.core.errors import ConfigError, ConnectFailed, ProtocolError
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork, connect_error, split_address
-from kvolt.runtime.security.credentials import Credentials, ServerCertificate
+from kvolt.runtime.security.credentials import ENROLLMENT_PROTOCOL, Credentials, ServerCertificate
+from kvolt.runtime.security.enrollment import EnrollmentServer
 from kvolt.runtime.security.identity import peer_identity
-from kvolt.runtime.security.tls_listener import Admission, CountOutcome, TlsListener, bind
+from kvolt.runtime.security.tls_listener import Admission, CountOutcome, ProtocolOf, TlsListener, bind
 
 
 class SecureNetwork:
     """Mutual TLS 1.3 between processes: both ends show a certificate of the cluster."""
 
-    def __init__(self, credentials: Credentials, count_outcome: CountOutcome = lambda outcome: None) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        count_outcome: CountOutcome = lambda outcome: None,
+        enrollment: tuple[str, EnrollmentServer] | None = None,
+    ) -> None:
+        """`enrollment`: address of the listener that also serves enrollment, and its server."""
         self._credentials = credentials
         self._count_outcome = count_outcome
+        self._enrollment = enrollment
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
-        sockets = await bind(address)
-        credentials = self._credentials
-        return TlsListener(
-            sockets, factory, lambda: credentials.server_context, peer_identity, self._count_outcome
-        )
+        sockets, credentials = await bind(address), self._credentials
+        if self._enrollment is None or self._enrollment[0] != address:
+            return TlsListener(
+                sockets, lambda: credentials.server_context, identified(factory), self._count_outcome
+            )
+        server = self._enrollment[1]
+
+        def protocol_of(stream: asyncio.Transport) -> asyncio.Protocol:
+            alpn = stream.get_extra_info("ssl_object").selected_alpn_protocol()
+            return server.accept() if alpn == ENROLLMENT_PROTOCOL else identified(factory)(stream)
+
+        return TlsListener(sockets, lambda: credentials.join_context, protocol_of, self._count_outcome)
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
         try:
@@ -32,7 +51,7 @@ class SecureNetwork:
         except ConfigError as error:  # malformed registration: to the caller it is an unreachable address
             raise ConnectFailed(error.message, address=address) from error
         loop = asyncio.get_running_loop()
-        admission = Admission(factory, peer_identity)
+        admission = Admission(identified(factory))
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.create_connection(
@@ -50,6 +69,17 @@ class SecureNetwork:
         return admission.protocol
 
 
+def identified(factory: ProtocolFactory) -> ProtocolOf:
+    """The factory's protocols, for peers with an identity of the cluster."""
+
+    def protocol_of(stream: asyncio.Transport) -> asyncio.Protocol:
+        if peer_identity(stream) is None:
+            raise ProtocolError("the peer has no certificate", rule="identity")
+        return factory()
+
+    return protocol_of
+
+
 class AdminNetwork(SocketNetwork):
     """Listens for operators with a certificate of the cluster, and for probes without one; connects without TLS."""
 
@@ -62,9 +92,8 @@ class AdminNetwork(SocketNetwork):
         credentials = self._credentials
         return TlsListener(
             await bind(address),
-            factory,
             lambda: credentials.probe_context,
-            peer_identity,
+            lambda stream: factory(),
             self._count_outcome,
         )
 
@@ -85,9 +114,7 @@ class HttpsNetwork(SocketNetwork):
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
         sockets = await bind(address, self._reuse_https_port)
-        return TlsListener(
-            sockets, factory, self._certificate.context, lambda transport: None, self._count_outcome
-        )
+        return TlsListener(sockets, self._certificate.context, lambda stream: factory(), self._count_outcome)
 
 
 def _handshake_error(address: str, error: ssl.SSLError) -> ConnectFailed:

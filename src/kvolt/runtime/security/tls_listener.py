@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import cast
 
 from kvolt.core.errors import ProtocolError
-from kvolt.runtime.network import ProtocolFactory, join_address, listen_error, peer_group, split_address
+from kvolt.runtime.network import join_address, listen_error, peer_group, split_address
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -34,31 +34,29 @@ _ACCEPT_PAUSE_S = 1.0
 
 CountOutcome = Callable[[str], None]
 """Called with the outcome of each handshake of an accepted connection: `accepted`, `refused`, `incomplete`, or
-`limit` if it was not begun."""
+`limit` if it was not begun; and with those of enrollment."""
 
 
-CheckPeer = Callable[[asyncio.BaseTransport], object]
-"""Check the peer of a complete handshake; raises ProtocolError to refuse it."""
+ProtocolOf = Callable[[asyncio.Transport], asyncio.Protocol]
+"""Makes the protocol of a connection whose handshake is complete; raises ProtocolError to refuse the peer."""
 
 
 class Admission(asyncio.Protocol):
     """Protocol of a connection until its handshake is complete, which makes the real one."""
 
-    def __init__(self, factory: ProtocolFactory, check_peer: CheckPeer) -> None:
-        self._factory = factory
-        self._check_peer = check_peer
+    def __init__(self, protocol_of: ProtocolOf) -> None:
+        self._protocol_of = protocol_of
         self.protocol: asyncio.Protocol | None = None
         self.refusal: ProtocolError | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         stream = cast(asyncio.Transport, transport)  # uvloop's transports are of other classes
         try:
-            self._check_peer(stream)
+            self.protocol = self._protocol_of(stream)
         except ProtocolError as error:
             self.refusal = error
             stream.abort()
             return
-        self.protocol = self._factory()
         stream.set_protocol(_Reader(self.protocol))
         self.protocol.connection_made(stream)
 
@@ -90,16 +88,14 @@ class TlsListener:
     def __init__(
         self,
         sockets: list[socket.socket],
-        factory: ProtocolFactory,
         context: Callable[[], ssl.SSLContext],
-        check_peer: CheckPeer,
+        protocol_of: ProtocolOf,
         count_outcome: CountOutcome,
     ) -> None:
         """`context`: called for each connection, so that certificates can change."""
         self._sockets = sockets
-        self._factory = factory
         self._context = context
-        self._check_peer = check_peer
+        self._protocol_of = protocol_of
         self._count_outcome = count_outcome
         self._num_refused = 0
         self._handshakes: Counter[str] = Counter()
@@ -142,7 +138,7 @@ class TlsListener:
 
     async def _shake_hands(self, sock: socket.socket, peer: str, group: str) -> None:
         loop = asyncio.get_running_loop()
-        admission = Admission(self._factory, self._check_peer)
+        admission = Admission(self._protocol_of)
         try:
             sock.setblocking(False)
             await loop.connect_accepted_socket(

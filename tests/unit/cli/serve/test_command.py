@@ -48,6 +48,7 @@ def test_each_worker_keeps_its_adapters_in_a_file_of_its_own() -> None:
         ("runtime.port=9000", "runtime.port is 9000, but 3 processes"),
         ("runtime.advertise=a:9000", "runtime.advertise is a:9000, but each of 3 processes has its own port"),
         ("discovery.join_listen=0.0.0.0:7400", "the address of this machine is not set"),
+        ("cluster.join_token=kvolt-join-x", "is for one start of one process"),
     ],
 )
 def test_what_several_processes_cannot_share(given: str, message: str) -> None:
