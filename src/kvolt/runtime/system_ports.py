@@ -236,9 +236,6 @@ def _internal_network(
     if credentials is None:
         return SocketNetwork()
 
-    def count_outcome(outcome: str) -> None:
-        metrics.count_handshake(outcome)
-
     def authority() -> ClusterAuthority:
         key = credentials.authority
         assert key is not None, "checked below"
@@ -246,8 +243,8 @@ def _internal_network(
 
     listen, enrollment = settings.discovery.join_listen, None
     if listen is not None and credentials.authority is not None and role in SERVER_ROLES:
-        enrollment = listen, EnrollmentServer(authority, clock, count_outcome)
-    return SecureNetwork(credentials, count_outcome, enrollment)
+        enrollment = listen, EnrollmentServer(authority, clock, metrics.count_handshake)
+    return SecureNetwork(credentials, metrics.count_handshake, enrollment)
 
 
 def make_ports(

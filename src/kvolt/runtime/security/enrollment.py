@@ -93,7 +93,7 @@ class EnrollmentServer:
         clock: Clock,
         count_outcome: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`count_outcome` gets `enrolled`, `renewed` or `not enrolled` for each request and refused connection."""
+        """`count_outcome` gets `enrolled`, `renewed` or `enrollment_refused` for each request or connection."""
         self._authority = authority
         self._clock = clock
         self._count_outcome = count_outcome
@@ -141,7 +141,7 @@ class EnrollmentServer:
         return response
 
     def refuse(self, address: str, reason: str) -> Refused:
-        self._count_outcome("not enrolled")
+        self._count_outcome("enrollment_refused")
         self._num_refused += 1
         if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
             log.warning(

@@ -3,120 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ssl
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
-import msgspec
 import pytest
+import uvloop
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from tests.unit.runtime.security.enrollment_lab import (
+    FRONTEND,
+    WORKER,
+    Lab,
+    SteppedClock,
+    ask,
+    exchange,
+    signing_request,
+    stranger,
+)
 
 from kvolt.core.errors import ConfigError, ConnectFailed
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.network import Listener, split_address
 from kvolt.runtime.security import enrolled, enrollment
 from kvolt.runtime.security.authority import ClusterAuthority
-from kvolt.runtime.security.credentials import ENROLLMENT_PROTOCOL, Credentials, KeySource, tls_context
-from kvolt.runtime.security.enrolled import EnrolledSource, enroll
+from kvolt.runtime.security.credentials import Credentials, tls_context
+from kvolt.runtime.security.enrolled import EnrolledSource
 from kvolt.runtime.security.enrollment import (
-    LENGTH,
-    EnrollmentServer,
     EnrollRequest,
-    Refused,
     Welcome,
-    frame,
 )
-from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.join_token import create_token
-from kvolt.runtime.security.secure_network import SecureNetwork
-
-WORKER = Identity(ProcessRole.WORKER, "worker-0")
-FRONTEND = Identity(ProcessRole.FRONTEND, "frontend")
-
-
-class SteppedClock(SystemClock):
-    """Wall clock that a test moves."""
-
-    offset_s = 0.0
-
-    def wall(self) -> float:
-        return super().wall() + self.offset_s
-
-
-class Peer(asyncio.Protocol):
-    """Protocol of the request plane in these tests."""
-
-    def __init__(self, served: list[Identity | None]) -> None:
-        self._served = served
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self._served.append(peer_identity(transport))
-
-
-class Lab:
-    """A join server."""
-
-    def __init__(self, folder: Path, authority: ClusterAuthority) -> None:
-        self.path = folder / "kvolt.key"
-        self.path.touch(0o600)
-        self.authority = authority
-        self.clock = SteppedClock()
-        self.outcomes: Counter[str] = Counter()
-        self.served: list[Identity | None] = []
-        self.address = ""
-        self._listener: Listener | None = None
-        self._peers: list[Peer] = []
-
-    def _count(self, outcome: str) -> None:
-        self.outcomes[outcome] += 1
-
-    async def start(self, identity: Identity = FRONTEND) -> None:
-        self.path.write_bytes(self.authority.to_pem())
-        credentials = self.credentials = Credentials(KeySource(self.path, identity), self.clock)
-        authority = cast(Callable[[], ClusterAuthority], lambda: credentials.authority)
-        self.server = EnrollmentServer(authority, self.clock, self._count)
-        network = SecureNetwork(credentials, self._count, ("127.0.0.1:0", self.server))
-        self._listener = await network.listen("127.0.0.1:0", self._serve)
-        self.address = self._listener.address
-
-    def _serve(self) -> Peer:
-        self._peers.append(Peer(self.served))
-        return self._peers[-1]
-
-    async def close(self) -> None:
-        if self._listener is not None:
-            await self._listener.close()
-        for peer in self._peers:
-            peer.transport.abort()
-        await asyncio.sleep(0.01)
-
-    def token(self, role: ProcessRole = ProcessRole.WORKER, ttl_s: float = 600.0) -> str:
-        return create_token(self.authority, role, self.clock.wall(), ttl_s).text
-
-    async def enroll(
-        self,
-        token: str,
-        identity: Identity = WORKER,
-        clock: SystemClock | None = None,
-        timeout_s: float = 0.0,
-    ) -> Credentials:
-        return await enroll(self.address, token, identity, clock or SystemClock(), timeout_s)
-
-    async def identity_seen(self, credentials: Credentials) -> Identity | None:
-        """Who a process with these credentials is to the join server's request plane."""
-        known = len(self.served)
-        peer = await SecureNetwork(credentials).connect(self.address, lambda: Peer([]), 10.0)
-        async with asyncio.timeout(10):
-            while len(self.served) == known:
-                await asyncio.sleep(0.01)
-        cast(Peer, peer).transport.abort()
-        return self.served[-1]
 
 
 @pytest.fixture
@@ -135,13 +52,33 @@ async def test_a_token_is_exchanged_for_membership(lab: Lab) -> None:
     assert lab.outcomes["enrolled"] == 1
 
 
+@pytest.mark.parametrize(
+    "make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_both_loops_enroll_and_renew(
+    tmp_path: Path, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        lab = Lab(tmp_path, ClusterAuthority.create(SystemClock().wall()))
+        await lab.start()
+        credentials = await lab.enroll(lab.token())
+        await cast(EnrolledSource, credentials._source).fetch()
+        assert await lab.identity_seen(credentials) == WORKER
+        assert await exchange(lab, b"hello", stranger()) == b""
+        assert (lab.outcomes["enrolled"], lab.outcomes["renewed"], lab.outcomes["refused"]) == (1, 1, 1)
+        await lab.close()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(main())
+
+
 async def test_the_second_use_is_refused(lab: Lab) -> None:
     token = lab.token()
     await lab.enroll(token)
     with pytest.raises(ConfigError, match="used before") as caught:
         await lab.enroll(token)
     assert "kvolt cluster token" in str(caught.value.fields["remedy"])
-    assert (lab.outcomes["enrolled"], lab.outcomes["not enrolled"]) == (1, 1)
+    assert (lab.outcomes["enrolled"], lab.outcomes["enrollment_refused"]) == (1, 1)
 
 
 async def test_a_process_whose_response_was_lost_asks_again(
@@ -173,7 +110,19 @@ async def test_a_token_of_another_cluster_is_not_shown_to_the_server(lab: Lab) -
     )
     with pytest.raises(ConfigError, match="not of the cluster of the join token"):
         await lab.enroll(other.text)
-    assert lab.outcomes["not enrolled"] == 0, "the server has got no request"
+    assert lab.outcomes["enrollment_refused"] == 0, "the server has got no request"
+
+
+async def test_a_server_that_only_shows_the_authoritys_certificate_gets_no_token(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is public; the server's own must be issued by its key."""
+    now = SystemClock().wall()
+    real = ClusterAuthority.create(now)
+    monkeypatch.setattr(lab.server, "welcome", lambda: Welcome(real.certificate_der))
+    with pytest.raises(ConfigError, match="not of the cluster of the join token"):
+        await lab.enroll(create_token(real, ProcessRole.WORKER, now, 600).text)
+    assert lab.outcomes["enrollment_refused"] == 0, "the server has got no request"
 
 
 async def test_the_role_is_the_tokens(lab: Lab) -> None:
@@ -277,160 +226,3 @@ async def test_a_server_that_is_not_there_is_retried_until_the_timeout(lab: Lab)
     with pytest.raises(ConfigError, match="no certificate from") as caught:
         await lab.enroll(lab.token())
     assert "--discovery-join-listen" in str(caught.value.fields["remedy"])
-
-
-# --- strangers
-
-
-def signing_request(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None) -> bytes:
-    key = key or ec.generate_private_key(ec.SECP256R1())
-    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
-    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, algorithm)
-    return request.public_bytes(serialization.Encoding.DER)
-
-
-def stranger(*protocols: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if protocols:
-        context.set_alpn_protocols(list(protocols))
-    return context
-
-
-async def exchange(lab: Lab, data: bytes, context: ssl.SSLContext | None = None) -> bytes:
-    """What the join server sends to a peer that sends this."""
-    context = context or stranger(ENROLLMENT_PROTOCOL)
-    reader, writer = await asyncio.open_connection(*split_address(lab.address), ssl=context)
-    try:
-        writer.write(data)
-        async with asyncio.timeout(10):
-            return await reader.read()
-    except (ConnectionError, ssl.SSLError):
-        return b""
-    finally:
-        writer.transport.abort()
-
-
-async def ask(
-    lab: Lab, request: EnrollRequest, context: ssl.SSLContext | None = None
-) -> enrollment.Enrolled | Refused:
-    if context is not None:
-        context.set_alpn_protocols([ENROLLMENT_PROTOCOL])
-    received = await exchange(lab, frame(request), context)
-    (size,) = LENGTH.unpack_from(received)
-    welcome = msgspec.msgpack.decode(received[LENGTH.size : LENGTH.size + size], type=Welcome)
-    assert hashlib.sha256(welcome.authority).hexdigest()[:16] == lab.authority.fingerprint
-    body = received[2 * LENGTH.size + size :]
-    return msgspec.msgpack.decode(body, type=enrollment.Enrolled | Refused)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("protocols", [(), ("h2",), ("kvolt-enroll/2",)])
-async def test_a_stranger_reaches_no_endpoint(lab: Lab, protocols: tuple[str, ...]) -> None:
-    assert await exchange(lab, b"hello", stranger(*protocols)) == b""
-    assert not lab.served
-    assert lab.outcomes["refused"] == 1
-
-
-async def test_other_listeners_serve_no_enrollment(lab: Lab) -> None:
-    network = SecureNetwork(lab.credentials, enrollment=("127.0.0.2:1", lab.server))
-    listener = await network.listen("127.0.0.1:0", lambda: Peer(lab.served))
-    lab.address = listener.address
-    assert await exchange(lab, frame(EnrollRequest(signing_request(), "a", lab.token()))) == b""
-    assert not lab.served
-    assert not lab.outcomes["enrolled"]
-    await listener.close()
-
-
-def large() -> bytes:
-    return EnrollRequest(b"x" * 5000, "a", "t").signing_request
-
-
-@pytest.mark.parametrize(
-    ("request_of", "reason"),
-    [
-        (lambda token: EnrollRequest(signing_request(), "a"), "neither a join token nor a certificate"),
-        (lambda token: EnrollRequest(signing_request(), "a", "kvolt-join-x"), "not one of this version"),
-        (lambda token: EnrollRequest(b"garbage", "a", token), "malformed signing request"),
-        (lambda token: EnrollRequest(large(), "a", token), "malformed request"),
-        (lambda token: EnrollRequest(signing_request(), "a" * 200, token), "malformed request"),
-        (
-            lambda token: EnrollRequest(signing_request(ec.generate_private_key(ec.SECP384R1())), "a", token),
-            "not of the curve",
-        ),
-        (
-            lambda token: EnrollRequest(signing_request(ed25519.Ed25519PrivateKey.generate()), "a", token),
-            "not of the curve",
-        ),
-        (lambda token: EnrollRequest(signing_request()[:-1] + b"\0", "a", token), "signing request"),
-        (lambda token: EnrollRequest(signing_request(), "a", token[:30] + "AAAA" + token[34:]), ""),
-    ],
-)
-async def test_bad_requests_are_refused_and_do_not_use_the_token(
-    lab: Lab, request_of: Callable[[str], EnrollRequest], reason: str
-) -> None:
-    token = lab.token()
-    response = await ask(lab, request_of(token))
-    assert isinstance(response, Refused)
-    assert reason in response.reason
-    assert lab.outcomes["not enrolled"] == 1
-    await lab.enroll(token)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        LENGTH.pack(1 << 30),
-        LENGTH.pack(3) + b"\xc1\xc1\xc1",
-        LENGTH.pack(2) + b"x" * 100_000,
-        b"\xff" * 50_000,
-    ],
-)
-async def test_garbage_is_refused(lab: Lab, data: bytes) -> None:
-    await exchange(lab, data)
-    async with asyncio.timeout(10):
-        while not lab.outcomes["not enrolled"]:
-            await asyncio.sleep(0.01)
-    await lab.enroll(lab.token())
-
-
-async def test_a_silent_stranger_is_disconnected(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enrollment, "CONNECTION_S", 0.2)
-    received = await exchange(lab, b"")
-    assert len(received) < 2000
-    assert not lab.server._connections
-
-
-async def test_the_number_of_strangers_is_limited(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(enrollment, "MAX_CONNECTIONS_PER_PEER", 3)
-    writers = []
-    for _ in range(8):
-        _, writer = await asyncio.open_connection(
-            *split_address(lab.address), ssl=stranger(ENROLLMENT_PROTOCOL)
-        )
-        writers.append(writer)
-    async with asyncio.timeout(10):
-        while lab.outcomes["not enrolled"] < 5:
-            await asyncio.sleep(0.01)
-    assert len(lab.server._open) == 3
-    assert sum("enrollment refused" in each.getMessage() for each in caplog.records) == 3, "1st, 2nd, 4th"
-    for writer in writers:
-        writer.transport.abort()
-    async with asyncio.timeout(10):
-        while lab.server._open:
-            await asyncio.sleep(0.01)
-    await lab.enroll(lab.token())
-
-
-async def test_used_tokens_are_bounded_and_forgotten_after_their_expiry(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(enrollment, "MAX_USED_TOKENS", 2)
-    for _ in range(2):
-        await lab.enroll(lab.token())
-    with pytest.raises(ConfigError, match="too many join tokens"):
-        await lab.enroll(lab.token())
-    lab.clock.offset_s = 3600
-    await lab.enroll(lab.token())
-    assert len(lab.server._used) == 1
