@@ -90,7 +90,7 @@ _ADDRESS = transfer_wire.Address("agent", "127.0.0.1", 1, "name")
 TRANSFER = packed(
     transfer_wire.Hello("agent", "frames"),
     transfer_wire.Welcome("agent", capabilities=Capabilities(paths=frozenset(("shm",)))),
-    transfer_wire.Fetch(1, 2, "tcp", b"12345678"),
+    transfer_wire.Fetch(1, b"2", "tcp", b"12345678"),
     transfer_wire.Ready(1, 2, b"12345678"),
     transfer_wire.Receive(1, 2, 3.0),
 )

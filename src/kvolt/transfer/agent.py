@@ -18,7 +18,9 @@ Two agents that share only a mailbox number and an address exchange a message in
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,14 +36,17 @@ from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer import wire
-from kvolt.transfer.peer.hub import Hub
+from kvolt.transfer.peer.handshakes import TlsContexts
+from kvolt.transfer.peer.hub import Hub, ListenOptions
 from kvolt.transfer.peer.mailbox import MAX_MAILBOX, PostedMessage, Waiter
 from kvolt.transfer.peer.offers import Offer
 from kvolt.transfer.peer.read_op import ReadOp
 from kvolt.transfer.peer.read_request import ALL, new_read_request
 from kvolt.transfer.peer.sockets import format_address, parse_address
-from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, Address, Ticket
+from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, SECRET_BYTES, Address, Ticket
 from kvolt.transfer.transfer_handle import ReceiveHandle, TransferHandle
+
+log = logging.getLogger(__name__)
 
 Blocks = Sequence[int] | Numbers
 
@@ -81,22 +86,23 @@ class TransferAgent:
         options: TransferOptions | None = None,
         clock: Clock | None = None,
         facts: MachineFacts | None = None,
+        credentials: TlsContexts | None = None,
     ) -> None:
-        """`facts`: result of `machine.probe_machine`; None: probe without UCX settings.
+        """`facts`: result of `machine.probe_machine`; None: probe without UCX settings. `credentials`: of this process,
+        for mutual TLS on TCP connections; None: plain TCP.
 
         ConfigError if the address cannot be bound.
         """
         options = options or TransferOptions()
         capabilities = capabilities_of(facts or probe_machine({}), options.shared_memory, options.nixl)
         self._hub = Hub(
-            options.host,
-            options.port,
-            options.advertise,
-            options.shared_memory,
+            ListenOptions(options.host, options.port, options.advertise, options.shared_memory, credentials),
             clock or SystemClock(),
             options.nixl,
             PathOptions(capabilities=capabilities, self_test=options.self_test),
         )
+        if credentials is not None and options.nixl:
+            log.warning("transfers over NIXL are not encrypted: only TCP connections have TLS")
         self._hub.progress.start()
         self._hub.progress.call_soon(self._hub.start)
 
@@ -122,7 +128,12 @@ class TransferAgent:
     @property
     def num_refused(self) -> int:
         """Connections refused because of a limit."""
-        return self._hub.num_refused
+        return self._hub.num_refused + self.handshakes["limit"]
+
+    @property
+    def handshakes(self) -> Counter[str]:
+        """TLS handshakes of accepted connections by outcome; empty without TLS."""
+        return Counter() if self._hub.handshakes is None else self._hub.handshakes.outcomes
 
     def close(self) -> None:
         """Cancel all operations and wait for them."""
@@ -233,7 +244,7 @@ class TransferAgent:
 
     def _ticket(self, slab: Slab, numbers: Numbers) -> Ticket:
         number = self._hub.slab_number(slab)
-        return Ticket(self._hub.address, secrets.randbits(64), slab.info(number), len(numbers))
+        return Ticket(self._hub.address, secrets.token_bytes(SECRET_BYTES), slab.info(number), len(numbers))
 
     def _start(self, operation: TransferHandle[Any], begin: Callable[[], object]) -> None:
         """Run `begin` in the progress thread; finish the operation with its error if it fails."""

@@ -6,12 +6,14 @@ import array
 import contextlib
 import os
 import socket
+import ssl
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from kvolt.runtime.security.credentials import Credentials
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.paths.lanes import MemoryKind
@@ -31,11 +33,21 @@ NUM = 64
 SOON_S = 20.0
 
 
+class Security:
+    """Whether the agents and peers of a test use TLS."""
+
+    credentials: Credentials | None = None
+
+
+security = Security()
+
+
 class Side:
     """A process's agent with a slab."""
 
     def __init__(self, shared_memory: bool = True, seed: int = 0) -> None:
-        self.agent = TransferAgent(TransferOptions(shared_memory=shared_memory))
+        options = TransferOptions(shared_memory=shared_memory)
+        self.agent = TransferAgent(options, credentials=security.credentials)
         self.slab = Slab.shared(NUM, BLOCK)
         self.rows = np.frombuffer(self.slab.memory, dtype=np.uint8).reshape(NUM, BLOCK)
         if seed:
@@ -64,7 +76,7 @@ class Talk:
 
     def is_let_go(self) -> bool:
         """Waits for it."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
             while self.link.recv(1 << 16):
                 pass
         return True
@@ -80,7 +92,13 @@ def calling(to: Address, use_unix: bool = False) -> Iterator[Talk]:
     link = socket.socket(socket.AF_UNIX if use_unix else socket.AF_INET)
     with link:
         link.connect(f"\0{to.unix}" if use_unix else (to.host, to.port))
-        yield Talk(link)
+        if security.credentials is not None and not use_unix:
+            link.settimeout(SOON_S)
+            context = security.credentials.client_context
+            with context.wrap_socket(link, do_handshake_on_connect=False) as tls:  # but with the first words
+                yield Talk(tls)
+        else:
+            yield Talk(link)
 
 
 @contextmanager
@@ -102,13 +120,17 @@ class Source:
         self.address = Address(name, "127.0.0.1", self.listening.getsockname()[1], "")
         self._talks: list[Talk] = []
 
-    def ticket(self, num_blocks: int = 1, secret: int = 1, kind: MemoryKind = MemoryKind.HOST) -> bytes:
+    def ticket(self, num_blocks: int = 1, secret: bytes = b"1", kind: MemoryKind = MemoryKind.HOST) -> bytes:
         slab = SlabInfo(number=0, kind=kind, block_bytes=BLOCK, num_blocks=NUM)
         return encode_ticket(Ticket(self.address, secret, slab, num_blocks))
 
     def accept(self) -> Talk:
         """The next that connects."""
-        talk = Talk(self.listening.accept()[0])
+        link = self.listening.accept()[0]
+        if security.credentials is not None:
+            link.settimeout(SOON_S)
+            link = security.credentials.server_context.wrap_socket(link, server_side=True)
+        talk = Talk(link)
         self._talks.append(talk)
         return talk
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.unit.transfer import tls_lab
 
 from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import (
@@ -34,14 +35,17 @@ from kvolt.transfer.transfer_handle import OperationState
 BLOCK = 4096
 NUM = 64
 SOON_S = 20.0
-PATHS = ["copy", "shm", "tcp"]
+PATHS = ["copy", "shm", "tcp", "tls"]
+NAMES = {"tls": "tcp"}
+"""Of paths that are reported under another name."""
 
 
 class Side:
     """A process's agent with a slab."""
 
-    def __init__(self, shared_memory: bool = True, seed: int = 0, num_blocks: int = NUM) -> None:
-        self.agent = TransferAgent(TransferOptions(shared_memory=shared_memory))
+    def __init__(self, path: str = "shm", seed: int = 0, num_blocks: int = NUM) -> None:
+        options = TransferOptions(shared_memory=path not in ("tcp", "tls"))
+        self.agent = TransferAgent(options, credentials=tls_lab.of_worker() if path == "tls" else None)
         self.slab = Slab.shared(num_blocks, BLOCK)
         self.rows = np.frombuffer(self.slab.memory, dtype=np.uint8).reshape(num_blocks, BLOCK)
         if seed:
@@ -49,8 +53,9 @@ class Side:
 
 
 @pytest.fixture
-def source() -> Iterator[Side]:
-    side = Side(seed=1)
+def source(request: pytest.FixtureRequest) -> Iterator[Side]:
+    path = request.getfixturevalue("path") if "path" in request.fixturenames else "shm"
+    side = Side("tls" if path == "tls" else "shm", seed=1)
     yield side
     side.agent.close()
 
@@ -63,7 +68,7 @@ def path(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def target(source: Side, path: str) -> AsyncIterator[Side]:
     """Where `path` leads to from the source."""
-    side = Side(shared_memory=path != "tcp")
+    side = Side(path)
     if path == "copy":
         side.agent.close()
         side.agent = source.agent
@@ -75,7 +80,7 @@ async def target(source: Side, path: str) -> AsyncIterator[Side]:
 async def test_blocks_are_read(source: Side, target: Side, path: str) -> None:
     offer = source.agent.offer(source.slab, [3, 9, 4, 60], SOON_S)
     read = target.agent.read(offer.ticket, target.slab, [0, 5, 1, 2], SOON_S)
-    assert await read == path
+    assert await read == NAMES.get(path, path)
     await offer
     assert (read.state, offer.state) == (OperationState.COMPLETE, OperationState.COMPLETE)
     assert (target.rows[[0, 5, 1, 2]] == source.rows[[3, 9, 4, 60]]).all()
@@ -120,7 +125,7 @@ async def test_other_names_are_other_checksums(source: Side, target: Side, path:
     with pytest.raises(TransferFailed, match="block 2") as raised:
         wrong = np.array([0, 1, 7], dtype=np.uint64).tobytes()
         await target.agent.read(offer.ticket, target.slab, [1, 2, 3], SOON_S, seeds=wrong)
-    assert raised.value.fields == {"path": path, "reason": "checksum"}
+    assert raised.value.fields == {"path": NAMES.get(path, path), "reason": "checksum"}
     # The offer is still open, so it can be read again.
     await target.agent.read(offer.ticket, target.slab, [1, 2, 3], SOON_S, seeds=seeds.tobytes())
     await offer
@@ -202,9 +207,9 @@ async def _await(operation: Operation) -> str:
     return await operation
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-async def test_a_peer_that_goes(source: Side, shared_memory: bool) -> None:
-    other = Side(shared_memory)
+@pytest.mark.parametrize("path", ["shm", "tcp", "tls"], indirect=True)
+async def test_a_peer_that_goes(source: Side, path: str) -> None:
+    other = Side(path)
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await other.agent.read(offer.ticket, other.slab, [1], SOON_S)
     late = source.agent.offer(source.slab, [2], SOON_S)
@@ -212,7 +217,7 @@ async def test_a_peer_that_goes(source: Side, shared_memory: bool) -> None:
     late.cancel()
     with pytest.raises(Cancelled):
         await late
-    reader = Side(shared_memory)
+    reader = Side(path)
     try:
         offer = source.agent.offer(source.slab, [3], SOON_S)
         source.agent.close()
@@ -267,7 +272,7 @@ async def test_ranks_that_share_heads_differently(source: Side, path: str) -> No
         block_bytes=2 * 2 * 4 * 4 * 8 * 4,
     )
     whole = np.random.default_rng(2).random((3, 2, 2, 4, 4, 8), dtype=np.float32)
-    target = TransferAgent(TransferOptions(shared_memory=path != "tcp"))
+    target = Side(path).agent
     try:
         into = Slab.shared(3, model.block_bytes, SlabLayout.of_rank(model))
         reads = []
@@ -324,12 +329,12 @@ async def test_an_unreachable_peer(source: Side) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         gone = Address("remove_session", "127.0.0.1", port, "kvolt-nobody")
-        lost = encode_ticket(type(ticket)(gone, 1, ticket.slab, 1))
+        lost = encode_ticket(type(ticket)(gone, b"1", ticket.slab, 1))
         with pytest.raises(NetworkFault, match="no connection"):
             await source.agent.read(lost, source.slab, [1], SOON_S)
     replaced = Address("other", source.agent.address.host, source.agent.address.port, "")
     with pytest.raises(NetworkFault, match="another agent"):
-        other = encode_ticket(type(ticket)(replaced, 1, ticket.slab, 1))
+        other = encode_ticket(type(ticket)(replaced, b"1", ticket.slab, 1))
         await source.agent.read(other, source.slab, [1], SOON_S)
 
 
@@ -339,7 +344,7 @@ async def test_a_peer_that_never_answers(source: Side) -> None:
         silent.listen()
         ticket = decode_ticket(source.agent.offer(source.slab, [1], SOON_S).ticket)
         address = Address("silent", "127.0.0.1", silent.getsockname()[1], "")
-        asked = encode_ticket(type(ticket)(address, 1, ticket.slab, 1))
+        asked = encode_ticket(type(ticket)(address, b"1", ticket.slab, 1))
         with pytest.raises(DeadlineExceeded):
             await source.agent.read(asked, source.slab, [1], 0.1)
 

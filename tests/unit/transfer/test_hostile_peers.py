@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.unit.transfer import tls_lab
 from tests.unit.transfer.hostile_lab import (
     BLOCK,
     NUM,
@@ -20,6 +21,7 @@ from tests.unit.transfer.hostile_lab import (
     calling,
     num_descriptors,
     reading_from,
+    security,
 )
 
 from kvolt.core.errors import Cancelled, InvalidRequest, NetworkFault, ProtocolError, Unsupported, to_info
@@ -47,6 +49,12 @@ from kvolt.transfer.peer.wire import (
 )
 
 INT64_MAX = (1 << 63) - 1
+
+
+@pytest.fixture(autouse=True, params=["plain", "tls"])
+def secured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP connections are plain, or mutual TLS."""
+    monkeypatch.setattr(security, "credentials", tls_lab.of_worker() if request.param == "tls" else None)
 
 
 @pytest.fixture
@@ -133,7 +141,7 @@ async def test_a_link_is_an_address_and_not_a_name(source: Side, liar: Source) -
     target = Side(shared_memory=False)
     try:
         false = Address(real.address.agent, liar.address.host, liar.address.port, "")
-        lured = target.agent.read(encode_ticket(Ticket(false, 1, real.slab, 1)), target.slab, [1], SOON_S)
+        lured = target.agent.read(encode_ticket(Ticket(false, b"1", real.slab, 1)), target.slab, [1], SOON_S)
         talk = liar.accept()
         talk.hear()
         talk.say(Welcome(false.agent, key="key"))
@@ -152,16 +160,16 @@ async def test_a_link_is_an_address_and_not_a_name(source: Side, liar: Source) -
 @pytest.mark.parametrize(
     ("fetch", "told"),
     [
-        (Fetch(1, 0, "shm", positions=packed(0, 1, 2, 0, 1)), "more positions"),
-        (Fetch(1, 0, "shm", positions=packed(4)), "outside the 4"),
-        (Fetch(1, 0, "shm", positions=packed(-1)), "outside the 4"),
-        (Fetch(1, 0, "shm", positions=b"1234567"), "eight bytes"),
-        (Fetch(1, 0, "shm", pieces=packed(8), piece_bytes=INT64_MAX), "outside"),
-        (Fetch(1, 0, "shm", pieces=packed(INT64_MAX), piece_bytes=8), "outside"),
-        (Fetch(1, 0, "shm", pieces=packed(8), piece_bytes=0), "outside"),
-        (Fetch(1, 0, "shm", pieces=packed(0, 0, 8), piece_bytes=BLOCK - 8), "exceed the block"),
-        (Fetch(1, 0, "smoke signals"), "does not serve the path"),
-        (Fetch(1, 0, "tcp"), "no chunk connection"),
+        (Fetch(1, b"0", "shm", positions=packed(0, 1, 2, 0, 1)), "more positions"),
+        (Fetch(1, b"0", "shm", positions=packed(4)), "outside the 4"),
+        (Fetch(1, b"0", "shm", positions=packed(-1)), "outside the 4"),
+        (Fetch(1, b"0", "shm", positions=b"1234567"), "eight bytes"),
+        (Fetch(1, b"0", "shm", pieces=packed(8), piece_bytes=INT64_MAX), "outside"),
+        (Fetch(1, b"0", "shm", pieces=packed(INT64_MAX), piece_bytes=8), "outside"),
+        (Fetch(1, b"0", "shm", pieces=packed(8), piece_bytes=0), "outside"),
+        (Fetch(1, b"0", "shm", pieces=packed(0, 0, 8), piece_bytes=BLOCK - 8), "exceed the block"),
+        (Fetch(1, b"0", "smoke signals"), "does not serve the path"),
+        (Fetch(1, b"0", "tcp"), "no chunk connection"),
     ],
 )
 def test_what_was_not_offered_is_refused(source: Side, fetch: Fetch, told: str) -> None:
@@ -202,7 +210,7 @@ def test_what_is_stopped_does_not_wait_to_be_sent(source: Side) -> None:
         assert isinstance(blocks.hear(), Welcome)
         for op in range(200):
             talk.say(Fetch(op, secret, "tcp", is_checked=False), Ended(op, is_whole=False))
-        talk.say(Fetch(1, 12345, "tcp"))
+        talk.say(Fetch(1, b"12345", "tcp"))
         assert isinstance(talk.hear(), Failed)  # all that was said before was heard
         (served,) = source.agent._hub._sessions
         assert served._chunk_sender is not None
@@ -247,7 +255,7 @@ async def test_a_defect_that_a_peer_brings_out_is_its_own_loss(
     with reading_from(source.agent.address) as (talk, _):
         with monkeypatch.context() as patch:
             patch.setattr(serving.ServingSession, "_on_fetch", broken)
-            talk.say(Fetch(1, 1, "tcp"))
+            talk.say(Fetch(1, b"1", "tcp"))
             assert talk.is_let_go()
         until(lambda: not source.agent._hub._sessions)
     assert "cannot handle the message" in caplog.text
@@ -286,7 +294,7 @@ def test_who_says_nothing_is_let_go(source: Side, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(serving, "HELLO_S", 0.05)
     with calling(source.agent.address) as talk, reading_from(source.agent.address) as (fine, _):
         assert talk.is_let_go()
-        fine.say(Fetch(1, 1, "tcp"))
+        fine.say(Fetch(1, b"1", "tcp"))
         assert isinstance(fine.hear(), Failed)
 
 
@@ -296,7 +304,7 @@ def test_before_hello_a_frame_is_small(source: Side, monkeypatch: pytest.MonkeyP
         talk.link.sendall(struct.pack("<I", 5000))
         assert talk.is_let_go()
     with reading_from(source.agent.address) as (talk, _):
-        talk.say(Fetch(1, 1, "tcp", positions=bytes(80_000)))
+        talk.say(Fetch(1, b"1", "tcp", positions=bytes(80_000)))
         assert isinstance(talk.hear(), Failed)
 
 
@@ -336,7 +344,7 @@ def test_the_start_of_a_small_frame_counts(source: Side) -> None:
 
 def test_a_large_frame_in_parts_is_read(source: Side) -> None:
     with reading_from(source.agent.address) as (talk, _):
-        talk.say(Fetch(1, 1, "tcp", positions=bytes(24 << 20)))
+        talk.say(Fetch(1, b"1", "tcp", positions=bytes(24 << 20)))
         assert isinstance(talk.hear(), Failed)
     until(lambda: source.agent.frame_budget.used_bytes == 0)
 

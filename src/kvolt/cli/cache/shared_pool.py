@@ -119,9 +119,9 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     return run_process(loaded.settings, args.name, partial(_serve_and_tell, path, server), ProcessRole.POOL)
 
 
-async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], process: Process) -> None:
+async def _serve_and_tell(path: Path, new_server: Callable[..., PoolServer], process: Process) -> None:
     """Serve until cancelled. The publisher starts first, so that routers know the pool before workers report it."""
-    server = new_server()
+    server = new_server(credentials=process.runtime.ports.credentials)
     publisher = PoolEventPublisher(process.runtime, process.settings.namespace)
     publisher.attach(server, await publisher.start())
     process.runtime.add_status_details(_SOCKET_DETAILS, lambda: str(path.absolute()))

@@ -153,7 +153,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         runtime = process.runtime
         transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)
-        create_tiering = tiering_of(group.tiers, transfers.agent)
+        create_tiering = tiering_of(group.tiers, transfers.agent, runtime.ports.credentials)
         worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, create_tiering)
         transfers.add_listener(worker.register_links)
         try:

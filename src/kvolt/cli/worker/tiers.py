@@ -35,6 +35,7 @@ from kvolt.runtime.host.environment import cache_directory
 from kvolt.runtime.host.memory import free_bytes
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import TransferAgent
+from kvolt.transfer.peer.handshakes import TlsContexts
 from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,11 @@ _STAGING_BYTES = 256 << 20
 """Of the host's memory, where a tier is wanted below it and none in it: what blocks pass through."""
 
 
-def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> TieringFactory | None:
-    """Factory of a worker's tiering; None without tiers. `new_agent` creates the agent for transfers to peers."""
+def tiering_of(
+    tiers: TierSettings, new_agent: Callable[[], TransferAgent], credentials: TlsContexts | None = None
+) -> TieringFactory | None:
+    """Factory of a worker's tiering; None without tiers. `new_agent` creates the agent for transfers to peers.
+    `credentials`: for transfers to a shared pool."""
     if not are_wanted(tiers):
         return None
     agent = new_agent() if tiers.peers else None
@@ -68,7 +72,7 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> T
         shape = BlockShape.of(slabs)
         num_device = info.capacity.kv_total_blocks
         num_host = host_blocks(tiers, shape, num_device)
-        lower = lower_tiers(tiers, shape, num_device, now)
+        lower = lower_tiers(tiers, shape, num_device, now, credentials)
         peer_tier = None if agent is None else PeerTier(agent, now)
         if peer_tier is not None:
             # Order of access: local disk, peers, object store.
@@ -90,7 +94,11 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> T
 
 
 def lower_tiers(
-    tiers: TierSettings, shape: BlockShape, num_device: int, now: Callable[[], float]
+    tiers: TierSettings,
+    shape: BlockShape,
+    num_device: int,
+    now: Callable[[], float],
+    credentials: TlsContexts | None = None,
 ) -> list[tuple[LowerTier, int]]:
     """Tiers below host memory, fastest first, each with the number of touches before a block is stored."""
     # Settings that may raise come first, resources last.
@@ -111,7 +119,7 @@ def lower_tiers(
         _check_disk(files)
     lower: list[tuple[LowerTier, int]] = []
     if tiers.pool:
-        lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
+        lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now, credentials), 1))
     if files is not None:
         lower.append(
             (

@@ -68,7 +68,8 @@ class Transfers:
             nixl=self._settings.nixl,
             self_test=self._settings.self_test,
         )
-        return TransferAgent(options, self._runtime.ports.clock, probe_machine(os.environ))
+        ports = self._runtime.ports
+        return TransferAgent(options, ports.clock, probe_machine(os.environ), ports.credentials)
 
     def add_listener(self, listener: LinksListener) -> None:
         """Call `listener` with the measured links when they change."""

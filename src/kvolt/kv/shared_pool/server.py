@@ -36,6 +36,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import OfferHandle, TransferAgent
 from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.peer.handshakes import TlsContexts
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ NewHost = Callable[[BlockShape], HostTier]
 class PoolServer:
     """See the module. `start`, then `close`."""
 
-    def __init__(self, path: Path, new_host: NewHost) -> None:
-        """`new_host`: creates the tiers once the block shape is known. ConfigError if not possible."""
+    def __init__(self, path: Path, new_host: NewHost, credentials: TlsContexts | None = None) -> None:
+        """`new_host`: creates the tiers once the block shape is known. ConfigError if not possible. `credentials`: for
+        transfers over TCP, used where shared memory is unavailable."""
         self._path = path
         self._new_host = new_host
         self.host: HostTier | None = None
@@ -64,7 +66,7 @@ class PoolServer:
         self.on_change: Callable[[], None] = lambda: None
         """Called after possible changes of blocks. Set before `start`."""
         self._starting: asyncio.Future[HostTier] | None = None
-        self._agent = TransferAgent()
+        self._agent = TransferAgent(credentials=credentials)
         self._thread = TierThread("kv-pool")
         self._server: asyncio.Server | None = None
         self._task_group = TaskGroup("kv pool")

@@ -24,6 +24,7 @@ from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.peer.handshakes import TlsContexts
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,17 @@ class PoolTier(SharedTier):
     tier = Tier.PEER
     lookup_s = 0.002
 
-    def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shape: BlockShape,
+        now: Callable[[], float],
+        credentials: TlsContexts | None = None,
+    ) -> None:
+        """`credentials`: for transfers over TCP, used where shared memory is unavailable."""
         super().__init__()
         self._link = PoolLink(path, shape, now)
-        self._agent = TransferAgent()
+        self._agent = TransferAgent(credentials=credentials)
         self._thread = TierThread("kv-pool")
         self._link.on_lost = self._known.forget
         self._link.on_late = self._decline

@@ -25,7 +25,7 @@ from kvolt.transfer.peer.wire import Address, Ticket
 
 log = logging.getLogger(__name__)
 
-SECRET = 0
+SECRET = b""
 """Well-known ticket secret of the test slab, which holds no data."""
 BLOCK_BYTES = SMALL_BYTES
 NUM_BLOCKS = LARGE_BYTES // BLOCK_BYTES

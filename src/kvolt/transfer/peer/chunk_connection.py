@@ -13,6 +13,7 @@ from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, WorkerLo
 from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSink
 from kvolt.transfer.peer.connection import FrameConnection
+from kvolt.transfer.peer.handshakes import Handshakes
 from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.sockets import OnConnected, connect, host_port
 
@@ -50,16 +51,28 @@ class ActionQueue:
 class ConnectAttempt:
     """Connects to a peer, whose Welcome must arrive within CONNECT_S."""
 
-    def __init__(self, progress: Progress, address: wire.Address, on_timeout: OnError) -> None:
+    def __init__(
+        self, progress: Progress, address: wire.Address, on_timeout: OnError, handshakes: Handshakes | None
+    ) -> None:
+        """`handshakes`: of TLS, for TCP; None: without TLS."""
         self._progress = progress
         self._address = address
         self._on_timeout = on_timeout
+        self._handshakes = handshakes
         self._deadline = progress.call_at(progress.now() + CONNECT_S, self._expire)
         self._cancels: list[Callable[[], None]] = []
 
     def connect(self, use_unix: bool, on_done: OnConnected) -> None:
         """May be called again once it failed. `on_done` may be called before this returns."""
-        self._cancels.append(connect(self._progress, self._address, use_unix, on_done))
+
+        def on_connected(result: socket.socket | ConnectFailed) -> None:
+            if self._handshakes is None or use_unix or isinstance(result, ConnectFailed):
+                on_done(result)
+            else:
+                peer = host_port(self._address)
+                self._cancels.append(self._handshakes.connect(result, peer, on_done))
+
+        self._cancels.append(connect(self._progress, self._address, use_unix, on_connected))
 
     def end(self) -> None:
         """The peer has answered, or no longer matters."""
@@ -84,6 +97,7 @@ class ChunkConnection:
         on_lost: OnError,
         *,
         is_optional: bool,
+        handshakes: Handshakes | None = None,
     ) -> None:
         """`find_sink`: as of ChunkReceiver. An optional connection that cannot be opened is not lost: it is
         unreachable, and what waits for it runs without."""
@@ -93,6 +107,7 @@ class ChunkConnection:
         self._find_sink = find_sink
         self._on_lost = on_lost
         self._is_optional = is_optional
+        self._handshakes = handshakes
         self._attempt: ConnectAttempt | None = None
         self._handshake: FrameConnection | None = None
         self._receiver: ChunkReceiver | None = None
@@ -111,7 +126,7 @@ class ChunkConnection:
         """Not while it is open or unreachable."""
         self._waiting.enqueue(action, on_error)
         if self._attempt is None:
-            self._attempt = ConnectAttempt(self._progress, self._address, self._on_lost)
+            self._attempt = ConnectAttempt(self._progress, self._address, self._on_lost, self._handshakes)
             self._attempt.connect(False, self._on_connected)
 
     def close(self) -> None:

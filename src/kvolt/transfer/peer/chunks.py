@@ -1,4 +1,4 @@
-"""Chunks: block bytes over a dedicated TCP connection, from memory to memory without intermediate copies.
+"""Chunks: block bytes over a dedicated connection, from memory to memory; over plain TCP without intermediate copies.
 
 A chunk is a few whole blocks preceded by their checksums, so that a block is verified on arrival, while in cache. A
 stopped transfer fills the rest of its current chunk with zeros, since its blocks may already be reused.
@@ -20,6 +20,7 @@ from kvolt.core.errors import ProtocolError, WorkerLost
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.peer.progress import Progress
+from kvolt.transfer.peer.streams import stream_of
 from kvolt.transfer.peer.wire import CHUNK
 
 CHUNK_BYTES = 1 << 20
@@ -28,6 +29,8 @@ _MAX_CHUNK_BLOCKS = CHUNK_BYTES
 _STEP_BYTES = 8 << 20
 """Bytes per step."""
 _SCRATCH_BYTES = 1 << 18
+_UNEXPECTED_BYTES = 4096
+"""Read at once from a peer that should send nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class ChunkSender:
 
     def __init__(self, progress: Progress, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._progress = progress
-        self._socket = sock
+        self._stream = stream_of(sock)
         self._on_lost = on_lost
         self._queue: OrderedDict[OutgoingBlocks, None] = OrderedDict()
         self._head = memoryview(b"")
@@ -68,7 +71,7 @@ class ChunkSender:
         if not self.is_open:
             raise WorkerLost("the chunk connection is closed", reason="closed")
         self._queue[outgoing] = None
-        self._progress.watch(self._socket.fileno(), EVENT_READ | EVENT_WRITE, self._on_ready)
+        self._watch(EVENT_READ | EVENT_WRITE)
 
     def drop(self, outgoing: OutgoingBlocks) -> None:
         """Stop sending. No-op if sent or dropped."""
@@ -83,14 +86,14 @@ class ChunkSender:
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._progress.unwatch(self._socket.fileno())
-            self._socket.close()
+            self._progress.unwatch(self._stream.sock.fileno())
+            self._stream.sock.close()
             self._queue.clear()
             self._chunk = self._sending = None
 
     def _on_ready(self, events: int) -> None:
         try:
-            if events & EVENT_READ and not self._socket.recv(1):
+            if events & EVENT_READ and not self._stream.receive(_UNEXPECTED_BYTES):
                 raise ConnectionResetError("closed")
             if events & EVENT_WRITE:
                 self._write()
@@ -104,31 +107,28 @@ class ChunkSender:
             self._on_lost()
 
     def _write(self) -> None:
-        left = _STEP_BYTES
+        left = min(_STEP_BYTES, self._stream.step_bytes)
         while left > 0:
             if not len(self._head) and self._chunk is None and not self._next_chunk():
                 if self.is_open:  # staging errors may have closed it
-                    self._progress.watch(self._socket.fileno(), EVENT_READ, self._on_ready)
+                    self._stream.flush()
+                    self._watch(EVENT_READ)
                 return
             if len(self._head):
-                sent = self._socket.send(self._head, socket.MSG_NOSIGNAL | socket.MSG_MORE)
+                sent = self._stream.send(self._head, has_more=True)
                 self._head = self._head[sent:]
                 continue
             assert self._chunk is not None
             memory, pieces = self._chunk
             size = pieces.num_blocks * pieces.bytes_per_block
-            sent = block_bytes.send(
-                self._socket.fileno(),
-                memory,
-                pieces.offsets,
-                pieces.piece_bytes,
-                self._sent,
-                size - self._sent,
-            )
+            sent = self._stream.send_pieces(memory, pieces, self._sent)
             self._sent += sent
             left -= sent
             if self._sent == size:
                 self._chunk = self._sending = None
+
+    def _watch(self, events: int) -> None:
+        self._progress.watch(self._stream.sock.fileno(), events, self._on_ready)
 
     def _next_chunk(self) -> bool:
         """Prepare the next chunk; return whether there is one."""
@@ -189,7 +189,7 @@ class ChunkReceiver:
     ) -> None:
         """`find_sink` returns the sink of an op; None: discard its blocks."""
         self._progress = progress
-        self._socket = sock
+        self._stream = stream_of(sock)
         self._find_sink = find_sink
         self._on_lost = on_lost
         self._head = bytearray(CHUNK.size)
@@ -208,14 +208,14 @@ class ChunkReceiver:
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._progress.unwatch(self._socket.fileno())
-            self._socket.close()
+            self._progress.unwatch(self._stream.sock.fileno())
+            self._stream.sock.close()
             self._sink = self._destination = None
 
     def _on_ready(self, events: int) -> None:
         try:
-            left = _STEP_BYTES
-            while left > 0 and self.is_open:
+            left = min(_STEP_BYTES, self._stream.step_bytes)
+            while (left > 0 or self._stream.is_pending) and self.is_open:
                 left -= self._read()
         except (BlockingIOError, InterruptedError):
             return
@@ -236,7 +236,7 @@ class ChunkReceiver:
         return self._read_blocks()
 
     def _receive_into(self, target: memoryview) -> int:
-        num_bytes = self._socket.recv_into(target)
+        num_bytes = self._stream.receive_into(target)
         if not num_bytes:
             raise ConnectionResetError("the peer closed the chunk connection")
         return num_bytes
@@ -272,14 +272,7 @@ class ChunkReceiver:
             )
         else:
             memory, pieces = destination
-            num_bytes = block_bytes.receive(
-                self._socket.fileno(),
-                memory,
-                pieces.offsets,
-                pieces.piece_bytes,
-                self._received,
-                self._size - self._received,
-            )
+            num_bytes = self._stream.receive_pieces(memory, pieces, self._received)
             if not num_bytes:
                 raise ConnectionResetError("the peer closed the chunk connection")
         self._received += num_bytes

@@ -1,4 +1,4 @@
-"""FrameConnection: framed messages, and file descriptors on Unix sockets, over a non-blocking socket."""
+"""FrameConnection: framed messages, and file descriptors on Unix sockets, over a stream."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvolt.core.errors import KvoltError, Overloaded, ProtocolError, WorkerLost
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.peer.progress import Progress, Timer
 from kvolt.transfer.peer.sockets import host_of
+from kvolt.transfer.peer.streams import stream_of
 from kvolt.transfer.peer.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class FrameConnection:
         """`on_closed` is called once, but not for `close`. `max_bytes`: frame size limit. `budget`: for incomplete
         frames."""
         self._progress = progress
-        self.socket = sock
+        self._stream = stream_of(sock)
+        self._socket = sock
         self._on_message = on_message
         self._on_closed = on_closed
         self._reader = FrameReader(max_bytes)
@@ -85,12 +87,12 @@ class FrameConnection:
     def detach(self) -> socket.socket:
         """Hand over the socket; no sent data is buffered here."""
         self._detach()
-        return self.socket
+        return self._socket
 
     def close(self) -> None:
         if self.is_open:
             self._detach()
-            self.socket.close()
+            self._socket.close()
 
     def shed(self) -> None:
         """ByteBudget: this connection holds the most incomplete data."""
@@ -100,7 +102,7 @@ class FrameConnection:
         self.is_open = False
         self._reader.clear()  # free the buffer now
         self._count_unfinished(0, has_progress=True)
-        self._progress.unwatch(self.socket.fileno())
+        self._progress.unwatch(self._socket.fileno())
         while self._descriptors:
             os.close(self._descriptors.popleft())
         while self._unsent:
@@ -166,10 +168,10 @@ class FrameConnection:
 
     def _receive(self) -> bytes:
         if not self.is_unix:
-            return self.socket.recv(_READ_BYTES)
+            return self._stream.receive(_READ_BYTES)
         numbers = array.array("i")
         space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * numbers.itemsize)
-        data, ancillary, _, _ = self.socket.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, value in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 numbers.frombytes(value[: len(value) - len(value) % numbers.itemsize])
@@ -187,17 +189,19 @@ class FrameConnection:
                     os.close(descriptor)
                 if sent == len(data):
                     self._unsent.popleft()
+            self._stream.flush()
+            is_sent = True
         except (BlockingIOError, InterruptedError):
-            pass
+            is_sent = False
         except OSError as error:
             self._fail(WorkerLost("connection to the peer lost", reason=str(error)))
             return
         self._progress.watch(
-            self.socket.fileno(), EVENT_READ | (EVENT_WRITE if self._unsent else 0), self._on_ready
+            self._socket.fileno(), EVENT_READ | (0 if is_sent else EVENT_WRITE), self._on_ready
         )
 
     def _send(self, data: memoryview, descriptor: int | None) -> int:
         if descriptor is None:
-            return self.socket.send(data, socket.MSG_NOSIGNAL)
+            return self._stream.send(data)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        return self.socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+        return self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)

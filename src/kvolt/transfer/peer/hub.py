@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.paths import self_test
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
+from kvolt.transfer.peer.handshakes import Handshakes, TlsContexts
 from kvolt.transfer.peer.link import Link
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers, select_blocks
@@ -55,15 +57,25 @@ _MAX_LINKS = 4096
 _NO_PATHS = PathOptions(capabilities=Capabilities(paths=frozenset()))
 
 
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where and how an agent listens."""
+
+    host: str
+    port: int
+    advertise: str | None
+    """Address published to peers; None: `host`."""
+    uses_unix: bool
+    credentials: TlsContexts | None = None
+    """For TLS on TCP connections; None: plain TCP."""
+
+
 class Hub:
     """See the module. Created in any thread; used in the progress thread only."""
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        advertise: str | None,
-        uses_unix: bool,
+        listen: ListenOptions,
         clock: Clock,
         uses_nixl: bool = False,
         paths: PathOptions = _NO_PATHS,
@@ -72,20 +84,24 @@ class Hub:
         if uses_nixl:
             nixl_library.require_package()
         agent = secrets.token_hex(8)
-        unix = f"kvolt-transfer-{agent}" if uses_unix else ""
-        sockets = [listen_tcp(host, port)]
+        unix = f"kvolt-transfer-{agent}" if listen.uses_unix else ""
+        sockets = [listen_tcp(listen.host, listen.port)]
         bound = sockets[0].getsockname()
         try:
-            advertised = bound[0] if advertise is None else resolve(advertise, sockets[0].family)
-            if uses_unix:
+            advertised = (
+                bound[0] if listen.advertise is None else resolve(listen.advertise, sockets[0].family)
+            )
+            if listen.uses_unix:
                 sockets.append(listen_unix(unix))
         except BaseException:
             sockets[0].close()
             raise
         self.address = Address(agent, advertised, bound[1], unix)
         self.progress = Progress("kvolt-transfer", clock)
+        credentials = listen.credentials
+        self.handshakes = None if credentials is None else Handshakes(self.progress, credentials)
         self.nixl = Nixl(self.progress, agent) if uses_nixl else None
-        self.uses_unix = uses_unix
+        self.uses_unix = listen.uses_unix
         self.is_closed = False
         self.offers = Offers()
         self.mailboxes = Mailboxes(self.progress)
@@ -122,6 +138,8 @@ class Hub:
         error = Cancelled("the agent was closed")
         for listener in self._listeners:
             listener.close()
+        if self.handshakes is not None:
+            self.handshakes.close()
         if self.nixl is not None:
             self.nixl.close(error)
         for link in [*self._links.values(), *self._retired]:
@@ -146,6 +164,14 @@ class Hub:
 
     def _accept(self, link: socket.socket) -> None:
         group = peer_group(host_of(link))
+        self._check_limits(group)
+        if self.handshakes is None or link.family == socket.AF_UNIX:
+            self._open_session(link, group)
+        else:
+            self.handshakes.accept(link, group, lambda link: self._open_session(link, group))
+
+    def _check_limits(self, group: str) -> None:
+        """Overloaded if there are too many sessions."""
         for num_open, limit in (
             (len(self._sessions), _MAX_SESSIONS),
             (self._num_by_host[group], _MAX_SESSIONS_PER_HOST),
@@ -153,6 +179,9 @@ class Hub:
             if num_open >= limit:
                 self.num_refused += 1
                 raise Overloaded(f"too many connections from {group}", queue="peers", limit=limit)
+
+    def _open_session(self, link: socket.socket, group: str) -> None:
+        self._check_limits(group)  # others may have come during the handshake
         self._sessions[ServingSession(self, link)] = group
         self._num_by_host[group] += 1
 
@@ -205,7 +234,7 @@ class Hub:
 
     # --- offers
 
-    def offer(self, secret: int, offer: Offer) -> None:
+    def offer(self, secret: bytes, offer: Offer) -> None:
         """Register an offer until done. Overloaded at the limit."""
         self.offers.add(secret, offer)
         timer = self.progress.call_at(offer.deadline, lambda: self._expire(secret, offer))
@@ -218,7 +247,7 @@ class Hub:
             blocks = np.arange(slab.num_blocks, dtype=np.int64)
             self.offers.add(self_test.SECRET, Offer(slab, blocks, float("inf"), self._offer_self_test))
 
-    def _expire(self, secret: int, offer: Offer) -> None:
+    def _expire(self, secret: bytes, offer: Offer) -> None:
         error = DeadlineExceeded("the offer expired", stage="total")
         for session in list(self._sessions):
             session.revoke_offer(offer, error)

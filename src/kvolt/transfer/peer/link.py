@@ -33,6 +33,7 @@ from kvolt.transfer.paths.peer_paths import PeerPaths
 from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunk_connection import Action, ActionQueue, ChunkConnection, ConnectAttempt, OnError
 from kvolt.transfer.peer.connection import FrameConnection
+from kvolt.transfer.peer.handshakes import KEY_REMEDY, Handshakes
 from kvolt.transfer.peer.mailbox import Waiter
 from kvolt.transfer.peer.peer_memory import PeerMemory
 from kvolt.transfer.peer.progress import Progress
@@ -49,6 +50,7 @@ class LinkOwner(Protocol):
     progress: Progress
     nixl: Nixl | None
     uses_unix: bool
+    handshakes: Handshakes | None
     frame_budget: ByteBudget
     paths: PathWatch
     tests_paths: bool
@@ -82,7 +84,7 @@ class Link:
         self._last_op = 0
         self._close_error: KvoltError | None = None
         self._paths = PeerPaths(hub.paths, hub.progress, self, address, hub.tests_paths)
-        self._attempt = ConnectAttempt(hub.progress, address, self.close)
+        self._attempt = ConnectAttempt(hub.progress, address, self.close, hub.handshakes)
         self._connect(use_unix=hub.uses_unix and bool(address.unix))
 
     @property
@@ -123,7 +125,7 @@ class Link:
         if self._waiters.pop(op, None) is not None:
             self.send(wire.Ended(op, is_whole=False))
 
-    def decline(self, secret: int) -> None:
+    def decline(self, secret: bytes) -> None:
         self._when_ready(lambda: self.send(wire.Declined(secret)), lambda error: None)
 
     def send(self, message: wire.Message) -> None:
@@ -170,7 +172,7 @@ class Link:
                     self._hub.progress,
                     result,
                     self._on_message,
-                    self.close,
+                    self._on_frames_lost,
                     budget=self._hub.frame_budget,
                 )
                 self.send(wire.Hello(self._hub.address.agent, "frames"))
@@ -182,6 +184,17 @@ class Link:
                 self.close(result)
 
         self._attempt.connect(use_unix, done)
+
+    def _on_frames_lost(self, error: KvoltError) -> None:
+        """A peer that closes before its Welcome may have refused this process; it does not say why."""
+        if not self._is_welcomed and isinstance(error, WorkerLost):
+            peer, reason = host_port(self._address), error.fields.get("reason")
+            error = ConnectFailed(
+                f"{peer} closed the connection at once ({reason}); it may have another version or --cluster-key",
+                address=peer,
+                remedy=KEY_REMEDY,
+            )
+        self.close(error)
 
     def _on_socket_reachable(self) -> None:
         log.info("shared memory reachable again: peer=%s", host_port(self._address))
@@ -261,7 +274,8 @@ class Link:
         match message:
             case wire.Welcome(agent) if not self._is_welcomed:
                 if agent != self._address.agent:
-                    raise WorkerLost("the address belongs to another agent", reason="replaced")
+                    self.close(WorkerLost("the address belongs to another agent", reason="replaced"))
+                    return
                 ipc = (
                     frozenset()
                     if message.capabilities is None
@@ -275,6 +289,7 @@ class Link:
                     self._read_ops.get,
                     self.close,
                     is_optional=self._is_near,
+                    handshakes=self._hub.handshakes,
                 )
                 self._is_welcomed = True
                 self._attempt.end()

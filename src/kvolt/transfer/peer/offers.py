@@ -51,25 +51,25 @@ class Offers:
     """All offers of an agent."""
 
     def __init__(self) -> None:
-        self._by_secret: dict[int, Offer] = {}
+        self._by_secret: dict[bytes, Offer] = {}
 
     def __len__(self) -> int:
         return len(self._by_secret)
 
-    def add(self, secret: int, offer: Offer) -> None:
+    def add(self, secret: bytes, offer: Offer) -> None:
         if len(self._by_secret) >= MAX_OFFERS:
             raise Overloaded(f"too many open offers: limit is {MAX_OFFERS}", queue="offers", limit=MAX_OFFERS)
         self._by_secret[secret] = offer
 
-    def begin_read(self, secret: int) -> Offer:
+    def begin_read(self, secret: bytes) -> Offer:
         """Register a reader. NotFound for an unknown, finished or withdrawn offer, indistinguishable to the peer."""
         offer = self._by_secret.get(secret)
         if offer is None or offer.is_withdrawn:
-            raise NotFound("the offer does not exist or has ended", kind="ticket", name=f"{secret:016x}")
+            raise NotFound("the offer does not exist or has ended", kind="ticket", name=secret.hex())
         offer.num_readers += 1
         return offer
 
-    def end_read(self, secret: int, is_whole: bool) -> None:
+    def end_read(self, secret: bytes, is_whole: bool) -> None:
         """Unregister a reader. No-op if the offer is done."""
         offer = self._by_secret.get(secret)
         if offer is None:
@@ -79,7 +79,7 @@ class Offers:
         if offer.num_readers == 0 and (offer.was_read or offer.is_withdrawn):
             self._finish(secret, None if offer.was_read else Cancelled("the offer was withdrawn"))
 
-    def withdraw(self, secret: int) -> None:
+    def withdraw(self, secret: bytes) -> None:
         """Reject new readers; done once current readers end. No-op if the offer is done."""
         offer = self._by_secret.get(secret)
         if offer is None:
@@ -88,7 +88,7 @@ class Offers:
         if offer.num_readers == 0:
             self._finish(secret, Cancelled("the offer was withdrawn"))
 
-    def expire(self, secret: int) -> None:
+    def expire(self, secret: bytes) -> None:
         """Finish at the deadline. The caller stops current readers."""
         if secret in self._by_secret:
             self._finish(
@@ -100,7 +100,7 @@ class Offers:
         for secret in list(self._by_secret):
             self._finish(secret, Cancelled("the agent was closed"))
 
-    def _finish(self, secret: int, error: KvoltError | None) -> None:
+    def _finish(self, secret: bytes, error: KvoltError | None) -> None:
         self._by_secret.pop(secret).on_done(error)
 
 

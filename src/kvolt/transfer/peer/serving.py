@@ -50,7 +50,7 @@ HELLO_S = 10.0
 class _PeerRead:
     """A peer's read of local blocks."""
 
-    secret: int
+    secret: bytes
     offer: Offer
     num_pieces: int = 0
     outgoing: OutgoingBlocks | None = None

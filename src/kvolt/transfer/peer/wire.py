@@ -5,8 +5,9 @@
              | checksums (8 each, if checked) | block bytes
 
 A connection carries frames or, after its Welcome, chunks. Agents that use TCP have one of each, so that messages do not
-queue behind blocks. A chunk connection presents the key from the Welcome of its frame connection, which prevents a
-third party from receiving the blocks. On a Unix socket the descriptor of a shared memory accompanies its SharedSlab.
+queue behind blocks. With credentials both are TLS. A chunk connection presents the key from the Welcome of its frame
+connection, which prevents a third party from receiving the blocks. On a Unix socket the descriptor of a shared memory
+accompanies its SharedSlab.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ MAX_BLOCKS = 3_000_000
 """Per transfer: their numbers and checksums fit into a frame."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Of a mailbox message."""
+SECRET_BYTES = 16
+"""Of an offer's ticket, random."""
+Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
+"""Names an offer: holders of its ticket may read it."""
 CUDA_IPC = "cuda-ipc"
 """Path on which a device maps another process's memory."""
 CHUNK = struct.Struct("<QIIII")
@@ -53,7 +58,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Capability to read blocks. Opaque outside agents."""
 
     address: Address
-    secret: int
+    secret: Secret
     slab: SlabInfo
     num_blocks: int
 
@@ -81,7 +86,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Request to read blocks of a ticket."""
 
     op: int
-    secret: int
+    secret: Secret
     path: str
     positions: bytes = b""
     """Among the ticket's blocks (packed int64); empty for all."""
@@ -141,7 +146,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 class Declined(msgspec.Struct, frozen=True, tag=True):
     """The ticket will not be used."""
 
-    secret: int
+    secret: Secret
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -105,3 +105,13 @@ def _limits(agent: TransferAgent) -> Iterator[Metric]:
         ),
     ):
         yield kind(f"kvolt_transfer_{name}", text, value)
+    if not agent.handshakes:
+        return  # without TLS
+    shaken = CounterMetricFamily(
+        "kvolt_transfer_tls_handshakes",
+        "TLS handshakes of accepted transfer connections, by outcome",
+        labels=("outcome",),
+    )
+    for outcome, count in sorted(agent.handshakes.items()):
+        shaken.add_metric((outcome,), count)
+    yield shaken

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,8 +16,10 @@ from kvolt.cli.process import running
 from kvolt.cli.worker import transfers
 from kvolt.cli.worker.transfers import Transfers
 from kvolt.core.card import Link
+from kvolt.core.errors import ConnectFailed
 from kvolt.core.ids import BlockKey
 from kvolt.runtime.config.settings import Settings, TransferSettings
+from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.transfer.paths import self_test
 from kvolt.worker.kv.mover import KvMover
@@ -41,13 +45,14 @@ class Side:
 
 
 @asynccontextmanager
-async def side(**transfer: bool) -> AsyncIterator[Side]:
+async def side(key: Path | None = None, **transfer: bool) -> AsyncIterator[Side]:
     settings = msgspec.convert(
         {
             "discovery": {"kind": "mem"},
             "events": {"kind": "mem"},
             "admin": {"enabled": False},
             "transfer": transfer,
+            "cluster": {} if key is None else {"key": str(key)},
         },
         Settings,
     )
@@ -114,3 +119,17 @@ async def test_transfers_that_nobody_used_are_closed() -> None:
     )
     async with running(settings, "idle", ProcessRole.WORKER) as process:
         await Transfers(process.runtime, TransferSettings()).close()
+
+
+async def test_blocks_are_encrypted_with_a_cluster_key(tmp_path: Path) -> None:
+    key = tmp_path / "kvolt.key"
+    key.touch(0o600)
+    key.write_bytes(ClusterAuthority.create(time.time()).to_pem())
+    options = {"shared_memory": False, "self_test": False}
+    async with side(key, **options) as source, side(key, **options) as target, side(**options) as stranger:
+        assert await carry(source, target) == "tcp"
+        with pytest.raises(ConnectFailed, match="--cluster-key"):
+            await carry(source, stranger)
+        agent = source.transfers.started_agent
+        assert agent is not None
+        assert agent.handshakes == {"accepted": 2, "refused": 1}

@@ -291,7 +291,7 @@ def test_a_test_that_is_late_between_two_reads_begins_no_other() -> None:
 
 def complete_read() -> ReadOp:
     info = SlabInfo(number=0, kind=MemoryKind.SHARED, block_bytes=64, num_blocks=1)
-    ticket = Ticket(ADDRESS, 1, info, 1)
+    ticket = Ticket(ADDRESS, b"1", info, 1)
     read_op = ReadOp(
         new_read_request(ticket, Slab(memoryview(bytearray(64)), 64), np.zeros(1, np.int64)), lambda _: None
     )

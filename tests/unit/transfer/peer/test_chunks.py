@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tests.unit.transfer import tls_lab
 
 from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.memory.pieces import Pieces, Sums
@@ -28,13 +30,22 @@ def progress() -> Iterator[Progress]:
     found.close(lambda: None)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+@pytest.fixture(params=["plain", "tls"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
+    if request.param == "tls":
+        ours, theirs = with_tls(ours, theirs)
     ours.setblocking(False)
     theirs.settimeout(SOON_S)
     with ours, theirs:
         yield ours, theirs
+
+
+def with_tls(ours: socket.socket, theirs: socket.socket) -> tuple[socket.socket, socket.socket]:
+    contexts = tls_lab.of_worker()
+    with ThreadPoolExecutor() as threads:
+        served = threads.submit(contexts.server_context.wrap_socket, theirs, server_side=True)
+        return contexts.client_context.wrap_socket(ours), served.result(SOON_S)
 
 
 def in_thread(progress: Progress, do: Callable[[], object]) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from tests.unit.transfer.hostile_lab import SOON_S, Side, Source, calling, num_descriptors
+from tests.unit.transfer import tls_lab
+from tests.unit.transfer.hostile_lab import SOON_S, Side, Source, calling, num_descriptors, security
 
 from kvolt.core.errors import (
     Cancelled,
@@ -39,6 +40,12 @@ from kvolt.transfer.peer.wire import (
 )
 
 OnDone = Callable[[socket.socket | ConnectFailed], None]
+
+
+@pytest.fixture(autouse=True, params=["plain", "tls"])
+def secured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP connections are plain, or mutual TLS."""
+    monkeypatch.setattr(security, "credentials", tls_lab.of_worker() if request.param == "tls" else None)
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ async def test_a_connection_that_never_comes_about_is_given_up(
         before = num_descriptors()
         address = Address("busy", *full.getsockname(), "")
         slab = target.slab.info(0)
-        read = target.agent.read(encode_ticket(Ticket(address, 1, slab, 1)), target.slab, [1], SOON_S)
+        read = target.agent.read(encode_ticket(Ticket(address, b"1", slab, 1)), target.slab, [1], SOON_S)
         with pytest.raises(ConnectFailed, match="no answer"):
             await read
         assert num_descriptors() <= before
@@ -322,10 +329,10 @@ def test_peers_that_cannot_be_let_in_wait(source: Side, code: int, monkeypatch: 
     refusing = Refusing(listener._socket, code)
     listener._socket = refusing  # type: ignore[assignment]
     with calling(source.agent.address) as talk:
-        talk.say(Hello("reader", "frames"))
         threading.Event().wait(0.15)
         assert 1 <= refusing.num_asked <= 3
         refusing.is_refusing = False
+        talk.say(Hello("reader", "frames"))
         assert talk.hear()
 
 
@@ -363,7 +370,7 @@ def test_a_descriptor_that_was_not_sent_is_closed(progress: Progress) -> None:
             while True:
                 ours.send(bytes(1 << 16))
         for _ in range(5):
-            connection.send(Declined(1), theirs.fileno())
+            connection.send(Declined(b"1"), theirs.fileno())
         assert num_descriptors() == before + 5
         connection.close()
         done.set()
@@ -389,7 +396,7 @@ def test_a_descriptor_is_that_of_when_it_was_sent(progress: Progress) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 num_filler += ours.send(bytes(1 << 16))
-        connection.send(Declined(1), meant)
+        connection.send(Declined(b"1"), meant)
         os.dup2(other, meant)
         done.set()
 
@@ -400,7 +407,7 @@ def test_a_descriptor_is_that_of_when_it_was_sent(progress: Progress) -> None:
         num_filler -= len(theirs.recv(min(num_filler, 1 << 16)))
     data, (got,), _, _ = socket.recv_fds(theirs, 1 << 16, 1)
     assert os.fstat(got).st_ino == same
-    assert list(FrameReader().feed(data)) == [Declined(1)]
+    assert list(FrameReader().feed(data)) == [Declined(b"1")]
     for descriptor in (meant, other, got):
         os.close(descriptor)
     theirs.close()
@@ -429,7 +436,7 @@ async def test_chunks_that_break_at_the_source_end_the_reads(source: Side, targe
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
     (served,) = source.agent._hub._sessions
     assert served._chunk_sender is not None
-    served._chunk_sender._socket.shutdown(socket.SHUT_RDWR)
+    served._chunk_sender._stream.sock.shutdown(socket.SHUT_RDWR)
     slow = source.agent.offer(source.slab, [2], SOON_S)
     with contextlib.suppress(NetworkFault):
         await target.agent.read(slow.ticket, target.slab, [2], SOON_S)

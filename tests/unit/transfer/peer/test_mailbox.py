@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from tests.unit.transfer.hostile_lab import SOON_S, Source, Talk, calling, reading_from
+from tests.unit.transfer import tls_lab
+from tests.unit.transfer.hostile_lab import SOON_S, Source, Talk, calling, reading_from, security
 
 from kvolt.core.errors import (
     Cancelled,
@@ -72,9 +73,15 @@ def num_here(agent: TransferAgent) -> int:
     return agent._hub.mailboxes._num_local
 
 
+@pytest.fixture(autouse=True, params=["plain", "tls"])
+def secured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP connections are plain, or mutual TLS."""
+    monkeypatch.setattr(security, "credentials", tls_lab.of_worker() if request.param == "tls" else None)
+
+
 @pytest.fixture
 def decode() -> Iterator[TransferAgent]:
-    agent = TransferAgent()
+    agent = TransferAgent(credentials=security.credentials)
     yield agent
     agent.close()
 
@@ -85,14 +92,16 @@ def prefill(request: pytest.FixtureRequest, decode: TransferAgent) -> Iterator[T
     if request.param == "own":
         yield decode
         return
-    agent = TransferAgent(TransferOptions(shared_memory=request.param == "unix"))
+    agent = TransferAgent(
+        TransferOptions(shared_memory=request.param == "unix"), credentials=security.credentials
+    )
     yield agent
     agent.close()
 
 
 @pytest.fixture
 def other() -> Iterator[TransferAgent]:
-    agent = TransferAgent(TransferOptions(shared_memory=False))
+    agent = TransferAgent(TransferOptions(shared_memory=False), credentials=security.credentials)
     yield agent
     agent.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.unit.transfer import tls_lab
 
+from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
@@ -36,3 +38,14 @@ def test_speeds_and_slow_paths_are_exported() -> None:
         'kvolt_transfer_link_bytes_per_second{path="tcp",peer="10.0.0.2"} 1.6777216e+07',
         'kvolt_transfer_link_latency_seconds{path="tcp",peer="10.0.0.2"} 0.25',
     }
+
+
+def test_tls_handshakes_are_exported_with_a_cluster_key() -> None:
+    watch = PathWatch("10.0.0.1", "me", PLAIN)
+    agent = TransferAgent(credentials=tls_lab.of_worker())
+    agent.handshakes["refused"] += 2
+    registry = CollectorRegistry()
+    registry.register(PathMetrics(lambda: watch, lambda: agent))
+    agent.close()
+    text = generate_latest(registry).decode()
+    assert 'kvolt_transfer_tls_handshakes_total{outcome="refused"} 2.0' in text
