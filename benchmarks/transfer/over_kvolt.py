@@ -1,4 +1,5 @@
-"""kvolt's two paths between hosts' memories, and beside them what limits them: a memcpy and a plain socket.
+"""kvolt's two paths between hosts' memories, TCP with TLS too, and beside them what limits them: a memcpy and a plain
+socket.
 
 One process has the source, the other the target; both have an agent for each path, which sleeps while it is not used.
 """
@@ -12,11 +13,15 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.transfer.memories import Bytes, Memories, order
 
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.security.credentials import Credentials, KeySource
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.transfer.agent import OfferHandle, TransferAgent, TransferOptions
 from kvolt.transfer.memory.slabs import Slab
 
@@ -26,8 +31,18 @@ FEW_BLOCKS = 1000
 _PATIENCE_S = 60.0
 
 
+CLUSTER_KEY = "BENCH_CLUSTER_KEY"
+"""Environment variable with the file of the key that both processes have."""
+
+
 def _agents() -> dict[str, TransferAgent]:
-    return {"shm": TransferAgent(), "tcp": TransferAgent(TransferOptions(shared_memory=False))}
+    source = KeySource(Path(os.environ[CLUSTER_KEY]), Identity(ProcessRole.WORKER, "bench"))
+    over_tcp = TransferOptions(shared_memory=False)
+    return {
+        "shm": TransferAgent(),
+        "tcp": TransferAgent(over_tcp),
+        "tls": TransferAgent(over_tcp, credentials=Credentials(source, SystemClock())),
+    }
 
 
 class _Slabs:
@@ -112,7 +127,7 @@ class Target:
             started = time.perf_counter()
             went = agent.read(ticket, slab, blocks, _PATIENCE_S, is_checked=is_checked).result(_PATIENCE_S)
             took_s.append(time.perf_counter() - started)
-            if went != path:
+            if went != path.replace("tls", "tcp"):
                 raise RuntimeError(f"the bytes went over {went}, not over {path}")
         if block_bytes == FEW_BYTES:
             self._check_few(slab)

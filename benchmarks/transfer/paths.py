@@ -11,6 +11,7 @@ are taken within a round. After each turn the target is compared with the source
 
 Limits: `memcpy` is one of all 64 MiB from the source's memory, mapped, to the target's. `plain socket` is a blocking
 sendall of the source's memory and recv_into of the target's, over loopback.
+TLS: kvolt's TCP with a cluster key; its limit is plain TCP, with checksums or without.
 kvolt: from the call with a ticket at hand to the end of the read, without checksums and with: then both sides work them
 out.
 NIXL over UCX: from the numbers of the blocks to DONE, blocks described before, no checksums, no notification, no
@@ -30,6 +31,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -52,15 +55,16 @@ from benchmarks.harness import (
 )
 from benchmarks.processes import Child, clean_environ, installed_python
 from benchmarks.transfer.memories import Memories, arrived
-from benchmarks.transfer.over_kvolt import FEW_BLOCKS, FEW_BYTES
+from benchmarks.transfer.over_kvolt import CLUSTER_KEY, FEW_BLOCKS, FEW_BYTES
 from benchmarks.transfer.side import POLL
 
+from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.transfer.memory import block_bytes as native
 
 NIXL_VERSION = "1.5.1"
 NIXL = f"NIXL {NIXL_VERSION}"
 MEMCPY, SOCKET = "memcpy", "plain socket"
-SHM, TCP = "kvolt shm", "kvolt tcp"
+SHM, TCP, TLS = "kvolt shm", "kvolt tcp", "kvolt tls"
 OURS = {
     SHM: ("shm", False),
     f"{SHM}, checksums": ("shm", True),
@@ -68,6 +72,8 @@ OURS = {
     f"{TCP}, checksums": ("tcp", True),
 }
 """Path, and whether checksums are verified."""
+OVER_TLS = {TLS: ("tls", False), f"{TLS}, checksums": ("tls", True)}
+"""The same; each is compared with the same over plain TCP."""
 
 GOAL_OF_LIMIT = 0.8
 GOAL_CPU_US = 1.0
@@ -124,7 +130,8 @@ def main() -> None:
     with ExitStack() as stack:
         memories = Memories.new(plan.num_bytes)
         stack.callback(memories.close)
-        kvolt = stack.enter_context(open_pair(sys.executable, "over_kvolt", memories))
+        environ = {CLUSTER_KEY: stack.enter_context(_cluster_key())}
+        kvolt = stack.enter_context(open_pair(sys.executable, "over_kvolt", memories, **environ))
         transfers = _of_kvolt(kvolt)
         nixl, missing = _of_nixl(stack, memories, options.peer_dir, not options.smoke)
         transfers |= nixl
@@ -161,6 +168,15 @@ def _round(
             rows.append(Row(number, name, size, plan.num_bytes, tuple(took_s)))
             say(f"round {number + 1}  {size >> 10:5} KiB  {name:24} {RATE.value(rows[-1]):.2f} GB/s")
     return rows
+
+
+@contextmanager
+def _cluster_key() -> Iterator[str]:
+    """A file with a new key."""
+    with tempfile.NamedTemporaryFile() as file:  # which only its owner can read
+        file.write(ClusterAuthority.create(time.time()).to_pem())
+        file.flush()
+        yield file.name
 
 
 # --- two processes that move blocks from one to the other
@@ -228,7 +244,7 @@ def _of_kvolt(pair: Pair) -> dict[str, Transfers]:
         return took_s
 
     limits: dict[str, Transfers] = {MEMCPY: partial(limit, "memcpy"), SOCKET: partial(limit, "socket")}
-    return limits | {name: partial(_read, pair, *way) for name, way in OURS.items()}
+    return limits | {name: partial(_read, pair, *way) for name, way in (OURS | OVER_TLS).items()}
 
 
 def _cpu_round(plan: Plan, number: int, pair: Pair) -> list[CpuRow]:
@@ -341,6 +357,11 @@ def text(rows: Sequence[Row], cpu_rows: Sequence[CpuRow], missing: Mapping[str, 
                 if system == ours and over_peer and size == GOAL_PEER_BYTES:
                     name = f"{ours}, {size >> 10} KiB: ahead of {NIXL}, its fastest way"
                     goals.append(goal(name, over_peer.median > 1, f"{over_peer.text()} x"))
+        for system, plain in zip(OVER_TLS, (TCP, f"{TCP}, checksums"), strict=True):
+            each = mine.where(system=system)
+            if each:
+                of_plain = each.over(mine.where(system=plain), RATE)
+                body.append((f"{size >> 10} KiB", system, *each.cells([RATE]), of_plain, None))
     cpu_body = []
     for system, both_sides in Rows(cpu_rows).each("system"):
         cpu_body.append((system, *both_sides.cells(_CPU)))
