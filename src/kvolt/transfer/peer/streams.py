@@ -17,7 +17,7 @@ from kvolt.transfer.memory.pieces import Pieces
 
 _RECORD_BYTES = 16 << 10
 """Plain bytes of a full TLS record. Only a read of at least this size leaves none in the SSL object."""
-_UNIT_BYTES = 64 << 10
+_UNIT_BYTES = 256 << 10
 """Bytes given to TLS at a time; the last are copied when the socket is full."""
 
 

@@ -132,4 +132,6 @@ async def test_blocks_are_encrypted_with_a_cluster_key(tmp_path: Path) -> None:
             await carry(source, stranger)
         agent = source.transfers.started_agent
         assert agent is not None
-        assert agent.handshakes == {"accepted": 2, "refused": 1}
+        async with asyncio.timeout(SOON_S):
+            while agent.handshakes != {"accepted": 2, "refused": 1}:
+                await asyncio.sleep(0.01)
