@@ -25,6 +25,9 @@ _CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
 _CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
 """Settings that choose a cluster."""
 
+_CLUSTER_KEYS = ("namespace", "discovery.join", "discovery.path")
+"""Settings that choose a cluster."""
+
 Served = dict[str, dict[str, int]]
 """Number of reachable workers by model and role."""
 
