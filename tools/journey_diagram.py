@@ -1,16 +1,17 @@
 """Diagram of the journey machine for docs/journey.md, from every transition that the machine makes.
 
-python tools/journey_diagram.py docs/journey.md      updates the page
+python -m tools.journey_diagram      writes docs/images/journey-machine.svg
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections import deque
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import get_args
+
+from tools.state_diagram import state_diagram
 
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
@@ -20,7 +21,7 @@ from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
-BEGIN, END = "<!-- begin: journey machine -->", "<!-- end: journey machine -->"
+IMAGE = Path(__file__).parents[1] / "docs" / "images" / "journey-machine.svg"
 
 _DECISION = Decision(
     Instance(id=InstanceId("w0"), endpoint=EndpointAddress("ns", "c", "generate"), address="host:1")
@@ -58,22 +59,14 @@ def transitions() -> list[Transition]:
     )
 
 
-def mermaid() -> str:
-    """State diagram; events between the same two states share an arrow."""
-    arrows: dict[tuple[State, State], list[str]] = {}
+def diagram() -> str:
+    """The SVG; events between the same two states share an arrow."""
+    arrows: dict[tuple[str, str], list[str]] = {}
     for before, event, after in transitions():
-        arrows.setdefault((before, after), []).append(event)
-    lines = [f"    {before} --> {after}: {', '.join(events)}" for (before, after), events in arrows.items()]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {State.NEW}", *lines, f"    {State.DONE} --> [*]"])
-
-
-def update_page(page: str) -> str:
-    """The page with the current diagram between its two marks. ValueError if it has none."""
-    before, mark, rest = page.partition(BEGIN)
-    _, other_mark, after = rest.partition(END)
-    if not mark or not other_mark:
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n```mermaid\n{mermaid()}\n```\n\n{END}{after}"
+        arrows.setdefault((before.value, after.value), []).append(event)
+    return state_diagram(
+        [state.value for state in State], {edge: ", ".join(events) for edge, events in arrows.items()}
+    )
 
 
 def _explore() -> Iterator[JourneyMachine]:
@@ -106,8 +99,7 @@ def _situation(machine: JourneyMachine) -> Hashable:
 
 
 def main() -> None:
-    page = Path(sys.argv[1])
-    page.write_text(update_page(page.read_text()))
+    IMAGE.write_text(diagram())
 
 
 if __name__ == "__main__":

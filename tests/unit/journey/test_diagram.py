@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from tools import journey_diagram as diagram
-from tools.journey_diagram import BEGIN, END, mermaid, transitions, update_page
+from tools import journey_diagram
+from tools.journey_diagram import IMAGE, diagram, transitions
+from tools.state_diagram import state_diagram
 
 from kvolt.journey.events import Event, State
 from kvolt.journey.machine import _TRANSITIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "journey.md"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg: str) -> list[str]:
+    return [each.text or "" for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def arrows(svg: str) -> int:
+    return sum("marker-end" in each.attrib for each in ElementTree.fromstring(svg).iter(f"{SVG}path"))
 
 
 def test_the_page_shows_the_machine_as_it_is() -> None:
-    page = PAGE.read_text()
-    assert update_page(page) == page, "run `python tools/journey_diagram.py docs/journey.md`"
+    assert IMAGE.read_text() == diagram(), "run `python -m tools.journey_diagram`"
+    assert f"(images/{IMAGE.name})" in PAGE.read_text()
 
 
 def test_every_row_of_the_table_is_drawn() -> None:
     drawn = {(before, event) for before, event, _ in transitions()}
     assert drawn == {(state, event.__name__) for state, event in _TRANSITIONS}
+    edges = {(before, after) for before, _, after in transitions()}
+    assert arrows(diagram()) == len(edges) + 1  # and the one to the first state
+    assert {state.value for state in State} <= set(texts(diagram()))
 
 
 def test_nothing_leads_out_of_the_end_and_everything_can_be_stopped() -> None:
@@ -33,21 +47,27 @@ def test_nothing_leads_out_of_the_end_and_everything_can_be_stopped() -> None:
 
 def test_a_move_that_is_never_tried_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: tuple[Event, ...] = tuple(
-        each for each in diagram._EVENTS if type(each).__name__ != "WithdrawalConfirmed"
+        each for each in journey_diagram._EVENTS if type(each).__name__ != "WithdrawalConfirmed"
     )
-    whole = mermaid()
-    assert "waiting --> opening: WithdrawalConfirmed" in whole
-    monkeypatch.setattr(diagram, "_EVENTS", tried)
-    assert mermaid() == whole.replace("    waiting --> opening: WithdrawalConfirmed\n", "")
+    assert "WithdrawalConfirmed" in texts(diagram())
+    monkeypatch.setattr(journey_diagram, "_EVENTS", tried)
+    assert "WithdrawalConfirmed" not in texts(diagram())
 
 
-def test_it_is_drawn_between_its_marks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    monkeypatch.setattr("sys.argv", ["diagram", str(page)])
-    diagram.main()
-    drawn = page.read_text()
-    assert drawn == f"before\n{BEGIN}\n\n```mermaid\n{mermaid()}\n```\n\n{END}\nafter\n"
-    assert update_page(drawn) == drawn
-    with pytest.raises(ValueError, match="lacks the marks"):
-        update_page("nothing here")
+def test_the_image_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journey_diagram, "IMAGE", tmp_path / "machine.svg")
+    journey_diagram.main()
+    assert (tmp_path / "machine.svg").read_text() == diagram()
+
+
+def test_arrows_of_all_directions_have_labels() -> None:
+    edges = {
+        ("a", "b"): "down",
+        ("a", "c"): "skip",
+        ("a", "d"): "end",
+        ("c", "a"): "back",
+        ("b", "b"): "<self>",
+    }
+    svg = state_diagram("abcd", edges)
+    assert sorted(texts(svg)) == sorted([*"abcd", *edges.values()])
+    assert arrows(svg) == len(edges) + 1
