@@ -141,6 +141,7 @@ dist: $(RELEASE_VENV)/.ready ## what a release has, in dist/: wheel with the com
 	$(RELEASE_VENV)/bin/python -m build --outdir dist .
 	$(RELEASE_VENV)/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --of JSON \
 		--output-reproducible -o dist/sbom.json
+	PYTHONPATH=src $(RELEASE_VENV)/bin/python tools/sbom_version.py dist/sbom.json
 
 lock: $(RELEASE_VENV)/.ready ## write requirements.lock: what kvolt needs without extras, with hashes
 	$(RELEASE_VENV)/bin/uv pip compile --quiet --python-platform linux --python-version 3.11 --generate-hashes \
