@@ -34,6 +34,9 @@ ROOT = Path(__file__).parents[1]
 SERVERS = ("serve", "frontend", "worker", "router", "cache serve", "-m kvolt.testing.model_server")
 """Commands that run until they are stopped."""
 
+_CLIENT_VERBS = ("router explain", "worker sleep", "worker wake")
+"""Verbs below those of servers that call a running cluster and end."""
+
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -61,7 +64,7 @@ class Command:
         words = _words(self.text)
         if words[:1] == ["python"]:
             return self.verb != ""
-        return words[:1] == ["kvolt"] and self.verb != "" and words[1:3] != ["router", "explain"]
+        return words[:1] == ["kvolt"] and self.verb != "" and " ".join(words[1:3]) not in _CLIENT_VERBS
 
 
 @dataclass(frozen=True)
