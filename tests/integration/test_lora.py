@@ -121,7 +121,7 @@ def test_an_adapter_says_what_the_engine_says_with_it(served: Served) -> None:
         ("load", "frontend", {"lora_name": MODEL, "lora_path": "/any"}, 400, "belongs to a model"),
         ("load", "frontend", {"lora_name": "x"}, 400, "lora_path"),
         ("unload", "frontend", {"lora_name": "nobody"}, 404, "adapter 'nobody' is not loaded"),
-        ("load", "worker", {"lora_name": "x", "lora_path": "/any"}, 501, "use a frontend's admin port"),
+        ("load", "worker", {"lora_name": "x", "lora_path": "/any"}, 501, "use the admin port of a frontend"),
     ],
 )
 def test_what_is_refused(
