@@ -6,6 +6,7 @@ examples/json_schema.py needs grammars: tests/compat/sdk/test_native_grammar.py 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import runpy
@@ -22,6 +23,7 @@ from tests.integration.processes import Bench, free_port, until
 from kvolt import LLM, SamplingParams
 from kvolt.testing.engines import check
 from kvolt.testing.model_server import ModelServer, model_folder
+from kvolt.testing.tiny_models import tiny_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE = f"{EXAMPLES / 'engine.py'}:KIND"
@@ -129,6 +131,18 @@ def test_batch(run: Run, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["One", "Two"]
     assert all(row["answer"] and row["tokens"] for row in rows)
+
+
+def test_rag(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model, which finds the paragraph that is the question."""
+    small = functools.partial(LLM, device="cpu", kv_blocks=128, threads=1, measure_steps=False)
+    monkeypatch.setattr("kvolt.LLM", small)
+    (tmp_path / "notes.txt").write_text("A cat.\n\nDogs bark.\n\nA river is long.\n\nIt rains.")
+    printed = run("rag.py", "notes.txt", "Dogs bark.", str(tiny_checkpoint(tmp_path)))
+    found, _, answer = printed.partition("\n\n")
+    assert found.splitlines()[0] == " 1.00  Dogs bark."
+    assert len(found.splitlines()) == 3
+    assert answer.strip()
 
 
 def test_async_streams(run: Run) -> None:
