@@ -43,6 +43,7 @@ from tests.integration.attacks import (
     request,
 )
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until, until_ready
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.runtime.network import split_address
 
@@ -62,8 +63,10 @@ MOST_AT_ONCE = 160 * MB
 """Of the same in any moment: a body of 16 MiB is in memory about three times while it is looked at."""
 MOST_CPU_S = 2.0
 """For the refusal of a request, whatever is in it; most take a few milliseconds."""
-MOST_WAIT_S = 4.0
-"""For the requests of others meanwhile, on a machine that has other things to do."""
+MOST_WAIT_S = MUST_HAPPEN_S
+"""For the requests of other clients during an attack: the event loop does not hang. `MOST_CPU_S` bounds its work."""
+MOST_WAIT_CPU_S = 4.0
+"""CPU time of the frontend while one of those requests waits, however slow the machine is."""
 
 
 @dataclass
@@ -565,17 +568,17 @@ def test_many_long_texts_at_once(tmp_path: Path) -> None:
 
     async def attack(edge: Edge) -> float:
         flood = asyncio.gather(*[edge.post(COMPLETE, body) for _ in range(40)])
-        worst = 0.0
+        worst_cpu_s = 0.0
         while not flood.done():
-            started = time.monotonic()
+            before_s = sum(edge.process.cpu_times()[:2])
             await edge.check_fine()
-            worst = max(worst, time.monotonic() - started)
+            worst_cpu_s = max(worst_cpu_s, sum(edge.process.cpu_times()[:2]) - before_s)
         assert {answer.status for answer in await flood} == {400}
-        return worst
+        return worst_cpu_s
 
     with new_edge(tmp_path) as edge:
         edge.most_at_once = 256 * MB
-        assert asyncio.run(attack(edge)) < MOST_WAIT_S
+        assert asyncio.run(attack(edge)) < MOST_WAIT_CPU_S
         assert "is lost" not in edge.frontend.err, "discovery waited too"
 
 

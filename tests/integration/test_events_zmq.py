@@ -25,7 +25,7 @@ from kvolt.runtime.tasks import Scope
 async def main():
     blocking, rng = ThreadBlocking(), random.Random()
     discovery = FileDiscovery(sys.argv[1], SystemClock(), blocking, rng, poll_s=0.02)
-    events = ZmqEvents(ZmqOptions(namespace="ns", lease_ttl_s=1.0), new_id(rng), discovery)
+    events = ZmqEvents(ZmqOptions(namespace="ns", lease_ttl_s=4.0), new_id(rng), discovery)
     pings = events.subscribe("ping")
     await events.start()
     print(events.publisher, flush=True)
@@ -58,7 +58,7 @@ async def echo_process(directory: Path):
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield process, (await process.stdout.readline()).decode().strip()
     finally:
         if process.returncode is None:

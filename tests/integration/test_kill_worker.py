@@ -72,7 +72,7 @@ async def known(client: EndpointClient, *names: str) -> list[Instance]:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason", "num_tokens"), [(signal.SIGKILL, "closed", 100), (signal.SIGSTOP, "heartbeat", 600)]
+    ("number", "reason", "num_tokens"), [(signal.SIGKILL, "closed", 400), (signal.SIGSTOP, "heartbeat", 800)]
 )
 async def test_callers_of_a_lost_worker(
     bench: Bench, number: signal.Signals, reason: str, num_tokens: int
@@ -168,7 +168,7 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
         '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 0.5}\n'
     )
     _, url = await bench.serve(
-        *("--set", "supervisor.restart_backoff_s=0.2", "--set", "discovery.ttl_s=1.5"),
+        *("--set", "supervisor.restart_backoff_s=0.2", "--set", "discovery.ttl_s=5"),
         *("--router", "least-loaded"),
     )
     before = await bench.until_seen("frontend", "worker-0", "worker-1")

@@ -203,7 +203,7 @@ async def test_a_killed_router_costs_no_request(served: tuple[Bench, Kvolt, str]
 
 async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_along(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(SLOW)
-    _, url = await bench.serve("--processes", "2", "--set", "discovery.ttl_s=1.5")
+    _, url = await bench.serve("--processes", "2", "--set", "discovery.ttl_s=5")
     await bench.until_seen(*ALL)
     async with both(bench, url, each=4) as (first, second):
 

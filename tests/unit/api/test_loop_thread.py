@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.api.loop_thread import LoopThread
 from kvolt.core.errors import Cancelled, Unavailable
@@ -37,7 +38,7 @@ def test_a_call_during_the_close_does_not_wait_for_ever(
         alive = is_alive()
         if not closer.ident:
             closer.start()
-            closer.join(5)
+            closer.join(MUST_HAPPEN_S)
         return alive
 
     monkeypatch.setattr(loop._thread, "is_alive", check_then_close)
@@ -60,7 +61,7 @@ def test_many_calls_end_when_it_is_closed(loop: LoopThread) -> None:
         thread.start()
     loop.close(asyncio.sleep(0.01))
     for thread in threads:
-        thread.join(10)
+        thread.join(MUST_HAPPEN_S)
     assert len(ends) == 8
     assert set(ends) <= {Cancelled, Unavailable}
 

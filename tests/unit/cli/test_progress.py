@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.text import Text
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.cli import progress
 
@@ -20,9 +21,24 @@ def test_progress_is_written_to_stderr(
         monkeypatch.setenv("FORCE_COLOR", "1")
 
     async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await progress.show_live(lambda: "3 requests", lambda: Text("3 requests, Ctrl-C stops"), 0.01)
+        shown, num_pictures = asyncio.Event(), 0
+
+        def line() -> str:
+            shown.set()
+            return "3 requests"
+
+        def picture() -> Text:
+            nonlocal num_pictures
+            num_pictures += 1
+            if num_pictures > 1:  # the first one is drawn before the wait
+                shown.set()
+            return Text("3 requests, Ctrl-C stops")
+
+        showing = asyncio.ensure_future(progress.show_live(line, picture, 0.01))
+        await asyncio.wait_for(shown.wait(), MUST_HAPPEN_S)
+        showing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await showing
 
     asyncio.run(scenario())
     printed = capsys.readouterr()

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.runtime.stop import StopSignal, graceful_stop
 
@@ -25,10 +26,22 @@ def handlers() -> Iterator[None]:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(MUST_HAPPEN_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 async def tick() -> None:
-    """Let the loop see a signal: it arrives over the self-pipe."""
-    for _ in range(5):
-        await asyncio.sleep(0.002)
+    """Let the loop see the signals sent so far: a last one arrives after them, over the same self-pipe."""
+    seen = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, seen.set)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(seen.wait(), MUST_HAPPEN_S)
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
 
 
 async def test_a_stop_without_signals() -> None:
@@ -37,7 +50,7 @@ async def test_a_stop_without_signals() -> None:
     stop.request_stop("lease lost")
     stop.request_stop("something else")
     assert stop.requested
-    assert await asyncio.wait_for(stop.wait(), 1) == "lease lost"
+    assert await asyncio.wait_for(stop.wait(), MUST_HAPPEN_S) == "lease lost"
 
 
 @pytest.mark.usefixtures("handlers")
@@ -48,10 +61,10 @@ async def test_first_signal_asks_and_second_ends(number: signal.Signals, code: i
     stop.install()
     try:
         os.kill(os.getpid(), number)
-        assert await asyncio.wait_for(stop.wait(), 1) == number.name
+        assert await asyncio.wait_for(stop.wait(), MUST_HAPPEN_S) == number.name
         assert hard == []
         os.kill(os.getpid(), number)
-        await tick()
+        await until(lambda: bool(hard))
         assert hard == [code]
     finally:
         stop.restore()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.cli.chat_lab import DONE, Script, Server, Terminal, event, refusal, whole
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.command import Chat, wants_colour
@@ -282,7 +283,7 @@ def test_an_interrupted_answer_keeps_what_came(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(ChatClient, "stream", interrupted)
         talk = Talk(server, "one", KeyboardInterrupt(), "two")
         text = talk.run()
-        assert server.gone.wait(5)
+        assert server.gone.wait(MUST_HAPPEN_S)
     assert "so far\nstopped, partial answer kept; Ctrl-C again exits\n" in text
     assert talk.left == 2, "and the next one at the prompt left"
     assert [turn.answer.content for turn in talk.session.turns] == ["so far"]
@@ -353,7 +354,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             terminal.sees(r"\x1b\[2mhm\x1b\[0m\r\nso far")
             terminal.type("\x03")
             terminal.sees("stopped, partial answer kept")
-            assert server.gone.wait(5)
+            assert server.gone.wait(MUST_HAPPEN_S)
             terminal.at_prompt("/he\t\r")
             terminal.sees("/undo .*remove the last question")
             terminal.at_prompt("\x1b[A\x1b[A\r")  # up, past /help: the second question again

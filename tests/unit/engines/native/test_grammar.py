@@ -13,6 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from tests.waits import MUST_HAPPEN_S
 from tokenizers import Tokenizer
 
 from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
@@ -672,7 +673,7 @@ def test_a_slow_grammar_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
     def stuck(*_: object, **__: object) -> None:
-        go_on.wait(30)
+        go_on.wait(MUST_HAPPEN_S)
         raise ValueError("too late")
 
     with monkeypatch.context() as patch:
@@ -689,7 +690,8 @@ def test_a_slow_grammar_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.stack_size() == stack_size
     for thread in threading.enumerate():
         if thread.name == "kvolt-grammar":
-            thread.join(10)
+            thread.join(MUST_HAPPEN_S)
+    monkeypatch.setattr(slow, "_timeout_s", MUST_HAPPEN_S)
     slow.compile(Grammar(GrammarKind.REGEX, "e"))  # the slots are free again
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from asyncio.subprocess import PIPE
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.unit.engines.native.shell_lab import (
     running,
     until_gone,
 )
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
@@ -211,8 +214,15 @@ class _Stub:
         return WorkerLoad()
 
 
-def _run(core: Any, for_s: float, then: bytes, first: bytes = b"") -> list[object]:
-    """What the loop says until it is stopped."""
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + MUST_HAPPEN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _run(core: Any, wait: Callable[[], object], then: bytes, first: bytes = b"") -> list[object]:
+    """What the loop says until it is stopped: after `wait`, and after its answer to `first`."""
     ours, theirs = socket.socketpair()
     with ours:
         loop = EngineLoop(Pipe(theirs), core, SystemClock())
@@ -229,49 +239,55 @@ def _run(core: Any, for_s: float, then: bytes, first: bytes = b"") -> list[objec
         thread = threading.Thread(target=run)
         thread.start()
         ours.sendall(first)
-        time.sleep(for_s)
+        wait()
+        if first:
+            assert select.select([ours], [], [], MUST_HAPPEN_S)[0]
         ours.sendall(then)
         if not then:
             ours.shutdown(socket.SHUT_RDWR)
         said = b""
         while then and (data := ours.recv(65536)):
             said += data
-        thread.join(5)
+        thread.join(MUST_HAPPEN_S)
         assert not thread.is_alive()
         return [*map(decode_answer, FrameSplitter().feed(said)), *errors]
 
 
+def _no_wait() -> None:
+    """Go on at once."""
+
+
 def test_a_core_at_rest_is_left_alone() -> None:
     core = _Stub(has_work=False)
-    assert _run(core, 0.1, bytes(encode_frame(Stop()))) == []
+    assert _run(core, lambda: time.sleep(0.1), bytes(encode_frame(Stop()))) == []
     assert core.num_steps <= 1
 
 
 def test_a_core_that_is_stuck_is_asked_now_and_then() -> None:
     """Blocks are held, or a grammar is being compiled: the end of that is not announced."""
     core = _Stub(has_work=True)
-    assert _run(core, 0.2, bytes(encode_frame(Stop()))) == []
-    assert 2 <= core.num_steps <= 30
+    started_at = time.monotonic()
+    assert _run(core, lambda: _until(lambda: core.num_steps >= 2), bytes(encode_frame(Stop()))) == []
+    assert core.num_steps <= 2 + (time.monotonic() - started_at) / 0.01, "it waits between two steps"
 
 
 def test_a_hold_that_runs_out_wakes_it() -> None:
     core = _Stub(has_work=False)
     core.capabilities.prefills.next_expiry = time.monotonic() + 0.05
-    _run(core, 0.2, bytes(encode_frame(Stop())))
-    assert core.num_steps >= 2
+    _run(core, lambda: _until(lambda: core.num_steps >= 2), bytes(encode_frame(Stop())))
 
 
 def test_outputs_are_sent_in_order() -> None:
     core = _Stub(has_work=True)
     core.outputs = [StepOutput(load=WorkerLoad(running=number)) for number in range(1, 6)]
-    said = _run(core, 0.1, bytes(encode_frame(Stop())))
+    said = _run(core, lambda: _until(lambda: not core.outputs), bytes(encode_frame(Stop())))
     assert [step.load.running for step in said if isinstance(step, Step) and step.load] == [1, 2, 3, 4, 5]
 
 
 def test_it_is_heard_of_that_a_request_went_though_no_load_changed() -> None:
     """One that waited for its grammar was in no step: who waits for one would take the engine for stuck."""
     abort = bytes(encode_frame(Abort(RequestId("a"))))
-    said = _run(_Stub(has_work=False), 0.1, bytes(encode_frame(Stop())), first=abort)
+    said = _run(_Stub(has_work=False), _no_wait, bytes(encode_frame(Stop())), first=abort)
     assert [step.load for step in said if isinstance(step, Step)] == [WorkerLoad()]
 
 
@@ -279,11 +295,11 @@ def test_a_result_that_cannot_be_sent_fails_its_call_only() -> None:
     core = _Stub(has_work=False)
     core.capabilities.clear_kv = lambda: 1 << 80
     call = bytes(encode_frame(Call(1, CLEAR_KV.name, encode_raw(()))))
-    (reply,) = _run(core, 0.1, bytes(encode_frame(Stop())), first=call)
+    (reply,) = _run(core, _no_wait, bytes(encode_frame(Stop())), first=call)
     assert isinstance(reply, Reply)
     assert reply.error is not None
     assert "clear_kv failed" in reply.error.message
 
 
 def test_the_loop_ends_with_the_socket() -> None:
-    assert [type(error) for error in _run(_Stub(has_work=False), 0.05, b"")] == [ShellClosed]
+    assert [type(error) for error in _run(_Stub(has_work=False), _no_wait, b"")] == [ShellClosed]

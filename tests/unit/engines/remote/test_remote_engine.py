@@ -13,6 +13,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 from tests.unit.engines.remote.fake_server import FakeServer, cuts, hangs, recorded
 from tests.unit.engines.remote.lab import PATHS, SAID, SPEC, attached, greedy
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, EngineDied, Overloaded, Unavailable, Unsupported, from_info
@@ -21,7 +22,11 @@ from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engines.harness import Answer, Run
 from kvolt.testing.model_server import model_folder, plain, plays
 
-FAST: dict[str, Any] = {"probe_interval_s": 0.01, "probe_timeout_s": 2.0, "start_timeout_s": 5.0}
+FAST: dict[str, Any] = {
+    "probe_interval_s": 0.01,
+    "probe_timeout_s": MUST_HAPPEN_S,
+    "start_timeout_s": 4 * MUST_HAPPEN_S,
+}
 
 
 @pytest.fixture
@@ -153,7 +158,7 @@ async def test_a_server_that_hangs(server: FakeServer, folder: Path, share: floa
         assert answer.error is not None
         assert answer.error.code == "engine_died"
         assert "was silent for 0.1 s" in answer.error.message
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             await server.hung_up.wait()
 
 
@@ -164,7 +169,7 @@ async def test_who_aborts_hangs_up(server: FakeServer, folder: Path) -> None:
         answer = run.submit(greedy())
         await run.until(lambda: bool(answer.tokens))
         run.abort(answer)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             await server.hung_up.wait()
 
 
@@ -254,7 +259,7 @@ async def test_one_choice_that_fails_is_the_end_of_all(server: FakeServer, folde
         request = replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=3))
         answer = run.submit(request, may_fail=True)
         await run.finish(answer)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             await server.hung_up.wait()
         assert answer.error is not None
 
@@ -275,7 +280,7 @@ class Health:
         self._news.set()
 
     async def next(self) -> str | None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             await self._news.wait()
         self._news.clear()
         return self.told[-1]
@@ -328,7 +333,7 @@ async def test_another_model_in_its_place(folder: Path) -> None:
 
         server.always["/v1/models"] = tell_other
         await server.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             await looked_at.wait()
         with pytest.raises(Unavailable):
             engine.submit(greedy())
@@ -338,7 +343,7 @@ async def test_another_model_in_its_place(folder: Path) -> None:
 
 async def test_server_without_answers(server: FakeServer, folder: Path) -> None:
     """Its connections stay open, so only its silence tells."""
-    limits = {"probe_interval_s": 0.01, "probe_timeout_s": 0.05, "away_after": 2}
+    limits = {"probe_interval_s": 0.01, "probe_timeout_s": 0.5, "away_after": 2}
     async with attached(server.url, folder, **limits) as (run, engine):
         health = Health(engine)
         server.then(PATHS[server.kind], hangs())
@@ -370,7 +375,7 @@ async def test_one_bad_probe_is_no_absence(folder: Path) -> None:
         server.always["/health"] = count
         async with attached(server.url, folder, **FAST) as (run, engine):
             health = Health(engine)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(MUST_HAPPEN_S):
                 await looked.wait()
             assert not health.told
             await answered(run)
@@ -500,7 +505,7 @@ async def test_closed_while_it_waits_for_the_server(server: FakeServer) -> None:
     starting = asyncio.ensure_future(engine.start())
     await asyncio.sleep(0.02)
     await engine.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(MUST_HAPPEN_S):
         with pytest.raises(EngineDied):
             await starting
 

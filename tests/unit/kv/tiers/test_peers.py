@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.kv.tiers.tier_lab import Clock, Device, device, keys, sequence
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
@@ -293,7 +294,7 @@ async def test_two_that_want_the_same_from_each_other_do_not_wait() -> None:
         blocks = sequence("a", 4)
         taker.add_sources(blocks)
         giver.add_sources(blocks, at=TAKER)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             found = await asyncio.gather(
                 taker.cache.onboard(blocks, range(20, 24)), giver.cache.onboard(blocks, range(20, 24))
             )

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 import zmq
 from tests.unit.runtime.events.zmq_lab import PREFIX, Secrets, ZmqHarness, no_sockets_left, until
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.events import zmq_plane
@@ -147,7 +148,7 @@ async def test_other_namespaces_are_not_heard(harness):
 async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness, caplog):
     plane = await harness.plane()
     stream = plane.subscribe("kv")
-    lease = await harness.discovery.lease(1)
+    lease = await harness.discovery.lease(600)
     with caplog.at_level(logging.WARNING, logger=events_zmq.__name__):
         for port in (7, 8, 9):
             value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 99))
@@ -175,7 +176,7 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
 async def test_bad_registrations_are_counted_and_ignored(harness, value, reason):
     plane = await harness.plane()
     stream = plane.subscribe("kv")
-    await harness.discovery.put(PREFIX + "bad", value, await harness.discovery.lease(1))
+    await harness.discovery.put(PREFIX + "bad", value, await harness.discovery.lease(600))
     await harness.connected(plane, "kv", stream)
     await until(lambda: harness.totals["rejected", reason] == 1)
     later = await harness.plane()
@@ -196,7 +197,7 @@ async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(
     monkeypatch.setattr(events_zmq.Receiver, "_connect", fail_once)
     stream = plane.subscribe("kv")
     value = msgspec.msgpack.encode(Registration("tcp://127.0.0.1:1", 1))
-    await harness.discovery.put(PREFIX + "unlucky", value, await harness.discovery.lease(1))
+    await harness.discovery.put(PREFIX + "unlucky", value, await harness.discovery.lease(600))
     await until(lambda: harness.totals["rejected", "registration"] == 1)
     await harness.connected(plane, "kv", stream)
     assert [record.getMessage()[:38] for record in caplog.records] == [
@@ -211,7 +212,7 @@ async def test_malformed_and_unregistered_messages_are_counted_and_skipped(harne
     with zmq.Context() as context, context.socket(zmq.PUB) as rogue:
         port = rogue.bind_to_random_port("tcp://127.0.0.1")
         value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 1))
-        await harness.discovery.put(PREFIX + "rogue", value, await harness.discovery.lease(1))
+        await harness.discovery.put(PREFIX + "rogue", value, await harness.discovery.lease(600))
 
         def send_until_heard() -> bool:
             rogue.send_multipart([b"kv\0"])
@@ -221,7 +222,7 @@ async def test_malformed_and_unregistered_messages_are_counted_and_skipped(harne
         rogue.send_multipart([b"kv\0", b"p1", b"short", b""])
         rogue.send_multipart(encode("kv", "someone else", 1, b""))
         rogue.send_multipart(encode("kv", "rogue", 1, b"well-formed"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             event = await anext(stream)
         assert (event.publisher, event.payload) == ("rogue", b"well-formed")
         assert harness.totals["rejected", "unregistered"] == 1
@@ -241,8 +242,8 @@ async def test_a_gap_across_a_lost_registration_is_seen(harness):
     await until(lambda: sender.publisher not in receiver._receiver._publishers)
     sender.publish("kv", b"unheard")
     await asyncio.sleep(0.05)
-    await harness.discovery.put(key, value, await harness.discovery.lease(1))
-    async with asyncio.timeout(5):
+    await harness.discovery.put(key, value, await harness.discovery.lease(600))
+    async with asyncio.timeout(MUST_HAPPEN_S):
         after = None
         while after is None:
             sender.publish("kv", b"after")
@@ -260,7 +261,7 @@ async def test_a_gap_across_a_lost_registration_is_seen(harness):
 async def test_a_port_that_went_to_another_publisher_stays_connected(harness):
     """The new owner of a port is registered before the old one's lease ends."""
     sender, receiver = await harness.plane(), await harness.plane()
-    lease = await harness.discovery.lease(1)
+    lease = await harness.discovery.lease(600)
     await harness.discovery.put(PREFIX + "dead", harness.store.content("")[PREFIX + sender.publisher], lease)
     stream = receiver.subscribe("kv")
     await harness.connected(sender, "kv", stream)
@@ -268,7 +269,7 @@ async def test_a_port_that_went_to_another_publisher_stays_connected(harness):
     await until(lambda: "dead" not in receiver._receiver._publishers)
     await asyncio.sleep(0.05)
     sender.publish("kv", b"still heard")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(MUST_HAPPEN_S):
         event = await anext(stream)
     assert (event.payload, event.missed) == (b"still heard", 0)
     assert harness.totals["rejected", "repeated"] == 0
@@ -283,7 +284,7 @@ async def test_a_burst_is_read_over_several_turns(harness, monkeypatch):
     await harness.connected(plane, "kv", stream)
     for number in range(200):
         plane.publish("kv", bytes([number]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(MUST_HAPPEN_S):
         assert [(await anext(stream)).payload[0] for _ in range(200)] == list(range(200))
     await plane.close()
 
@@ -298,15 +299,18 @@ async def test_what_does_not_fit_the_buffers_is_a_gap_not_a_wait(harness):
     payload = bytes(256 * 1024)
     for _ in range(200):
         plane.publish("kv", payload)
-    await asyncio.sleep(0.1)
-    plane.publish("kv", b"after")
-    missed = 0
-    async with asyncio.timeout(5):
-        async for event in stream:
-            missed += event.missed
-            if event.payload == b"after":
-                break
-    assert event.sequence == before.sequence + 201
+    event, num_heard, missed = before, 0, 0
+    async with asyncio.timeout(MUST_HAPPEN_S):
+        while event.payload != b"after":
+            plane.publish("kv", b"after")  # lost itself while the buffers are full
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    while event.payload != b"after":
+                        event = await anext(stream)
+                        num_heard += 1
+                        missed += event.missed
+    assert event.sequence - before.sequence == num_heard + missed
+    assert event.sequence > before.sequence + 200
     assert missed > 0
     assert harness.totals["missed", "kv"] == missed
     await plane.close()
@@ -317,7 +321,7 @@ async def test_publishers_learn_the_subscribed_topics(harness):
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 1))
-        await harness.discovery.put(PREFIX + "xpub", value, await harness.discovery.lease(1))
+        await harness.discovery.put(PREFIX + "xpub", value, await harness.discovery.lease(600))
         one, two = plane.subscribe("kv"), plane.subscribe("kv")
         await until(lambda: publisher.poll(0))
         assert publisher.recv() == b"\1kv\0"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.errors import (
     ConfigError,
@@ -97,7 +98,7 @@ def exchanged(*responses: list[bytes | None], num_calls: int = 1) -> tuple[Scrip
             for _ in range(num_calls):
                 recorder = Recorder()
                 client.send("/v1/models", None, recorder)
-                await asyncio.wait_for(recorder.over.wait(), 5)
+                await asyncio.wait_for(recorder.over.wait(), MUST_HAPPEN_S)
                 recorders.append(recorder)
         return network, recorders
 
@@ -215,7 +216,7 @@ async def test_a_call_abandoned_at_its_head_gets_nothing_more() -> None:
     async with HttpClient(URL, network=network) as client:
         receiver = Leaver()
         calls = [client.send("/v1/models", None, receiver)]
-        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.wait_for(left.wait(), MUST_HAPPEN_S)
         await asyncio.sleep(0)
     assert (receiver.batches, receiver.over.is_set(), network.num_aborted) == ([], False, 1)
 
@@ -231,7 +232,7 @@ async def test_an_error_of_a_receiver_ends_its_call(last: bytes) -> None:
     async with HttpClient(URL, network=network) as client:
         receiver = Refusing()
         client.send("/v1/models", None, receiver)
-        await asyncio.wait_for(receiver.over.wait(), 5)
+        await asyncio.wait_for(receiver.over.wait(), MUST_HAPPEN_S)
         assert isinstance(receiver.error, InvalidRequest)
         assert client.num_connections == 0
 

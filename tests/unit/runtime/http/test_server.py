@@ -9,13 +9,15 @@ import json
 import logging
 import random
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import httpx
 import pytest
 import uvloop
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core import errors
 from kvolt.runtime.clock import SystemClock
@@ -32,9 +34,7 @@ from kvolt.runtime.http.server import (
 from kvolt.runtime.http.writer import ResponseWriter
 from kvolt.runtime.network import SocketNetwork, split_address
 from kvolt.testing.virtual.loop import VirtualClock, run_virtual
-from kvolt.testing.virtual.network import VirtualNetwork
-
-WAIT_S = 5.0
+from kvolt.testing.virtual.network import VirtualHost, VirtualNetwork
 
 
 @dataclass
@@ -55,7 +55,7 @@ class RawClient:
         self.writer.write(data)
 
     async def answer(self, has_body: bool = True) -> Answer:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             status_line, *lines = head.strip().split("\r\n")
             headers = dict(line.split(": ", 1) for line in lines)
@@ -75,7 +75,7 @@ class RawClient:
 
     async def rest(self) -> bytes:
         """Everything until the server closes."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(MUST_HAPPEN_S):
             return await self.reader.read()
 
     async def closed(self) -> bool:
@@ -87,14 +87,15 @@ Handle = Callable[[HttpRequest], Awaitable[AnyResponse]]
 
 @asynccontextmanager
 async def serving(
-    handlers: dict[str, Handle], limits: HttpLimits | None = None
+    handlers: dict[str, Handle], limits: HttpLimits | None = None, host: VirtualHost | None = None
 ) -> AsyncIterator[tuple[HttpServer, str]]:
-    """A server for handlers keyed "METHOD /path"."""
+    """A server for handlers keyed "METHOD /path", on a virtual host or on loopback."""
     routes = Routes()
     for key, handler in handlers.items():
         method, path = key.split(" ")
         routes.add(method, path, handler)
-    server = HttpServer(SocketNetwork(), routes, SystemClock(), limits)
+    network, clock = (SocketNetwork(), SystemClock()) if host is None else (host, VirtualClock())
+    server = HttpServer(network, routes, clock, limits)
     address = await server.start("127.0.0.1:0")
     try:
         yield server, address
@@ -104,12 +105,40 @@ async def serving(
 
 
 @asynccontextmanager
-async def raw(address: str) -> AsyncIterator[RawClient]:
-    reader, writer = await asyncio.open_connection(*split_address(address))
+async def raw(address: str, host: VirtualHost | None = None) -> AsyncIterator[RawClient]:
+    if host is None:
+        reader, writer = await asyncio.open_connection(*split_address(address))
+    else:
+        reader, writer = await open_virtual(address, host)
     try:
         yield RawClient(reader, writer)
     finally:
         writer.transport.abort()
+
+
+async def open_virtual(address: str, host: VirtualHost) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """As `asyncio.open_connection`, from a virtual host."""
+    opened: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
+
+    class Protocol(asyncio.StreamReaderProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            opened.set_result(cast("asyncio.Transport", transport))
+
+    reader = asyncio.StreamReader()
+    protocol = Protocol(reader)
+    await host.connect(address, lambda: protocol, MUST_HAPPEN_S)
+    return reader, asyncio.StreamWriter(await opened, protocol, reader, asyncio.get_running_loop())
+
+
+def on_virtual_time(scenario: Callable[[VirtualHost], Coroutine[None, None, None]]) -> Callable[[], None]:
+    """A test that runs in virtual time on one virtual host: time limits expire however slow the machine is."""
+
+    def run() -> None:
+        run_virtual(lambda: scenario(VirtualNetwork(random.Random(1)).host("test")), until_s=600)
+
+    run.__name__ = scenario.__name__
+    return run
 
 
 async def echo(request: HttpRequest) -> Response:
@@ -121,7 +150,7 @@ def get(path: str, *lines: str) -> bytes:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(MUST_HAPPEN_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -442,9 +471,10 @@ async def test_endless_headers_are_431(prefix: bytes, piece: bytes) -> None:
         assert await client.closed()
 
 
-async def test_a_slow_head_is_408_even_when_bytes_keep_coming() -> None:
+@on_virtual_time
+async def test_a_slow_head_is_408_even_when_bytes_keep_coming(host: VirtualHost) -> None:
     limits = HttpLimits(header_timeout_s=0.15)
-    async with serving({"GET /": echo}, limits) as (_, address), raw(address) as client:
+    async with serving({"GET /": echo}, limits, host) as (_, address), raw(address, host) as client:
         client.send(get("/"))
         assert (await client.answer()).status == 200
         answer = asyncio.ensure_future(client.answer())
@@ -457,44 +487,48 @@ async def test_a_slow_head_is_408_even_when_bytes_keep_coming() -> None:
         assert await client.closed()
 
 
-async def test_a_slow_body_is_408() -> None:
+@on_virtual_time
+async def test_a_slow_body_is_408(host: VirtualHost) -> None:
     limits = HttpLimits(body_timeout_s=0.1)
-    async with serving({"POST /": echo}, limits) as (_, address), raw(address) as client:
+    async with serving({"POST /": echo}, limits, host) as (_, address), raw(address, host) as client:
         client.send(b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nabc")
         assert (await client.answer()).status == 408
         assert await client.closed()
 
 
-async def test_a_slow_head_behind_a_running_request_waits_its_turn() -> None:
+@on_virtual_time
+async def test_a_slow_head_behind_a_running_request_waits_its_turn(host: VirtualHost) -> None:
     async def slow(request: HttpRequest) -> Response:
         await asyncio.sleep(0.2)
         return Response(200, b"slow")
 
     limits = HttpLimits(header_timeout_s=0.05)
-    async with serving({"GET /": slow}, limits) as (_, address), raw(address) as client:
+    async with serving({"GET /": slow}, limits, host) as (_, address), raw(address, host) as client:
         client.send(get("/") + b"GET / HT")
         assert (await client.answer()).body == b"slow"
         assert (await client.answer()).status == 408
 
 
-async def test_idle_connections_are_closed_without_a_word() -> None:
+@on_virtual_time
+async def test_idle_connections_are_closed_without_a_word(host: VirtualHost) -> None:
     limits = HttpLimits(idle_timeout_s=0.05, header_timeout_s=0.05)
-    async with serving({"GET /": echo}, limits) as (_, address):
-        async with raw(address) as client:
+    async with serving({"GET /": echo}, limits, host) as (_, address):
+        async with raw(address, host) as client:
             assert await client.closed()
-        async with raw(address) as client:
+        async with raw(address, host) as client:
             client.send(get("/"))
             assert (await client.answer()).status == 200
             assert await client.closed()
 
 
-async def test_a_long_request_is_not_idle() -> None:
+@on_virtual_time
+async def test_a_long_request_is_not_idle(host: VirtualHost) -> None:
     async def slow(request: HttpRequest) -> Response:
         await asyncio.sleep(0.2)
         return Response(200)
 
     limits = HttpLimits(idle_timeout_s=0.05, header_timeout_s=0.05, body_timeout_s=0.05)
-    async with serving({"GET /": slow}, limits) as (_, address), raw(address) as client:
+    async with serving({"GET /": slow}, limits, host) as (_, address), raw(address, host) as client:
         client.send(get("/"))
         assert (await client.answer()).status == 200
 
@@ -593,7 +627,7 @@ async def test_close_lets_running_requests_end_and_refuses_others() -> None:
         await idle.answer()
         busy.send(get("/slow"))
         await running.wait()
-        closing = asyncio.ensure_future(server.close(drain_s=WAIT_S))
+        closing = asyncio.ensure_future(server.close(drain_s=MUST_HAPPEN_S))
         assert await idle.closed()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*split_address(address))

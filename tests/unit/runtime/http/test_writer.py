@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.runtime.http.test_server import Answer, RawClient, get, raw, serving, until
+from tests.unit.runtime.http.test_server import Answer, RawClient, get, on_virtual_time, raw, serving, until
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.errors import Overloaded
 from kvolt.runtime.http.server import HttpLimits, HttpRequest, HttpServer, Response, WrittenResponse
 from kvolt.runtime.http.writer import ResponseWriter, chunk_head
 from kvolt.runtime.network import split_address
+from kvolt.testing.virtual.network import VirtualHost
 
 Produce = Callable[[ResponseWriter], Awaitable[None]]
 
@@ -111,10 +113,13 @@ async def test_an_empty_write_sends_the_head_and_does_not_end_the_body() -> None
 
     async with serving({"GET /": written(produce)}) as (_, address), raw(address) as client:
         client.send(get("/") + get("/"))
-        head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), MUST_HAPPEN_S)
         assert head.startswith(b"HTTP/1.1 200 ")
         gate.set()
-        assert await asyncio.wait_for(client.reader.readuntil(b"0\r\n\r\n"), 5) == b"4\r\nlate\r\n0\r\n\r\n"
+        assert (
+            await asyncio.wait_for(client.reader.readuntil(b"0\r\n\r\n"), MUST_HAPPEN_S)
+            == b"4\r\nlate\r\n0\r\n\r\n"
+        )
         assert (await client.answer()).body == b"late"
 
 
@@ -244,7 +249,7 @@ async def test_stopping_the_server_ends_it() -> None:
     async with serving(handlers) as (server, address), raw(address) as quiet, raw(address) as talking:
         quiet.send(get("/quiet"))
         talking.send(get("/begun"))
-        await asyncio.wait_for(talking.reader.readuntil(b"half"), 5)
+        await asyncio.wait_for(talking.reader.readuntil(b"half"), MUST_HAPPEN_S)
         await server.close()
         assert (await quiet.answer()).status == 503
         assert await talking.rest() == b"\r\n"  # no last chunk: it is not complete
@@ -278,7 +283,7 @@ async def test_hanging_up_sets_gone_and_cancels() -> None:
         server._observe = lambda method, status, seconds: statuses.append(status)
         async with raw(address) as client:
             client.send(get("/"))
-            await asyncio.wait_for(client.reader.readuntil(b"begun"), 5)
+            await asyncio.wait_for(client.reader.readuntil(b"begun"), MUST_HAPPEN_S)
         await until(lambda: server.num_connections == 0 and bool(statuses))
         assert story == ["told", "cancelled"]
         assert statuses == [499]
@@ -309,7 +314,7 @@ async def test_the_producer_is_notified_of_a_client_that_does_not_read() -> None
             await until(lambda: story == ["pause"])
             received = b""
             while not received.endswith(b"3\r\nend\r\n0\r\n\r\n"):
-                received += await asyncio.wait_for(loop.sock_recv(client, 1 << 20), 5)
+                received += await asyncio.wait_for(loop.sock_recv(client, 1 << 20), MUST_HAPPEN_S)
         assert story == ["pause", "resume"]
 
 
@@ -332,7 +337,7 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
         with socket.create_connection(split_address(address)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
             client.sendall(get("/"))
-            await asyncio.wait_for(ended.wait(), 5)
+            await asyncio.wait_for(ended.wait(), MUST_HAPPEN_S)
             await until(lambda: server.num_connections == 0)
 
 
@@ -397,25 +402,26 @@ async def test_without_one_each_gets_its_own() -> None:
         assert all(is_made_up(request_id) for _, request_id in told)
 
 
-async def test_refusals_have_one_too() -> None:
+@on_virtual_time
+async def test_refusals_have_one_too(host: VirtualHost) -> None:
     limits = HttpLimits(max_body_bytes=10, header_timeout_s=0.05, max_connections=2)
-    async with serving({"GET /": whole}, limits) as (server, address):
+    async with serving({"GET /": whole}, limits, host) as (server, address):
         for request, status in (
             (b"nonsense\r\n\r\n", 400),
             (b"POST / HTTP/1.1\r\ncontent-length: 99\r\n\r\n", 413),
             (b"GET / HT", 408),
         ):
-            async with raw(address) as client:
+            async with raw(address, host) as client:
                 client.send(request)
                 answer = await client.answer()
                 assert answer.status == status
                 assert is_made_up(answer.headers["x-request-id"])
             await until(lambda: server.num_connections == 0)
-        async with raw(address) as first, raw(address) as second:
+        async with raw(address, host) as first, raw(address, host) as second:
             for client in (first, second):
                 client.send(get("/"))
                 await client.answer()
-            async with raw(address) as third:
+            async with raw(address, host) as third:
                 answer = await third.answer()
                 assert answer.status == 503
                 assert is_made_up(answer.headers["x-request-id"])

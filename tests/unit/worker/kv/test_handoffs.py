@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError, Unsupported
@@ -53,7 +54,7 @@ class Side:
 
 @asynccontextmanager
 async def side(
-    arguments: SimArguments = ENGINE, pull_s: float = 5.0, near: bool = True
+    arguments: SimArguments = ENGINE, pull_s: float = 2 * MUST_HAPPEN_S, near: bool = True
 ) -> AsyncIterator[Side]:
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.DECODE), arguments)
     await engine.start()
@@ -102,7 +103,7 @@ def after_first(handoff: Handoff, tokens: list[int]) -> list[int]:
 
 async def at_rest(*sides: Side) -> None:
     """Nothing is held for anybody."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(MUST_HAPPEN_S):
         while any(each.num_used for each in sides):
             await asyncio.sleep(0.001)
 
@@ -320,7 +321,7 @@ async def test_who_goes_while_it_settles_leaves_nothing(when: str) -> None:
         decode.engine.commit_kv = settle  # type: ignore[method-assign]
         taking = asyncio.ensure_future(decode.handoffs.pull(handoff, keep_for=RequestId("r")))
         if when == "while":
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(MUST_HAPPEN_S):
                 while not decode.handoffs.stats.num_blocks:
                     await asyncio.sleep(0.001)
             taking.cancel()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.engines.vllm.plugins.tier_lab import tier_messages, tier_worker
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
@@ -106,7 +107,7 @@ def test_a_step_is_timed_where_that_is_asked(worker: Any) -> None:
     sleep(0.05)
     worker.start_stores(orders)
     told = worker.take_update()
-    assert 0.05 <= told.step_s[7] < 5
+    assert 0.05 <= told.step_s[7] < MUST_HAPPEN_S
     assert worker.take_update() is None
     assert step(worker, TierCommands())[2] is None
 
@@ -118,7 +119,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def slowly(self: SlotMemory, *given: Any) -> Any:
         made = fill(self, *given)
-        assert may_end.wait(10)
+        assert may_end.wait(MUST_HAPPEN_S)
         return made
 
     monkeypatch.setattr(SlotMemory, "fill", slowly)
@@ -132,7 +133,7 @@ def test_steps_continue_while_blocks_are_copied(slow_copies: threading.Event, wo
         gone, _, _ = step(worker, TierCommands(awaited={"a"}))
         assert not gone, "its blocks would be another's"
     step(worker, TierCommands(preempted={"another"}))
-    assert monotonic() - began_at < 1.0, "a step waits for a copy"
+    assert monotonic() - began_at < MUST_HAPPEN_S, "a step waits for a copy"
     slow_copies.set()
     until_gone(worker, "a")
 
@@ -140,9 +141,8 @@ def test_steps_continue_while_blocks_are_copied(slow_copies: threading.Event, wo
 def test_a_preempted_request_is_waited_for(slow_copies: threading.Event, worker: Any) -> None:
     step(worker, TierCommands(stores={"a": moves(3)}))
     threading.Timer(0.3, slow_copies.set).start()
-    began_at = monotonic()
     worker.begin_step(TierCommands(preempted={"a"}))
-    assert monotonic() - began_at > 0.2, "others' bytes would be copied"
+    assert slow_copies.is_set(), "others' bytes would be copied"
 
 
 def test_what_takes_too_long_is_not_kept(
