@@ -20,7 +20,7 @@ from kvolt.frontend.processors.registry import processor_names
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.latency.presets import PRESETS
 from kvolt.router.registry import ROUTERS
-from kvolt.twin.objectives import FIGURES
+from kvolt.twin.objectives import OBJECTIVES
 
 HELP = """
 Print a completion script of verbs, flags and their values.
@@ -50,7 +50,7 @@ class Command:
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "--engine": engine_names,
     "--kv-eviction": lambda: EVICTIONS,
-    "--objective": lambda: FIGURES,
+    "--objective": lambda: OBJECTIVES,
     "--preset": lambda: PRESETS,
     "--processor": processor_names,
     "--reasoning-parser": lambda: REASONING_PARSERS,

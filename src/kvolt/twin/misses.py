@@ -151,9 +151,9 @@ class Misses:
             return
         if not self._limits or visit is None:
             return
-        figure, over = self._furthest_over(sample)
-        if figure is not None:
-            miss = self._miss(sample, visit, figure)
+        latency, over = self._furthest_over(sample)
+        if latency is not None:
+            miss = self._miss(sample, visit, latency)
             self._reasons[miss.reason] += 1
             entry = (over, -sample.number, miss)
             if len(self._worst) < NUM_WORST:
@@ -171,10 +171,10 @@ class Misses:
 
     def _furthest_over(self, sample: Sample) -> tuple[str | None, float]:
         """Metric with the highest ratio to its limit, and the ratio; None if all limits are met."""
-        figures = sample.figures()
+        latencies = sample.latencies()
         worst, most = None, 1.0
         for name, limit_s in self._limits.items():
-            value = figures[name]
+            value = latencies[name]
             if value is None or value <= limit_s:
                 continue
             over = value / limit_s if limit_s else float("inf")
@@ -182,12 +182,12 @@ class Misses:
                 worst, most = name, over
         return worst, most
 
-    def _miss(self, sample: Sample, visit: Visit, figure: str) -> Miss:
+    def _miss(self, sample: Sample, visit: Visit, latency: str) -> Miss:
         cached = sample.cached_tokens or 0
         parts = parts_of(sample, visit, self._alone_s(sample.input_tokens, cached))
-        value = sample.figures()[figure]
+        value = sample.latencies()[latency]
         assert value is not None
-        match figure:
+        match latency:
             case "ttft":
                 judged = parts.before_first()
             case "e2e":
@@ -201,9 +201,9 @@ class Misses:
             number=sample.number,
             at_s=sample.from_s,
             worker=visit.worker.name,
-            figure=figure,
+            figure=latency,
             value_s=value,
-            limit_s=self._limits[figure],
+            limit_s=self._limits[latency],
             reason=max(judged, key=judged.__getitem__),
             parts=parts.whole(),
             input_tokens=sample.input_tokens,

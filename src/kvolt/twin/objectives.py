@@ -9,10 +9,10 @@ import msgspec
 from kvolt.core.errors import ConfigError
 from kvolt.twin.report import TwinReport
 
-Figures = dict[str, float | None]
+PointStats = dict[str, float | None]
 
 
-class Figure(msgspec.Struct, frozen=True):
+class Objective(msgspec.Struct, frozen=True):
     """A metric of a report, and whether more is better. Times in seconds."""
 
     read: Callable[[TwinReport], float | None]
@@ -34,30 +34,32 @@ def _good_per_gpu_second(report: TwinReport) -> float | None:
     return good * report.throughput.window_s / report.twin.gpu_seconds
 
 
-FIGURES: dict[str, Figure] = {
-    "goodput": Figure(lambda report: report.throughput.good_requests_per_s, more_is_better=True),
-    "good_share": Figure(lambda report: report.throughput.good_share, more_is_better=True),
-    "good_per_gpu_second": Figure(_good_per_gpu_second, more_is_better=True),
-    "gpu_seconds": Figure(lambda report: report.twin.gpu_seconds),
-    "gpus": Figure(lambda report: report.twin.gpus_per_worker * len(report.twin.workers)),
+OBJECTIVES: dict[str, Objective] = {
+    "goodput": Objective(lambda report: report.throughput.good_requests_per_s, more_is_better=True),
+    "good_share": Objective(lambda report: report.throughput.good_share, more_is_better=True),
+    "good_per_gpu_second": Objective(_good_per_gpu_second, more_is_better=True),
+    "gpu_seconds": Objective(lambda report: report.twin.gpu_seconds),
+    "gpus": Objective(lambda report: report.twin.gpus_per_worker * len(report.twin.workers)),
     **{
-        f"{latency}_{percentile}": Figure(_percentile(latency, percentile))
+        f"{latency}_{percentile}": Objective(_percentile(latency, percentile))
         for latency in ("ttft", "itl", "tpot", "e2e")
         for percentile in ("p50", "p90", "p99")
     },
-    "requests_per_s": Figure(lambda report: report.throughput.requests_per_s, more_is_better=True),
-    "output_tokens_per_s": Figure(lambda report: report.throughput.output_tokens_per_s, more_is_better=True),
-    "hit_rate": Figure(
+    "requests_per_s": Objective(lambda report: report.throughput.requests_per_s, more_is_better=True),
+    "output_tokens_per_s": Objective(
+        lambda report: report.throughput.output_tokens_per_s, more_is_better=True
+    ),
+    "hit_rate": Objective(
         lambda report: sum(hits.share for hits in report.twin.hits.values()), more_is_better=True
     ),
-    "busy_share": Figure(lambda report: report.twin.busy_share, more_is_better=True),
-    "preemptions": Figure(lambda report: report.twin.preemptions),
-    "failed": Figure(lambda report: report.counts.failed),
+    "busy_share": Objective(lambda report: report.twin.busy_share, more_is_better=True),
+    "preemptions": Objective(lambda report: report.twin.preemptions),
+    "failed": Objective(lambda report: report.counts.failed),
 }
 
 
-def figures_of(report: TwinReport) -> Figures:
-    return {name: figure.read(report) for name, figure in FIGURES.items()}
+def stats_of(report: TwinReport) -> PointStats:
+    return {name: objective.read(report) for name, objective in OBJECTIVES.items()}
 
 
 def default_objectives(has_sla: bool) -> list[str]:
@@ -67,9 +69,9 @@ def default_objectives(has_sla: bool) -> list[str]:
 
 def check_objectives(names: Sequence[str], has_sla: bool) -> None:
     for name in names:
-        if name not in FIGURES:
+        if name not in OBJECTIVES:
             raise ConfigError(
-                f"unknown objective {name!r}", key="objective", remedy=f"known: {', '.join(FIGURES)}"
+                f"unknown objective {name!r}", key="objective", remedy=f"known: {', '.join(OBJECTIVES)}"
             )
         if name.startswith("good") and not has_sla:
             raise ConfigError(
@@ -79,17 +81,17 @@ def check_objectives(names: Sequence[str], has_sla: bool) -> None:
             )
 
 
-def pareto(points: Sequence[Figures], objectives: Sequence[str]) -> list[int]:
+def pareto(points: Sequence[PointStats], objectives: Sequence[str]) -> list[int]:
     """Indexes of the Pareto-optimal points.
 
     Points without an objective are excluded; points with equal values are all included.
     """
     costs: list[tuple[tuple[float, ...], int]] = []
-    for place, figures in enumerate(points):
-        values = [figures.get(name) for name in objectives]
+    for place, stats in enumerate(points):
+        values = [stats.get(name) for name in objectives]
         known = [value for value in values if value is not None]
         if len(known) == len(objectives):
-            signs = [-1.0 if FIGURES[name].more_is_better else 1.0 for name in objectives]
+            signs = [-1.0 if OBJECTIVES[name].more_is_better else 1.0 for name in objectives]
             costs.append((tuple(sign * value for sign, value in zip(signs, known, strict=True)), place))
     front: list[tuple[tuple[float, ...], int]] = []
     for cost, place in sorted(costs):  # dominating points come first in this order

@@ -18,7 +18,7 @@ from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.arguments import step_model_of
 from kvolt.router.policy.custom import is_custom, read_policy_source
 from kvolt.twin.axes import Point, Setup
-from kvolt.twin.objectives import Figures
+from kvolt.twin.objectives import PointStats
 
 FORMAT = "kvolt-sweep/1"
 """Part of every digest, so that results of incompatible versions are not reused."""
@@ -31,7 +31,7 @@ class PointResult(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     point: Point
-    figures: Figures
+    figures: PointStats
 
 
 _decode = msgspec.json.Decoder(PointResult).decode

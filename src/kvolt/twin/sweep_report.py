@@ -14,10 +14,10 @@ from kvolt.bench.load.page import html_file, table
 from kvolt.bench.load.report import Setting
 from kvolt.bench.load.report_text import milliseconds
 from kvolt.bench.load.svg import Series, plot
-from kvolt.twin.objectives import FIGURES, pareto
+from kvolt.twin.objectives import OBJECTIVES, pareto
 from kvolt.twin.points import FORMAT, PointResult
 
-_OTHER_FIGURES = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")
+_OTHER_OBJECTIVES = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")
 """Metrics shown besides the objectives."""
 
 
@@ -44,7 +44,7 @@ def pareto_digests(points: Sequence[PointResult], objectives: Sequence[str]) -> 
 def point_rows(report: SweepReport, only_best: bool) -> list[list[str]]:
     """Header and points sorted by objectives, best first."""
     axes = list(report.axes)
-    names = [*report.objectives, *(name for name in _OTHER_FIGURES if name not in report.objectives)]
+    names = [*report.objectives, *(name for name in _OTHER_OBJECTIVES if name not in report.objectives)]
     names = [
         name
         for name in names
@@ -64,12 +64,12 @@ def csv_text(report: SweepReport) -> str:
     """CSV of all points with all metrics, in grid order."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["pareto", *report.axes, *FIGURES, "digest"])
+    writer.writerow(["pareto", *report.axes, *OBJECTIVES, "digest"])
     best = set(report.pareto)
     for point in report.points:
         values = [_word(point.point.get(name)) for name in report.axes]
-        figures = [point.figures.get(name) for name in FIGURES]
-        writer.writerow([int(point.digest in best), *values, *figures, point.digest])
+        values_of_point = [point.figures.get(name) for name in OBJECTIVES]
+        writer.writerow([int(point.digest in best), *values, *values_of_point, point.digest])
     return text.getvalue()
 
 
@@ -116,7 +116,7 @@ def _order(point: PointResult, objectives: Sequence[str]) -> tuple[tuple[bool, f
 
     def key(name: str) -> tuple[bool, float]:
         value = point.figures.get(name)
-        return value is None, 0.0 if value is None else -value if FIGURES[name].more_is_better else value
+        return value is None, 0.0 if value is None else -value if OBJECTIVES[name].more_is_better else value
 
     return tuple(key(name) for name in objectives)
 

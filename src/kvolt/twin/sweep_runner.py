@@ -22,7 +22,7 @@ from kvolt.bench.load.sla import Sla
 from kvolt.bench.traces import scale_time
 from kvolt.core.trace import TraceRecord
 from kvolt.twin.axes import Setup
-from kvolt.twin.objectives import Figures, figures_of
+from kvolt.twin.objectives import PointStats, stats_of
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.report import make_twin_report
 
@@ -43,11 +43,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """Results of a point, or the error."""
 
     place: int
-    figures: Figures | None = None
+    stats: PointStats | None = None
     error: str = ""
 
 
-def solve(common: Common, setup: Setup) -> Figures:
+def solve(common: Common, setup: Setup) -> PointStats:
     """Run one point in this process."""
     run = TwinRun(setup.settings, new_tally(setup.settings, common.sla))
     run.run(scale_time(common.records, setup.arrivals))
@@ -59,7 +59,7 @@ def solve(common: Common, setup: Setup) -> Figures:
         is_interrupted=False,
         open_loop=True,
     )
-    return figures_of(make_twin_report(facts, run))
+    return stats_of(make_twin_report(facts, run))
 
 
 def run_points(common: Common, setups: Sequence[Setup], num_processes: int) -> Generator[Outcome, None, None]:

@@ -25,8 +25,8 @@ SETUPS = [
 def test_processes_find_what_is_found_here() -> None:
     outcomes = sorted(run_points(COMMON, SETUPS, 2), key=lambda outcome: outcome.place)
     assert [outcome.place for outcome in outcomes] == [0, 1, 2, 3]
-    assert [outcome.figures for outcome in outcomes] == [solve(COMMON, setup) for setup in SETUPS]
-    assert len({str(outcome.figures) for outcome in outcomes}) == 4
+    assert [outcome.stats for outcome in outcomes] == [solve(COMMON, setup) for setup in SETUPS]
+    assert len({str(outcome.stats) for outcome in outcomes}) == 4
     assert multiprocessing.active_children() == []
 
 
@@ -48,7 +48,7 @@ def test_a_point_that_fails_and_one_whose_process_dies_do_not_end_the_others(tmp
     assert str(preset) in by_place[1].error
     dead = [outcome for outcome in outcomes if "exited with" in outcome.error]
     assert len(dead) == 1
-    assert all(outcome.figures for outcome in outcomes if not outcome.error)
+    assert all(outcome.stats for outcome in outcomes if not outcome.error)
     assert multiprocessing.active_children() == []
 
 
@@ -60,7 +60,7 @@ def test_a_process_that_dies_at_work_is_told() -> None:
         for child in multiprocessing.active_children() if len(outcomes) == 1 else ():
             child.kill()
     assert [outcome.place for outcome in outcomes] == [0, 1]
-    assert outcomes[0].figures
+    assert outcomes[0].stats
     assert outcomes[1].error == "the process exited with code -9 (out of memory?)"
 
 
@@ -96,4 +96,4 @@ def test_what_runs_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     _run_assigned(script, msgspec.msgpack.encode(COMMON))  # type: ignore[arg-type]
     assert [outcome.place for outcome in script.sent] == [3, 4, 5]
     assert [bool(outcome.error) for outcome in script.sent] == [False, True, False]
-    assert script.sent[0].figures == solve(COMMON, SETUPS[0])
+    assert script.sent[0].stats == solve(COMMON, SETUPS[0])

@@ -49,14 +49,14 @@ def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000)
         first_values, second_values = _values(first, name), _values(second, name)
         if min(len(first_values), len(second_values)) < _FEWEST:
             continue
-        before, after = _figures(first_values[None, :])[:, 0], _figures(second_values[None, :])[:, 0]
+        before, after = _statistics(first_values[None, :])[:, 0], _statistics(second_values[None, :])[:, 0]
         drawn = _drawn_changes(first_values, second_values, rng, num_draws)
         tail = 100.0 * (1.0 - _CONFIDENCE) / 2.0
         low, high = np.percentile(drawn, [tail, 100.0 - tail], axis=1)
-        for at, figure in enumerate(("mean", "p50", "p90", "p99")):
+        for at, statistic in enumerate(("mean", "p50", "p90", "p99")):
             changes.append(
                 Change(
-                    figure=f"{name} {figure}",
+                    figure=f"{name} {statistic}",
                     first=float(before[at]),
                     second=float(after[at]),
                     change=_relative(float(before[at]), float(after[at])),
@@ -64,20 +64,20 @@ def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000)
                     high=float(high[at]),
                 )
             )
-    return changes + _single_figures(first, second)
+    return changes + _single_changes(first, second)
 
 
 def differing_settings(first: Report, second: Report) -> dict[str, tuple[object, object]]:
     """Settings that differ between the two runs."""
     names = [*first.settings, *(name for name in second.settings if name not in first.settings)]
-    found: dict[str, tuple[object, object]] = {
+    differing: dict[str, tuple[object, object]] = {
         name: (first.settings.get(name), second.settings.get(name))
         for name in names
         if first.settings.get(name) != second.settings.get(name)
     }
     if first.model != second.model:
-        found["model"] = (first.model, second.model)
-    return found
+        differing["model"] = (first.model, second.model)
+    return differing
 
 
 def _values(report: Report, name: str) -> Values:
@@ -85,7 +85,7 @@ def _values(report: Report, name: str) -> Values:
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-def _figures(rows: Values) -> Values:
+def _statistics(rows: Values) -> Values:
     """Mean and percentiles of each row."""
     return np.vstack([rows.mean(axis=1), np.percentile(rows, [50.0, 90.0, 99.0], axis=1)])
 
@@ -94,13 +94,13 @@ def _drawn_changes(ours: Values, theirs: Values, rng: np.random.Generator, num_d
     parts = []
     for start in range(0, num_draws, _AT_ONCE):
         shape = min(_AT_ONCE, num_draws - start)
-        before = _figures(ours[rng.integers(len(ours), size=(shape, len(ours)))])
-        after = _figures(theirs[rng.integers(len(theirs), size=(shape, len(theirs)))])
+        before = _statistics(ours[rng.integers(len(ours), size=(shape, len(ours)))])
+        after = _statistics(theirs[rng.integers(len(theirs), size=(shape, len(theirs)))])
         parts.append(after / np.maximum(before, 1e-12) - 1.0)
     return np.hstack(parts)
 
 
-def _single_figures(first: Report, second: Report) -> list[Change]:
+def _single_changes(first: Report, second: Report) -> list[Change]:
     pairs = [
         ("requests/s", first.throughput.requests_per_s, second.throughput.requests_per_s, True),
         (

@@ -105,18 +105,18 @@ class Histogram:
         """Several percentiles, in rising order, in one pass."""
         if not self.count:
             return [0.0] * len(percents)
-        found: list[float] = []
+        values: list[float] = []
         num_seen = 0
         ranks = [max(1, math.ceil(self.count * percent / 100.0)) for percent in percents]
         for bucket, number in enumerate(self._counts):
             if not number:
                 continue
             num_seen += number
-            while len(found) < len(ranks) and ranks[len(found)] <= num_seen:
-                found.append(min(max(self._middle(bucket), self.min), self.max))
-            if len(found) == len(ranks):
+            while len(values) < len(ranks) and ranks[len(values)] <= num_seen:
+                values.append(min(max(self._middle(bucket), self.min), self.max))
+            if len(values) == len(ranks):
                 break
-        return found
+        return values
 
     def summary(self) -> Summary:
         p50, p90, p95, p99, p99_9 = self.percentiles(PERCENTILES)

@@ -66,7 +66,7 @@ def change_rows(changes: list[Change]) -> list[list[str]]:
     rows = [["", "first", "second", "change", "95 % interval", ""]]
     for change in changes:
         is_latency = change.low is not None
-        tell = milliseconds if is_latency else _plain
+        format_value = milliseconds if is_latency else _plain
         interval = (
             ""
             if change.low is None or change.high is None
@@ -74,7 +74,16 @@ def change_rows(changes: list[Change]) -> list[list[str]]:
         )
         relative = "-" if change.change is None else _signed(change.change)
         name = f"{change.figure} (ms)" if is_latency else change.figure
-        rows.append([name, tell(change.first), tell(change.second), relative, interval, change.verdict])
+        rows.append(
+            [
+                name,
+                format_value(change.first),
+                format_value(change.second),
+                relative,
+                interval,
+                change.verdict,
+            ]
+        )
     return rows
 
 

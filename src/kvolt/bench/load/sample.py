@@ -90,7 +90,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         tpot_s = self.tpot_s
         return 1.0 / tpot_s if tpot_s else None
 
-    def figures(self) -> dict[str, float | None]:
+    def latencies(self) -> dict[str, float | None]:
         """Metrics by their SLA names."""
         return {
             "ttft": self.ttft_s,

@@ -12,7 +12,7 @@ from kvolt.core.errors import ConfigError
 _UNITS_S = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(\D*)$")
 
-FIGURES = ("ttft", "ttst", "itl", "max_gap", "tpot", "e2e")
+SLA_LATENCIES = ("ttft", "ttst", "itl", "max_gap", "tpot", "e2e")
 """Metrics of a response: TTFT, first to second token, mean and longest gap, time per output token, total."""
 
 
@@ -30,10 +30,10 @@ class Sla(msgspec.Struct, frozen=True):
 
     limits: dict[str, float]
 
-    def is_met(self, figures: dict[str, float | None]) -> bool:
+    def is_met(self, latencies: dict[str, float | None]) -> bool:
         """Whether all limits are met. Missing metrics (one token has no gap) count as met."""
         for name, limit_s in self.limits.items():
-            value = figures.get(name)
+            value = latencies.get(name)
             if value is not None and value > limit_s:
                 return False
         return True
@@ -45,11 +45,11 @@ def parse_sla(text: str) -> Sla:
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name = name.strip().lower()
-        if not equals or name not in FIGURES:
+        if not equals or name not in SLA_LATENCIES:
             raise ConfigError(
                 f"--sla: invalid limit {part.strip()!r}",
                 key="sla",
-                remedy=f"write ttft=500ms,itl=50ms with any of {', '.join(FIGURES)}",
+                remedy=f"write ttft=500ms,itl=50ms with any of {', '.join(SLA_LATENCIES)}",
             )
         if value.strip()[-1:].isdigit():
             raise ConfigError(

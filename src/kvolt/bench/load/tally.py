@@ -97,9 +97,9 @@ class Tally:
             self._add_complete(sample)
 
     def _add_complete(self, sample: Sample) -> None:
-        figures = sample.figures()
+        latencies = sample.latencies()
         self.num_complete += 1
-        self.num_good += self.sla is None or self.sla.is_met(figures)
+        self.num_good += self.sla is None or self.sla.is_met(latencies)
         self.input_tokens += sample.input_tokens
         self.output_tokens += sample.output_tokens
         self.num_events += sample.num_events
@@ -107,7 +107,7 @@ class Tally:
             self.reports_cached = True
             self.cached_tokens += sample.cached_tokens
         for name in ("ttft", "ttst", "tpot", "e2e"):
-            value = figures[name]
+            value = latencies[name]
             if value is not None:
                 self.latencies[name].record(value)
         if (rate := sample.tokens_per_s) is not None:
@@ -116,9 +116,9 @@ class Tally:
             self.connecting.record(sample.sent_s - sample.started_s)
         if sample.first_s is not None and sample.last_s is not None:
             self.timeline.tokens(sample.output_tokens, sample.first_s, sample.last_s)
-        self._sample(sample, figures)
+        self._sample(sample, latencies)
 
-    def _sample(self, sample: Sample, figures: dict[str, float | None]) -> None:
+    def _sample(self, sample: Sample, latencies: dict[str, float | None]) -> None:
         """Reservoir sampling: each response is kept with equal probability."""
         at = len(self.sampled)
         if at >= MAX_SAMPLES:
@@ -128,7 +128,12 @@ class Tally:
         else:
             self.sampled.append(SampledResponse(0, None, None, None, None, 0))
         self.sampled[at] = SampledResponse(
-            sample.from_s, figures["ttft"], figures["ttst"], figures["itl"], figures["tpot"], sample.e2e_s
+            sample.from_s,
+            latencies["ttft"],
+            latencies["ttst"],
+            latencies["itl"],
+            latencies["tpot"],
+            sample.e2e_s,
         )
 
     def summaries(self) -> dict[str, Summary]:

@@ -85,10 +85,10 @@ def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], evictio
 
 
 def _blocks(ids: Sequence[int]) -> list[TierBlock]:
-    found: list[TierBlock] = []
+    blocks: list[TierBlock] = []
     parent: BlockKey | None = None
     for position, each in enumerate(ids):
         key = BlockKey(each.to_bytes(BLOCK_KEY_BYTES, "little"))
-        found.append(TierBlock(key, SequenceHash(each), parent, None, position))
+        blocks.append(TierBlock(key, SequenceHash(each), parent, None, position))
         parent = key
-    return found
+    return blocks

@@ -188,12 +188,12 @@ def _run(
                     place = missing[outcome.place]
                     point = plan.points[place]
                     step()
-                    if outcome.figures is None:
+                    if outcome.stats is None:
                         num_failed += 1
                         label = ", ".join(f"{name}={value}" for name, value in point.items())
                         print(f"kvolt: {label}: {outcome.error}", file=sys.stderr)
                         continue
-                    result = PointResult(digest=plan.digests[place], point=point, figures=outcome.figures)
+                    result = PointResult(digest=plan.digests[place], point=point, figures=outcome.stats)
                     results[result.digest] = result
                     save(result)
         except KeyboardInterrupt:
