@@ -131,8 +131,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 def python_path() -> str:
     """PYTHONPATH for child processes, which run in other folders: absolute, with this repository first."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys([str(ROOT), *(os.path.abspath(part) for part in given if part)]))
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *(os.path.abspath(part) for part in parts if part)]))
 
 
 def say(line: str) -> None:
@@ -253,8 +253,8 @@ class Rows(Generic[Row]):
     def over(self, other: Rows[Row], figure: Figure, theirs: Figure | None = None) -> Spread | None:
         """Ratio to others (to another figure of theirs) within each round; None where no round has both."""
         mine, peers = self.values(figure), other.values(theirs or figure)
-        found = [value / peers[number] for number, value in mine.items() if number in peers]
-        return spread(found) if found else None
+        ratios = [value / peers[number] for number, value in mine.items() if number in peers]
+        return spread(ratios) if ratios else None
 
 
 def cell(value: Any, form: str = "") -> str:
@@ -333,7 +333,7 @@ def machine() -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {name: found for name in _VERSIONS if (found := _version(name))},
+        "versions": {name: installed for name in _VERSIONS if (installed := _version(name))},
     }
 
 

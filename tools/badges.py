@@ -1,7 +1,7 @@
 """Badges of README, from pyproject.toml and the package: `python tools/badges.py` writes docs/badges/*.svg.
 
-Files of the repository instead of pictures of another host: a reader's browser contacts nobody else, and a test
-checks that they are true.
+Files of the repository instead of pictures of another host: a reader's browser contacts no other host, and a
+test checks that they are true.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _type_rows(kind: type[KvoltError]) -> Iterator[tuple[str, ...]]:
 
 def _remedies() -> dict[str, list[tuple[str, ...]]]:
     """Message and remedy of every error that is raised with one, by package."""
-    found: dict[str, dict[tuple[str, ...], None]] = {}
+    rows_by_package: dict[str, dict[tuple[str, ...], None]] = {}
     root = Path(kvolt.__file__).parent
     for path in sorted(root.rglob("*.py")):
         package = path.relative_to(root).parts[0]
@@ -249,8 +249,8 @@ def _remedies() -> dict[str, list[tuple[str, ...]]]:
                 remedy = next((each.value for each in node.keywords if each.arg == "remedy"), None)
                 row = (_template(node.args[0]), _template(remedy))
                 if all(row):
-                    found.setdefault(package, {})[row] = None
-    return {package: sorted(rows) for package, rows in found.items()}
+                    rows_by_package.setdefault(package, {})[row] = None
+    return {package: sorted(rows) for package, rows in rows_by_package.items()}
 
 
 def _template(node: ast.expr | None) -> str:

@@ -101,17 +101,17 @@ class Entry(NamedTuple):
 
 def entries(families: Iterable[Metric]) -> dict[str, Entry]:
     """kvolt's families by their name as exported."""
-    found: dict[str, Entry] = {}
+    entries_by_name: dict[str, Entry] = {}
     for family in families:
         if not family.name.startswith("kvolt_") or family.name.endswith("_created"):
             continue
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = frozenset(key for sample in family.samples for key in sample.labels if key != "le")
-        known = found.get(name)
+        known = entries_by_name.get(name)
         if known is not None:
             labels |= known.labels
-        found[name] = Entry(family.type, labels, family.documentation, _alias_names(family))
-    return found
+        entries_by_name[name] = Entry(family.type, labels, family.documentation, _alias_names(family))
+    return entries_by_name
 
 
 def _alias_names(family: Metric) -> tuple[str, ...]:
@@ -119,8 +119,8 @@ def _alias_names(family: Metric) -> tuple[str, ...]:
     return tuple(each.name + (suffix if each.type == "counter" else "") for each in aliases_of(family))
 
 
-def render(found: dict[str, Entry]) -> str:
-    lines, rest = [INTRO], dict(found)
+def render(entries_by_name: dict[str, Entry]) -> str:
+    lines, rest = [INTRO], dict(entries_by_name)
     for prefix, title, about in SECTIONS:
         names = sorted(name for name in rest if name.startswith(prefix))
         if not names:
@@ -169,17 +169,23 @@ def scrape_cluster() -> dict[str, Entry]:
             for number in range(4):
                 _chat(port, f"Tell me about the number {number}. " * 40)
             shown = subprocess.run([*_KVOLT, "status", "--json", *where], capture_output=True, check=True)
-            found: dict[str, Entry] = {}
+            entries_by_name: dict[str, Entry] = {}
             for each in json.loads(shown.stdout):
-                _merge(found, _scrape(each["admin"]))
+                _merge(entries_by_name, _scrape(each["admin"]))
             # Merged metrics have labels of their own; only families that no single process has are taken.
             merged = _scrape(f"127.0.0.1:{port}")
-            _merge(found, {name: entry for name, entry in merged.items() if name not in found})
+            _merge(
+                entries_by_name,
+                {name: entry for name, entry in merged.items() if name not in entries_by_name},
+            )
             for line in Path(folder, "labels").read_text().splitlines():
                 name, *labels = line.split()
-                for exported in {name, f"{name}_total"} & found.keys():
-                    _merge(found, {exported: found[exported]._replace(labels=frozenset(labels))})
-            return found
+                for exported in {name, f"{name}_total"} & entries_by_name.keys():
+                    _merge(
+                        entries_by_name,
+                        {exported: entries_by_name[exported]._replace(labels=frozenset(labels))},
+                    )
+            return entries_by_name
         finally:
             process.terminate()
             process.wait(60)

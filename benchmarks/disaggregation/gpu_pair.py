@@ -74,7 +74,7 @@ def exact(folder: Path, device: str, smoke: bool) -> dict[str, Any]:
 
     with served(system(checkpoint, 0, 1, device, **arguments)) as url:
         expected, _ = texts(url)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, flags in list(FLOWS.items())[: 1 if smoke else None]:
         with served(
             system(checkpoint, 1, 2, device, **arguments), (*flags, "--prefill-choice", "threshold")
@@ -82,15 +82,15 @@ def exact(folder: Path, device: str, smoke: bool) -> dict[str, Any]:
             got, paths = texts(url)
         same = sum(left == right for left, right in zip(expected, got, strict=True))
         by_path = {path: paths.count(path) for path in sorted(set(paths))}
-        found[name] = {"same": same, "of": len(expected), "paths": by_path}
+        results[name] = {"same": same, "of": len(expected), "paths": by_path}
         say(f"  {name}: {same} of {len(expected)} equal, {by_path}")
-    return found
+    return results
 
 
 def moves(folder: Path, device: str, smoke: bool) -> dict[str, Any]:
     checkpoint = tiny_checkpoint(folder / "large", **LARGE)
     arguments: dict[str, str | int] = {"dtype": "bfloat16", "kv_blocks": 4096, "max_num_seqs": 16}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, flags in FLOWS.items():
         with served(
             system(checkpoint, 1, 2, device, **arguments), (*flags, "--prefill-choice", "threshold")
@@ -101,9 +101,9 @@ def moves(folder: Path, device: str, smoke: bool) -> dict[str, Any]:
                     complete(url, [draw.randrange(3, 200) for _ in range(length)], 16).timing
                     for _ in range(ROUNDS + 1)
                 ]
-                found[f"{name} {length}"] = _summary(timings[1:])  # the first maps the memory and connects
-                say(f"  {name}, {length} tokens: {found[f'{name} {length}']}")
-    return found
+                results[f"{name} {length}"] = _summary(timings[1:])  # the first maps the memory and connects
+                say(f"  {name}, {length} tokens: {results[f'{name} {length}']}")
+    return results
 
 
 def _summary(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:

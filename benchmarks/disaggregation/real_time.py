@@ -2,13 +2,13 @@
 
     python -m benchmarks.disaggregation.real_time              40 minutes; results/real_time.{json,txt}
 
-Run from the repository's root, on a machine that does nothing else. `kvolt serve` with sim workers that take four times
-the time of an H200 with an 8B model, and KV links of a quarter of 25 GB/s: with all of it four times slower two cores
-are enough for frontend, workers and load, and times are told divided by four. `kvolt bench` with the study's own
-requests (see `study`), 8 s of them in the study's time, at 80 % of the rate that the best system of the twin keeps up
-with; the first half is not measured. Every run has servers of its own with empty caches. `kept` is the share of the
-requests that were answered within both limits. What the study says of systems beside each other holds for real
-processes as far as ratios to aggregated, taken seed by seed, are those of the twin.
+Run from the repository's root, on an otherwise idle machine. `kvolt serve` runs sim workers that are four times slower
+than an H200 with an 8B model, and KV links of a quarter of 25 GB/s: at a quarter of the speed two cores suffice for
+frontend, workers and load. Reported times are divided by four. `kvolt bench` sends the requests of the study (see
+`study`), 8 s of them in the study's time, at 80 % of the highest rate of the best system in the twin; the first half is
+not measured. Every run starts new servers with empty caches. `kept` is the share of requests answered within both
+limits. The comparison of systems in the study is valid for real processes if the ratios to aggregated, seed by seed,
+equal those of the twin.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _points(plan: Plan) -> list[Point]:
     searches = [Search(cell, plan.search, precision=0.05 if plan is _FULL else 0.5) for cell in plan.cells]
     points = []
     rates = {
-        found.search.cell: found for found in in_processes(highest_rates, searches, min(2, len(searches)))
+        highest.search.cell: highest
+        for highest in in_processes(highest_rates, searches, min(2, len(searches)))
     }
     for seed in range(plan.num_seeds):
         for cell in plan.cells:
@@ -119,14 +120,16 @@ def _points(plan: Plan) -> list[Point]:
 
 
 def _row(point: Point) -> Row:
-    found = solve(point).figures
-    twin = Measured(found.ttft_p50_ms, found.ttft_p99_ms, found.itl_p99_ms, found.tokens_per_s, found.kept)
+    figures = solve(point).figures
+    twin = Measured(
+        figures.ttft_p50_ms, figures.ttft_p99_ms, figures.itl_p99_ms, figures.tokens_per_s, figures.kept
+    )
     try:
-        told = _real(point)
+        report = _real(point)
     except BrokenRun as error:
         row = Row(point, twin, error=str(error))
     else:
-        row = Row(point, twin, _measured(told), told.counts.failed)
+        row = Row(point, twin, _measured(report), report.counts.failed)
     say(str(row))
     return row
 
@@ -170,14 +173,14 @@ def _flags(point: Point) -> list[str]:
     return ["--set", f"frontend.target_ttft_s={ttft_s:g}", "--set", f"frontend.target_itl_s={itl_s:g}"]
 
 
-def _measured(told: Report) -> Measured:
-    ttft, tpot = told.latencies["ttft"], told.latencies["tpot"]
+def _measured(report: Report) -> Measured:
+    ttft, tpot = report.latencies["ttft"], report.latencies["tpot"]
     return Measured(
         1e3 * ttft.p50 * _SPEED,
         1e3 * ttft.p99 * _SPEED,
         1e3 * tpot.p99 * _SPEED,
-        told.throughput.output_tokens_per_s / _SPEED,
-        told.throughput.good_share or 0.0,
+        report.throughput.output_tokens_per_s / _SPEED,
+        report.throughput.good_share or 0.0,
     )
 
 

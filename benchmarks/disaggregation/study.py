@@ -83,25 +83,25 @@ def main() -> None:
 def _rates(plan: Plan, kept: KeptRows[Rates], num_processes: int) -> dict[Cell, Rates]:
     searches = [Search(cell, plan.lasting, precision=plan.precision) for cell in plan.cells]
     left = [each for each in searches if kept.get(each.key) is None]
-    for found in in_processes(highest_rates, left[::-1], num_processes):  # the longest first
-        kept.add(found.search.key, found)
-        say(f"{found.search.cell}: aggregated {found.aggregated:.2f}/s, P/D {found.split:.2f}/s")
+    for highest in in_processes(highest_rates, left[::-1], num_processes):  # the longest first
+        kept.add(highest.search.key, highest)
+        say(f"{highest.search.cell}: aggregated {highest.aggregated:.2f}/s, P/D {highest.split:.2f}/s")
     done = (kept.get(each.key) for each in searches)
-    return {found.search.cell: found for found in done if found is not None}
+    return {highest.search.cell: highest for highest in done if highest is not None}
 
 
 def _points(plan: Plan, rates: Mapping[Cell, Rates]) -> list[Point]:
     """The full load first, all cells of a seed before the next: what there is of a study that is not over is worth
     reading."""
     points = []
-    for load, seed, (cell, found) in product(LOADS, range(plan.num_seeds), rates.items()):
-        rate = round(load * found.full, 6)
+    for load, seed, (cell, highest) in product(LOADS, range(plan.num_seeds), rates.items()):
+        rate = round(load * highest.full, 6)
         points += [
             Point(cell, system, num_prefill, seed, rate, plan.lasting)
             for system, num_prefill in (
                 (AGGREGATED, 0),
-                (SPLIT, found.num_prefill),
-                (CONDITIONAL, found.num_prefill),
+                (SPLIT, highest.num_prefill),
+                (CONDITIONAL, highest.num_prefill),
             )
         ]
     return points
@@ -153,13 +153,13 @@ def _workers(num_workers: int, rows: Rows[Row], rates: Mapping[Cell, Rates]) -> 
     highest, body, losses, goals = [], [], [], []
     num_met, num_itl, num_runs = 0, 0, 0
     for cell, of_cell in rows.each("point.cell"):
-        found = rates[cell]
-        split = f"{found.num_prefill}:{num_workers - found.num_prefill}"
+        best = rates[cell]
+        split = f"{best.num_prefill}:{num_workers - best.num_prefill}"
         kind = (f"{cell.prompt_tokens:,}", f"{cell.hits:.0%}")
-        up_to = (f"{found.aggregated:.1f}", f"{found.split:.1f}", split)
-        highest.append((*kind, *up_to, f"{found.split / found.aggregated:.2f}"))
+        up_to = (f"{best.aggregated:.1f}", f"{best.split:.1f}", split)
+        highest.append((*kind, *up_to, f"{best.split / best.aggregated:.2f}"))
         for rate, at_rate in sorted(of_cell.each("point.rate_per_s")):
-            load = f"{rate / found.full:.0%}, {rate:.1f}/s"
+            load = f"{rate / best.full:.0%}, {rate:.1f}/s"
             place = f"{cell.prompt_tokens:,} tokens, {cell.hits:.0%} hits, {load}"
             systems = dict(at_rate.each("point.system"))
             better = _better(systems, GOODPUT)

@@ -155,9 +155,9 @@ class Bench:
         self._running.append(system)
         self.about[name] = system.about
         for batch in self._plan.batches:
-            given = prompts(self._words, batch, self._plan.prompt_tokens, "warm-up")
+            warm_up = prompts(self._words, batch, self._plan.prompt_tokens, "warm-up")
             try:
-                system.generate(given, _WARM_UP_OUTPUT)
+                system.generate(warm_up, _WARM_UP_OUTPUT)
             except BrokenRun as error:
                 self._drop(system, error)
                 return

@@ -88,7 +88,7 @@ class System(Child):
     """A running system: a name of KINDS, which may go on with arguments, `kvolt:quantize=int8,block_size=32`."""
 
     def __init__(self, name: str, threads: int) -> None:
-        base, _, given = name.partition(":")
+        base, _, options = name.partition(":")
         if base not in KINDS:
             raise Missing(f"{name}: unknown; known are {', '.join(KINDS)}")
         kind, python = KINDS[base], Path(sys.executable)
@@ -98,7 +98,7 @@ class System(Child):
                 raise Missing(
                     f"{name}: not installed; run benchmarks/engine/peers/install {kind.environment}"
                 )
-        arguments = (*kind.arguments, *filter(None, given.split(",")))
+        arguments = (*kind.arguments, *filter(None, options.split(",")))
         command = [str(python), str(PEERS / kind.script), str(kind.model), str(threads), *arguments]
         super().__init__(name, command, _environment(threads), answer_s=_ANSWER_S)
         try:

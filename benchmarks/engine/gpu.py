@@ -52,19 +52,19 @@ def _later(module: str, name: str) -> Callable[[Bench], dict[str, Any]]:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version()}
+    facts: dict[str, Any] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
+            facts[package] = None
     if bench.device.type == "cuda":
         properties = torch.cuda.get_device_properties(bench.device)
-        found["device"] = properties.name
-        found["processors"] = properties.multi_processor_count
-        found["memory_gib"] = properties.total_memory / 2**30
-    bench.say(f"  {found}")
-    return found
+        facts["device"] = properties.name
+        facts["processors"] = properties.multi_processor_count
+        facts["memory_gib"] = properties.total_memory / 2**30
+    bench.say(f"  {facts}")
+    return facts
 
 
 _GROUPS = {
@@ -151,10 +151,10 @@ def _run_here(options: argparse.Namespace, out: Path) -> None:
     bench.load()
     for name in options.phases:
         bench.phase(name, _PHASES[name])
-    found = {name: bench.results[name] for name in options.phases}
-    failed = [name for name, result in found.items() if "failed" in result]
+    results = {name: bench.results[name] for name in options.phases}
+    failed = [name for name, result in results.items() if "failed" in result]
     # Parts of a phase, and kernels that are wrong.
-    parts = ((name, part, each) for name, result in found.items() for part, each in result.items())
+    parts = ((name, part, each) for name, result in results.items() for part, each in result.items())
     failed += [f"{name}: {part}" for name, part, each in parts if isinstance(each, dict) and _is_wrong(each)]
     if failed:
         raise BrokenRun(f"failed: {', '.join(failed)}")

@@ -150,8 +150,8 @@ class Bench:
         self.say(f"--- {name}")
         try:
             self.results[name] = work(self)
-            for part, found in self.results[name].items():
-                self.say(f"  {part}: {json.dumps(found, default=str)}")
+            for part, result in self.results[name].items():
+                self.say(f"  {part}: {json.dumps(result, default=str)}")
         except Exception as error:  # a phase must not take the others with it
             traceback.print_exc()
             self.say(f"{name} FAILED: {type(error).__name__}: {str(error)[:300]}")

@@ -55,7 +55,7 @@ def core_of(config: ModelConfig, device: str, dtype: str, *, graphs: bool = True
 def tokens_of(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy, all at once: batched, chunked, mixed steps."""
     requests = [request_of(prompt, count) for prompt in prompts]
-    told: dict[str, list[int]] = {str(request.request_id): [] for request in requests}
+    tokens: dict[str, list[int]] = {str(request.request_id): [] for request in requests}
     for request in requests:
         core.submit(request)
     while core.has_work:
@@ -63,10 +63,10 @@ def tokens_of(core: EngineCore, prompts: list[list[int]], count: int) -> list[li
         if output is None:
             continue
         for name, token in zip(output.plain_ids, output.plain_tokens, strict=True):
-            told[str(name)].append(token)
+            tokens[str(name)].append(token)
         for name, delta in output.deltas:
-            told[str(name)] += delta.token_ids
-    return [told[str(request.request_id)] for request in requests]
+            tokens[str(name)] += delta.token_ids
+    return [tokens[str(request.request_id)] for request in requests]
 
 
 def _prompts(vocab: int, count: int, seed: int) -> list[list[int]]:
@@ -97,18 +97,18 @@ def all_logits(core: EngineCore, tokens: list[int]) -> Tensor:
 
 def model_checks(bench: Bench) -> dict[str, Any]:
     """Tiny models in float32: the GPU's tokens are the CPU's; captured steps give what plain ones give."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     device = str(bench.device)
     for name, config in (("llama", TINY), ("qwen3", QWEN3)):
         prompts = _prompts(config.vocab_size, 12, 1)
-        with bench.attempt(name, found):
+        with bench.attempt(name, results):
             on_cpu = core_of(config, "cpu", "float32")
             captured = core_of(config, device, "float32")
             plain = core_of(config, device, "float32", graphs=False)
             expected = tokens_of(on_cpu, prompts, 24)
             by_graph, by_launch = tokens_of(captured, prompts, 24), tokens_of(plain, prompts, 24)
             cpu_logits, gpu_logits = (all_logits(core, prompts[0]) for core in (on_cpu, plain))
-            found[name] = {
+            results[name] = {
                 "tokens": sum(map(len, expected)),
                 "gpu_equals_cpu": by_launch == expected,
                 "graph_equals_launches": by_graph == by_launch,
@@ -117,17 +117,17 @@ def model_checks(bench: Bench) -> dict[str, Any]:
                 "logits_error": float((gpu_logits - cpu_logits).abs().max()),
                 "logits_spread": float(cpu_logits.std()),
             }
-    with bench.attempt("bfloat16 graph", found):
+    with bench.attempt("bfloat16 graph", results):
         prompts = _prompts(MIDDLE.vocab_size if not bench.is_smoke else TINY.vocab_size, 16, 2)
         config = TINY if bench.is_smoke else MIDDLE
         captured, plain = (core_of(config, device, "bfloat16", graphs=graphs) for graphs in (True, False))
         one, two = tokens_of(captured, prompts, 32), tokens_of(plain, prompts, 32)
-        found["bfloat16 graph"] = {
+        results["bfloat16 graph"] = {
             "tokens": sum(map(len, one)),
             "equal": one == two,
             "differing": _differing(one, two),
         }
-    return found
+    return results
 
 
 def _differing(left: list[list[int]], right: list[list[int]]) -> int:

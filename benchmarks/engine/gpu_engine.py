@@ -142,19 +142,19 @@ def decode(bench: Bench) -> dict[str, Any]:
     for _ in range(bench.rounds):
         for batch in batches:
             rows[batch].append(decode_rate(bench, core, batch, context, steps))
-    found: dict[str, Any] = {}
-    for batch, given in rows.items():
-        limit = decode_limit_ms(bench, given[0]["context_tokens"])
-        step = spread([row["step_ms"] for row in given])
-        found[str(batch)] = {
-            "tokens_per_s": spread([row["tokens_per_s"] for row in given]),
+    results: dict[str, Any] = {}
+    for batch, rounds in rows.items():
+        limit = decode_limit_ms(bench, rounds[0]["context_tokens"])
+        step = spread([row["step_ms"] for row in rounds])
+        results[str(batch)] = {
+            "tokens_per_s": spread([row["tokens_per_s"] for row in rounds]),
             "step_ms": step,
-            "in_step_ms": spread([row["in_step_ms"] for row in given]),
+            "in_step_ms": spread([row["in_step_ms"] for row in rounds]),
             "limit_ms": limit,
             "of_limit": limit / step["median"],
             "gpu_ms": _gpu_ms(bench, core, batch, context + steps // 2),
         }
-    return found
+    return results
 
 
 def _gpu_ms(bench: Bench, core: EngineCore, batch: int, context: int) -> float:
@@ -208,18 +208,18 @@ def prefill(bench: Bench) -> dict[str, Any]:
     for round_number in range(bench.rounds):
         for length in lengths:
             times[length].append(prefill_seconds(bench, core, length, round_number))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     matmul = bench.results.get("limits", {}).get("matmul", float("nan"))
-    for length, given in times.items():
-        took = spread(given)
+    for length, times_ms in times.items():
+        took = spread(times_ms)
         limit = prefill_flops(bench.config, length) / matmul
-        found[str(length)] = {
-            "tokens_per_s": spread([length / one for one in given]),
+        results[str(length)] = {
+            "tokens_per_s": spread([length / one for one in times_ms]),
             "ms": {name: value * 1e3 for name, value in took.items()},
             "limit_ms": limit * 1e3,
             "of_limit": limit / took["median"],
         }
-    return found
+    return results
 
 
 def mixed_load(bench: Bench) -> dict[str, Any]:

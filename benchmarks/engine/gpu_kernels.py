@@ -100,7 +100,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def kernel_checks(bench: Bench) -> dict[str, Any]:
     """Relative error against float64: float32 must be exact to 1e-5, the others to their rounding."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if not bench.is_smoke else (torch.float32,)
     bounds = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
     for dtype in dtypes:
@@ -111,10 +111,10 @@ def kernel_checks(bench: Bench) -> dict[str, Any]:
         }
         for name, part in parts.items():
             label = f"{name} {str(dtype).removeprefix('torch.')}"
-            with bench.attempt(label, found):
+            with bench.attempt(label, results):
                 error = part()
-                found[label] = {"error": error, "right": error <= bounds[dtype]}
-    return found
+                results[label] = {"error": error, "right": error <= bounds[dtype]}
+    return results
 
 
 def _check_decode(bench: Bench, dtype: torch.dtype) -> float:
@@ -171,8 +171,8 @@ def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
     slots = paged.tables[0].long().repeat_interleave(16)[:rows] * 16 + positions % 16
     angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
     norms = made(config.head_dim), made(config.head_dim)
-    for given in ((), norms):
-        rotation = operations.Rotation(angles.cos(), angles.sin(), *given)
+    for weights in ((), norms):
+        rotation = operations.Rotation(angles.cos(), angles.sin(), *weights)
         target = operations.KvTarget(*paged.slab.layer(0), slots)
         q, k, v = qkv.split(heads, dim=1)
         triton_fused.rotate_and_write(q, k, v, positions, rotation, target)
@@ -189,7 +189,7 @@ def decode_sweep(bench: Bench) -> dict[str, Any]:
     cases = {"1 x 1k": [1024], "32 x 1k": [1024] * 32, "256 x 1k": [1024] * 256, "32 x 1k..8k": _ragged(32)}
     if bench.is_smoke:
         cases = {"2 x 40": [40, 40]}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for case, lens in cases.items():
         layers = 2 if bench.is_smoke else 8
         paged = Paged(bench, lens, num_layers=layers)
@@ -211,12 +211,12 @@ def decode_sweep(bench: Bench) -> dict[str, Any]:
                 for layer in range(paged.slab.shape.num_layers):
                     decode_attention(q, paged.context(layer), 0.1, splits=splits, shape=shape)
 
-            with bench.attempt(key, found):
+            with bench.attempt(key, results):
                 rate = num_bytes * layers / bench.replay_seconds(work, 5)
-                found[key] = {"gbps": rate / 1e9, "of_limit": rate / bandwidth if bandwidth else None}
+                results[key] = {"gbps": rate / 1e9, "of_limit": rate / bandwidth if bandwidth else None}
         del paged
         bench.free()
-    return found
+    return results
 
 
 def _ragged(count: int) -> list[int]:
@@ -226,7 +226,7 @@ def _ragged(count: int) -> list[int]:
 
 def prefill_sweep(bench: Bench) -> dict[str, Any]:
     """Attention alone: a whole prompt, and a chunk after cached tokens; paged kernel beside torch's."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     limit = bench.results.get("limits", {}).get("matmul")
     cases = {"2k": (2048, 2048), "8k": (8192, 8192), "8k after 8k": (16384, 8192)}
     if bench.is_smoke:
@@ -245,16 +245,16 @@ def prefill_sweep(bench: Bench) -> dict[str, Any]:
             def work(shape: PrefillShape = shape) -> None:
                 prefill_attention(q, paged.context(), chunks, 0.1, out=out, shape=shape)  # noqa: B023
 
-            with bench.attempt(key, found):
+            with bench.attempt(key, results):
                 rate = flops / bench.seconds(work, 5)
-                found[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
+                results[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
         for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
             key = f"{case}, torch {backend.lower()}"
             if queries == context and bench.device.type == "cuda":
-                with bench.attempt(key, found):
+                with bench.attempt(key, results):
                     rate = flops / _torch_seconds(bench, q, paged, backend)
-                    found[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
-    return found
+                    results[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
+    return results
 
 
 def _torch_seconds(bench: Bench, q: Tensor, paged: Paged, backend: str) -> float:

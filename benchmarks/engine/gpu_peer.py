@@ -157,39 +157,39 @@ def batching_rate(bench: Bench, batch: int, context: int, new_tokens: int, seed:
 
 def beside_transformers(bench: Bench) -> dict[str, Any]:
     """Ours and both of theirs in turn, round by round; batch 256 once."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     core, model = engine_of(bench), peer_of(bench)
-    with bench.attempt("same weights", found):
-        found["same weights"] = _same_logits(bench, model)
+    with bench.attempt("same weights", results):
+        results["same weights"] = _same_logits(bench, model)
     small, large = ((2,), 4) if bench.is_smoke else ((1, 32), 256)
     context, new = (40, 6) if bench.is_smoke else (CONTEXT, _NEW_TOKENS)
     rows: dict[str, list[float]] = {}
-    with bench.attempt("warm-up", found):
+    with bench.attempt("warm-up", results):
         batching_rate(bench, 2, 40, 4, "warm")
         generate_rate(bench, 2, 40, 4)
     for _ in range(bench.rounds):
         for batch in small:
-            _one_round(bench, found, rows, core, f"{batch} x {context}", batch, context, new)
+            _one_round(bench, results, rows, core, f"{batch} x {context}", batch, context, new)
     shorter = 24 if bench.is_smoke else _LARGE_CONTEXT
-    _one_round(bench, found, rows, core, f"{large} x {shorter}", large, shorter, new)
+    _one_round(bench, results, rows, core, f"{large} x {shorter}", large, shorter, new)
     for length in (60, 120) if bench.is_smoke else PROMPTS:
-        with bench.attempt(f"prefill {length}", found):
+        with bench.attempt(f"prefill {length}", results):
             for seed in range(2):  # the first warms
                 ours = length / prefill_seconds(bench, core, length, f"peer {seed}")
                 theirs = batching_rate(bench, 1, length, 2, f"prefill {seed}")["prefill_tokens_per_s"]
             rows[f"prefill {length}, kvolt"] = [ours]
             rows[f"prefill {length}, continuous batching"] = [theirs]
-        with bench.attempt(f"prefill {length}, generate", found):
+        with bench.attempt(f"prefill {length}, generate", results):
             rows[f"prefill {length}, generate"] = [
                 generate_rate(bench, 1, length, 2)["prefill_tokens_per_s"] for _ in range(2)
             ][1:]
-    found["tokens_per_s"] = {name: spread(values) for name, values in rows.items()}
-    return found
+    results["tokens_per_s"] = {name: spread(values) for name, values in rows.items()}
+    return results
 
 
 def _one_round(
     bench: Bench,
-    found: dict[str, Any],
+    results: dict[str, Any],
     rows: dict[str, list[float]],
     core: Any,
     case: str,
@@ -197,14 +197,14 @@ def _one_round(
     context: int,
     new: int,
 ) -> None:
-    with bench.attempt(f"{case}, kvolt", found):
+    with bench.attempt(f"{case}, kvolt", results):
         rate = decode_rate(bench, core, batch, context, new - 1)["tokens_per_s"]
         rows.setdefault(f"{case}, kvolt", []).append(rate)
-    with bench.attempt(f"{case}, continuous batching", found):
+    with bench.attempt(f"{case}, continuous batching", results):
         rate = batching_rate(bench, batch, context, new, "decode")["tokens_per_s"]
         rows.setdefault(f"{case}, continuous batching", []).append(rate)
     bench.free()
-    with bench.attempt(f"{case}, generate", found):
+    with bench.attempt(f"{case}, generate", results):
         rate = generate_rate(bench, batch, context, new)["tokens_per_s"]
         rows.setdefault(f"{case}, generate", []).append(rate)
     bench.free()

@@ -10,7 +10,7 @@ from benchmarks.engine.gpu_engine import CONTEXT, decode_rate, engine_of, prefil
 
 
 def profiles(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     core = engine_of(bench)
     cases = {
         "decode 32": lambda: decode_rate(bench, core, 32, CONTEXT, 16),
@@ -18,11 +18,11 @@ def profiles(bench: Bench) -> dict[str, Any]:
         "prefill 16384": lambda: prefill_seconds(bench, core, 16384, "profile"),
     }
     for name, work in cases.items():
-        with bench.attempt(name, found):
+        with bench.attempt(name, results):
             work()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 work()
                 bench.sync()
             rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)[:14]
-            found[name] = [(row.key[:90], row.count, row.self_device_time_total / 1e3) for row in rows]
-    return found
+            results[name] = [(row.key[:90], row.count, row.self_device_time_total / 1e3) for row in rows]
+    return results

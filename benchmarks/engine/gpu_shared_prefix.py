@@ -39,8 +39,8 @@ def shared_prefix(bench: Bench) -> dict[str, Any]:
                 "shared": [[*common, *suffix] for suffix in suffixes],
                 "distinct": [[*prefix, *suffix] for prefix, suffix in zip(own, suffixes, strict=True)],
             }
-            for name, given in prompts.items():
-                times[name].append(decode_rate_of(bench, core, given, steps, spare_steps)["step_ms"])
+            for name, token_ids in prompts.items():
+                times[name].append(decode_rate_of(bench, core, token_ids, steps, spare_steps)["step_ms"])
         step_ms = {name: spread(values) for name, values in times.items()}
         none, shared, distinct = (step_ms[name]["median"] for name in ("none", "shared", "distinct"))
         rows.append(

@@ -61,13 +61,13 @@ def measure(model: str, folder: Path, load: Sequence[str], system: str, number: 
     arguments = {"step_log": str(steps_path), **SYSTEMS[system]}
     with served(System(model=model, workers=2, prefill=1, arguments=arguments)) as url:
         bench = ["kvolt", "bench", "--url", url, *load, "--seed", str(number), "--quiet", "--json"]
-        found = decode_report(output_of(bench), "the report of kvolt bench")
+        report = decode_report(output_of(bench), "the report of kvolt bench")
     steps = list(read_steps(steps_path.read_bytes().splitlines()))
-    gaps, ttft = found.latencies["itl"], found.latencies["ttft"]
+    gaps, ttft = report.latencies["itl"], report.latencies["ttft"]
     return Row(
         system=system,
         round=number,
-        tokens_per_s=found.throughput.output_tokens_per_s,
+        tokens_per_s=report.throughput.output_tokens_per_s,
         gap_p50_ms=1e3 * (gaps.p50 or 0.0),
         gap_p99_ms=1e3 * (gaps.p99 or 0.0),
         gap_max_ms=1e3 * (gaps.max or 0.0),
@@ -77,7 +77,7 @@ def measure(model: str, folder: Path, load: Sequence[str], system: str, number: 
         * max((step.time_s for step in steps if step.batch and step.prefill_tokens), default=0.0),
         longest_step_ms=1e3 * max((step.time_s for step in steps), default=0.0),
         largest_chunk=max((step.prefill_tokens for step in steps), default=0),
-        num_failed=found.counts.failed,
+        num_failed=report.counts.failed,
     )
 
 

@@ -1,10 +1,11 @@
-"""kvolt with a vLLM worker beside a bare vLLM server: what each takes outside the engine, and what users see.
+"""kvolt with a vLLM worker compared to a plain vLLM server: CPU time outside the engine, and client latencies.
 
     VENV/bin/python -m benchmarks.engines.vllm_overhead           VENV as of tests/engines_vllm/setup.sh; ten minutes
 
-Both serve the same tiny random model, small so that what is around the engine can be seen, and have the same load in
-turn, several rounds each. CPU is that of all processes but vLLM's engine core and its workers: here a frontend and a
-worker, there an API server. Ratios are of the medians of one run; the spread of single rounds is told.
+Both serve the same tiny random model, so that the cost around the engine is visible, and get the same load in turn,
+several rounds each. CPU time is that of all processes except vLLM's engine core and its workers: a frontend and a
+worker of kvolt, an API server of vLLM. Ratios are of the medians of one run; the report shows the spread of single
+rounds.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ ENVIRON = {
 
 def kvolt_commands(model: Path, port: int) -> list[list[str]]:
     """A frontend and a worker: `kvolt serve` would limit the engine's threads, unlike vLLM's server."""
-    given = ["--arg", f"engine_args={json.dumps(ENGINE_ARGS)}", "--arg", "served_name=tiny"]
+    engine_flags = ["--arg", f"engine_args={json.dumps(ENGINE_ARGS)}", "--arg", "served_name=tiny"]
     return [
         [*KVOLT, "frontend", "--port", str(port), "--router", "latency"],
-        [*KVOLT, "worker", str(model), "--engine", "vllm", *given],
+        [*KVOLT, "worker", str(model), "--engine", "vllm", *engine_flags],
     ]
 
 
 def vllm_commands(model: Path, port: int) -> list[list[str]]:
-    given: list[str] = []
+    flags: list[str] = []
     for name, value in ENGINE_ARGS.items():
         flag = f"--{name.replace('_', '-')}"
-        given += [flag] if value is True else [flag, str(value)]
+        flags += [flag] if value is True else [flag, str(value)]
     module = "vllm.entrypoints.openai.api_server"
     served = f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port}".split()
-    return [[sys.executable, "-m", module, *served, *given]]
+    return [[sys.executable, "-m", module, *served, *flags]]
 
 
 class Server:
@@ -73,12 +74,12 @@ class Server:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU of the engine, and by pid of the processes around it."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for each in (member for root in self._roots for member in (root, *root.children(recursive=True))):
             command = " ".join(each.cmdline())
             name = "engine" if any(word in command for word in _ENGINE) else f"{each.pid}"
-            found[name] = found.get(name, 0.0) + sum(each.cpu_times()[:2])
-        return found
+            seconds[name] = seconds.get(name, 0.0) + sum(each.cpu_times()[:2])
+        return seconds
 
 
 def start(stack: ExitStack, kind: str, model: Path) -> Server:

@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._fail = fail
         self._transport: asyncio.Transport | None = None
         self._tail = b""
-        self._begun = False
+        self._has_started = False
         self._last_seen = False
         self._closing = False
         self.events = 0
@@ -69,15 +69,15 @@ class Connection(asyncio.Protocol):
     def ask(self, request: bytes) -> None:
         assert self._transport is not None
         self._tail = b""
-        self._begun = self._last_seen = False
+        self._has_started = self._last_seen = False
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        if not self._begun:
+        if not self._has_started:
             if not data.startswith(_OK):
                 self._fail(BrokenRun(f"a request was refused:\n{data[:1000].decode(errors='replace')}"))
                 return
-            self._begun = True
+            self._has_started = True
         if self.on_read is not None:
             self.on_read(data)
         tally, tail = self._tally, self._tail
@@ -145,7 +145,7 @@ class Load:
         done, _ = await asyncio.wait([self._ended], timeout=seconds)
         if done:
             self._ended.result()
-            raise BrokenRun("the answers ended early: the mock is faster than it was told to be")
+            raise BrokenRun("the answers ended early: the mock is faster than configured")
 
     def _fail(self, error: BrokenRun) -> None:
         if not self._ended.done():
@@ -222,7 +222,7 @@ async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> 
         while min(connection.events for connection in load.connections) < 2:
             await load.sleep(0.05)
             if time.monotonic() > deadline:
-                raise BrokenRun(f"some streams have not begun after {WAIT_S:.0f} s")
+                raise BrokenRun(f"some streams have not started after {WAIT_S:.0f} s")
         await load.sleep(_SETTLE_S)
         end = _window(edge, load.tally)
         await load.sleep(seconds)
@@ -243,9 +243,11 @@ def shape_of_stream(edge: Edge, num_tokens: int = 512) -> Shape:
     request = chat_request([{"role": "user", "content": "count the events"}], num_tokens)
     body = request.partition(b"\r\n\r\n")[2]
     address = f"http://127.0.0.1:{edge.port}/v1/chat/completions"
-    asked = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=WAIT_S) as response:
+    http_request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(http_request, timeout=WAIT_S) as response:
         lines = response.read().split(b"\n")
     chunks = [json.loads(line[len(_EVENT) :]) for line in lines if line.startswith(b"data: {")]
-    told = sum(1 for chunk in chunks if chunk["choices"] and chunk["choices"][0]["delta"].get("content"))
-    return Shape(told / num_tokens, len(chunks) - told)
+    num_content = sum(
+        1 for chunk in chunks if chunk["choices"] and chunk["choices"][0]["delta"].get("content")
+    )
+    return Shape(num_content / num_tokens, len(chunks) - num_content)

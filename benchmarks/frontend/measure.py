@@ -94,8 +94,8 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def flat_events_per_token(self) -> float:
-        told = self.flat.events - self.flat.responses * self.shape.other_events
-        return told / (self.flat.responses * FLAT_TOKENS)
+        num_content = self.flat.events - self.flat.responses * self.shape.other_events
+        return num_content / (self.flat.responses * FLAT_TOKENS)
 
 
 class DelayRow(msgspec.Struct, frozen=True):
@@ -213,13 +213,13 @@ async def _delays(edge: Edge, requests: Sequence[bytes], rate_per_s: float, numb
 
             def end(ended: Connection) -> None:
                 times = _token_times(reads)
-                first_ms.append((times[0] - asked) * 1e3)
+                first_ms.append((times[0] - sent_at) * 1e3)
                 gaps_ms.extend((after - before) * 1e3 for before, after in pairwise(times))
                 free.append(ended)
 
             connection.on_read = lambda data: reads.append((time.perf_counter(), data))
             connection.on_end = end
-            asked = time.perf_counter()
+            sent_at = time.perf_counter()
             connection.ask(request)
 
         due = time.perf_counter()

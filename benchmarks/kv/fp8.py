@@ -174,7 +174,7 @@ def effects(reader: Reader, samples: Sequence[Sequence[int]]) -> list[Effect]:
             after = reader.read(forced, plan.prefix)
             rows[name].append((before, after, forced, greedy, reader.greedy(first)))
         say(f"  text {number + 1} of {len(samples)}")
-    return [_effect(name, found, plan.greedy) for name, found in rows.items()]
+    return [_effect(name, row, plan.greedy) for name, row in rows.items()]
 
 
 def _effect(change: str, rows: Sequence[Any], num_greedy: int) -> Effect:

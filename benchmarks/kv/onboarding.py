@@ -59,10 +59,10 @@ class SlowDisk(DiskTier):
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
         async with self._turn:
             until = time.perf_counter() + self.block_s * len(blocks)
-            found = await super().read(blocks, memory, slots)
+            result = await super().read(blocks, memory, slots)
             await asyncio.sleep(until - time.perf_counter())
             self.stats.block_s = self.block_s
-            return found
+            return result
 
 
 class FixedChoice(FetchOrCompute):

@@ -98,12 +98,12 @@ def kill_often(folder: Path, num_kills: int, longest_s: float = 1.0) -> Kills:
             time.sleep(rng.uniform(0.0, longest_s))
             process.kill()
         [part] = find_parts(folder)
-        found = {each.block.key for each in part.blocks}
+        keys = {each.block.key for each in part.blocks}
         num_bad += len(verify(part, lambda _: None))
-        num_verified += len(found)
-        num_empty += not found
-        num_new += len(found - before)
-        before = found
+        num_verified += len(keys)
+        num_empty += not keys
+        num_new += len(keys - before)
+        before = keys
         print(f"\r{number + 1}/{num_kills} kills, {num_bad} bad", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return Kills(num_kills, num_bad, num_verified, num_empty, num_new)

@@ -100,24 +100,26 @@ def returning(url: str, plan: Plan) -> tuple[list[Answer], list[str]]:
 
 
 def returned(plan: Plan, urls: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     expected: list[str] | None = None
     for name, url in urls.items():
         complete(url, tokens(random.Random(1), 64), 4)  # compiles
         answers, texts = returning(url, plan)
         expected = expected or texts
         ttft = sorted(1e3 * each.ttft_s for each in answers)
-        found[name] = {
+        results[name] = {
             "TTFT mean ms": statistics.mean(ttft),
             "of it onboarding": statistics.mean(each.timing.get("kv_onboard_ms", 0.0) for each in answers),
             "TTFT p90 ms": ttft[int(0.9 * (len(ttft) - 1))],
             "cached share": statistics.mean(each.cached_tokens / plan.prefix_tokens for each in answers),
             "same text": sum(map(str.__eq__, expected, texts)) / len(texts),
         }
-        say(f"{name} {json.dumps(found[name])}")
-    for name in found.keys() - {"without"}:
-        found[name]["TTFT without / with"] = found["without"]["TTFT mean ms"] / found[name]["TTFT mean ms"]
-    return found
+        say(f"{name} {json.dumps(results[name])}")
+    for name in results.keys() - {"without"}:
+        results[name]["TTFT without / with"] = (
+            results["without"]["TTFT mean ms"] / results[name]["TTFT mean ms"]
+        )
+    return results
 
 
 def fresh_round(url: str, plan: Plan, draw: random.Random) -> float:
@@ -137,11 +139,13 @@ def fresh(plan: Plan, urls: Mapping[str, str]) -> dict[str, Any]:
             rate = fresh_round(url, plan, draw)
             if number:  # the first round compiles
                 rates[name].append(rate)
-    found: dict[str, Any] = {name: {"tokens/s": statistics.median(rounds)} for name, rounds in rates.items()}
+    results: dict[str, Any] = {
+        name: {"tokens/s": statistics.median(rounds)} for name, rounds in rates.items()
+    }
     for name in rates.keys() - {"without"}:
         pairs = [with_it / without for with_it, without in zip(rates[name], rates["without"], strict=True)]
-        found[name] |= {"with / without": statistics.median(pairs), "of single rounds": sorted(pairs)}
-    return found
+        results[name] |= {"with / without": statistics.median(pairs), "of single rounds": sorted(pairs)}
+    return results
 
 
 def copies(device: str) -> dict[str, float]:
@@ -185,11 +189,11 @@ def copies(device: str) -> dict[str, float]:
         assert torch.equal(memory, before)
         return memory.nbytes / min(down) / 1e9, memory.nbytes / min(up) / 1e9
 
-    found = {"plain down": best(lambda: plain.copy_(memory)), "plain up": best(lambda: memory.copy_(plain))}
-    found["offload"], found["onboard"] = asyncio.run(tier())
-    found["offload / plain"] = found["offload"] / found["plain down"]
-    found["onboard / plain"] = found["onboard"] / found["plain up"]
-    return found
+    rates = {"plain down": best(lambda: plain.copy_(memory)), "plain up": best(lambda: memory.copy_(plain))}
+    rates["offload"], rates["onboard"] = asyncio.run(tier())
+    rates["offload / plain"] = rates["offload"] / rates["plain down"]
+    rates["onboard / plain"] = rates["onboard"] / rates["plain up"]
+    return rates
 
 
 def disk_reads(device: str, folder: Path) -> dict[str, float]:
@@ -228,11 +232,11 @@ def disk_reads(device: str, folder: Path) -> dict[str, float]:
         return took
 
     num_bytes = memory.nbytes / 1e9
-    found: dict[str, float] = {"plain file": num_bytes / min(_plain_reads(folder / "plain", memory.nbytes))}
+    rates: dict[str, float] = {"plain file": num_bytes / min(_plain_reads(folder / "plain", memory.nbytes))}
     for name, is_direct in (("host", False), ("direct", True)):
-        found[name] = num_bytes / min(asyncio.run(read(is_direct, folder / name)))
-        found[f"{name} / plain file"] = found[name] / found["plain file"]
-    return found
+        rates[name] = num_bytes / min(asyncio.run(read(is_direct, folder / name)))
+        rates[f"{name} / plain file"] = rates[name] / rates["plain file"]
+    return rates
 
 
 async def _written(cache: TieredCache, disk: DiskTier, blocks: Sequence[TierBlock]) -> None:
@@ -302,7 +306,7 @@ def main() -> int:
             for part, work in (("returning", returned), ("fresh", fresh)):
                 if options.only in (None, part):
                     results[part] = work(plan, urls)
-    text = "\n".join(f"{part} {json.dumps(found)}" for part, found in results.items())
+    text = "\n".join(f"{part} {json.dumps(result)}" for part, result in results.items())
     report(options, text, {"plan": plan, **results})
     is_same = all(each["same text"] == 1.0 for each in results.get("returning", {}).values())
     return 0 if is_same or is_gpu else 1  # in bfloat16 the order of a sum changes its value

@@ -95,9 +95,9 @@ class Counts:
         self.num_streams -= 1
 
     def take(self) -> bytes:
-        told = b'{"began_s":%r,"peak":%d}' % (self.began_s or 0.0, self.peak)
+        encoded = b'{"began_s":%r,"peak":%d}' % (self.began_s or 0.0, self.peak)
         self.began_s, self.peak = None, self.num_streams
-        return told
+        return encoded
 
 
 class Wheel:
@@ -160,8 +160,8 @@ class Stream(asyncio.Protocol):
         head_end = self._data.find(b"\r\n\r\n")
         if head_end < 0:
             return
-        found = _LENGTH.search(self._data, 0, head_end + 2)
-        end = head_end + 4 + (int(found[1]) if found else 0)
+        length = _LENGTH.search(self._data, 0, head_end + 2)
+        end = head_end + 4 + (int(length[1]) if length else 0)
         if len(self._data) >= end:
             request, self._data = self._data[:end], self._data[end:]
             self._answer(request)
@@ -175,8 +175,8 @@ class Stream(asyncio.Protocol):
         elif not request.startswith(b"POST "):
             self._transport.write(_whole(b"404 Not Found", b"{}"))
         else:
-            found = _ASKED.search(request)
-            self._asked, self._sent = max(1, int(found[1])) if found else 16, 0
+            match = _ASKED.search(request)
+            self._asked, self._sent = max(1, int(match[1])) if match else 16, 0
             self._counts.opened()
             if self._wheel is None:
                 self._transport.write(_whole_answer(self._asked))

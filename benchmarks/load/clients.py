@@ -234,10 +234,10 @@ def _many(plan: Plan) -> ManyRow:
     with serve_canned(period_s, set(others) or None) as port:
         load = _load(port, plan.streams, plan.streams, round(plan.streams_seconds / period_s))
         short, *_ = _cost(client, replace(load, output_tokens=1), str(first))
-        long, seen, used, asked = _cost(client, load, str(first))
+        long, seen, used, load_seen = _cost(client, load, str(first))
     return ManyRow(
         streams=plan.streams,
-        peak=asked.peak,
+        peak=load_seen.peak,
         answers=seen.answers,
         failed=seen.failed,
         wall_s=used.wall_s,
@@ -249,8 +249,8 @@ def _many(plan: Plan) -> ManyRow:
 def _cost(client: Client, load: Load, cores: str | None = None) -> tuple[Cost, Seen, Usage, Asked]:
     asked_of(load.port)  # to count anew
     seen, used = run_client(client, load, cores)
-    asked = asked_of(load.port)
-    return Cost(used.cpu_s, used.cpu_s_from(asked.began_s), seen.output_tokens), seen, used, asked
+    load_seen = asked_of(load.port)
+    return Cost(used.cpu_s, used.cpu_s_from(load_seen.began_s), seen.output_tokens), seen, used, load_seen
 
 
 def _load(port: int, requests: int, streams: int, output_tokens: int) -> Load:

@@ -83,7 +83,7 @@ class Client(Protocol):
 
 
 def run_client(client: Client, load: Load, cores: str | None = None) -> tuple[Seen, Usage]:
-    """One run in fresh processes, on the named cores. BrokenRun: it failed, or did not ask for what it was told."""
+    """One run in fresh processes, on the named cores. BrokenRun: it failed, or did not send the load."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as name:
         folder = Path(name)
         used, stdout = run_metered(client.name, client.command(load, folder), folder, cores, **client.environ)
@@ -144,16 +144,16 @@ class Aiperf:
         packages = ([f"aiperf=={_AIPERF_VERSION}"],)
         about = f"{AIPERF} (1.2 GB)"
         installed_python(folder / "aiperf", "import aiperf", about, packages, may_install=may_install)
-        found = cls(folder)
-        found._tokenizer.mkdir(parents=True, exist_ok=True)
-        (found._tokenizer / "tokenizer.json").write_bytes(tokenizer_json())
+        client = cls(folder)
+        client._tokenizer.mkdir(parents=True, exist_ok=True)
+        (client._tokenizer / "tokenizer.json").write_bytes(tokenizer_json())
         kind = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": SPECIAL[2],
             "bos_token": SPECIAL[0],
         }
-        (found._tokenizer / "tokenizer_config.json").write_bytes(msgspec.json.encode(kind))
-        return found
+        (client._tokenizer / "tokenizer_config.json").write_bytes(msgspec.json.encode(kind))
+        return client
 
     def command(self, load: Load, folder: Path) -> list[str]:
         return [
@@ -170,13 +170,15 @@ class Aiperf:
 
     def seen(self, folder: Path, stdout: bytes) -> Seen:
         [path] = folder.rglob("profile_export_aiperf.json")
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        summary: dict[str, Any] = msgspec.json.decode(path.read_bytes())
 
         def average(name: str) -> float:
-            return float(found[name]["avg"]) if found.get(name) else 0.0
+            return float(summary[name]["avg"]) if summary.get(name) else 0.0
 
         def delay(name: str) -> Delay | None:
-            return Delay(float(found[name]["p50"]), float(found[name]["p90"])) if name in found else None
+            return (
+                Delay(float(summary[name]["p50"]), float(summary[name]["p90"])) if name in summary else None
+            )
 
         return Seen(
             answers=round(average("request_count")),

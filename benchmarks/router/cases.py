@@ -136,11 +136,13 @@ def text(rows: Sequence[CaseRow]) -> str:
     for case in dict.fromkeys(row.point.case.name for row in rows):
         means: dict[str, dict[str, float]] = {}
         for router in ROUTERS:
-            found = [row.figures for row in rows if (row.point.case.name, row.point.router) == (case, router)]
-            times = {name: interval([getattr(each, of) for each in found]) for name, of in FIGURES.items()}
+            figures = [
+                row.figures for row in rows if (row.point.case.name, row.point.router) == (case, router)
+            ]
+            times = {name: interval([getattr(each, of) for each in figures]) for name, of in FIGURES.items()}
             means[router] = {name: each.mean for name, each in times.items()}
-            hits = interval([100 * each.hit_rate for each in found])
-            failed = sum(each.num_failed for each in found)
+            hits = interval([100 * each.hit_rate for each in figures])
+            failed = sum(each.num_failed for each in figures)
             shown = [times[name].text(",.2f" if name == "ITL mean" else ",.0f") for name in FIGURES]
             body.append((case, router, *shown, hits.text(".1f"), str(failed)))
         ratios = {

@@ -74,15 +74,15 @@ def measured(policy: str, shape: Shape, num: int) -> dict[str, Any]:
     )
     selector.set_workers(dict.fromkeys(held.ids, info))
     _make_busy(selector, held, shape)
-    asked = [_request(each.sequence, at) for at, each in enumerate(prompts(shape, min(num, 100)))]
-    for request in asked:  # once unmeasured
+    requests = [_request(each.sequence, at) for at, each in enumerate(prompts(shape, min(num, 100)))]
+    for request in requests:  # once unmeasured
         selector.release(selector.reserve(selector.choose(request, held.ids)), None)
     gc.collect()
     gc.freeze()
     gc.disable()
     took: dict[str, list[int]] = {"decision": [], "choose": [], "find": []}
     for at in range(num):
-        request = asked[at % len(asked)]
+        request = requests[at % len(requests)]
         started = time.perf_counter_ns()
         choice = selector.choose(request, held.ids)
         chosen = time.perf_counter_ns()
@@ -129,8 +129,8 @@ def _request(hashes: list[int], number: int) -> Request:
 
 
 def main() -> None:
-    given = sys.argv[1]
-    job = msgspec.json.decode(sys.stdin.buffer.read() if given == "-" else given.encode())
+    argument = sys.argv[1]
+    job = msgspec.json.decode(sys.stdin.buffer.read() if argument == "-" else argument.encode())
     if not IS_NATIVE:
         raise RuntimeError("the native index is not built: install a C compiler, then `pip install -e .`")
     figures = measured(job["policy"], Shape(*job["shape"]), job["num"])

@@ -83,12 +83,12 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Soaked(msgspec.Struct, frozen=True):
-    """What came of a run."""
+    """Results of a run."""
 
     plan: Plan
     wall_s: float
     num_blocks: int
-    """That were told, stored or removed."""
+    """Blocks of all events, stored or removed."""
     num_events: int
     looks: list[Look]
     most_bytes: int

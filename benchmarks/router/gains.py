@@ -220,11 +220,11 @@ def _trace() -> str:
 
 def _saturations(plan: Plan, kept: KeptRows[Found], num_processes: int) -> dict[str, Found]:
     left = [each for each in plan.searches if kept.get(_key(each)) is None]
-    for found in in_processes(saturation, left, min(num_processes, len(left) or 1)):
-        kept.add(_key(found.search), found)
-        say(f"{found.search.workload}: round-robin follows up to {found.rate_per_s:.2f} requests/s")
+    for saturated in in_processes(saturation, left, min(num_processes, len(left) or 1)):
+        kept.add(_key(saturated.search), saturated)
+        say(f"{saturated.search.workload}: round-robin follows up to {saturated.rate_per_s:.2f} requests/s")
     done = {each.workload: kept.get(_key(each)) for each in plan.searches}
-    return {workload: found for workload, found in done.items() if found is not None}
+    return {workload: saturated for workload, saturated in done.items() if saturated is not None}
 
 
 def _key(search: Search) -> str:
@@ -233,11 +233,11 @@ def _key(search: Search) -> str:
 
 def _points(plan: Plan, saturations: dict[str, Found]) -> list[Point]:
     points = []
-    for (workload, found), seed, load in product(saturations.items(), range(plan.num_seeds), LOADS):
+    for (workload, saturated), seed, load in product(saturations.items(), range(plan.num_seeds), LOADS):
         num, num_warm = plan.stretch if workload == MOONCAKE else plan.agents
         weights = plan.weights if workload == MOONCAKE else plan.weights[:1]
         routers = [(ROUND_ROBIN, 0.0), (LEAST_LOADED, 0.0), (LATENCY, 0.0), *((CLASSIC, w) for w in weights)]
-        rate = round(load * found.rate_per_s, 6)
+        rate = round(load * saturated.rate_per_s, 6)
         points += [Point(workload, router, weight, seed, rate, num, num_warm) for router, weight in routers]
     return points
 

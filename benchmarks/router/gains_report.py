@@ -94,25 +94,25 @@ def loads_text(
 ) -> str:
     """One table per workload: routers by load."""
     parts = []
-    for workload, found in saturations.items():
+    for workload, saturated in saturations.items():
         mine = [row for row in rows if row.point.workload == workload]
-        parts.append(_workload(workload, found, mine, reuse[workload]))
+        parts.append(_workload(workload, saturated, mine, reuse[workload]))
     return "\n\n".join(parts)
 
 
-def _workload(workload: str, found: Found, rows: Sequence[Row], reuse: Sequence[float]) -> str:
+def _workload(workload: str, saturated: Found, rows: Sequence[Row], reuse: Sequence[float]) -> str:
     rates = sorted({row.point.rate_per_s for row in rows})
     cells = {rate: Cell([row for row in rows if row.point.rate_per_s == rate]) for rate in rates}
     num_seeds = len({row.point.seed for row in rows})
     one = rows[0].point
     about = (
         f"{workload}: {num_seeds} seeds, {one.num_requests - one.num_warm} requests measured in each; "
-        f"round-robin follows up to {found.rate_per_s:.1f} requests/s; a single endless cache would find "
+        f"round-robin follows up to {saturated.rate_per_s:.1f} requests/s; a single endless cache would find "
         f"{interval([100 * share for share in reuse]).text('.1f')} % of the prompt tokens"
     )
     body, goals = [], []
     for rate, cell in cells.items():
-        load = f"{rate / found.rate_per_s:.0%}, {rate:.1f}/s"
+        load = f"{rate / saturated.rate_per_s:.0%}, {rate:.1f}/s"
         names = [
             ROUND_ROBIN,
             LEAST_LOADED,
@@ -132,14 +132,14 @@ def _workload(workload: str, found: Found, rows: Sequence[Row], reuse: Sequence[
 
 
 def _loss_goals(load: str, cell: Cell) -> list[str]:
-    told = []
+    lines = []
     for figure in _COMPARED:
         best = cell.best_classic(figure)
         ratio = cell.ratio(LATENCY, best, figure)
         loss = 1 - ratio.mean if figure.more_is_better else ratio.mean - 1
         name = f"{load}: {LATENCY} loses at most {GOAL_LOSS:.0%} to {best}, its best, on {figure.name}"
-        told.append(goal(name, loss <= GOAL_LOSS, f"{ratio.text('.3f')} of it"))
-    return told
+        lines.append(goal(name, loss <= GOAL_LOSS, f"{ratio.text('.3f')} of it"))
+    return lines
 
 
 def _gain_goal(load: str, cell: Cell) -> str:
@@ -151,11 +151,11 @@ def _gain_goal(load: str, cell: Cell) -> str:
 
 def peer_text(peers: Sequence[PeerRow]) -> str:
     """The whole trace by system and speed."""
-    body, told = [], []
+    body, lines = [], []
     for row in peers:
         figures = row.figures
         if figures is None:
-            told.append(f"missing: {row.system} at {row.speed:g} x: {row.error}")
+            lines.append(f"missing: {row.system} at {row.speed:g} x: {row.error}")
             continue
         body.append(
             (
@@ -178,12 +178,12 @@ def peer_text(peers: Sequence[PeerRow]) -> str:
                 getattr(mine, name) / getattr(theirs, name) for name in ("ttft_mean_ms", "ttft_p99_ms")
             )
             name = f"at {speed:g} x below the peer's KV router on TTFT mean and p99"
-            told.append(goal(name, max(mean, tail) < 1.0, f"{mean:.3f} and {tail:.3f} of it"))
+            lines.append(goal(name, max(mean, tail) < 1.0, f"{mean:.3f} and {tail:.3f} of it"))
             best_ms = min(of.e2e_p99_ms for system, of in by_system.items() if system.startswith(_PEER_KV))
             ratios = [mine.e2e_p99_ms / each_ms for each_ms in (theirs.e2e_p99_ms, best_ms)]
             name = f"at {speed:g} x not behind the peer's default and its best load scale on E2E p99"
-            told.append(goal(name, max(ratios) <= 1.0, f"{ratios[0]:.3f} and {ratios[1]:.3f} of it"))
-        told.append(cited)
+            lines.append(goal(name, max(ratios) <= 1.0, f"{ratios[0]:.3f} and {ratios[1]:.3f} of it"))
+        lines.append(cited)
     head = (
         *(
             "whole trace at",
@@ -196,4 +196,4 @@ def peer_text(peers: Sequence[PeerRow]) -> str:
         ),
         "hit rate %",
     )
-    return "\n".join([table(head, body), *told])
+    return "\n".join([table(head, body), *lines])

@@ -114,8 +114,8 @@ num_own_requests = 12_000
 def mooncake() -> tuple[TraceRecord, ...] | None:
     """From the folder that KVOLT_TRACES names; None without."""
     folder = os.environ.get("KVOLT_TRACES")
-    found = [each.path for each in find_public(folder) if each.trace.name == _TRACE] if folder else []
-    return tuple(read_trace(Path(found[0]))) if found and found[0] is not None else None
+    paths = [each.path for each in find_public(folder) if each.trace.name == _TRACE] if folder else []
+    return tuple(read_trace(Path(paths[0]))) if paths and paths[0] is not None else None
 
 
 @lru_cache(maxsize=1)

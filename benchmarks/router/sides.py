@@ -98,10 +98,10 @@ class KvoltEvents(Kvolt):
     def encoded(self, change: Change) -> Any:
         from kvolt.core.kv_events import KvEvent, KvEventBatch, Removed, Stored
 
-        told: Any = Removed.from_hashes(change.sequence)
+        event: Any = Removed.from_hashes(change.sequence)
         if change.local is not None:
-            told = Stored.from_hashes(change.sequence, change.parent)
-        return change.worker, msgspec.msgpack.encode(KvEventBatch((KvEvent(1, 1, told),)))
+            event = Stored.from_hashes(change.sequence, change.parent)
+        return change.worker, msgspec.msgpack.encode(KvEventBatch((KvEvent(1, 1, event),)))
 
     def apply(self, encoded: Any) -> None:
         worker, raw = encoded
@@ -236,18 +236,18 @@ def memory(index: Index, shape: Shape) -> dict[str, Any]:
     num_pairs = _fill(index, history(shape))
     gc.collect()
     grown = _resident_bytes() - before
-    said = index.num_bytes()
+    index_bytes = index.num_bytes()
     return {
         "num_pairs": num_pairs,
         "resident_per_pair": grown / num_pairs,
-        "said_per_pair": None if said is None else said / num_pairs,
+        "said_per_pair": None if index_bytes is None else index_bytes / num_pairs,
     }
 
 
-def replay(index: Index, changes: list[Any], asked: list[Any]) -> dict[str, Any]:
+def replay(index: Index, changes: list[Any], queries: list[Any]) -> dict[str, Any]:
     """What the index says to these prompts after these changes."""
     _fill(index, (Change(*change) for change in changes))
-    answers = [index.scores(index.find(index.query(Prompt(*each)))) for each in asked]
+    answers = [index.scores(index.find(index.query(Prompt(*each)))) for each in queries]
     return {"scores": [sorted(scores.items()) for scores in answers]}
 
 

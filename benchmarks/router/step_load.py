@@ -1,21 +1,21 @@
-"""Late binding and withdrawing when load jumps, in the twin: TTFT of the requests that arrive with the jump.
+"""Late binding and withdrawal during a step in load, in the twin: TTFT of the requests that arrive with the step.
 
     python -m benchmarks.router.step_load            some ten minutes; results/step_load.{json,txt}
 
-Cluster: 8 workers (`mid-gpu-8b`, 64 sequences each). Load: a third of what they can do, for fifteen seconds somewhat
-more than they can, then a third again; prompts and answers of very different lengths, half of the prompts begin with
-one of sixteen that they share. The figures are those of the requests that came during the jump or within ten seconds
-after it. Times are virtual: the machine may be busy with other things.
+Cluster: 8 workers (`mid-gpu-8b`, 64 sequences each). Load: a third of the capacity, then slightly more than the
+capacity for fifteen seconds, then a third again; prompts and answers of very different lengths. Half of the prompts
+start with one of sixteen shared prefixes. Results are those of requests that arrived during the step or within ten
+seconds after it. Times are virtual, independent of the load of the machine.
 
-`as told`: every worker is as fast as it says, so that the router foresees well where a request begins first. `one
-slow`: one of them takes three times as long, and says nothing of it.
+In the first cluster every worker is as fast as it reports, so that the router predicts first tokens well. In `one slow`
+one worker takes three times as long as it reports.
 
 Rows, each over the same seeds; `p99 beside` is the mean of the ratios to `at once`, seed by seed:
 
-    at once              bound when they come, however busy all are: a request stays where it was sent
-    taken back           the same, but one that has not begun is sent elsewhere if it would begin much earlier there
-    late                 requests wait in the router while all workers have enough, and are bound when one has room
-    late and taken back  both: what `latency` and `classic` do unless they are told otherwise
+    at once              requests are sent on arrival, whatever the load, and stay at their worker
+    taken back           the same, but a request that has not started moves if it would start much earlier elsewhere
+    late                 requests wait in the router while all workers are busy
+    late and taken back  both: the default of `latency` and `classic`
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS = {
 }
 
 
-CLUSTERS = {"as told": Faults(), "one slow": Faults(slow_workers=1)}
+CLUSTERS = {"as told": Faults(), "one slow": Faults(slow_workers=1)}  # words: ok, labels of results
 
 
 class Jump(msgspec.Struct, frozen=True):

@@ -85,7 +85,7 @@ def history(shape: Shape) -> Iterator[Change]:
 
 def prompts(shape: Shape, num: int) -> list[Prompt]:
     """Of ten: five that were served before, three that go on otherwise in the last quarter, two new sessions."""
-    asked = []
+    requests = []
     for at in range(num):
         session = at * 7919 % shape.num_sessions
         parts = session_parts(shape, session)
@@ -94,10 +94,10 @@ def prompts(shape: Shape, num: int) -> list[Prompt]:
         elif at % 10 >= 5:
             turn = shape.num_blocks - shape.num_blocks // 4
             parts[2:] = [parts[2]._replace(stop=turn), Part(_NOBODYS + at, turn, shape.num_blocks)]
-        asked.append(
+        requests.append(
             Prompt(*(np.concatenate([part.names(kind) for part in parts]).tolist() for kind in (0, 1)))
         )
-    return asked
+    return requests
 
 
 def _homes(shape: Shape, session: int) -> list[int]:

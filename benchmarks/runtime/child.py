@@ -48,8 +48,8 @@ async def main() -> None:
             send({"mark": _mark(side)})
         else:
             started = time.monotonic()
-            found = await (side.produce if is_server else side.consume)(work)
-            send({"started": started, "ended": time.monotonic(), **found})
+            result = await (side.produce if is_server else side.consume)(work)
+            send({"started": started, "ended": time.monotonic(), **result})
     await side.close()
 
 

@@ -71,8 +71,8 @@ class BulkClient(KvoltSide):
         before = self._num_payloads
         await self._tally.consume(work)
         cuts = statistics.quantiles(self._delays_ms, n=100)
-        found = {"p50_ms": cuts[49], "p99_ms": cuts[98], "max_ms": max(self._delays_ms)}
-        return {**found, "payloads": self._num_payloads - before}
+        delays = {"p50_ms": cuts[49], "p99_ms": cuts[98], "max_ms": max(self._delays_ms)}
+        return {**delays, "payloads": self._num_payloads - before}
 
 
 class _DelaySink:

@@ -342,7 +342,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 def _measure_memory(system: str, streams: int) -> MemoryRow:
-    """All streams on one connection; each gets an item now and then, so that none is a mere promise."""
+    """All streams on one connection; each gets an item now and then, so that every stream is in use."""
     with open_pair(system, streams) as pair:
         done = pair.work(Work(steps=1))
         for _ in range(5):

@@ -26,7 +26,7 @@ _SAMPLE_TOKENS = 1 << 14
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What one process of a pair is to be, from its start to its end."""
+    """Job of one process of a pair, from start to end."""
 
     system: str
     side: str
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stretch of work, sent to both sides; each takes from it what concerns it."""
+    """One piece of work, sent to both sides; each reads its own part."""
 
     steps: int
     num_bytes: int = 0

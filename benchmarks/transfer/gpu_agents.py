@@ -106,7 +106,7 @@ async def rates(
     memory.warm_up()
     theirs = memory.open(handle)
     expected = content(2 * TOTAL)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for size in SIZES:
         count = total // size
         slab, into = Slab.on_device(memory, size), places(count, 2)
@@ -124,13 +124,18 @@ async def rates(
         assert paths == {"cuda-ipc" if near else "tcp"}, paths
         gbps, limit = total / statistics.median(took) / 1e9, total / statistics.median(limits) / 1e9
         name = f"{size >> 10} KiB"
-        found[name] = {"gbps": gbps, "limit_gbps": limit, "of the limit": gbps / limit, "path": sorted(paths)}
+        results[name] = {
+            "gbps": gbps,
+            "limit_gbps": limit,
+            "of the limit": gbps / limit,
+            "path": sorted(paths),
+        }
         print(
             f"  {name}: {gbps:,.1f} GB/s, {gbps / limit:.2f} of {limit:,.0f}, by {sorted(paths)}", flush=True
         )
     agent.close()
     theirs.close()
-    return found
+    return results
 
 
 def _copy_s(target: torch.Tensor, source: torch.Tensor, total: int) -> float:
@@ -142,7 +147,7 @@ def _copy_s(target: torch.Tensor, source: torch.Tensor, total: int) -> float:
 
 
 async def killed(process: subprocess.Popen[str]) -> str:
-    """What a reader is told when the owner dies under it; the device must be usable afterwards."""
+    """Results of reads whose owner is killed during them; the device must be usable afterwards."""
     agent = TransferAgent()
     memory = CudaMemory(torch.zeros(2 * TOTAL, dtype=torch.uint8, device="cuda"))
     size = 64 << 10
@@ -152,18 +157,18 @@ async def killed(process: subprocess.Popen[str]) -> str:
     reads = [agent.read(each, slab, into, DEADLINE_S) for each in tickets[1:]]
     await reads[0]
     process.kill()
-    told = []
+    outcomes = []
     for read in reads[1:]:
         try:
             await read
-            told.append("whole")
+            outcomes.append("whole")
         except KvoltError as error:
-            told.append(error.code)
-    assert set(told) - {"whole"}, "the owner was read from after it was killed"
+            outcomes.append(error.code)
+    assert set(outcomes) - {"whole"}, "the owner was read from after it was killed"
     torch.cuda.synchronize()
     assert int(torch.ones(1000, device="cuda").sum()) == 1000
     agent.close()
-    return ", ".join(f"{told.count(each)} {each}" for each in dict.fromkeys(told))
+    return ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
 
 
 def main() -> None:

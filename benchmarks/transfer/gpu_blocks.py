@@ -79,10 +79,10 @@ def check_memory(blocks: DeviceBlocks, make: Callable[[int], Tensor]) -> None:
         seeds = np.arange(count // per_block, dtype=np.uint64) + np.uint64(2**64 - 2)
         sums, data = checksums(host(slab), offsets, size, per_block, seeds), gathered(slab, offsets, size)
 
-        def check(name: str, moved: Any, found: bytes) -> None:
+        def check(name: str, moved: Any, received: bytes) -> None:
             label = f"{name}: {count} pieces of {size}, {per_block} to a block"  # noqa: B023 - called at once
             expect(moved.checksums().tolist() == sums.tolist(), f"checksums of {label}")  # noqa: B023
-            expect(found == data, f"bytes of {label}")  # noqa: B023
+            expect(received == data, f"bytes of {label}")  # noqa: B023
 
         sizes = (size, per_block, seeds)
         packed = row_offsets(offsets, size)
@@ -147,21 +147,21 @@ def of_peer(work: Callable[..., Any], *arguments: Any) -> Any:
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
-    asked, answered = context.Queue(), context.Queue()
-    peer = context.Process(target=_answer, args=(asked, answered, work))
+    requests, answered = context.Queue(), context.Queue()
+    peer = context.Process(target=_answer, args=(requests, answered, work))
     peer.start()
     try:
-        asked.put(arguments)
+        requests.put(arguments)
         return answered.get(timeout=300)
     finally:
-        asked.put(None)
+        requests.put(None)
         peer.join(30)
 
 
-def _answer(asked: Any, answered: Any, work: Callable[..., Any]) -> None:
-    arguments = asked.get()
+def _answer(requests: Any, answered: Any, work: Callable[..., Any]) -> None:
+    arguments = requests.get()
     answered.put(work(*arguments))
-    asked.get()  # memory that was shared must not go before its owner has been answered
+    requests.get()  # memory that was shared must not go before its owner has been answered
 
 
 def check_ipc(blocks: DeviceBlocks) -> None:
@@ -186,7 +186,7 @@ def ipc_rates(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
     """Blocks of another process's memory into this one's, beside one copy of as many bytes of it."""
     blocks = DeviceBlocks(slab.device)
     own = torch.zeros(total, dtype=torch.uint8, device=slab.device)
-    found = {}
+    results = {}
     for size in SIZES:
         offsets, _ = places(total // size, size, 1)
         into = np.random.default_rng(2).permutation(total // size) * size
@@ -196,12 +196,12 @@ def ipc_rates(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
             total,
             rounds,
         )
-        found[f"CUDA IPC, {size >> 10} KiB"] = {
+        results[f"CUDA IPC, {size >> 10} KiB"] = {
             "gbps": rate,
             "times a plain copy": ratio,
             "plain gbps": total / statistics.median(pair[1] for pair in pairs) / 1e9,
         }
-    return found
+    return results
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -227,7 +227,7 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
     blocks, device = DeviceBlocks(torch.device("cuda", torch.cuda.current_device())), "cuda"
     slab, own = noise(2 * total), torch.zeros(total, dtype=torch.uint8, device=device)
     pinned = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for size in SIZES:
         offsets, _ = places(total // size, size, 1)
         index, packed = torch.from_numpy(offsets // size).to(device), row_offsets(offsets, size)
@@ -257,14 +257,14 @@ def rates(total: int, rounds: int) -> dict[str, Any]:
         for name, (ours, plain) in works.items():
             rate, ratio, _ = beside(lambda: ours().checksums(), plain, total, rounds)  # noqa: B023
             other = "index_select" if name == "checksums" else "a plain copy"
-            found[f"{name}, {size >> 10} KiB"] = {"gbps": rate, f"times {other}": ratio}
+            results[f"{name}, {size >> 10} KiB"] = {"gbps": rate, f"times {other}": ratio}
     few, one = np.zeros(1, dtype=np.int64), noise(1 << 16)
     latency = statistics.median(
         seconds(lambda: blocks.copy(own, row_offsets(few, 1 << 16), one, few, 1 << 16).checksums())
         for _ in range(50)
     )
-    found["one block of 64 KiB"] = {"us": latency * 1e6}
-    return found | of_peer(ipc_rates, slab, total, rounds)
+    results["one block of 64 KiB"] = {"us": latency * 1e6}
+    return results | of_peer(ipc_rates, slab, total, rounds)
 
 
 def main() -> int:

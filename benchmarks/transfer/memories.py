@@ -75,9 +75,9 @@ def _memory(name: str, num_bytes: int) -> int:
 
 def _mapped(descriptor: int, num_bytes: int, protection: int) -> Bytes:
     """Mapped with all pages present: no result includes page faults."""
-    found: Bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes, prot=protection), dtype=np.uint8)
+    memory: Bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes, prot=protection), dtype=np.uint8)
     if protection & mmap.PROT_WRITE:
-        found[::PAGE_BYTES] |= 0
+        memory[::PAGE_BYTES] |= 0
     else:
-        found[::PAGE_BYTES].max()
-    return found
+        memory[::PAGE_BYTES].max()
+    return memory

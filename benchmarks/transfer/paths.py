@@ -232,8 +232,8 @@ def open_pair(
 
 def _read(pair: Pair, path: str, is_checked: bool, size: int, count: int) -> Sequence[float]:
     tickets = pair.source.ask("offer", path=path, block_bytes=size, count=count)["tickets"]
-    asked = {"path": path, "block_bytes": size, "tickets": tickets, "is_checked": is_checked}
-    took_s: Sequence[float] = pair.target.ask("read", **asked)["took_s"]
+    arguments = {"path": path, "block_bytes": size, "tickets": tickets, "is_checked": is_checked}
+    took_s: Sequence[float] = pair.target.ask("read", **arguments)["took_s"]
     pair.source.ask("settle")
     return took_s
 
@@ -277,8 +277,8 @@ class NixlWay(NamedTuple):
             pair.target.ask("clear")
         other.send({"do": POLL})
         try:
-            asked = {"operation": self.operation, "block_bytes": size, "count": count}
-            took_s: Sequence[float] = mover.ask("move", **asked)["took_s"]
+            arguments = {"operation": self.operation, "block_bytes": size, "count": count}
+            took_s: Sequence[float] = mover.ask("move", **arguments)["took_s"]
         finally:
             with suppress(BrokenRun):  # the first error is the one to report
                 other.ask("hello")  # which ends its polling
@@ -308,7 +308,7 @@ def _of_nixl(
         )
     except BrokenRun as error:
         return {}, dict.fromkeys(_NIXL, str(error))
-    found: dict[str, Transfers] = {}
+    transfers: dict[str, Transfers] = {}
     missing: dict[str, str] = {}
     pairs: dict[tuple[str, str], Pair] = {}
     for name, way in _NIXL.items():
@@ -321,8 +321,8 @@ def _of_nixl(
         except (BrokenRun, OSError) as error:
             missing[name] = str(error)
         else:
-            found[name] = partial(way.transfers, pairs[kind])
-    return found, missing
+            transfers[name] = partial(way.transfers, pairs[kind])
+    return transfers, missing
 
 
 # --- the report

@@ -177,9 +177,9 @@ def _bursts(plan: Plan, load: Load) -> list[list[TraceRecord]]:
 
 
 def _bench(url: str, arguments: Sequence[str]) -> Report:
-    asked = ("--endpoint", "tokens", "--set", "temperature=0", "--quiet", "--json")
+    flags = ("--endpoint", "tokens", "--set", "temperature=0", "--quiet", "--json")
     return decode_report(
-        output_of(["kvolt", "bench", "--url", url, *asked, *arguments]), "the report of kvolt bench"
+        output_of(["kvolt", "bench", "--url", url, *flags, *arguments]), "the report of kvolt bench"
     )
 
 

@@ -1,7 +1,7 @@
-"""What a twin told beside what real runs showed: figures, spreads, verdicts. Pure.
+"""Comparison of a twin with real runs: figures, spreads, verdicts. Pure.
 
-A figure holds if it is within 10 % of the median of the real runs, or not outside of what they showed; the hit rate
-if it is within a point.
+A figure is accepted within 10 % of the median of the real runs, or within their range; the hit rate within one
+percentage point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvolt.bench.load.report import Report
 GOAL_SHARE = 0.10
 GOAL_POINTS = 0.01
 _TOGETHER_SHARE = 0.02
-"""Of the tokens, how many may come together with the one before: a generator that is late reads two at once."""
+"""Share of tokens that may arrive together with the one before: a generator that is late reads two at once."""
 
 
 class Verdict(StrEnum):
@@ -33,7 +33,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     of: Callable[[Report], float]
     is_share: bool = False
-    """Told and judged in points; all others are times."""
+    """Reported and judged in percentage points; all others are times."""
     is_judged: bool = True
 
 
@@ -94,12 +94,12 @@ def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> l
 
 def _check_same_work(twin: Report, real: Report, may_merge: bool) -> None:
     counts = (real.counts.complete, real.counts.input_tokens, real.counts.output_tokens)
-    told = (twin.counts.complete, twin.counts.input_tokens, twin.counts.output_tokens)
-    if real.is_interrupted or counts != told:
+    twin_counts = (twin.counts.complete, twin.counts.input_tokens, twin.counts.output_tokens)
+    if real.is_interrupted or counts != twin_counts:
         raise ValueError(
             "requests, prompt and output tokens were "
             f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{' (cut)' if real.is_interrupted else ''} in a real run and "
-            f"{told[0]:,}, {told[1]:,}, {told[2]:,} in the twin"
+            f"{twin_counts[0]:,}, {twin_counts[1]:,}, {twin_counts[2]:,} in the twin"
         )
     if not may_merge and real.counts.events < (1.0 - _TOGETHER_SHARE) * real.counts.output_tokens:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Traces as bursts with pauses between, and one report of several. Pure.
 
-The speed of a machine changes within seconds, by what its neighbours do. Two workloads that take turns in short bursts
-meet the same machine; one after the other they do not. So the traces of the study have pauses: a twin passes over them
-in no time, a real run ends a burst, lets the other workload have one, and goes on with the next.
+The speed of a machine changes within seconds, by the load of other machines on the same host. Two workloads that take
+turns in short bursts meet the same machine; one after the other they do not. So the traces of the study have pauses:
+a twin passes over them in no time, a real run ends a burst, lets the other workload have one, and goes on with the
+next.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
 
 
 def as_one(reports: Sequence[Report]) -> Report:
-    """What the runs would have told together; what only one can tell is the first one's."""
+    """Merged report of the runs; fields that cannot be merged are those of the first one."""
     histograms = {
         name: _merged([report.histograms[name] for report in reports]) for name in reports[0].histograms
     }

@@ -73,7 +73,7 @@ def replay_dynamo(
     weights = {"prefill_load_scale": prefill_load_scale} if mode == "kv_router" else {}
     routing = ("--router-config", msgspec.json.encode(weights).decode()) if weights else ()
     with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
-        told = Path(folder) / "report.json"
+        report_path = Path(folder) / "report.json"
         used, _ = on_one_core(
             PEER,
             [
@@ -81,12 +81,17 @@ def replay_dynamo(
                 *("--trace-block-size", str(block_size), "--num-workers", str(num_workers)),
                 *("--router-mode", mode, "--replay-mode", "offline", "--arrival-speedup-ratio", str(speed)),
                 *routing,
-                *("--extra-engine-args", msgspec.json.encode(engine).decode(), "--report-json", str(told)),
+                *(
+                    "--extra-engine-args",
+                    msgspec.json.encode(engine).decode(),
+                    "--report-json",
+                    str(report_path),
+                ),
             ],
             Path(folder),
             core,
         )
-        report: dict[str, Any] = msgspec.json.decode(told.read_bytes())
+        report: dict[str, Any] = msgspec.json.decode(report_path.read_bytes())
     spelled = {"mean": "mean", "p50": "median", "p90": "p90", "p99": "p99"}
     names = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2e": "e2e_latency"}
     return Replayed(
@@ -107,13 +112,13 @@ def replay_dynamo(
 
 def replay_kvolt(trace: Path, num_workers: int, core: int) -> Replayed:
     arguments = {"block_size": BLOCK_SIZE, "kv_blocks": NUM_BLOCKS, "context_length": LONGEST_CONTEXT}
-    given = [part for name, value in arguments.items() for part in ("--arg", f"{name}={value}")]
+    flags = [part for name, value in arguments.items() for part in ("--arg", f"{name}={value}")]
     with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
         used, stdout = on_one_core(
             KVOLT,
             [
                 *(sys.executable, "-m", "kvolt", "twin", str(trace), "--workers", str(num_workers)),
-                *("--router", "round-robin", "--preset", "dynamo-mocker", *given, "--json", "--quiet"),
+                *("--router", "round-robin", "--preset", "dynamo-mocker", *flags, "--json", "--quiet"),
             ],
             Path(folder),
             core,

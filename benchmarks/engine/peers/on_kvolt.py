@@ -57,8 +57,8 @@ class Seated:
         return answers
 
 
-def main(folder: str, threads: int, given: Sequence[str]) -> None:
-    arguments = {"device": "cpu", "threads": threads, **dict(parse_argument(text) for text in given)}
+def main(folder: str, threads: int, texts: Sequence[str]) -> None:
+    arguments = {"device": "cpu", "threads": threads, **dict(parse_argument(text) for text in texts)}
     with asyncio.Runner() as runner:
         try:
             engine = build_engine("native", EngineSpec(model=folder, role=Role.AGGREGATED), arguments)

@@ -41,8 +41,8 @@ class Client:
         config: str | None = None,
         cluster_key: str | None = None,
     ) -> None:
-        given = {"discovery.join": join, "namespace": namespace, "cluster.key": cluster_key}
-        overrides = [Override(key, text, key) for key, text in given.items() if text is not None]
+        settings = {"discovery.join": join, "namespace": namespace, "cluster.key": cluster_key}
+        overrides = [Override(key, text, key) for key, text in settings.items() if text is not None]
         loaded = load(file=config, overrides=overrides)
         self._connection = _Connection(loaded.settings)
         self._loop = LoopThread("Client")

@@ -177,13 +177,13 @@ class Cluster:
 
 def find_process(views: Sequence[ProcessView], process: str) -> ProcessView:
     """The process with this name or address. NotFound if there is none, or if several have the name."""
-    found = [view for view in views if process in (view.name, view.address)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        addresses = ", ".join(view.address for view in found)
+    matches = [view for view in views if process in (view.name, view.address)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        addresses = ", ".join(view.address for view in matches)
         raise NotFound(
-            f"{len(found)} processes are named {process!r}; use an address: {addresses}",
+            f"{len(matches)} processes are named {process!r}; use an address: {addresses}",
             kind="process",
             name=process,
         )

@@ -65,7 +65,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Untaken:
-    """What a choice has produced since it was last taken."""
+    """Output of a choice that has not been taken yet."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ class ResultAnswer(Answer[ResultReceiver]):
         )
 
     def _take(self, state: ChoiceState) -> CompletionOutput | None:
-        """What is new of a choice; None if nothing is."""
+        """New output of a choice; None if there is none."""
         spec, choice, untaken = self.spec, state.choice, self._untaken[state.index]
         token_ids = tuple(state.token_ids[untaken.num_tokens_taken : choice.num_tokens])
         is_finished = choice.finish is not None

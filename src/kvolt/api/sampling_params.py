@@ -137,8 +137,8 @@ def _are_integers(items: list[Any]) -> bool:
     return bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
 
 
-def _not_a_prompt(found: str) -> InvalidRequest:
-    return InvalidRequest(f"a prompt is a text or a list of token ids, not {found}", param="prompt")
+def _not_a_prompt(kind: str) -> InvalidRequest:
+    return InvalidRequest(f"a prompt is a text or a list of token ids, not {kind}", param="prompt")
 
 
 def completion_body(model: str, prompt: Prompt, params: Params, stream: bool) -> bytes:

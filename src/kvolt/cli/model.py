@@ -95,8 +95,8 @@ def model_rows(sources: resolve.Sources) -> list[Row]:
     """Built-in models and the servable models of the hub cache."""
     rows = []
     for name, weights in resolve.BUILT_IN.items():
-        found = resolve.locate(name, sources)
-        rows.append(Row(name, "gguf", weights.size_bytes, None if found is None else found.path))
+        location = resolve.locate(name, sources)
+        rows.append(Row(name, "gguf", weights.size_bytes, None if location is None else location.path))
     try:
         cached = sources.hub.cached_repos()
     except ConfigError:  # huggingface_hub is not installed

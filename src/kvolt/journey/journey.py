@@ -71,7 +71,7 @@ class Journey:
         """Workers that the request was sent to, in order."""
         self.request = request
         self.decision: Decision | None = None
-        """Of the last attempt."""
+        """Routing decision of the last attempt."""
         # As a call's sink: whole steps bypass the journey.
         self.sink = receiver
         self.steps = receiver.steps

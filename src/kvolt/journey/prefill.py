@@ -36,7 +36,7 @@ _MARGIN = 3.0
 """Multiple of the predicted TTFT that a first token may take: predictions err, and other requests may go first."""
 _WITHDRAW_S = 2.0
 _LIMITS = Deadlines(connect_s=_WITHDRAW_S, first_s=_WITHDRAW_S, between_s=_WITHDRAW_S, total_s=_WITHDRAW_S)
-"""Of a withdrawal. Short: an alternative worker stays reserved during the call."""
+"""Deadlines of a withdrawal. Short: an alternative worker stays reserved during the call."""
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 _decode_result = msgspec.msgpack.Decoder(WithdrawResult).decode

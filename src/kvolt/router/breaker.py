@@ -207,15 +207,15 @@ class Breakers:
                 return
             breaker = self._breakers[instance_id] = _Breaker()
         num_opened = 0 if attempt is None else attempt.num_opened
-        has_begun = attempt is not None and not attempt.awaits_first_token
+        has_started = attempt is not None and not attempt.awaits_first_token
         if attempt is not None:
             self._stop_waiting(breaker, attempt)
         if num_opened != breaker.num_opened:
             return
-        if outcome is Outcome.LEFT and has_begun and not breaker.fails_mid_stream:
+        if outcome is Outcome.LEFT and has_started and not breaker.fails_mid_stream:
             outcome = Outcome.ANSWERED
         elif outcome in (Outcome.ANSWERED, Outcome.FAILED):
-            breaker.fails_mid_stream = outcome is Outcome.FAILED and (breaker.fails_mid_stream or has_begun)
+            breaker.fails_mid_stream = outcome is Outcome.FAILED and (breaker.fails_mid_stream or has_started)
         else:
             return
         breaker.record(outcome is Outcome.ANSWERED)

@@ -92,7 +92,9 @@ def _breakers(router: Router) -> Breakers | None:
 
 def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
     """Metric families of routers by endpoint. A worker has series while it has recent failures."""
-    breakers = [(endpoint, found) for endpoint, router in routers if (found := _breakers(router)) is not None]
+    breakers = [
+        (endpoint, breaker) for endpoint, router in routers if (breaker := _breakers(router)) is not None
+    ]
     views = [
         ((endpoint, worker), view)
         for endpoint, each in breakers

@@ -1,7 +1,7 @@
-"""What a process counts, for Prometheus.
+"""Prometheus metrics of a process.
 
-Owns names, labels and buckets; the registry is given, never the global one, so that two runtimes in one
-process (a test, the twin) do not share counters. Knows nothing of who counts.
+Owns names, labels and buckets; the registry is a parameter, never the global one, so that two runtimes in one
+process (a test, the twin) do not share counters. Independent of the code that counts.
 
 Label values are resolved once: `metrics.bytes_out.inc(n)` and `metrics.frames_out["data"].inc()` cost one
 method call. Label values come from code or config, never from a client, so families stay small.
@@ -119,7 +119,7 @@ class Metrics:
         )
 
     def http_observer(self, server: str) -> Callable[[str, int, float], None]:
-        """What `HttpServer` calls with (method, status, seconds). The parser bounds the set of methods."""
+        """Observer that `HttpServer` calls with (method, status, seconds). The parser bounds the set of methods."""
         requests = self._http_requests
         children: dict[tuple[str, int], Counter] = {}
         duration = self._http_duration.labels(server)

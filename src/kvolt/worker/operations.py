@@ -110,7 +110,7 @@ class Operations:
         return {"is_sleeping": False}
 
     async def _accept_again(self, engine: Sleep) -> None:
-        """Wake the engine, unless its sleep has not begun. If that fails, it counts as asleep."""
+        """Wake the engine, unless its sleep has not started. If that fails, it counts as asleep."""
         if self.is_asleep:
             await engine.wake()
             self.is_asleep = False

@@ -28,12 +28,12 @@ def stat_objects(args: argparse.Namespace) -> int:
             "store": args.object,
             "block_bytes": shape.block_bytes,
             "ranks": shape.num_ranks,
-            "blocks": len(found),
-            "bytes": sum(each.num_bytes for each in found),
-            "oldest": min(each.written_at for each in found),
-            "newest": max(each.written_at for each in found),
+            "blocks": len(objects),
+            "bytes": sum(each.num_bytes for each in objects),
+            "oldest": min(each.written_at for each in objects),
+            "newest": max(each.written_at for each in objects),
         }
-        for shape, found in by_shape.items()
+        for shape, objects in by_shape.items()
     ]
     if args.json:
         print(msgspec.json.encode(rows).decode())
@@ -72,14 +72,14 @@ def check_objects(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _spoiled(url: str, found: list[StoredObject]) -> list[StoredObject]:
+def _spoiled(url: str, objects: list[StoredObject]) -> list[StoredObject]:
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=len(found))
+        task = bar.add_task("reading", total=len(objects))
         bad = []
-        for each, is_bad in verify_objects(url, found):
+        for each, is_bad in verify_objects(url, objects):
             bar.advance(task)
             if is_bad:
                 bad.append(each)

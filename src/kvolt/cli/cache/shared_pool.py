@@ -116,10 +116,10 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     raise_open_file_limit(_MAX_OPEN_FILES)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
     server = partial(PoolServer, path, new_host(tiers, SystemClock().monotonic))
-    return run_process(loaded.settings, args.name, partial(_serve_and_tell, path, server), ProcessRole.POOL)
+    return run_process(loaded.settings, args.name, partial(_serve_and_report, path, server), ProcessRole.POOL)
 
 
-async def _serve_and_tell(path: Path, new_server: Callable[..., PoolServer], process: Process) -> None:
+async def _serve_and_report(path: Path, new_server: Callable[..., PoolServer], process: Process) -> None:
     """Serve until cancelled. The publisher starts first, so that routers know the pool before workers report it."""
     server = new_server(credentials=process.runtime.ports.credentials)
     publisher = PoolEventPublisher(process.runtime, process.settings.namespace)
@@ -170,10 +170,10 @@ def _exists(path: str) -> bool:
 
 
 def stat_pool(args: argparse.Namespace) -> int:
-    given = Path(args.pool).expanduser() if args.pool else None
+    named_path = Path(args.pool).expanduser() if args.pool else None
 
     async def main() -> int:
-        path = given or await _running_socket()
+        path = named_path or await _running_socket()
         link = PoolLink(path, None, SystemClock().monotonic)
         try:
             status = await link.request(Status(), PoolStatus, _ANSWER_S)

@@ -58,8 +58,8 @@ def transfer_findings(facts: MachineFacts, wants_nixl: bool = False) -> list[Fin
             findings.append(tried_finding(path, options, facts))
         else:
             blocks = path == "nixl" and wants_nixl and facts.nixl_package is None
-            found = f"not available: {why.cause}"
-            findings.append(Finding(_name(path), "missing" if blocks else "warn", found, why.remedy, blocks))
+            state = f"not available: {why.cause}"
+            findings.append(Finding(_name(path), "missing" if blocks else "warn", state, why.remedy, blocks))
     return [*findings, *_untested(facts)]
 
 
@@ -122,8 +122,8 @@ def _untested(facts: MachineFacts) -> list[Finding]:
     findings = []
     for name, what in UNTESTED.items():
         if name == "rdma" and why is not None:
-            found = f"not available, and untested: {why.cause}"
-            findings.append(Finding(_name(name), "warn", found, why.remedy))
+            state = f"not available, and untested: {why.cause}"
+            findings.append(Finding(_name(name), "warn", state, why.remedy))
         else:
             devices = f" ({', '.join(facts.rdma_devices)})" if name == "rdma" else ""
             findings.append(Finding(_name(name), "untested", f"{what}{devices}: not covered by tests"))

@@ -12,33 +12,33 @@ _BARS = "▁▂▃▄▅▆▇█"
 _BAR_COLUMNS = 60
 
 
-def analysis_text(found: TraceAnalysis) -> str:
-    rate = found.rate
+def analysis_text(analysis: TraceAnalysis) -> str:
+    rate = analysis.rate
     lines = [
-        f"requests       {found.requests:,} in {_duration(found.duration_s)}",
-        f"tokens         {found.input_tokens:,} in, {found.output_tokens:,} out",
+        f"requests       {analysis.requests:,} in {_duration(analysis.duration_s)}",
+        f"tokens         {analysis.input_tokens:,} in, {analysis.output_tokens:,} out",
         f"rate           {rate.mean:.2f}/s on average, {rate.peak:.2f}/s at most ({rate.window_s:g} s windows)",
         f"               {_bars(rate.windows)}",
         "",
         f"{'':<15}{'min':>9}{'mean':>11}{'p50':>9}{'p90':>9}{'p99':>9}{'max':>9}",
-        _row("input tokens", found.input_length),
-        _row("output tokens", found.output_length),
+        _row("input tokens", analysis.input_length),
+        _row("output tokens", analysis.output_length),
     ]
-    if found.sessions is not None:
-        lines += [_row("turns", found.sessions.turns)]
-    if found.reuse is not None and found.reuse.distance is not None:
-        lines += [_row("reuse distance", found.reuse.distance)]
-    lines += ["", *_reuse_lines(found)]
-    if found.sessions is not None:
-        lines += [f"sessions       {found.sessions.count:,}"]
+    if analysis.sessions is not None:
+        lines += [_row("turns", analysis.sessions.turns)]
+    if analysis.reuse is not None and analysis.reuse.distance is not None:
+        lines += [_row("reuse distance", analysis.reuse.distance)]
+    lines += ["", *_reuse_lines(analysis)]
+    if analysis.sessions is not None:
+        lines += [f"sessions       {analysis.sessions.count:,}"]
     return "\n".join(lines)
 
 
-def _reuse_lines(found: TraceAnalysis) -> list[str]:
-    reuse = found.reuse
+def _reuse_lines(analysis: TraceAnalysis) -> list[str]:
+    reuse = analysis.reuse
     if reuse is None:
         return ["prefix reuse   not known: the trace has no hash ids"]
-    size = " or ".join(str(size) for size in found.block_sizes)
+    size = " or ".join(str(size) for size in analysis.block_sizes)
     lines = [
         f"blocks         {reuse.blocks:,} of {size} tokens, {reuse.distinct_blocks:,} different",
         f"prefix reuse   {reuse.hit_rate:.1%} of blocks, {reuse.token_hit_rate:.1%} of tokens, "
@@ -69,9 +69,9 @@ def _bars(values: Sequence[float]) -> str:
     return "".join(_BARS[round(mean / most * (len(_BARS) - 1))] for mean in means)
 
 
-def sources_text(found: Sequence[FoundTrace], folder: str | None) -> str:
+def sources_text(traces: Sequence[FoundTrace], folder: str | None) -> str:
     lines: list[str] = []
-    for each in found:
+    for each in traces:
         trace = each.trace
         lines += [
             f"{trace.name}: {trace.about}",
@@ -90,9 +90,9 @@ def sources_text(found: Sequence[FoundTrace], folder: str | None) -> str:
     return "\n".join(lines)
 
 
-def _local_state(found: FoundTrace, folder: str | None) -> str:
-    if found.state is FileState.SAME:
-        return f"{found.path}: verified"
-    if found.state is FileState.DIFFERS:
-        return f"{found.path}: checksum mismatch, download it again"
+def _local_state(trace: FoundTrace, folder: str | None) -> str:
+    if trace.state is FileState.SAME:
+        return f"{trace.path}: verified"
+    if trace.state is FileState.DIFFERS:
+        return f"{trace.path}: checksum mismatch, download it again"
     return "not checked" if folder is None else "not found"

@@ -73,25 +73,25 @@ def tier_findings(records: Sequence[TraceRecord], args: argparse.Namespace) -> T
             )
         names.append(name)
         blocks.append(number)
-    found = found_in_tiers(records, blocks, args.eviction)
+    hits_by_tier = found_in_tiers(records, blocks, args.eviction)
     num_asked, num_best = best_hits(records, sum(blocks))
     return TierFindings(
         eviction=args.eviction,
         block_bytes=block_bytes,
         tiers=tuple(
-            TierFinding(tier=name, blocks=number, share=hits / max(found.num_blocks, 1))
-            for name, number, hits in zip(names, blocks, found.by_tier, strict=True)
+            TierFinding(tier=name, blocks=number, share=hits / max(hits_by_tier.num_blocks, 1))
+            for name, number, hits in zip(names, blocks, hits_by_tier.by_tier, strict=True)
         ),
-        share=found.hit_rate,
+        share=hits_by_tier.hit_rate,
         best_share=num_best / max(num_asked, 1),
     )
 
 
-def tiers_text(found: TierFindings) -> str:
-    lines = [f"tiers          {found.eviction}, blocks of {found.block_bytes / 2**20:,.1f} MiB"]
+def tiers_text(findings: TierFindings) -> str:
+    lines = [f"tiers          {findings.eviction}, blocks of {findings.block_bytes / 2**20:,.1f} MiB"]
     lines += [
         f"  {each.tier:<12} {each.blocks:>12,} blocks  {each.share:6.1%} of prompt blocks"
-        for each in found.tiers
+        for each in findings.tiers
     ]
-    lines += [f"  {'together':<12} {'':>12}         {found.share:6.1%}; {found.best_share:.1%} at best"]
+    lines += [f"  {'together':<12} {'':>12}         {findings.share:6.1%}; {findings.best_share:.1%} at best"]
     return "\n".join(lines)

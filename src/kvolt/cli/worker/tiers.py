@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _NEEDED = {"KvVisible", "KvMovable", "KvAddressable", "KvTierable", "Prefill"}
 _MIN_BLOCKS = 4
 _STAGING_BYTES = 256 << 20
-"""Of the host's memory, where a tier is wanted below it and none in it: what blocks pass through."""
+"""Host memory that blocks pass through if there is a tier below the host and none in it."""
 
 
 def tiering_of(
@@ -59,7 +59,7 @@ def tiering_of(
         engine: Engine,
         info: EngineInfo,
         now: Callable[[], float],
-        tell: Callable[[tuple[KvChange, ...]], None],
+        publish: Callable[[tuple[KvChange, ...]], None],
     ) -> Tiering:
         if not set(info.features) >= _NEEDED:
             raise ConfigError(
@@ -87,7 +87,7 @@ def tiering_of(
         admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
         step_tokens = info.capacity.max_batch_tokens
         return Tiering(
-            tiered, cache, now, tell, info.step_model, info.block_size, step_tokens, peers, admission
+            tiered, cache, now, publish, info.step_model, info.block_size, step_tokens, peers, admission
         )
 
     return new

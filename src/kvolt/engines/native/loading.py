@@ -252,8 +252,8 @@ def _allocate_others(
 ) -> RankSlabs | None:
     """Allocate the other ranks' blocks. Returns access to the blocks of all ranks, or None if it is not possible."""
     ranks = () if setup.device.type == "cuda" else range(1, degree)
-    found = (memory(rank, slab.shape.num_bytes) for rank in ranks)
-    descriptors = [each for each in found if each is not None]
+    allocated = (memory(rank, slab.shape.num_bytes) for rank in ranks)
+    descriptors = [each for each in allocated if each is not None]
     tp_ranks.allocate(slab.shape.num_blocks, descriptors)
     others = [slab_in(each, slab.shape, setup) for each in descriptors]
     return RankSlabs([slab, *others]) if others else None

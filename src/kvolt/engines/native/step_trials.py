@@ -155,10 +155,10 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
         if self.latency is None:
             return Errors(0)
         different = {fit_features(step) for step in self.steps}
-        prices = [name for name in self.latency.__struct_fields__ if name.endswith("_s")]
-        num_prices = sum(getattr(self.latency, name) > 0 for name in prices)
+        cost_names = [name for name in self.latency.__struct_fields__ if name.endswith("_s")]
+        num_costs = sum(getattr(self.latency, name) > 0 for name in cost_names)
         # With about as many coefficients as different steps any fit is exact.
-        return errors_of(self.latency, steps) if len(different) > num_prices + 1 else Errors(0)
+        return errors_of(self.latency, steps) if len(different) > num_costs + 1 else Errors(0)
 
 
 Prepare = Callable[[Trial], Callable[[], None]]

@@ -114,7 +114,7 @@ class RemoteEngine(ExternalEngine[Attached]):
         facts = await self._first_facts()
         if arguments.kv_events and facts.num_ranks > 1:
             raise ConfigError(
-                f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be told apart",
+                f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be distinguished",
                 key="kv_events",
                 remedy="leave out kv_events, or start a server per rank and attach each of them",
             )

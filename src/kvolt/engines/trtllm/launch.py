@@ -158,7 +158,7 @@ def _check_events(fields: dict[str, Any]) -> None:
         )
     if fields.get("enable_attention_dp"):
         raise kv_events_error(
-            "KV events of TensorRT-LLM's data-parallel ranks cannot be told apart",
+            "KV events of TensorRT-LLM's data-parallel ranks cannot be distinguished",
             f"{_KEY}.enable_attention_dp",
         )
 

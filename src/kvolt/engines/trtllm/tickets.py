@@ -83,10 +83,9 @@ def generation_params(state: ContextState) -> Any:
     """DisaggregatedParams to continue after a prompt. EngineFailed for fields of a newer version."""
     from tensorrt_llm.llmapi import DisaggregatedParams
 
-    given = msgspec.structs.asdict(state).items()
     fields = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in given
+        for name, value in msgspec.structs.asdict(state).items()
         if value not in (None, ())
     }
     try:

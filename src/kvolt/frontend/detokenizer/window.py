@@ -27,7 +27,7 @@ endless run of incomplete characters would have quadratic cost."""
 
 
 class NothingPlain(dict[int, bytes | None]):
-    """No token has a text that is independent of its neighbours."""
+    """No token has a text that is independent of the tokens around it."""
 
     def __missing__(self, token_id: int) -> bytes | None:
         return None

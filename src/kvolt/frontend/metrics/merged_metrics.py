@@ -21,13 +21,13 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Rule(Enum):
-    """What becomes of the values that several processes give for one series."""
+    """Rule that merges the values of several processes for one series."""
 
     SUM = auto()
     MAX = auto()
-    """All of them look at the same thing; one that has not seen all of it yet says less."""
+    """All processes observe the same thing; one that has not observed all of it yet reports less."""
     MIN = auto()
-    """Good only if it is for all."""
+    """Healthy only if it is healthy for all processes."""
     EACH = auto()
     """Kept apart by a `process` label."""
 
@@ -60,10 +60,10 @@ GAUGES = {
     "kvolt_router_queue_tokens": Rule.SUM,
     "kvolt_router_unstarted_requests": Rule.SUM,
 }
-"""Gauges by name. One that is missing here is kept apart by process, which is never wrong."""
+"""Rules of gauges by name. A gauge that is missing here is kept per process, which is always correct."""
 
 _OWN = "process_"
-"""What the system says of a process, counters included."""
+"""Prefix of metrics that the operating system provides per process, counters included."""
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +83,7 @@ class Exposition(msgspec.Struct, frozen=True):
 
 
 def snapshot(registry: Collector, process: str) -> Exposition:
-    """What this process would answer by itself."""
+    """Metrics of this process alone."""
     return Exposition(
         process,
         [
@@ -109,7 +109,7 @@ def rule_of(name: str, kind: str) -> Rule:
 
 
 def merge(expositions: Iterable[Exposition]) -> list[Metric]:
-    """One set of all. The order in which the processes are given changes nothing."""
+    """Merge the metrics of all processes. Independent of their order."""
     merged: dict[str, _Merged] = {}
     for exposition in sorted(expositions, key=lambda one: one.process):
         for family in exposition.families:
@@ -129,7 +129,7 @@ _CHOOSE: dict[Rule, Callable[[float, float], float]] = {
 
 
 class _Merged:
-    """One family on its way to being one."""
+    """Metric family under construction, from the families of several processes."""
 
     def __init__(self, first: Family, rule: Rule) -> None:
         self._family = first

@@ -137,7 +137,7 @@ def _prefills(models: Sequence[tuple[Labels, Model]]) -> Iterator[Metric]:
 
 
 def _reroutes(stats: Sequence[tuple[Labels, JourneyStats]]) -> Iterator[Metric]:
-    """Requests that another worker was asked for, from the beginning or amid the answer."""
+    """Requests retried on or migrated to another worker, before or after their first token."""
     yield counter(
         f"{_PREFIX}_model_migration",
         "Requests retried on or migrated to another worker",

@@ -17,7 +17,7 @@ _MAX_REASON_CHARS = 200
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A context manager around all that is done for a request: what leaves it says how the request ended.
+    """Context manager of one request: the exception that leaves it determines the outcome.
 
     A stream outlives its handler: `hand_over`, then a second `with` around the writing.
     """
@@ -34,7 +34,7 @@ class RequestRecord:
     _series: ModelSeries | None = None
     streams: bool = False
     on_end: Callable[[], None] | None = None
-    """Gives back the request's place."""
+    """Releases the request's admission slot."""
     failure: KvoltError | None = None
     """Sent to the client in its stream."""
     input_tokens: int = 0
@@ -59,7 +59,7 @@ class RequestRecord:
     # --- as it goes
 
     def of_model(self, name: str) -> None:
-        """The model is known to exist, so its name may be a label."""
+        """Set the model. It is known to exist, so its name may be a label."""
         self._series = self._metrics.model(name)
         self._model = self._metrics.label(name)
         self._series.active += 1
@@ -69,7 +69,7 @@ class RequestRecord:
         self._handed_over = True
 
     def stage(self, name: str) -> None:
-        """What was done since the last stage had this name."""
+        """Record the time since the last stage under this name."""
         now = self._now()
         self._metrics.stages[name].observe(now - self._marked_at)
         self._marked_at = now
@@ -92,7 +92,7 @@ class RequestRecord:
     # --- what the client may ask for
 
     def timing(self) -> dict[str, float]:
-        """In milliseconds, by the names of `nvext.timing`."""
+        """Times in milliseconds by the names of `nvext.timing`."""
         now = self._now()
         timing = {"total_time_ms": (now - self.started_at) * 1e3}
         if self._first_at is not None:

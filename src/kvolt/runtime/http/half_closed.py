@@ -3,7 +3,7 @@
 TCP announces `shutdown(SHUT_WR)`, after which a client still reads, and `close()`, after which it does not, by the same
 FIN. They differ in what happens to later bytes: a closed client answers them with a reset, and the next write fails,
 which ends the connection. So the connection writes what clients skip: interim responses (100 Continue) until the
-response has begun, then comments in a stream of events. HTTP/1.0 has no interim responses: keep-alive probes of the
+response has started, then comments in a stream of events. HTTP/1.0 has no interim responses: keep-alive probes of the
 kernel find a closed client within its FIN timeout, 60 s on Linux.
 """
 

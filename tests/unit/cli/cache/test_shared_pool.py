@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvolt.cli.cache.pool_command import pools_of, serve_command, short_socket
-from kvolt.cli.cache.shared_pool import _serve_and_tell, new_host
+from kvolt.cli.cache.shared_pool import _serve_and_report, new_host
 from kvolt.cli.main import main
 from kvolt.cli.process import running
 from kvolt.cli.worker.tier_settings import with_tiers
@@ -175,7 +175,7 @@ async def test_a_running_pool_is_found(
     async def pool(path: Path) -> AsyncIterator[None]:
         server = partial(PoolServer, path, new_host(TierSettings(host="1MiB"), time.monotonic))
         async with running(given, path.stem, ProcessRole.POOL) as process, Scope("pool") as scope:
-            scope.start(_serve_and_tell(path, server, process), "pool")
+            scope.start(_serve_and_report(path, server, process), "pool")
             while not path.exists():
                 await asyncio.sleep(0.01)
             yield
