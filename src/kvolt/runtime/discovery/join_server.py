@@ -320,7 +320,7 @@ class JoinServer:
         if lease is None:
             raise NotFound("no such lease: hold it first", kind="lease")
         if lease.identity is not None:
-            check_registration(lease.identity, request.key)
+            check_registration(lease.identity, request.key, request.value)
         num_bytes = len(request.key) + len(request.value)
         while self._shares.num_bytes + num_bytes > MAX_BYTES:
             victim = self._shares.lease_to_empty(lease, num_bytes)

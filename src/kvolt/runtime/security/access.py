@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV, KV_POOL
 from kvolt.core.errors import AccessDenied
-from kvolt.runtime.endpoint.address import INSTANCES
+from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.runtime.process_control import STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 
@@ -33,8 +33,8 @@ def may_control(identity: Identity | None) -> bool:
     return identity is not None and identity.role not in _LIMITED
 
 
-def check_registration(identity: Identity, key: str) -> None:
-    """Raise AccessDenied unless a process with this identity may register the discovery key."""
+def check_registration(identity: Identity, key: str, value: bytes) -> None:
+    """Raise AccessDenied unless a process with this identity may register the discovery key with this value."""
     if identity.role not in _LIMITED or not key.startswith(INSTANCES):
         return
     _, component, name = [*key.removeprefix(INSTANCES).split("/"), "", "", ""][:3]
@@ -44,3 +44,7 @@ def check_registration(identity: Identity, key: str) -> None:
         allowed = component != KV_POOL and name in (GENERATE, CARD)
     if not allowed:
         raise AccessDenied(f"a {identity.role} may not register {key[:200]}", role=identity.role.value)
+    # Readers use the value, so it must not describe another instance or endpoint than the key.
+    instance = decode_instance(value)
+    if instance is None or instance.key != key:
+        raise AccessDenied(f"the value of {key[:200]} describes another instance", role=identity.role.value)

@@ -3,9 +3,10 @@
 import pytest
 
 from kvolt.core.errors import AccessDenied, ConfigError
+from kvolt.core.ids import InstanceId
 from kvolt.runtime.config.settings import ClusterSettings
 from kvolt.runtime.discovery import join_server
-from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.access import DISCOVERY_ENDPOINTS, check_call, check_registration
 from kvolt.runtime.security.exposure import check_exposure
@@ -23,6 +24,11 @@ JOIN_SERVER = (
 
 def identity(role: ProcessRole) -> Identity:
     return Identity(role, "a")
+
+
+def instance_of(component: str, endpoint: str, name: str = "id") -> Instance:
+    address = EndpointAddress("default", component, endpoint)
+    return Instance(id=InstanceId(name), endpoint=address, address="10.0.0.5:1")
 
 
 def test_the_join_server_is_known_by_its_prefix() -> None:
@@ -57,7 +63,7 @@ def test_workers_and_pools_may_not_call_others(role: ProcessRole, endpoint: str)
 @pytest.mark.parametrize("role", [ProcessRole.FRONTEND, ProcessRole.ROUTER, ProcessRole.CLIENT])
 def test_others_may_call_and_register_all(role: ProcessRole) -> None:
     check_call(identity(role), CONTROL_ENDPOINT)
-    check_registration(identity(role), "instances/default/router/route/1")
+    check_registration(identity(role), "instances/default/router/route/1", b"")
 
 
 @pytest.mark.parametrize(
@@ -73,16 +79,27 @@ def test_others_may_call_and_register_all(role: ProcessRole) -> None:
     ],
 )
 def test_registrations_by_role(role: ProcessRole, component: str, endpoint: str, allowed: bool) -> None:
-    key = EndpointAddress("default", component, endpoint).prefix + "id"
+    instance = instance_of(component, endpoint)
     if allowed:
-        check_registration(identity(role), key)
+        check_registration(identity(role), instance.key, encode_instance(instance))
     else:
         with pytest.raises(AccessDenied):
-            check_registration(identity(role), key)
+            check_registration(identity(role), instance.key, encode_instance(instance))
+
+
+def test_a_registration_describes_the_instance_of_its_key() -> None:
+    own = instance_of("m-decode-1", "generate")
+    for value in (
+        encode_instance(instance_of("m-decode-1", "generate", "victim")),
+        encode_instance(instance_of("router", "route")),
+        b"not an instance",
+    ):
+        with pytest.raises(AccessDenied, match="another instance"):
+            check_registration(identity(ProcessRole.WORKER), own.key, value)
 
 
 def test_other_keys_are_anyones() -> None:
-    check_registration(identity(ProcessRole.WORKER), "events/default/1")
+    check_registration(identity(ProcessRole.WORKER), "events/default/1", b"")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "gpu-7", "fe80::1"])
