@@ -99,7 +99,7 @@ def hash_weights(config: ModelConfig, files: Sequence[Path]) -> str:
         torch_dtype="float32",  # the compute type is a separate part of block keys
     )
     digest = blake2b(msgspec.msgpack.encode(identity, order="deterministic"), digest_size=16)
-    with ThreadPoolExecutor(len(usable_cores().ids)) as pool:
+    with ThreadPoolExecutor(len(usable_cores())) as pool:
         for path in sorted(files, key=lambda each: each.name):
             digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
             for piece in pool.map(

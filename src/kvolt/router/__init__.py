@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvolt.router.index.overlap import EmptyPrefixIndex, PrefixIndex
+    from kvolt.router.index.overlap import PrefixIndex
     from kvolt.router.index.prefix_index import BlockIndex
     from kvolt.router.policy.choice import CandidateCost, Choice
     from kvolt.router.policy.policy import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvolt.router.worker_rank import WorkerDpRank, WorkerRankLoad
 
 _NAMES = {
-    "index.overlap": ("EmptyPrefixIndex", "PrefixIndex"),
+    "index.overlap": ("PrefixIndex",),
     "index.prefix_index": ("BlockIndex",),
     "policy.choice": ("CandidateCost", "Choice"),
     "policy.policy": (
@@ -47,7 +47,6 @@ __all__ = [
     "CandidateCost",
     "Choice",
     "ClassicWeights",
-    "EmptyPrefixIndex",
     "EventsMissed",
     "LatencyWeights",
     "Policy",

@@ -25,8 +25,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     by_tier: tuple[int, ...]
     """Hits in each tier, fastest first."""
-    num_written: tuple[int, ...]
-    """Blocks written to each tier."""
 
     @property
     def hit_rate(self) -> float:
@@ -59,7 +57,7 @@ def best_hits(records: Iterable[TraceRecord], capacity: int) -> tuple[int, int]:
 def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], eviction: str = "lru") -> Found:
     """Simulate inclusive tiers with these sizes, fastest first."""
     tiers = [SlotTable(Tier.HOST, size, eviction) for size in sizes]
-    num_blocks, by_tier, written = 0, [0] * len(tiers), [0] * len(tiers)
+    num_blocks, by_tier = 0, [0] * len(tiers)
     for record in records:
         blocks = _blocks(record.hash_ids)
         keys = [block.key for block in blocks]
@@ -71,7 +69,7 @@ def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], evictio
                 break
             by_tier[level] += 1
             num_found += 1
-        for index, tier in enumerate(tiers):
+        for tier in tiers:
             present = [key for key in keys[:num_found] if tier.has(key)]
             tier.hold(present)
             new = [blocks[each].key for each, _ in tier.reserve(blocks)]
@@ -80,8 +78,7 @@ def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], evictio
             tier.register(reversed(new))  # deepest first, so that parents are more recent
             tier.release(present)
             tier.take_changes()
-            written[index] += len(new)
-    return Found(num_blocks=num_blocks, by_tier=tuple(by_tier), num_written=tuple(written))
+    return Found(num_blocks=num_blocks, by_tier=tuple(by_tier))
 
 
 def _blocks(ids: Sequence[int]) -> list[TierBlock]:

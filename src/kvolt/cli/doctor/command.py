@@ -80,7 +80,7 @@ def examine(settings: Settings) -> list[Finding]:
     gpus = _gpu_names()
     findings = [
         python_finding(sys.version_info[:3]),
-        cpu_finding(os.cpu_count() or 1, len(usable_cores().ids)),
+        cpu_finding(os.cpu_count() or 1, len(usable_cores())),
         memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
         gpu_finding(gpus),
         package_finding("uvloop", "pip install uvloop"),

@@ -237,7 +237,7 @@ def child_specs(
     names = [
         (group.name, f"{group.name}-{index}") for group in settings.workers for index in range(group.count)
     ]
-    cores = usable_cores().ids
+    cores = usable_cores()
     reserved = min(settings.frontend.processes, len(cores) // _CORES_PER_EDGE)
     shares = share_cores(cores, len(names), reserved)
     placed = place(settings.workers, visible_gpus(os.environ))

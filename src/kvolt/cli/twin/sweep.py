@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         digests=[point_digest(setup, trace, sla) for setup in setups],
         common=Common(records, sla),
         objectives=objectives,
-        num_processes=args.processes or len(usable_cores().ids),
+        num_processes=args.processes or len(usable_cores()),
     )
 
 

@@ -217,7 +217,7 @@ def _measured_resources(device: torch.device) -> list[str]:
     """Names of the GPU or the cores that steps use, which no other engine may measure on at the same time."""
     if device.type == "cuda":
         return [f"gpu-{torch.cuda.get_device_properties(device).uuid}"]
-    return [f"core-{core}" for core in usable_cores().ids]
+    return [f"core-{core}" for core in usable_cores()]
 
 
 def _slab(

@@ -131,7 +131,7 @@ def rank_runner(
 
 def set_threads(arguments: NativeArguments) -> None:
     # torch counts the machine's cores; a container may have a smaller quota, and the ranks share it.
-    usable = min(torch.get_num_threads(), len(usable_cores().ids))
+    usable = min(torch.get_num_threads(), len(usable_cores()))
     torch.set_num_threads(arguments.threads or max(1, usable // arguments.tensor_parallel))
 
 

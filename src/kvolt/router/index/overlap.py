@@ -39,21 +39,6 @@ class PrefixIndex(Protocol):
         ...
 
 
-class EmptyPrefixIndex:
-    """An index without blocks, for routing by load alone."""
-
-    slots_version = 0
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        return np.zeros(0, dtype=np.int32)
-
-    def find_local_tiers(self, hashes: tuple[int, ...]) -> None:
-        return None
-
-    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        return None
-
-
 class Overlap(NamedTuple):
     """Leading blocks of the prompt, by candidate."""
 

@@ -84,11 +84,6 @@ class Selector:
     def stats(self) -> RouterStats:
         return self._outcomes.stats
 
-    @property
-    def num_sessions(self) -> int:
-        """Sessions with affinity state."""
-        return self._affinity.num_sessions
-
     def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
         """Set the registered workers, None for unknown metadata. Reservations at other workers are dropped."""
         self._worker_table.set_workers(infos)

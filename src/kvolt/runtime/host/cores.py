@@ -11,21 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.host.cgroups import MEMBERSHIP, ROOT, own_groups
 
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-class UsableCores(msgspec.Struct, frozen=True):
-    """Cores that this process may use."""
-
-    ids: tuple[int, ...]
-    pinnable: bool
-    """False if a CPU quota instead of an affinity mask limits the number. The ids are then only a count: pinning to
-    them would put every container of the machine on the same cores."""
 
 
 def share_cores(available: Sequence[int], num_engines: int, reserved: int) -> list[list[int]]:
@@ -58,15 +47,18 @@ def thread_env(cores: Sequence[int]) -> dict[str, str]:
     return {**env, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def usable_cores(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> UsableCores:
-    """Usable cores: the affinity mask, limited by the cgroup's CPU quota if there is one."""
+def usable_cores(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> tuple[int, ...]:
+    """Usable cores: the affinity mask, cut to the number that the cgroup's CPU quota allows.
+
+    Below a quota the ids are only a count: pinning to them would put every container of the machine on the same cores.
+    """
     # macOS has no affinity mask; use all cores.
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     ids = tuple(sorted(mask))
     quota = cpu_quota(cgroup_root, membership)
     if quota is None or quota >= len(ids):
-        return UsableCores(ids, pinnable=hasattr(os, "sched_setaffinity"))
-    return UsableCores(ids[: max(1, int(quota))], pinnable=False)
+        return ids
+    return ids[: max(1, int(quota))]
 
 
 def cpu_quota(cgroup_root: Path, membership: Path) -> float | None:

@@ -89,7 +89,7 @@ def test_steps_are_measured_in_turn_with_others_on_the_same_cores(folder: Path) 
     )
     spec = EngineSpec(model=str(folder), role=Role.AGGREGATED)
     build_core(spec, "m", checkpoint, arguments, CoreHooks(turn=turn)).close()
-    cores = [f"core-{core}" for core in usable_cores().ids]
+    cores = [f"core-{core}" for core in usable_cores()]
     assert turns == [("take", cores), ("leave", cores)]
     assert cores
 

@@ -19,7 +19,6 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Handoff, LinkCosts, Request, RoutingHints
-from kvolt.router.index.overlap import EmptyPrefixIndex
 from kvolt.router.policy.policy import Policy, classic, latency
 from kvolt.router.policy.selector import Selector
 from kvolt.router.worker_rank import WorkerDpRank
@@ -87,6 +86,21 @@ def worker(seqs: int = 8, batch: int = 1000, **given: Any) -> EngineInfo:
 
 
 ENOUGH: dict[str, Any] = {"saturated_seqs": 1.0, "saturated_batches": 8.0}
+
+
+class EmptyPrefixIndex:
+    """An index without blocks: routing by load alone."""
+
+    slots_version = 0
+
+    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        return np.zeros(0, dtype=np.int32)
+
+    def find_local_tiers(self, hashes: tuple[int, ...]) -> None:
+        return None
+
+    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
+        return None
 
 
 class Scene:
@@ -425,13 +439,13 @@ def test_a_session_returns_unless_it_costs_more_than_the_bonus() -> None:
             scene.selector.choose(prompt(*range(100, 130)), (first.worker_rank.instance_id,))
         )
     assert scene.where(prompt(2, session="s")) != first.worker_rank
-    assert scene.selector.num_sessions == 1
+    assert scene.selector._affinity.num_sessions == 1
 
 
 def test_a_session_without_a_first_token_has_no_affinity() -> None:
     scene = Scene({A: worker(), B: worker()})
     scene.selector.release(scene.book(prompt(1, session="s")), None)
-    assert scene.selector.num_sessions == 0
+    assert scene.selector._affinity.num_sessions == 0
 
 
 # --- for people
