@@ -154,6 +154,14 @@ def test_an_engine_with_few_timed_steps_has_step_times_at_their_speed(
     assert "the choice of a prefill worker may be wrong" in warning.getMessage()
 
 
+def test_loading_logs_nothing_above_debug(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with closing(core_of(folder, measure_steps=False)):
+        pass
+    assert "loading" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
 def test_too_little_is_said_too() -> None:
     one = (StepStats(1, 0, 0, 16, 2.5),)
     few = Trials(steps=one, num_runs=1, elapsed_s=2.5, latency=None)
