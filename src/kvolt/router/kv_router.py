@@ -100,12 +100,10 @@ class KvRouter:
         return None if choice.is_saturated else choice.predicted_s
 
     def forecast(self, request: Request) -> Forecast:
-        asked = request
-        if (
-            self._client.has_fallback
-        ):  # prefill workers: without one for the prompt there is nothing to forecast
-            asked = msgspec.structs.replace(request, prefill_only=True)
-        return self.selector.forecast(request, self._candidates(asked, frozenset()))
+        candidates_of = request
+        if self._client.has_fallback:  # prefill workers: if none can take the prompt, there is no forecast
+            candidates_of = msgspec.structs.replace(request, prefill_only=True)
+        return self.selector.forecast(request, self._candidates(candidates_of, frozenset()))
 
     def queue_s(self, decision: Decision) -> float:
         """Predicted time until all prompts sent to the decision's worker rank are computed, later ones included. Once
