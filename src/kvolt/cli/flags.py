@@ -27,6 +27,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "frontend.tool_parser": "NAME",
         "frontend.reasoning_parser": "NAME",
         "frontend.processor": "NAME",
+        "frontend.api_keys": "FILE",
     },
     "routing": {"frontend.router": "POLICY"},
     "disaggregated prefill": {

@@ -78,10 +78,12 @@ VERBS: dict[str, Verb] = {
     "cluster": Verb(
         "kvolt.cli.cluster", "create and rotate the key of a cluster; issue certificates", "start"
     ),
+    "key": Verb("kvolt.cli.key", "create, list, rotate and revoke API keys of the HTTP API", "start"),
     "chat": Verb("kvolt.cli.chat.command", "chat with a model of any OpenAI-compatible server", "client"),
     "bench": Verb("kvolt.cli.bench.command", "load-test any OpenAI-compatible server", "client"),
     "status": Verb("kvolt.cli.status", "show running processes and their readiness", "inspect", _CLIENT),
     "top": Verb("kvolt.cli.top", "show running processes, refreshed every second", "inspect", _CLIENT),
+    "usage": Verb("kvolt.cli.usage", "show requests and tokens of each tenant", "inspect", _CLIENT),
     "doctor": Verb(
         "kvolt.cli.doctor.command",
         "check this machine and its configuration for problems",

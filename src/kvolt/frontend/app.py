@@ -27,6 +27,9 @@ from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.siblings import Siblings
+from kvolt.frontend.tenants.access import AccessGuard, caller_of, names_of
+from kvolt.frontend.tenants.records import Scope
+from kvolt.frontend.tenants.usage import USAGE_DETAILS
 from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.journey.prefill import RoleTarget
@@ -49,6 +52,15 @@ _NOT_AVAILABLE = {
     "/v1/embeddings": "embeddings are not available over HTTP yet",
     "/v1/responses": "the Responses API is not available yet; use /v1/chat/completions",
 }
+
+
+_SCOPES = {
+    "/tokenize": Scope.INFERENCE,
+    "/detokenize": Scope.INFERENCE,
+    "/metrics": Scope.ADMIN,
+    "/busy_threshold": Scope.ADMIN,
+}
+"""Scope that a key needs for a route besides those below /v1; others need no key."""
 
 
 class FrontendApp:
@@ -100,21 +112,32 @@ class FrontendApp:
         )
         self._routes = tuple(f"{method} {path}" for method, path, _ in table if not path.endswith(":path}"))
         for method, path, handler in table:
-            routes.add(method, path, handler)
+            routes.add(method, path, self._guarded(method, path, handler))
         routes.notes.update(_NOT_AVAILABLE)
         return routes
+
+    def _guarded(self, method: str, path: str, handler: Handler) -> Handler:
+        """The handler behind the check of API keys, if there are any and the route needs one."""
+        access = self._generation.access
+        scope = Scope.INFERENCE if path.startswith("/v1/") else _SCOPES.get(path)
+        return handler if access is None or scope is None else access.protect(handler, scope)
 
     # --- models
 
     async def _list_models(self, request: HttpRequest) -> Response:
         named = [(name, model) for model in self._models.ready() for name in self._models.names_of(model)]
         named += [(adapter.name, adapter) for adapter in self._models.adapters()]
-        data = [self._describe(name, model) for name, model in named]
+        caller = caller_of(request)
+        data = [
+            self._describe(name, model)
+            for name, model in named
+            if caller is None or caller.allows((name, *names_of(self._models, model)))
+        ]
         return Response(200, _json(responses.ModelList(data=data)))
 
     async def _show_model(self, request: HttpRequest) -> Response:
         name = request.params["model"]
-        return Response(200, _json(self._describe(name, self._models.get(name))))
+        return Response(200, _json(self._describe(name, self._generation.find_model(request, name))))
 
     async def _show_long_name(self, request: HttpRequest) -> Response:
         """Model names with slashes, which many clients do not escape."""
@@ -137,15 +160,20 @@ class FrontendApp:
         )
 
     async def _show_ready(self, request: HttpRequest) -> Response:
-        body = _readiness(self._models, request.params["model"])
+        name = request.params["model"]
+        caller = caller_of(request)
+        if caller is not None and caller.tenant.models and not caller.allows((name,)):
+            self._generation.find_model(request, name)
+        body = _readiness(self._models, name)
         return Response(200 if body.ready else 503, _json(body))
 
     # --- tokens
 
     async def _tokenize(self, request: HttpRequest) -> Response:
+        await self._charge(request)
         parsed = await self._generation.bodies.parse(request, parse_tokenize)
         api_request, is_large = parsed.request, parsed.is_large
-        model = self._models.get(api_request.model)
+        model = self._generation.find_model(request, api_request.model)
         processor = model.processor
         if api_request.messages is not None:
             template_input = await self._off_loop(
@@ -180,9 +208,10 @@ class FrontendApp:
         return Response(200, await self._off_loop(answer, len(token_ids) > INLINE_TOKENS))
 
     async def _detokenize(self, request: HttpRequest) -> Response:
+        await self._charge(request)
         parsed = await self._generation.bodies.parse(request, parse_detokenize)
         api_request = parsed.request
-        model = self._models.get(api_request.model)
+        model = self._generation.find_model(request, api_request.model)
         max_tokens = MAX_CONTEXTS * model.card.context_length
         if len(api_request.tokens) > max_tokens:
             raise InvalidRequest(
@@ -197,6 +226,11 @@ class FrontendApp:
             return _json(responses.DetokenizeResponse(prompt=text))
 
         return Response(200, await self._off_loop(answer, len(api_request.tokens) > INLINE_TOKENS))
+
+    async def _charge(self, request: HttpRequest) -> None:
+        """Charge the request to its tenant's request limit."""
+        if self._generation.access is not None:
+            await self._generation.access.take_request(request)
 
     async def _off_loop(self, call: Callable[[], T], is_large: bool) -> T:
         return await self._generation.off_loop.run(call) if is_large else call()
@@ -311,6 +345,7 @@ def build_server(
     siblings: Siblings | None = None,
     recorder: TraceRecorder | None = None,
     cors: CorsPolicy | None = None,
+    access: AccessGuard | None = None,
 ) -> HttpServer:
     """Build the public HTTP server, not started, and register its metrics with `metrics`."""
     own = FrontendMetrics()
@@ -319,8 +354,11 @@ def build_server(
     metrics.registry.register(own)
     runtime.add_status_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
     runtime.add_status_details(QUEUE_DETAILS, lambda: describe_queues(models.routers()))
+    if access is not None:
+        own.add(access.usage.collect)
+        runtime.add_status_details(USAGE_DETAILS, access.usage.describe)
     limits = limits or HttpLimits()
-    generation = Generation(runtime, models, admission, own, options, recorder, limits.max_body_bytes)
+    generation = Generation(runtime, models, admission, own, options, recorder, limits.max_body_bytes, access)
     clock = runtime.ports.clock
     app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)
     server = HttpServer(

@@ -31,7 +31,7 @@ from kvolt.frontend.generation_context import (
 )
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
-from kvolt.frontend.model import require_extra, with_allowed_by_role
+from kvolt.frontend.model import Model, require_extra, with_allowed_by_role
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
 from kvolt.frontend.openai_api.decoding import Parsed
@@ -49,6 +49,7 @@ from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSeria
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.request_body import BodyParser
+from kvolt.frontend.tenants.access import AccessGuard, caller_of, tenant_scope
 from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
@@ -92,12 +93,14 @@ class Generation:
         options: GenerateOptions,
         recorder: TraceRecorder | None = None,
         max_body_bytes: int = HttpLimits().max_body_bytes,
+        access: AccessGuard | None = None,
     ) -> None:
         self._models = models
         self._admission = admission
         self._metrics = metrics
         self._options = options
         self._recorder = recorder
+        self.access = access
         self._clock: Clock = runtime.ports.clock
         self.off_loop = OffLoop(runtime.ports.blocking)
         self.bodies = BodyParser(self.off_loop, max_body_bytes)
@@ -115,11 +118,21 @@ class Generation:
 
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
         with self.new_record("chat_completions", http) as record:
+            if self.access is not None:
+                record.tenant = await self.access.begin(http)
             return await self._answer(await self.prepare_chat(http, record))
 
     async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
         with self.new_record("completions", http) as record:
+            if self.access is not None:
+                record.tenant = await self.access.begin(http)
             return await self._answer(await self.prepare_completion(http, record))
+
+    def find_model(self, http: HttpRequest, name: str | None) -> Model:
+        """The ready model with this name, if the caller may use it."""
+        if self.access is None:
+            return self._models.get(name)
+        return self.access.find_model(self._models, name, caller_of(http))
 
     # --- before anything is sent
 
@@ -156,10 +169,11 @@ class Generation:
         body: GenerationRequest = parsed.request
         unknown = parsed.unknown
         record.streams = bool(body.stream)
-        model = self._models.get(body.model)
+        model = self.find_model(http, body.model)
         record.of_model(model.card.name)
+        tenant = None if http.caller is None else tenant_scope(http)
         hints = with_allowed_by_role(
-            model, parse_hints(http.headers, body.nvext, body.cache_salt, body.priority)
+            model, parse_hints(http.headers, body.nvext, body.cache_salt, body.priority, tenant)
         )
         headers: dict[str, str] = {}
         if unknown:
@@ -184,15 +198,8 @@ class Generation:
         context = GenerationContext(
             http, body, model, hints, options, serializer, record, request_id, headers, [], parsed.is_large
         )
-        self._cap_priority(context)
+        context.cap_priority(self._options.max_priority)
         return context
-
-    def _cap_priority(self, context: GenerationContext) -> None:
-        routing, limit = context.hints.routing, self._options.max_priority
-        if limit is not None and routing.priority > limit:
-            context.warn(f"priority {routing.priority} reduced to {limit}, the maximum of this server")
-            routing = msgspec.structs.replace(routing, priority=limit)
-            context.hints = msgspec.structs.replace(context.hints, routing=routing)
 
     async def _prepare_chat(self, context: GenerationContext, body: ChatRequest) -> None:
         processor = context.model.processor
@@ -260,6 +267,8 @@ class Generation:
     async def _answer(self, context: GenerationContext) -> Response | WrittenResponse:
         record = context.record
         requests, spec = await self.build(context)
+        if record.tenant is not None:
+            await context.reserve_tokens(record.tenant, requests)
         if context.hints.routing.query_only:
             return await self._query(context, spec, requests)
         if context.body.stream:

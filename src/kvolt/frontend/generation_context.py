@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.ids import RequestId
@@ -19,6 +21,8 @@ from kvolt.frontend.openai_api.serializer import ResponseSerializer
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
+from kvolt.frontend.tenants.access import caller_of
+from kvolt.frontend.tenants.budgets import TenantRequest
 from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
 from kvolt.frontend.worker_request import PROMPT_EMBEDS, build_request, check_prompt_logprobs, too_long
@@ -64,6 +68,24 @@ class GenerationContext:
         if isinstance(self.body, ChatRequest):
             return "messages"
         return "prompt" if self.embeds is None else PROMPT_EMBEDS
+
+    def cap_priority(self, limit: int | None) -> None:
+        """Reduce the priority to the limits of the server (`limit`) and the tenant."""
+        caller, routing, owner = caller_of(self.http), self.hints.routing, "server"
+        own = None if caller is None else caller.tenant.max_priority
+        if own is not None and (limit is None or own < limit):
+            limit, owner = own, "tenant"
+        if limit is not None and routing.priority > limit:
+            self.warn(f"priority {routing.priority} reduced to {limit}, the maximum of this {owner}")
+            routing = msgspec.structs.replace(routing, priority=limit)
+            self.hints = msgspec.structs.replace(self.hints, routing=routing)
+
+    async def reserve_tokens(self, tenant: TenantRequest, requests: Sequence[Request]) -> None:
+        """Take the tokens of prompts and answers from the tenant's budget. Raises RateLimited."""
+        num_output = sum(each.stop.max_tokens * each.sampling.num_choices for each in requests)
+        num_input = sum(map(len, self.prompts))
+        await tenant.reserve_tokens(num_input, num_output, is_default=self.options.max_tokens is None)
+        self.headers.update(tenant.headers())
 
     def warn(self, text: str) -> None:
         known = self.headers.get("x-kvolt-warning")

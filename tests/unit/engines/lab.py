@@ -30,6 +30,10 @@ from kvolt.frontend.app import build_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.models import Models
+from kvolt.frontend.tenants.access import AccessGuard
+from kvolt.frontend.tenants.budgets import LocalBudgets
+from kvolt.frontend.tenants.live_keys import LiveKeys
+from kvolt.frontend.tenants.store import KeyStore
 from kvolt.router.registry import find_router
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
@@ -201,6 +205,7 @@ class Lab:
         max_requests: int = 1000,
         limits: HttpLimits | None = None,
         router: str = "round-robin",
+        keys: KeyStore | None = None,
     ) -> Frontend:
         """Wired as `kvolt frontend` does it."""
         runtime = await self.runtime(name)
@@ -213,6 +218,7 @@ class Lab:
         registry = CollectorRegistry()
         recorder = TraceRecorder(runtime.ports.clock.monotonic)
         recorder.register_endpoint(runtime.server)
+        access = None if keys is None else await self._access(runtime, keys)
         server = build_server(
             runtime,
             models,
@@ -221,10 +227,18 @@ class Lab:
             options or GenerateOptions(),
             limits=limits,
             recorder=recorder,
+            access=access,
         )
         self._closing.append(server.close)
         address = await server.start(f"{name}:0")
         return Frontend(self, runtime, models, address, admission, registry, recorder)
+
+    async def _access(self, runtime: Runtime, store: KeyStore) -> AccessGuard:
+        keys, clock = LiveKeys(store, runtime.ports.blocking), runtime.ports.clock
+        access = AccessGuard(keys, LocalBudgets(clock.monotonic), clock)
+        self._closing.append(keys.close)
+        await keys.start()
+        return access
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

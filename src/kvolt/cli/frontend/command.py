@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.flags import option
+from kvolt.cli.frontend.access import open_access
 from kvolt.cli.frontend.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admin.explain import RouteExplainer
@@ -210,6 +211,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         ),
         _new_router(settings, link),
     )
+    access = await open_access(process, member is None or member.slot == 0)
     loads = WorkerLoads()
     admission = Admission(loads, frontend.max_requests, membership.slot if membership is not None else None)
     recorder = TraceRecorder(runtime.ports.clock.monotonic)
@@ -234,6 +236,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         siblings=None if membership is None else membership.siblings(admission),
         recorder=recorder,
         cors=CorsPolicy(frontend.cors_origins) if frontend.cors_origins else None,
+        access=access,
     )
     task_group = TaskGroup("frontend")
     task_group.start(loads.subscribe(runtime.events), "loads")

@@ -11,8 +11,11 @@ from typing import Self
 from kvolt.core.errors import KvoltError
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics, ModelSeries
 from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, error_type_label, status_of
+from kvolt.frontend.tenants.budgets import TenantRequest
 
 _MAX_REASON_CHARS = 200
+_NOT_CHARGED = frozenset({429, 500, 503, 504})
+"""Statuses of requests that the server did not answer for reasons of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,8 @@ class RequestRecord:
     streams: bool = False
     on_end: Callable[[], None] | None = None
     """Releases the request's admission slot."""
+    tenant: TenantRequest | None = None
+    """The request's charge to its tenant, if the frontend has API keys."""
     failure: KvoltError | None = None
     """Sent to the client in its stream."""
     input_tokens: int = 0
@@ -119,6 +124,10 @@ class RequestRecord:
         if self.on_end is not None:
             self.on_end()
             self.on_end = None
+        if self.tenant is not None:
+            is_server_error = error is not None and status_of(error) in _NOT_CHARGED
+            self.tenant.end(self.output_tokens, is_server_error)
+            self.tenant = None
         metrics, series, labels = self._metrics, self._series, self._labels()
         if series is None:
             metrics.started[labels] += 1

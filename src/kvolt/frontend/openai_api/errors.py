@@ -30,8 +30,30 @@ class UnsupportedMediaType(errors.InvalidRequest):
     code = "unsupported_media_type"
 
 
+class InvalidApiKey(KvoltError):
+    """The API key is missing, unknown or expired."""
+
+    code = "invalid_api_key"
+    fault = errors.Fault.CALLER
+
+
+class InsufficientPermissions(KvoltError):
+    """The API key does not allow the request. Fields: code, param."""
+
+    code = "insufficient_permissions"
+    fault = errors.Fault.CALLER
+
+
+class RateLimited(errors.Overloaded):
+    """A limit of the tenant is reached. Fields: limit, retry_after_s, and response headers by name."""
+
+    code = "rate_limit_exceeded"
+
+
 _STATUS_OF: dict[type[KvoltError], int] = {
     errors.InvalidRequest: 400,
+    InvalidApiKey: 401,
+    InsufficientPermissions: 403,
     errors.NotFound: 404,
     errors.PayloadTooLarge: 413,
     UnsupportedMediaType: 415,
@@ -48,6 +70,8 @@ _STATUS_OF: dict[type[KvoltError], int] = {
 
 _LABEL_OF = {
     400: "validation",
+    401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     413: "validation",
     415: "validation",
@@ -69,6 +93,7 @@ _REPLACEMENTS: dict[type[KvoltError], tuple[str, str]] = {
     errors.EngineFailed: ("the engine failed to process the request", "engine_failed"),
     errors.Cancelled: ("the request was cancelled before it was complete; try again", "cancelled"),
     errors.ConfigError: ("internal error", "internal"),
+    errors.AccessDenied: ("internal error", "internal"),
     KvoltError: ("internal error", "internal"),
 }
 """(message, code) that replace messages meant for operators."""
@@ -107,7 +132,8 @@ def error_event(error: BaseException) -> bytes:
 
 
 def _message_and_code(error: KvoltError, info: errors.ErrorInfo) -> tuple[str, str]:
-    if error.fault is not errors.Fault.CALLER and not isinstance(error, _SAFE_MESSAGES):
+    is_callers = error.fault is errors.Fault.CALLER and not isinstance(error, errors.AccessDenied)
+    if not is_callers and not isinstance(error, _SAFE_MESSAGES):  # AccessDenied: this process was the caller
         return next(_REPLACEMENTS[kind] for kind in type(error).__mro__ if kind in _REPLACEMENTS)
     return info.message, _code(error, info)
 
@@ -132,10 +158,17 @@ def _details(error: KvoltError, status: int) -> dict[str, str]:
 
 def _headers(error: KvoltError, status: int) -> dict[str, str]:
     if status in (429, 503):
-        return {"retry-after": str(_wait_s(error.fields.get("retry_after_s")))}
+        wait = {"retry-after": str(_wait_s(error.fields.get("retry_after_s")))}
+        return wait | _ratelimit_headers(error) if isinstance(error, RateLimited) else wait
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
     if status >= 500 and not error.retryable:
         return {"x-should-retry": "false"}  # otherwise OpenAI's SDKs retry every 5xx twice
     return {}
+
+
+def _ratelimit_headers(error: RateLimited) -> dict[str, str]:
+    return {name: str(value) for name, value in error.fields.items() if name.startswith("x-")}
 
 
 def _wait_s(retry_after_s: errors.FieldValue) -> int:

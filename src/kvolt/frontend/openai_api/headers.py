@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -98,6 +98,13 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to return timing headers."""
 
 
+class TenantScope(NamedTuple):
+    """Tenant of a request, and the salt of its KV namespace."""
+
+    name: str | None
+    salt: str | None
+
+
 NO_HINTS = RequestHints()
 """Hints of most requests; shared because it is immutable."""
 
@@ -118,24 +125,30 @@ NAMES = frozenset(_names())
 
 
 def parse_hints(
-    headers: Mapping[str, str], nvext: NvExt | None, body_salt: str | None, priority: int | None
+    headers: Mapping[str, str],
+    nvext: NvExt | None,
+    body_salt: str | None,
+    priority: int | None,
+    tenant: TenantScope | None = None,
 ) -> RequestHints:
-    """Combine headers and body; `body_salt` and `priority` are root-level fields. Raises InvalidRequest for a bad
-    header."""
-    if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
-        return NO_HINTS
+    """Combine headers and body; `body_salt` and `priority` are root-level fields. An authenticated `tenant` replaces
+    the header. Raises InvalidRequest for a bad header."""
+    if tenant is None:
+        if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
+            return NO_HINTS
+        name = _name(headers, TENANT)
+        tenant = TenantScope(name, name)
     if nvext is None:
         nvext = _NO_NVEXT
     else:
         check_nvext(nvext)
     _refuse_unsupported(headers)
-    tenant = _name(headers, TENANT)
     request_id = _first(headers, REQUEST_ID)[1]
     return RequestHints(
         request_id=request_id if request_id and _REQUEST_ID.fullmatch(request_id) else None,
         traceparent=headers.get("traceparent"),
-        routing=_routing(headers, nvext, tenant, priority),
-        salt=_salt(tenant, _body_salt(nvext.cache_salt, body_salt)),
+        routing=_routing(headers, nvext, tenant.name, priority),
+        salt=_salt(tenant.salt, _body_salt(nvext.cache_salt, body_salt)),
         annotations=nvext.annotations or (),
         extra_fields=nvext.extra_fields or (),
         token_data=nvext.token_data,

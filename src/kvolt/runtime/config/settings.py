@@ -249,11 +249,17 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     token_cache_bytes: Bytes = 8 * MIB
     """Memory for the tokenizer cache of each model."""
     processor: Text = "card"
-    """Renders prompts and parses answers: card, vllm or the name of a plugin. `card`: kvolt's own. `vllm`:
-    vLLM's (must be installed), for parsers that only vLLM has."""
+    """Chat processor: card, vllm, plugin. It renders prompts and parses answers. `card`: kvolt's own. `vllm`:
+    vLLM's (must be installed), for parsers that only vLLM has. Others: by the name of the plugin."""
     tool_parser: Text | None = None
     """Tool-call parser, or none. Applies to all models; the `vllm` processor has no default. Default: by the
     template."""
+    api_keys: Annotated[Text | None, Meta(extra=_FILE)] = None
+    """API keys of clients (`kvolt key`). Default: none. Requests then need one of these keys, and the limits of its
+    tenant apply. A changed file is read again within two seconds."""
+    key_store: Text | None = None
+    """API keys from a plugin in place of a file: NAME or NAME:ARGUMENT (entry points `kvolt.key_stores`).
+    Default: none."""
     reasoning_parser: Text | None = None
     """Reasoning parser, or none. Applies to all models; the `vllm` processor has no default. Default: by the
     template."""

@@ -54,6 +54,7 @@ class HttpRequest:
         "_disconnected",
         "_query",
         "body",
+        "caller",
         "headers",
         "id",
         "identity",
@@ -85,6 +86,8 @@ class HttpRequest:
         self.version = version
         self.id = ""
         """Request id for `x-request-id` of the response: sent by the client, or generated."""
+        self.caller: object | None = None
+        """Authenticated sender, set by a guard in front of the handler."""
         self.keep_alive = True
         self.params: Mapping[str, str] = _NO_HEADERS
         self._query: dict[str, str] | None = None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvolt.core import errors as tree
 from kvolt.core.errors import (
+    AccessDenied,
     Cancelled,
     ConfigError,
     ConnectFailed,
@@ -33,6 +34,9 @@ from kvolt.core.errors import (
     from_info,
 )
 from kvolt.frontend.openai_api.errors import (
+    InsufficientPermissions,
+    InvalidApiKey,
+    RateLimited,
     UnsupportedMediaType,
     error_event,
     error_type_label,
@@ -54,6 +58,10 @@ TABLE: list[tuple[BaseException, int, str, str, str]] = [
     (NotFound("no", kind="path"), 404, "invalid_request_error", "not_found", "not_found"),
     (PayloadTooLarge("big"), 413, "invalid_request_error", "payload_too_large", "validation"),
     (UnsupportedMediaType("what"), 415, "invalid_request_error", "unsupported_media_type", "validation"),
+    (InvalidApiKey("unknown"), 401, "invalid_request_error", "invalid_api_key", "unauthorized"),
+    (InsufficientPermissions("no"), 403, "invalid_request_error", "insufficient_permissions", "forbidden"),
+    (RateLimited("slow"), 429, "rate_limit_error", "rate_limit_exceeded", "overload"),
+    (AccessDenied("a worker refused this frontend"), 500, "server_error", "internal", "internal"),
     (Overloaded("full"), 429, "rate_limit_error", "overloaded", "overload"),
     (Unsupported("not yet"), 501, "server_error", "unsupported", "not_implemented"),
     (WorkerLost("10.0.0.7:9000 vanished"), 503, "server_error", "worker_unreachable", "unavailable"),

@@ -1,0 +1,196 @@
+"""Budgets of all tenants in one frontend process, and the requests that are charged to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from kvolt.core.errors import FieldValue
+from kvolt.frontend.openai_api.errors import RateLimited
+from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState, Refusal, TenantBudget
+from kvolt.frontend.tenants.records import Caller, Tenant
+from kvolt.frontend.tenants.usage import UsageMeter
+
+_NEVER_RETRY_S = 60.0
+_BEGIN: Amounts = {Limit.REQUESTS: 1, Limit.CONCURRENCY: 1}
+_ONE_REQUEST: Amounts = {Limit.REQUESTS: 1}
+_ONE_SLOT: Amounts = {Limit.CONCURRENCY: 1}
+_TOKENS = (Limit.INPUT_TOKENS, Limit.OUTPUT_TOKENS)
+_UNITS = {
+    Limit.REQUESTS: "requests per second",
+    Limit.INPUT_TOKENS: "input tokens per minute",
+    Limit.OUTPUT_TOKENS: "output tokens per minute",
+    Limit.CONCURRENCY: "concurrent requests",
+}
+
+
+class Budgets(Protocol):
+    """Remaining budget of each tenant."""
+
+    async def take(self, tenant: Tenant, amounts: Amounts) -> Refusal | None:
+        """Take all amounts, or none and return the reason."""
+        ...
+
+    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
+        """Take amounts that cannot be refused any more."""
+        ...
+
+    def put_back(self, tenant: Tenant, amounts: Amounts) -> None: ...
+
+    def states(self, tenant: Tenant) -> dict[Limit, LimitState]: ...
+
+    def capacity(self, tenant: Tenant, limit: Limit) -> float: ...
+
+    def retain(self, names: Collection[str]) -> None:
+        """Forget all other tenants."""
+        ...
+
+
+class LocalBudgets:
+    """Budgets of the only frontend process, or one process's share of them; the limits are exact in one process."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.share = 1.0
+        self._now = now
+        self._budgets: dict[str, TenantBudget] = {}
+
+    async def take(self, tenant: Tenant, amounts: Amounts) -> Refusal | None:
+        return self.budget(tenant).take(amounts, self._now())
+
+    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
+        self.budget(tenant).charge(amounts, self._now())
+
+    def put_back(self, tenant: Tenant, amounts: Amounts) -> None:
+        self.budget(tenant).put_back(amounts, self._now())
+
+    def states(self, tenant: Tenant) -> dict[Limit, LimitState]:
+        return self.budget(tenant).states(self._now())
+
+    def capacity(self, tenant: Tenant, limit: Limit) -> float:
+        return self.budget(tenant).capacity(limit)
+
+    def retain(self, names: Collection[str]) -> None:
+        self._budgets = {name: each for name, each in self._budgets.items() if name in names}
+
+    def budget(self, tenant: Tenant) -> TenantBudget:
+        budget = self._budgets.get(tenant.name)
+        if budget is None:
+            budget = self._budgets[tenant.name] = TenantBudget(tenant, self._now(), self.share)
+        elif budget.tenant is not tenant or budget.share != self.share:
+            budget.update(tenant, self.share, self._now())
+        return budget
+
+
+class TenantRequest:
+    """One request while it is charged to its tenant. `end` releases what it did not use."""
+
+    __slots__ = ("_budgets", "_input_tokens", "_reserved_output", "_usage", "caller")
+
+    def __init__(self, caller: Caller, budgets: Budgets, usage: UsageMeter) -> None:
+        self.caller = caller
+        self._budgets = budgets
+        self._usage = usage
+        self._input_tokens = 0
+        self._reserved_output = 0.0
+
+    async def begin(self) -> None:
+        """Take a request and a slot. Raises RateLimited."""
+        tenant = self.caller.tenant
+        self._check(await self._budgets.take(tenant, _BEGIN), _BEGIN)
+        usage = self._usage.of(tenant.name)
+        usage.requests += 1
+        usage.active += 1
+
+    async def reserve_tokens(self, num_input: int, num_output: int, is_default: bool) -> None:
+        """Take the tokens of the prompt, and those that the answer may have. Raises RateLimited.
+
+        `is_default`: the client set no limit for its answer. Then at most a full bucket is reserved, and an answer
+        that is longer leaves a debt.
+        """
+        tenant = self.caller.tenant
+        output: float = num_output
+        if is_default:
+            output = min(output, self._budgets.capacity(tenant, Limit.OUTPUT_TOKENS))
+        amounts = {Limit.INPUT_TOKENS: float(num_input), Limit.OUTPUT_TOKENS: output}
+        self._check(await self._budgets.take(tenant, amounts), amounts)
+        self._input_tokens, self._reserved_output = num_input, output
+
+    def end(self, num_output: int, is_server_error: bool) -> None:
+        """Settle the tokens and release the slot. A request that the server failed before its first token costs no
+        tokens."""
+        tenant, budgets = self.caller.tenant, self._budgets
+        budgets.put_back(tenant, _ONE_SLOT)
+        if is_server_error and not num_output:
+            budgets.put_back(tenant, {Limit.INPUT_TOKENS: self._input_tokens})
+            self._input_tokens = 0
+        unused = self._reserved_output - num_output
+        if unused > 0:
+            budgets.put_back(tenant, {Limit.OUTPUT_TOKENS: unused})
+        elif unused < 0:
+            budgets.charge(tenant, {Limit.OUTPUT_TOKENS: -unused})
+        usage = self._usage.of(tenant.name)
+        usage.active -= 1
+        usage.input_tokens += self._input_tokens
+        usage.output_tokens += num_output
+
+    def headers(self) -> dict[str, str]:
+        """`x-ratelimit-*` headers."""
+        return ratelimit_headers(self._budgets.states(self.caller.tenant))
+
+    def _check(self, refusal: Refusal | None, amounts: Amounts) -> None:
+        if refusal is not None:
+            raise refused(refusal, amounts, self.caller.tenant, self._budgets, self._usage)
+
+
+async def take_request(caller: Caller, budgets: Budgets, usage: UsageMeter) -> None:
+    """Charge a request that needs no slot and generates nothing. Raises RateLimited."""
+    refusal = await budgets.take(caller.tenant, _ONE_REQUEST)
+    if refusal is not None:
+        raise refused(refusal, _ONE_REQUEST, caller.tenant, budgets, usage)
+    usage.of(caller.tenant.name).requests += 1
+
+
+def refused(
+    refusal: Refusal, amounts: Amounts, tenant: Tenant, budgets: Budgets, usage: UsageMeter
+) -> RateLimited:
+    """Count a refusal and return its error."""
+    usage.count_refusal(tenant.name, refusal.limit.value)
+    unit = _UNITS[refusal.limit]
+    fields: dict[str, FieldValue] = dict(ratelimit_headers(budgets.states(tenant)))
+    if math.isinf(refusal.retry_after_s):
+        amount = int(amounts[refusal.limit])
+        message = f"request too large for tenant {tenant.name!r}: {amount} exceed its limit of {unit}"
+        fields |= {"x-should-retry": "false", "retry_after_s": _NEVER_RETRY_S}
+    else:
+        message = f"rate limit of tenant {tenant.name!r} reached: {unit}; try again later"
+        fields["retry_after_s"] = max(refusal.retry_after_s, 1.0)
+    return RateLimited(message, limit=refusal.limit.value, gpu_work="none", **fields)
+
+
+def ratelimit_headers(states: dict[Limit, LimitState]) -> dict[str, str]:
+    """OpenAI's headers. `tokens` is the limit of input or output with the smaller part left."""
+    headers: dict[str, str] = {}
+    requests = states.get(Limit.REQUESTS)
+    if requests is not None:
+        headers |= _headers_of("requests", requests)
+    tokens = [states[limit] for limit in _TOKENS if limit in states]
+    if tokens:
+        headers |= _headers_of("tokens", min(tokens, key=lambda each: each.remaining / each.capacity))
+    return headers
+
+
+def _headers_of(name: str, state: LimitState) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{name}": str(int(state.capacity)),
+        f"x-ratelimit-remaining-{name}": str(int(state.remaining + 1e-6)),
+        f"x-ratelimit-reset-{name}": _duration(state.reset_s),
+    }
+
+
+def _duration(seconds: float) -> str:
+    """OpenAI's format: 120ms, 7.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    return f"{int(minutes)}m{rest:g}s" if minutes else f"{rest:g}s"
