@@ -47,6 +47,7 @@ PURE_MODULES = {
     "frontend/detokenizer": "*",
     "frontend/openai_api": "serializer",
     "frontend/parsers": "*",
+    "frontend/tenants": "leases limits",
     "journey": "machine migration",
     "kv": "*",
     "kv/tiers": "eviction sizes slot_table",

@@ -31,8 +31,8 @@ from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.models import Models
 from kvolt.frontend.tenants.access import AccessGuard
-from kvolt.frontend.tenants.budgets import LocalBudgets
 from kvolt.frontend.tenants.live_keys import LiveKeys
+from kvolt.frontend.tenants.shared_budgets import SharedBudgets
 from kvolt.frontend.tenants.store import KeyStore
 from kvolt.router.registry import find_router
 from kvolt.runtime.clock import new_id
@@ -234,11 +234,13 @@ class Lab:
         return Frontend(self, runtime, models, address, admission, registry, recorder)
 
     async def _access(self, runtime: Runtime, store: KeyStore) -> AccessGuard:
-        keys, clock = LiveKeys(store, runtime.ports.blocking), runtime.ports.clock
-        access = AccessGuard(keys, LocalBudgets(clock.monotonic), clock)
-        self._closing.append(keys.close)
+        """Wired as `kvolt frontend --api-keys` does it."""
+        keys = LiveKeys(store, runtime.ports.blocking)
+        budgets = SharedBudgets(runtime, NAMESPACE, lambda: keys.table.tenants)
+        self._closing += [keys.close, budgets.close]
         await keys.start()
-        return access
+        await budgets.start()
+        return AccessGuard(keys, budgets, runtime.ports.clock)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

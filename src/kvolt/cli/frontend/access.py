@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvolt.cli.process import Process
 from kvolt.frontend.tenants.access import AccessGuard
-from kvolt.frontend.tenants.budgets import LocalBudgets
 from kvolt.frontend.tenants.key_file import FileKeyStore
 from kvolt.frontend.tenants.live_keys import LiveKeys
+from kvolt.frontend.tenants.shared_budgets import SharedBudgets
 from kvolt.frontend.tenants.store import KeyStore, open_plugin_store
 from kvolt.runtime.config.settings import FrontendSettings
 from kvolt.runtime.network import is_loopback
@@ -39,13 +39,14 @@ async def open_access(process: Process, is_first: bool) -> AccessGuard | None:
                 "create keys with `kvolt key create` and set --api-keys FILE",
             )
         return None
-    clock = runtime.ports.clock
     keys = LiveKeys(store, runtime.ports.blocking)
-    access = AccessGuard(keys, LocalBudgets(clock.monotonic), clock)
+    budgets = SharedBudgets(runtime, process.settings.namespace, lambda: keys.table.tenants)
 
     async def close(drain_s: float) -> None:
+        await budgets.close()
         await keys.close()
 
     process.before_close(close)
     await keys.start()
-    return access
+    await budgets.start()
+    return AccessGuard(keys, budgets, runtime.ports.clock)

@@ -1,14 +1,14 @@
-"""Budgets of all tenants in one frontend process, and the requests that are charged to them."""
+"""Requests that are charged to the budgets of their tenants, and what clients see of the limits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Protocol
 
 from kvolt.core.errors import FieldValue
 from kvolt.frontend.openai_api.errors import RateLimited
-from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState, Refusal, TenantBudget
+from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState, Refusal
 from kvolt.frontend.tenants.records import Caller, Tenant
 from kvolt.frontend.tenants.usage import UsageMeter
 
@@ -45,41 +45,6 @@ class Budgets(Protocol):
     def retain(self, names: Collection[str]) -> None:
         """Forget all other tenants."""
         ...
-
-
-class LocalBudgets:
-    """Budgets of the only frontend process, or one process's share of them; the limits are exact in one process."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.share = 1.0
-        self._now = now
-        self._budgets: dict[str, TenantBudget] = {}
-
-    async def take(self, tenant: Tenant, amounts: Amounts) -> Refusal | None:
-        return self.budget(tenant).take(amounts, self._now())
-
-    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
-        self.budget(tenant).charge(amounts, self._now())
-
-    def put_back(self, tenant: Tenant, amounts: Amounts) -> None:
-        self.budget(tenant).put_back(amounts, self._now())
-
-    def states(self, tenant: Tenant) -> dict[Limit, LimitState]:
-        return self.budget(tenant).states(self._now())
-
-    def capacity(self, tenant: Tenant, limit: Limit) -> float:
-        return self.budget(tenant).capacity(limit)
-
-    def retain(self, names: Collection[str]) -> None:
-        self._budgets = {name: each for name, each in self._budgets.items() if name in names}
-
-    def budget(self, tenant: Tenant) -> TenantBudget:
-        budget = self._budgets.get(tenant.name)
-        if budget is None:
-            budget = self._budgets[tenant.name] = TenantBudget(tenant, self._now(), self.share)
-        elif budget.tenant is not tenant or budget.share != self.share:
-            budget.update(tenant, self.share, self._now())
-        return budget
 
 
 class TenantRequest:

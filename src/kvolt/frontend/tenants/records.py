@@ -2,7 +2,7 @@
 
 A key is 256 random bits, so its SHA-256 cannot be inverted or guessed: a slow, salted hash would protect passwords,
 which people choose, and would cost every request (docs/adr/0028). A lookup by hash does not compare secrets byte by
-byte, so its time tells nothing about valid keys.
+byte, so its time reveals nothing about valid keys.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tests.unit.engines.lab import MODEL, Frontend, RunningWorker
 from tests.unit.frontend.tenants.test_access import Keys, bearer, checked, error
 
 from kvolt.core.errors import Overloaded
-from kvolt.frontend.tenants.budgets import LocalBudgets, _duration, ratelimit_headers
+from kvolt.frontend.tenants.budgets import _duration, ratelimit_headers
 from kvolt.frontend.tenants.limits import Limit, LimitState
 from kvolt.frontend.tenants.records import Tenant
 
@@ -165,14 +165,6 @@ def test_changed_limits_apply_without_a_restart() -> None:
         await first
 
     checked(keys, body)
-
-
-async def test_tenants_that_are_gone_are_forgotten() -> None:
-    budgets = LocalBudgets(lambda: 0.0)
-    for number in range(100):
-        await budgets.take(Tenant(name=f"t{number}", concurrency=1), {Limit.CONCURRENCY: 1})
-    budgets.retain({"t1"})
-    assert list(budgets._budgets) == ["t1"]
 
 
 def test_the_tighter_token_limit_is_in_the_headers() -> None:
