@@ -30,6 +30,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SECTIONS = (
     ("kvolt_frontend_", "Frontend", "HTTP API, per model."),
     ("kvolt_model_", "Models", "Workers of each model, exported by the frontend."),
+    ("kvolt_tenant_", "Tenants", "Usage by tenant, exported by a frontend with `--api-keys`."),
     (
         "kvolt_journey_",
         "Retries, migrations and prefill",
@@ -152,11 +153,17 @@ def scrape_cluster() -> dict[str, Entry]:
             "--kv-peers",
         )
         Path(folder, "sitecustomize.py").write_text(_RECORDER)
+        python_path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        keys = ("--api-keys", f"{folder}/api-keys.jsonl")
+        created = subprocess.run(
+            [*_KVOLT, "key", "create", "--tenant", "a", *keys], capture_output=True, check=True
+        )
+        key = created.stdout.decode().split()[-1]
         process = subprocess.Popen(
-            [*_SERVE, "--port", str(port), *tiers, *where],
+            [*_SERVE, "--port", str(port), *tiers, *where, *keys],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": folder, "METRIC_LABELS": f"{folder}/labels"},
+            env={**os.environ, "PYTHONPATH": python_path, "METRIC_LABELS": f"{folder}/labels"},
         )
         try:
             assert process.stdout is not None
@@ -167,7 +174,7 @@ def scrape_cluster() -> dict[str, Entry]:
                 raise SystemExit("kvolt serve did not start; run it by hand to see why: " + " ".join(_SERVE))
             threading.Thread(target=process.stdout.read, daemon=True).start()
             for number in range(4):
-                _chat(port, f"Tell me about the number {number}. " * 40)
+                _chat(port, key, f"Tell me about the number {number}. " * 40)
             shown = subprocess.run([*_KVOLT, "status", "--json", *where], capture_output=True, check=True)
             entries_by_name: dict[str, Entry] = {}
             for each in json.loads(shown.stdout):
@@ -202,10 +209,11 @@ def _merge(into: dict[str, Entry], more: dict[str, Entry]) -> None:
         into[name] = entry._replace(labels=labels)
 
 
-def _chat(port: int, text: str) -> None:
+def _chat(port: int, key: str, text: str) -> None:
     body = {"model": "sim-tiny", "max_tokens": 8, "messages": [{"role": "user", "content": text}]}
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         answer.read()
 
