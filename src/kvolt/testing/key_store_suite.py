@@ -106,8 +106,8 @@ async def records_with_the_same_name_are_replaced(harness: Harness) -> None:
     replacement = _key("k1", "other")
     store.put_key(replacement)
     records = _read(store)
-    found = {tenant.name: tenant.concurrency for tenant in records.tenants}
-    expect(found == {"acme": 2, "other": None}, f"tenants {found}")
+    concurrency = {tenant.name: tenant.concurrency for tenant in records.tenants}
+    expect(concurrency == {"acme": 2, "other": None}, f"tenants {concurrency}")
     expect(records.keys == (replacement,), f"keys {records.keys}")
     store.close()
 
