@@ -28,7 +28,7 @@ from kvolt.frontend.openapi.docs_page import docs_page
 from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.tenants.access import AccessGuard, caller_of, names_of
-from kvolt.frontend.tenants.records import Scope
+from kvolt.frontend.tenants.records import needed_scope
 from kvolt.frontend.tenants.usage import USAGE_DETAILS
 from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
@@ -52,15 +52,6 @@ _NOT_AVAILABLE = {
     "/v1/embeddings": "embeddings are not available over HTTP yet",
     "/v1/responses": "the Responses API is not available yet; use /v1/chat/completions",
 }
-
-
-_SCOPES = {
-    "/tokenize": Scope.INFERENCE,
-    "/detokenize": Scope.INFERENCE,
-    "/metrics": Scope.ADMIN,
-    "/busy_threshold": Scope.ADMIN,
-}
-"""Scope that a key needs for a route besides those below /v1; others need no key."""
 
 
 class FrontendApp:
@@ -119,7 +110,7 @@ class FrontendApp:
     def _guarded(self, method: str, path: str, handler: Handler) -> Handler:
         """The handler behind the check of API keys, if there are any and the route needs one."""
         access = self._generation.access
-        scope = Scope.INFERENCE if path.startswith("/v1/") else _SCOPES.get(path)
+        scope = needed_scope(path)
         return handler if access is None or scope is None else access.protect(handler, scope)
 
     # --- models

@@ -11,6 +11,7 @@ from kvolt.frontend.openai_api.nvext import ANNOTATIONS, NOT_YET
 from kvolt.frontend.openai_api.responses import ErrorBody
 from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS, Answer, Operation
 from kvolt.frontend.openapi.schemas import SCHEMAS, Json, schemas_of
+from kvolt.frontend.tenants.records import needed_scope
 from kvolt.runtime.http.server import json_error
 from kvolt.version import __version__
 
@@ -31,11 +32,18 @@ _TAGS = {
 _RESPONSE_HEADERS: Json = {
     "RequestId": {"description": "Id of this request.", "schema": {"type": "string"}},
     "RetryAfter": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}},
+    "WwwAuthenticate": {"description": "`Bearer`.", "schema": {"type": "string"}},
     "Allow": {"description": "Methods supported by the path.", "schema": {"type": "string"}},
     "ShouldRetry": {
         "description": "`false` if a retry cannot help; respected by OpenAI's SDKs.",
         "schema": {"type": "string", "enum": ["false"]},
     },
+}
+
+
+_SECURITY_SCHEMES: Json = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "API key, if the server requires one."},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
 }
 
 
@@ -55,6 +63,7 @@ def openapi(version: str = __version__) -> Json:
             "schemas": dict(sorted(schemas.items())),
             "responses": {ERRORS[status][0]: _error_response(status) for status in ERRORS},
             "headers": _RESPONSE_HEADERS,
+            "securitySchemes": _SECURITY_SCHEMES,
         },
     }
 
@@ -79,7 +88,11 @@ def _operation(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     answers: Json = {
         str(status): _answer(answer, schema_of) for status, answer in sorted(operation.answers.items())
     }
-    for status in sorted({*operation.errors, *EVERYWHERE} - operation.answers.keys()):
+    errors = {*operation.errors, *EVERYWHERE}
+    if needed_scope(operation.path) is not None:
+        errors |= {401, 403}
+        built["security"] = [{}, *({name: []} for name in _SECURITY_SCHEMES)]  # {}: a server without keys
+    for status in sorted(errors - operation.answers.keys()):
         answers[str(status)] = {"$ref": f"{_RESPONSES}{ERRORS[status][0]}"}
     built["responses"] = answers
     return built
@@ -126,6 +139,8 @@ def _error_response(status: int) -> Json:
     names = {"x-request-id": "RequestId"}
     if status in (429, 503):
         names["retry-after"] = "RetryAfter"
+    if status == 401:
+        names["www-authenticate"] = "WwwAuthenticate"
     if status == 405:
         names["allow"] = "Allow"
     if status in (500, 501, 504):

@@ -19,6 +19,8 @@ _OF_MODEL = (*_TAKES_JSON, 404, 429, 501, 504)
 
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: ("BadRequest", "Invalid request; `param` names the field or header.", "invalid_request"),
+    401: ("Unauthorized", "The API key is missing, unknown or expired.", "invalid_api_key"),
+    403: ("Forbidden", "The API key does not allow the request or the model.", "insufficient_permissions"),
     404: ("NotFound", "Unknown model; the message lists the models there are.", "model_not_found"),
     405: (
         "MethodNotAllowed",
@@ -32,7 +34,11 @@ ERRORS: dict[int, tuple[str, str, str]] = {
         "The content type is not JSON, or the content encoding is unknown.",
         "unsupported_media_type",
     ),
-    429: ("TooManyRequests", "A queue is full; `retry-after` has the delay before a retry.", "overloaded"),
+    429: (
+        "TooManyRequests",
+        "A queue is full, or a limit of the tenant is reached; `retry-after` has the delay before a retry.",
+        "overloaded",
+    ),
     431: ("HeadersTooLarge", "The headers exceed the limit.", "headers_too_large"),
     500: ("InternalError", "Internal error; logged under the request id.", "internal"),
     501: ("NotImplemented", "Valid, but not supported; the message names the feature.", "unsupported"),

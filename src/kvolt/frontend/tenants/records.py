@@ -41,6 +41,20 @@ class Scope(StrEnum):
     """Metrics and controls."""
 
 
+_SCOPES = {
+    "/tokenize": Scope.INFERENCE,
+    "/detokenize": Scope.INFERENCE,
+    "/metrics": Scope.ADMIN,
+    "/busy_threshold": Scope.ADMIN,
+}
+"""Routes besides those below /v1 that need a key."""
+
+
+def needed_scope(path: str) -> Scope | None:
+    """Scope that a key needs for a route of the HTTP API; None: no key."""
+    return Scope.INFERENCE if path.startswith("/v1/") else _SCOPES.get(path)
+
+
 class Tenant(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag="tenant"
 ):
