@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import settings
+from tests.order import shuffled
 
 # A background job of a shell has SIGINT ignored, and so has every process it starts: tests send SIGINT to both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,3 +29,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help="run modules, and the tests of each module, in a random order that follows from this seed",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed: int | None = config.getoption("--order-seed")
+    if seed is not None:
+        items[:] = shuffled(items, [str(item.path) for item in items], seed)
