@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,6 +36,11 @@ SECTIONS = (
         "kvolt_journey_",
         "Retries, migrations and prefill",
         "Requests on their way through workers, exported by the frontend.",
+    ),
+    (
+        "kvolt_router_http_",
+        "Router over HTTP",
+        "Exported by `kvolt router --http-port N`, at `/metrics` of that port and of the admin port.",
     ),
     (
         "kvolt_router_",
@@ -153,7 +159,6 @@ def scrape_cluster() -> dict[str, Entry]:
             "--kv-peers",
         )
         Path(folder, "sitecustomize.py").write_text(_RECORDER)
-        python_path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         keys = ("--api-keys", f"{folder}/api-keys.jsonl")
         created = subprocess.run(
             [*_KVOLT, "key", "create", "--tenant", "a", *keys], capture_output=True, check=True
@@ -163,7 +168,7 @@ def scrape_cluster() -> dict[str, Entry]:
             [*_SERVE, "--port", str(port), *tiers, *where, *keys],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": python_path, "METRIC_LABELS": f"{folder}/labels"},
+            env={**os.environ, "PYTHONPATH": _path_with(folder), "METRIC_LABELS": f"{folder}/labels"},
         )
         try:
             assert process.stdout is not None
@@ -192,10 +197,44 @@ def scrape_cluster() -> dict[str, Entry]:
                         entries_by_name,
                         {exported: entries_by_name[exported]._replace(labels=frozenset(labels))},
                     )
+            _merge(entries_by_name, scrape_http_router())
             return entries_by_name
         finally:
             process.terminate()
             process.wait(60)
+
+
+def scrape_http_router() -> dict[str, Entry]:
+    """Metrics of a router that serves HTTP and has a worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_KVOLT, "router", "--http-port", "0", "--log-format", "human"]
+        process = subprocess.Popen(
+            [*command, "--namespace", "metrics-page", "--discovery-path", f"{folder}/discovery"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if listening := re.search(r"listening on http://(\S+)", line):
+                    break
+            else:
+                raise SystemExit(
+                    "kvolt router did not start; run it by hand to see why: " + " ".join(command)
+                )
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            _post(f"http://{listening[1]}/v1/workers", {"worker": "a", "block_size": 16})
+            scraped = _scrape(listening[1])
+            return {name: entry for name, entry in scraped.items() if name.startswith("kvolt_router_http_")}
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _path_with(folder: str) -> str:
+    """PYTHONPATH with a folder in front."""
+    return os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
 
 
 def _scrape(address: str) -> dict[str, Entry]:
@@ -211,9 +250,12 @@ def _merge(into: dict[str, Entry], more: dict[str, Entry]) -> None:
 
 def _chat(port: int, key: str, text: str) -> None:
     body = {"model": "sim-tiny", "max_tokens": 8, "messages": [{"role": "user", "content": text}]}
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    _post(f"http://127.0.0.1:{port}/v1/chat/completions", body, authorization=f"Bearer {key}")
+
+
+def _post(url: str, body: dict[str, Any], **headers: str) -> None:
+    content = {"content-type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), content)
     with urllib.request.urlopen(request, timeout=60) as answer:
         answer.read()
 

@@ -22,12 +22,17 @@ async def test_every_metric_is_on_the_page_and_aliases_are_served(tmp_path: Path
         bench.worker("aliased", "--metrics-aliases", "dynamo")
         _, url = await bench.frontend("--metrics-aliases", "dynamo")
         await until_ready(url)
-        views = await bench.until_seen("frontend", "plain", "aliased")
+        router = bench.start("router", "--http-port", "0", "--name", "router", "--log-format", "human")
+        over_http = (await router.says(r"listening on http://(\S+)"))[1]
+        views = await bench.until_seen("frontend", "plain", "aliased", "router")
         body = {"model": "sim-tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             assert (await client.post(f"{url}/v1/chat/completions", json=body)).status_code == 200
+            worker = {"worker": "w", "block_size": 16}
+            assert (await client.post(f"http://{over_http}/v1/workers", json=worker)).is_success
             names = {name: await exported(client, str(view.admin)) for name, view in views.items()}
             served = await exported(client, url.removeprefix("http://"))
+        assert "kvolt_router_http_workers" in names["router"]
         ours = {name for each in (*names.values(), served) for name in each if name.startswith("kvolt_")}
         undocumented = {name for name in ours if f"`{name}`" not in PAGE and not name.endswith("_created")}
         assert not undocumented, "run `python tools/metrics_page.py`"
