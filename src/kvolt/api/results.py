@@ -11,8 +11,9 @@ import msgspec
 
 from kvolt.core.delta import Delta, TokenLogprobs
 from kvolt.frontend.answers.answer import Answer, AnswerSpec, ChoiceState, PromptReceiver
-from kvolt.frontend.answers.choice import ChoiceOutput, PlacedToken
+from kvolt.frontend.answers.choice import ChoiceOutput
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.openai_api.serializer import ToolCall
 from kvolt.frontend.parsers.port import Content, Reasoning, ToolArguments, ToolStart
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
-from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import Withdraw
-from kvolt.core.errors import Unavailable, Unsupported
-from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
+from kvolt.core.errors import Unsupported
+from kvolt.core.kv_recovery import KvRecoveryRequest
 from kvolt.engines.contract import Engine, KvEvents, Lora
-from kvolt.worker.kv.event_publisher import KvJournal
 
 
 class ClearKv(msgspec.Struct, frozen=True, tag="clear_kv"):
@@ -58,17 +54,6 @@ async def perform(engine: Engine, features: tuple[str, ...], command: WorkerComm
         case ListFeatures():
             pass
     return CommandResult(features, adapter_names(engine, features), cleared)
-
-
-def kv_recovery(
-    journal: KvJournal | None, info: EngineInfo | None, request: KvRecoveryRequest
-) -> Iterator[KvRecoveryResponse]:
-    """Answer a router's request for lost KV events or held blocks."""
-    if info is not None and not info.publishes_kv_events:
-        raise Unsupported("this engine publishes no KV events", feature="kv_events")
-    if journal is None:
-        raise Unavailable("this worker is starting", reason="starting")
-    return journal.recover(request)
 
 
 def adapter_names(engine: Engine, features: tuple[str, ...]) -> tuple[str, ...]:

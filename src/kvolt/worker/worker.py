@@ -45,10 +45,9 @@ from kvolt.worker.control import (
     CommandResult,
     ControlRequest,
     adapter_names,
-    kv_recovery,
 )
 from kvolt.worker.kv.compatibility import check_peers, with_slabs
-from kvolt.worker.kv.event_publisher import HISTORY_BYTES, KvJournal
+from kvolt.worker.kv.event_publisher import HISTORY_BYTES, KvJournal, answer_recovery
 from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs, HandoffStats
 from kvolt.worker.kv.mover import KvMover
 from kvolt.worker.kv.peer_workers import PeerWorkers
@@ -357,7 +356,7 @@ class Worker:
             yield WithdrawResult(intake is not None and await intake.withdraw(request.request_id))
             return
         if isinstance(request, KvRecoveryRequest):
-            for part in kv_recovery(self.journal, self.info, request):
+            for part in answer_recovery(self.journal, self.info, request):
                 yield part
             return
         try:

@@ -16,10 +16,10 @@ import msgspec
 from kvolt.api.cluster import visit
 from kvolt.cli.cache.pool_command import pools_of
 from kvolt.cli.flags import option, optional, switch
-from kvolt.cli.frontend.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import Served, base_url, registered_models, served_models
 from kvolt.cli.process import run_loop
 from kvolt.cli.serve.chat import HeldOutput, chat_in_terminal
+from kvolt.cli.serve.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.serve.placement import device_flags, place, visible_gpus
 from kvolt.cli.serve.readiness import is_ready, missing, models_text
 from kvolt.cli.serve.worker_groups import apply_flags

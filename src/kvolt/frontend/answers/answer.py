@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError
-from kvolt.frontend.answers.choice import Choice, PlacedToken, PromptOnlyChoice, place_prompt_tokens
+from kvolt.frontend.answers.choice import Choice, PromptOnlyChoice, place_prompt_tokens
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.openai_api.serializer import ResponseSerializer, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser

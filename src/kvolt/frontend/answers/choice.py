@@ -13,15 +13,8 @@ from typing import NamedTuple
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.frontend.answers.stops import StopMatcher
 from kvolt.frontend.detokenizer.detokenizer import Detokenizer
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, TextParser, ToolStart
-
-
-class PlacedToken(NamedTuple):
-    """A token with the offset of its text in the choice or prompt, and its log probabilities if known."""
-
-    start: int
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 class ChoiceOutput(NamedTuple):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.frontend.answers.answer import Answer, AnswerSpec, ChoiceState, PromptReceiver
-from kvolt.frontend.answers.choice import ChoiceOutput, PlacedToken
+from kvolt.frontend.answers.choice import ChoiceOutput
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.openai_api.serializer import Envelope, ToolCall, WholeChoice, prompt_logprobs
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 from kvolt.runtime.plane.streams import StepSink

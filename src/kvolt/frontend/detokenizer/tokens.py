@@ -7,10 +7,12 @@ on lookup. Tables are bounded by the vocabulary: unknown ids are not stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
+
+from kvolt.core.delta import TokenLogprobs
 
 V = TypeVar("V")
 
@@ -71,3 +73,11 @@ class TokenTable(dict[int, V]):
         dropped = self._skip_special and self._tokens.is_special(token)
         value = self[token_id] = self._absent if dropped else self._compute(token)
         return value
+
+
+class PlacedToken(NamedTuple):
+    """A token with the offset of its text in the choice or prompt, and its log probabilities if known."""
+
+    start: int
+    token_id: int
+    logprobs: TokenLogprobs | None

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import TokenLogprobs
-from kvolt.frontend.answers.choice import PlacedToken
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 
 DONE = b"data: [DONE]\n\n"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from kvolt.core import kv_recovery
-from kvolt.core.errors import Unsupported
+from kvolt.core.card import EngineInfo
+from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, KvEventBatch, Removed, Stored
 from kvolt.worker.kv.held_blocks import HeldBlocks
@@ -149,3 +150,14 @@ def split_change(change: KvChange) -> Iterator[KvChange]:
             position = (change.start_position or 0) + start
             yield Stored.from_hashes(part, parent, position, change.tier)
             parent = part[-1]
+
+
+def answer_recovery(
+    journal: KvJournal | None, info: EngineInfo | None, request: kv_recovery.KvRecoveryRequest
+) -> Iterator[kv_recovery.KvRecoveryResponse]:
+    """Answer a router's request for lost KV events or held blocks."""
+    if info is not None and not info.publishes_kv_events:
+        raise Unsupported("this engine publishes no KV events", feature="kv_events")
+    if journal is None:
+        raise Unavailable("this worker is starting", reason="starting")
+    return journal.recover(request)

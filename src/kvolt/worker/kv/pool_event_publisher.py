@@ -19,8 +19,7 @@ from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.router.ingest.recovery import MAX_BLOCKS
 from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
-from kvolt.worker.control import kv_recovery
-from kvolt.worker.kv.event_publisher import KvJournal, split_change
+from kvolt.worker.kv.event_publisher import KvJournal, answer_recovery, split_change
 from kvolt.worker.kv.held_blocks import HeldBlocks
 
 
@@ -57,7 +56,7 @@ class PoolEventPublisher:
                 self.journal.record((part,))
 
     async def _recover(self, request: KvRecoveryRequest) -> AsyncIterator[KvRecoveryResponse]:
-        for part in kv_recovery(self.journal, None, request):
+        for part in answer_recovery(self.journal, None, request):
             yield part
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvolt.core.delta import TokenLogprobs
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend.answers.choice import PlacedToken
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.tokens import PlacedToken
 from kvolt.frontend.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion
 from kvolt.frontend.openai_api.serializer import (
     ChatSerializer,

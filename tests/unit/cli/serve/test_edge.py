@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvolt.cli.frontend.edge import edge_group, num_edge_processes
 from kvolt.cli.main import main
 from kvolt.cli.serve.command import check_shared, child_specs
+from kvolt.cli.serve.edge import edge_group, num_edge_processes
 from kvolt.cli.serve.readiness import missing
 from kvolt.core.errors import ConfigError
 from kvolt.frontend.shared_count import SharedCounts
