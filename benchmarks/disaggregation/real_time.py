@@ -44,7 +44,7 @@ from kvolt.bench.traces import write_trace
 _SYSTEMS = (AGGREGATED, SPLIT, CONDITIONAL)
 _LOAD = 0.8
 _SPEED = 0.25
-"""Of the simulated engines, and of everything that is asked of them."""
+"""Speed of the simulated engines, links and load, relative to the study."""
 _BENCH_S = 300.0
 _WARM_UP = ("--rate", "4", "--requests", "8", "--input", "512", "--output", "4", "--seed", "90")
 _LINK_BYTES_PER_S = 25_000_000_000
@@ -69,7 +69,7 @@ _SMOKE = Plan((Cell(2, 16384, 0.0),), 1, Lasting(0.3, 6, 6), Lasting(2.0, 16, 16
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Of one run, real or in the twin."""
+    """Results of one run, real or in the twin."""
 
     ttft_p50_ms: float
     ttft_p99_ms: float

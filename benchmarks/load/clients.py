@@ -1,26 +1,25 @@
-"""`kvolt bench` beside aiperf: do they see the same, and what does a token cost each?
+"""`kvolt bench` compared to aiperf: whether they measure the same latencies, and the CPU cost per token of each.
 
-    python -m benchmarks.load.clients             all of it, about six minutes; kept in results/clients.{json,txt}
+    python -m benchmarks.load.clients             all parts, about six minutes; results/clients.{json,txt}
 
-Agreement: both ask the same `kvolt serve` with the sim engine, at a low constant rate, in turn, in every round. TTFT,
-gap between tokens and time per token of each; aiperf calls the gap "inter chunk latency" and the time per token "inter
-token latency". They agree when their medians lie within 5 %, or when the spread of one reaches into that of the other.
+Agreement: both send the same load to one `kvolt serve` with the sim engine, at a low constant rate, in turn, in every
+round. Compared are TTFT, gap between tokens and time per token; aiperf calls the gap "inter chunk latency" and the time
+per token "inter token latency". They agree if their medians are within 5 %, or if their spreads overlap.
 
-Cost: CPU is user and system time of all processes of a client. Of tokens: what is used from the first request on, in a
-run with long answers less in one with as many requests for a single token, over the tokens that the first has more;
-neither start nor requests are in it. Of the whole run: all CPU over all tokens. The server (`canned`) has its answers
+Cost: CPU is user and system time of all processes of a client. Cost per token: CPU from the first request on in a run
+with long answers, minus that of a run with as many requests for a single token, over the difference in tokens; it
+excludes start and requests. Cost of the whole run: all CPU over all tokens. The server (`canned`) has its answers
 ready:
 
-- *flat out*: an answer comes as fast as it is read, many tokens in one read, so what is measured is what a client does
-  with a token.
-- *paced*: each token comes alone, in a write of its own, at 10,000 a second in all streams together. Then most of
-  a lean client's CPU is that of being woken and of reading, which `bare reads` shows: a lower bound.
+- *flat out*: an answer arrives as fast as it is read, many tokens per read: the client's work per token.
+- *paced*: each token arrives in a write of its own, at 10,000 a second over all streams. Most CPU of a lean client is
+  then wakeups and reads; `bare reads` shows this lower bound.
 
-All clients under each load in each round, in an order that changes; a ratio is of one round.
+All clients run under each load in each round, in alternating order; a ratio is of one round.
 
-Many: one `kvolt bench` on one core with 5,000 streams at once, the server on the others. All must be whole.
+Many: one `kvolt bench` on one core with 5,000 streams at once, the server on the other cores. All must be complete.
 
-aiperf is installed into an environment of its own at the first run (--peer-dir, KVOLT_PEER; 1.2 GB, no torch).
+aiperf is installed into its own environment at the first run (--peer-dir, KVOLT_PEER; 1.2 GB, no torch).
 """
 
 from __future__ import annotations
@@ -71,13 +70,13 @@ _INPUT_TOKENS = 32
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """How canned answers come."""
+    """Pace of canned answers."""
 
     streams: int
     output_tokens: int
-    """Of each answer."""
+    """Tokens of each answer."""
     tokens_per_s: int | None = None
-    """Of all streams together; all clients must keep up with it. None: flat out."""
+    """Rate of all streams together; all clients must keep up with it. None: flat out."""
 
     @property
     def name(self) -> str:
@@ -90,7 +89,7 @@ class Pressure(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to measure."""
+    """Sizes of the measurement."""
 
     rounds: int
     pressures: tuple[Pressure, ...]
@@ -133,7 +132,7 @@ class AgreementRow(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a run used, in all and from its first request on."""
+    """CPU time of a run: in total, and from its first request on."""
 
     whole_s: float
     work_s: float
@@ -159,7 +158,7 @@ class ManyRow(msgspec.Struct, frozen=True):
 
     streams: int
     peak: int
-    """As the server counted them."""
+    """Concurrent streams, counted by the server."""
     answers: int
     failed: int
     wall_s: float

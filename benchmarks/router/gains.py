@@ -1,35 +1,35 @@
-"""What a router gains, in the twin: TTFT, ITL, E2E, throughput and hit rate by router, over seeds; beside Dynamo's.
+"""Gains by router, in the twin: TTFT, ITL, E2E, throughput and hit rate over seeds, compared to Dynamo's router.
 
     KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     over an hour on two cores; results/gains.{json,txt}
     python -m benchmarks.router.gains --only peer --only cases --seeds 4
 
-Three parts: `peer` (the whole trace beside Dynamo), `cases` (shared prefix, hot tenant, slow and failing worker:
+Three parts: `peer` (the whole trace, compared to Dynamo), `cases` (shared prefix, hot tenant, slow and failing worker:
 `benchmarks.router.cases`) and `loads` (two workloads by load). A run with --only replaces these parts of the results
 and keeps the others; every part has its own command, commit and date.
 
-Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
-virtual: the machine may be busy with other things, which only makes it slower.
+Continues where it was stopped, unless kvolt's sources have changed (rows are in --folder, KVOLT_BENCH). Times are
+virtual, independent of the load of the machine.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker (some cases have another).
-Workloads: Mooncake's conversation trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many
-chats of the project's own recipe, and the table says so), and `agents`, long chats whose quick turns add files
-(`gains_runs`), where most of a prompt was there before.
+Workloads: Mooncake's conversation trace from the folder KVOLT_TRACES (`kvolt trace sources`; without it as many chats
+of the project's own recipe, noted in the table), and `agents`, long chats whose quick turns add files (`gains_runs`),
+where most of a prompt is a known prefix.
 
-Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests
-(agents: 4,000): first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the
-same for all.
+Load: saturation is the highest rate that round-robin sustains, found by bisection to 3 % on 6,000 requests (agents:
+4,000): first tokens arrive at 95 % or more of the request rate. Loads are fractions of that rate, the same for all
+routers.
 
-Seed: for the trace, which stretch of it is taken (1,000 requests in a row, the first 300 of which fill the caches and
-are not measured) and every draw of the network and the router; for agents all of it. The stretches overlap, most
-requests are in two, so that the intervals are those of this trace and not of all traces. They are 95 %
-intervals of the mean over seeds (Student's t); comparisons are made seed by seed.
+Seed: for the trace, the section used (1,000 consecutive requests, the first 300 of which fill the caches and are not
+measured) and every draw of the network and the router; for agents the whole workload. The sections overlap, most
+requests are in two, so the intervals are those of this trace, not of all traces. They are 95 % intervals of the mean
+over seeds (Student's t); comparisons are made seed by seed.
 
-`classic, best` is the best weight of a small grid, chosen anew for each load and each figure, with hindsight.
+`classic, best` is the best weight of a small grid, chosen for each load and each figure, with hindsight.
 
-Beside Dynamo: the whole trace at its own rate and four times as fast, through kvolt's twin and through Dynamo 1.4.2's
-offline replay with round-robin and with its KV router at `prefill_load_scale` 1 (the default), 4 and 16. Its first
-token has one decode pass more in it (5.75 ms or more; see `benchmarks.twin.speed`), which at these figures is one or
-two per cent of the mean.
+Compared to Dynamo: the whole trace at its own rate and four times as fast, through kvolt's twin and through Dynamo
+1.4.2's offline replay with round-robin and with its KV router at `prefill_load_scale` 1 (the default), 4 and 16. Its
+first token includes one more decode pass (5.75 ms or more; see `benchmarks.twin.speed`), which is one or two per cent
+of the mean here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Requests of a run on the trace, and how many of them are not measured."""
     agents: tuple[int, int]
     weights: tuple[float, ...]
-    """Of `classic`; on agents only the first."""
+    """Weights of `classic`; agents use only the first."""
     peer_requests: int
     """0: the whole trace."""
     case_s: tuple[float, float]

@@ -1,17 +1,17 @@
-"""The router's index beside Dynamo's RadixTree: blocks taken in per second, latency of a find, bytes per pair.
+"""The router's index compared to Dynamo's RadixTree: blocks ingested per second, latency of a find, bytes per pair.
 
     python -m benchmarks.router.index              three rounds, some ten minutes; kept in results/index.{json,txt}
 
-Run from the repository's root, on a machine that does nothing else. Both indexes get one history (`workload`) in
-processes of their own (`sides`) that take turns; who comes first changes. The peer is installed at the first run
-(--peer-dir, KVOLT_PEER). If it does not start its rows are missing, with the reason.
+Run from the repository's root, on an otherwise idle machine. Both indexes get one history (`workload`) in their own
+processes (`sides`), in turn and alternating order. The peer is installed at the first run (--peer-dir, KVOLT_PEER).
+If it does not start, its rows are missing, with the reason.
 
-Ingest: the peer's binding takes JSON, so decoding is in its figure. Beside it kvolt with the very same bytes, decoded
-by msgspec; kvolt with the bytes of its own events, as its router gets them; and the index alone, given the hashes.
-Find: one call, hashes to the answer. Ours is an array with a number for each worker. The peer's is an object whose
-dictionary is only made when it is asked for, which is not in its figure. That both answer alike is checked for every
-prompt.
-Bytes per pair: growth of the resident set over pairs of block and worker, and what the index itself says.
+Ingest: the peer's binding takes JSON, so its result includes decoding. Compared to it: kvolt with the same bytes,
+decoded by msgspec; kvolt with its own event format, as its router receives it; and the index alone, with decoded
+hashes.
+Find: one call, from hashes to the result. Ours is an array with a number for each worker. The peer's is an object
+that creates its dictionary on access, which is not measured. Both results are compared for every prompt.
+Bytes per pair: growth of the resident set over pairs of block and worker, and the size that the index reports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     ingest: Shape
     finds: tuple[tuple[Shape, int], ...]
-    """With how many finds of each."""
+    """Shapes, and the number of finds of each."""
     memory: Shape
 
 
@@ -148,7 +148,7 @@ def side_or_error(
 def run_side(
     python: Path | str, job: dict[str, Any], module: str = "benchmarks.router.sides"
 ) -> dict[str, Any]:
-    """What a module says to this job in that interpreter; BrokenRun with its last words otherwise."""
+    """Run a job of a module in that interpreter and return its result; BrokenRun with the end of its output."""
     if not python:
         raise BrokenRun("it is not installed")
     try:
@@ -179,7 +179,7 @@ def figure_of(name: str, title: str = "", form: str = ".1f", scale: float = 1.0)
 
 
 def missing(rows: Sequence[Any]) -> list[str]:
-    """What did not run, with the reason."""
+    """Systems that did not run, with the reason."""
     broken = {row.system: row.error for row in rows if row.error}
     return [f"missing: {system}: {error}" for system, error in broken.items()]
 

@@ -1,9 +1,9 @@
-"""One index under one piece of work, in a process of its own: kvolt's, or Dynamo's in the peer's interpreter.
+"""One index under one workload, in its own process: kvolt's, or Dynamo's in the peer's interpreter.
 
     python -m benchmarks.router.sides '{"system": ..., "work": "ingest" | "find" | "memory" | "replay", ...}'
 
-Prints one line of JSON. Nothing of kvolt is imported for the peer, whose environment has only numpy and msgspec of what
-is used here. What an event is encoded to is made before the clock starts; decoding it is measured.
+Prints one line of JSON. For the peer nothing of kvolt is imported: its environment has only numpy and msgspec. Events
+are encoded before the measurement; decoding them is measured.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Event(msgspec.Struct):
 
 
 def dynamo_event(change: Change) -> bytes:
-    """As Dynamo's binding takes it."""
+    """Event in the format of Dynamo's binding."""
     if change.local is None:
         data = _Data(removed=_RemovedBlocks(change.sequence))
     else:
@@ -245,7 +245,7 @@ def memory(index: Index, shape: Shape) -> dict[str, Any]:
 
 
 def replay(index: Index, changes: list[Any], queries: list[Any]) -> dict[str, Any]:
-    """What the index says to these prompts after these changes."""
+    """Scores of these prompts after these changes."""
     _fill(index, (Change(*change) for change in changes))
     answers = [index.scores(index.find(index.query(Prompt(*each)))) for each in queries]
     return {"scores": [sorted(scores.items()) for scores in answers]}

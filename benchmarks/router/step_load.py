@@ -39,7 +39,7 @@ from kvolt.twin.replay import TwinRun, new_tally
 
 NUM_WORKERS, NUM_SEQS, BLOCK_SIZE = 8, 64, 16
 _NEVER = 1e6
-"""So many times what a worker takes at once, and none is ever saturated."""
+"""Saturation limit in multiples of a worker's batch: never reached."""
 
 WAYS = {
     "at once": RouterSettings(queue=False, saturated_seqs=_NEVER, saturated_batches=_NEVER),
@@ -64,7 +64,7 @@ class Jump(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of the requests that came with the jump, in milliseconds."""
+    """Results of the requests that arrived with the step, in milliseconds."""
 
     num_requests: int
     num_failed: int

@@ -1,4 +1,4 @@
-"""What the request plane costs per item, beside a bare socket and grpc.aio.
+"""Cost of the request plane per item, compared to a plain socket and grpc.aio.
 
 Run from the repository's root: `python -m benchmarks.runtime.plane`. All systems run in every round,
 one after the other, each as two fresh processes; CPU is user and system time of both.
@@ -130,7 +130,7 @@ class Pair:
         self._server = server
         self._client = client
         self.idle_rss_bytes: tuple[int, int] = (0, 0)
-        """Of server and client, before the first stream."""
+        """Resident sets of server and client before the first stream."""
 
     def work(self, work: Work) -> Done:
         before = _mark(self._server), _mark(self._client)
@@ -201,7 +201,7 @@ class Row(msgspec.Struct, frozen=True):
     server_cpu_s: float
     client_cpu_s: float
     writes: int
-    """Of the server; `replies` are the client's."""
+    """Writes of the server; `replies` are those of the client."""
     num_bytes: int
     replies: int
     reply_bytes: int
@@ -252,7 +252,8 @@ def _whole_steps(items: float, streams: int) -> int:
 
 
 def _measure_limit(number: int, written: Row, seconds: float) -> Row:
-    """As many writes and bytes in each direction as kvolt made in this round, repeated to fill the window."""
+    """Measure a plain socket with as many writes and bytes per direction as kvolt made in this round, repeated to fill
+    the window."""
     size = written.num_bytes // written.writes
     with open_pair(BARE, written.streams) as pair:
         first = pair.work(Work(_FIRST_ITEMS, num_bytes=_FIRST_ITEMS * size))

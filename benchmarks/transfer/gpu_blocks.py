@@ -34,7 +34,7 @@ from kvolt.transfer.memory.checksum import checksums
 SHAPES = [(8, 1), (24, 3), (4096, 1), (4096, 4), (16384, 1), (16392, 2), (65536, 2), ((1 << 20) + 16, 1)]
 """Bytes of a piece, pieces of a block."""
 SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Of the blocks whose rates are measured."""
+"""Block sizes whose rates are measured."""
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -127,7 +127,7 @@ def registered(num_bytes: int) -> Iterator[Tensor]:
 
 
 def check_changing_source(blocks: DeviceBlocks) -> None:
-    """Another stream writes to the source: the checksums are those of what arrived."""
+    """Check that checksums describe the received bytes while another stream writes to the source."""
     size, count = 1 << 20, 64
     slab, offsets = noise(size * count), np.arange(count, dtype=np.int64) * size
     rows = [torch.zeros(size * count, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
@@ -143,7 +143,7 @@ def check_changing_source(blocks: DeviceBlocks) -> None:
 
 
 def of_peer(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns in another process, to which memory is mapped by CUDA IPC."""
+    """Run the function in another process, to which memory is mapped by CUDA IPC, and return its result."""
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")

@@ -78,7 +78,7 @@ OVER_TLS = {TLS: ("tls", False), f"{TLS}, checksums": ("tls", True)}
 GOAL_OF_LIMIT = 0.8
 GOAL_CPU_US = 1.0
 GOAL_PEER_BYTES = 64 << 10
-"""Of the blocks at which kvolt must be ahead of the peer."""
+"""Block size at which kvolt must be faster than the peer."""
 
 Transfers = Callable[[int, int], Sequence[float]]
 """Seconds of each transfer, given bytes of a block and a count."""
@@ -89,9 +89,9 @@ class Plan(msgspec.Struct, frozen=True):
     num_bytes: int
     block_sizes: tuple[int, ...]
     transfers: int
-    """Of a system in a round; one more is not counted."""
+    """Transfers of a system in a round; one more is not counted."""
     small_reads: int
-    """Of which the CPU is taken together."""
+    """Small reads whose CPU time is summed."""
 
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20)
@@ -107,7 +107,7 @@ class Row(msgspec.Struct, frozen=True):
     block_bytes: int
     num_bytes: int
     took_s: tuple[float, ...]
-    """Of each transfer."""
+    """Duration of each transfer."""
 
 
 class CpuRow(msgspec.Struct, frozen=True):
@@ -267,7 +267,7 @@ def _cpu_round(plan: Plan, number: int, pair: Pair) -> list[CpuRow]:
 
 class NixlWay(NamedTuple):
     prefix: str = ""
-    """Of the classes of both sides."""
+    """Prefix of the class names of both sides."""
     transport: str = ""
     operation: str = "READ"
 

@@ -46,7 +46,7 @@ def _latency(name: str, percentile: str, *, is_judged: bool = True) -> Figure:
 
 
 def hit_rate(report: Report) -> float:
-    """Share of the prompts' tokens that were found in a cache; ValueError where the server did not tell."""
+    """Share of prompt tokens found in a cache; ValueError if the server did not report it."""
     if report.counts.cached_tokens is None:
         raise ValueError("the report has no cached tokens: the server does not tell them")
     return report.counts.cached_tokens / max(1, report.counts.input_tokens)
@@ -76,7 +76,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     real: tuple[float, ...]
     median: float
     difference: float
-    """Of the twin from the median: as a share of it, or in points for what is a share itself."""
+    """Difference of the twin from the median: relative, or in percentage points for shares."""
     verdict: Verdict
 
 
