@@ -1,7 +1,8 @@
 """TLS listener: accepts connections, and makes their protocol when the handshake is complete.
 
 Until then a peer is a stranger: it costs one socket and one handshake. Their number is limited, per process and per
-peer address, and each has a deadline.
+peer address, and each has a deadline. Connections beyond it wait for a handshake, because many clients may connect
+from one address at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import cast
 
 from kvolt.core.errors import ProtocolError
@@ -23,11 +24,17 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 512
-"""Incomplete handshakes of a process; connections beyond it are closed."""
+"""Incomplete handshakes of a process; connections beyond it wait."""
 MAX_HANDSHAKES_PER_PEER = 64
 """The same of one peer address (IPv6: of a /64)."""
+MAX_WAITING = 1024
+"""Connections of a process that wait for a handshake; those beyond it are closed."""
+MAX_WAITING_PER_PEER = 512
+"""The same of one peer address."""
+_WAIT_S = 10.0
 _BACKLOG = 1024
 _READ_BYTES = 32 * 1024
+_ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_S = 1.0
 """Pause in accepting after an error, such as too many open files."""
 
@@ -98,55 +105,86 @@ class TlsListener:
         self._protocol_of = protocol_of
         self._count_outcome = count_outcome
         self._num_refused = 0
-        self._handshakes: Counter[str] = Counter()
-        """Incomplete handshakes by peer group."""
+        self._connections: Counter[str] = Counter()
+        """Connections with an incomplete or no handshake, by peer group."""
+        self._waiting: dict[socket.socket, None] = {}
+        """Connections without a handshake."""
+        self._free = asyncio.Semaphore(MAX_HANDSHAKES)
+        self._free_by_group: dict[str, asyncio.Semaphore] = {}
+        """Handshakes that may begin, by peer group."""
         self._task_group = TaskGroup("handshakes")
-        self._accepting = TaskGroup("accept")
+        self._loop = asyncio.get_running_loop()
+        self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
         name = sockets[0].getsockname()
         self._address = join_address(name[0], name[1])
         for sock in sockets:
-            self._accepting.start(self._accept(sock), self._address)
+            self._resume(sock)
 
     @property
     def address(self) -> str:
         return self._address
 
     async def close(self) -> None:
-        await self._accepting.close()
         for sock in self._sockets:
+            if sock in self._paused:
+                self._paused.pop(sock).cancel()
+            else:
+                self._loop.remove_reader(sock)
             sock.close()
+        self._sockets = []
         await self._task_group.close()
 
-    async def _accept(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _resume(self, sock: socket.socket) -> None:
+        self._paused.pop(sock, None)
+        self._loop.add_reader(sock, self._accept, sock)
+
+    def _accept(self, sock: socket.socket) -> None:
+        # Not loop.sock_accept: cancelled at the wrong time, it loses a connection that it has accepted.
+        for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, name = await loop.sock_accept(sock)
+                connection, name = sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
             except ConnectionAbortedError:
                 continue
             except OSError as error:  # out of descriptors or memory: accept would spin
                 log.warning("accept paused: seconds=%s error=%s", _ACCEPT_PAUSE_S, error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
+                self._loop.remove_reader(sock)
+                self._paused[sock] = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume, sock)
+                return
             group = peer_group(str(name[0]))
-            if len(self._task_group) >= MAX_HANDSHAKES or self._handshakes[group] >= MAX_HANDSHAKES_PER_PEER:
+            most = MAX_HANDSHAKES_PER_PEER + MAX_WAITING_PER_PEER
+            if len(self._waiting) >= MAX_WAITING or self._connections[group] >= most:
                 connection.close()
                 self._refuse(group, "limit", "too many incomplete handshakes")
-                continue
-            self._handshakes[group] += 1
-            self._task_group.start(self._shake_hands(connection, join_address(*name[:2]), group), group)
+            else:
+                self._admit(connection, join_address(*name[:2]), group)
+
+    def _admit(self, sock: socket.socket, peer: str, group: str) -> None:
+        self._connections[group] += 1
+        self._waiting[sock] = None
+        task = self._task_group.start(self._shake_hands(sock, peer, group), group)
+        # Not in the task: if it is cancelled before its first step, it does not run at all.
+        task.add_done_callback(lambda _: self._end(sock, group))
+
+    def _end(self, sock: socket.socket, group: str) -> None:
+        if sock in self._waiting:
+            del self._waiting[sock]
+            sock.close()
+        self._connections[group] -= 1
+        if not self._connections[group]:
+            del self._connections[group]
+            self._free_by_group.pop(group, None)
 
     async def _shake_hands(self, sock: socket.socket, peer: str, group: str) -> None:
-        loop = asyncio.get_running_loop()
         admission = Admission(self._protocol_of)
+        free = self._free_by_group.setdefault(group, asyncio.Semaphore(MAX_HANDSHAKES_PER_PEER))
         try:
-            sock.setblocking(False)
-            await loop.connect_accepted_socket(
-                lambda: admission,
-                sock,
-                ssl=self._context(),
-                ssl_handshake_timeout=HANDSHAKE_S,
-            )
+            async with AsyncExitStack() as slots:
+                async with asyncio.timeout(_WAIT_S):
+                    await slots.enter_async_context(free)
+                    await slots.enter_async_context(self._free)
+                await self._begin(sock, admission)
         except ssl.SSLError as error:
             self._refuse(peer, "refused", (error.reason or str(error)).lower().replace("_", " "))
         except (OSError, TimeoutError) as error:
@@ -156,10 +194,14 @@ class TlsListener:
                 self._count_outcome("accepted")
             else:
                 self._refuse(peer, "refused", admission.refusal.message)
-        finally:
-            self._handshakes[group] -= 1
-            if not self._handshakes[group]:
-                del self._handshakes[group]
+
+    async def _begin(self, sock: socket.socket, admission: Admission) -> None:
+        context = self._context()
+        sock.setblocking(False)
+        del self._waiting[sock]  # the loop closes it from now on
+        await self._loop.connect_accepted_socket(
+            lambda: admission, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+        )
 
     def _refuse(self, peer: str, outcome: str, reason: str) -> None:
         self._count_outcome(outcome)

@@ -1,6 +1,7 @@
 """Mutual TLS between processes: who is let in, and what strangers cost."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import uvloop
 
 from kvolt.core.errors import ConnectFailed
 from kvolt.runtime.clock import SystemClock
@@ -177,7 +179,8 @@ async def test_a_handshake_that_does_not_go_on_ends(lab: Lab, monkeypatch: pytes
 async def test_incomplete_handshakes_are_limited_and_others_get_in_afterwards(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 8)
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 5)
+    monkeypatch.setattr(tls_listener, "MAX_WAITING_PER_PEER", 3)
     host, port = split_address(lab.address)
     strangers = [socket.create_connection((host, port)) for _ in range(30)]
     try:
@@ -190,6 +193,47 @@ async def test_incomplete_handshakes_are_limited_and_others_get_in_afterwards(
     peer = await lab.connect(lab.authority)
     assert await echoed(peer, b"x") == b"x"
     peer.transport.abort()
+
+
+@pytest.mark.parametrize("limit", ["MAX_HANDSHAKES", "MAX_HANDSHAKES_PER_PEER"])
+async def test_clients_that_connect_together_wait_for_their_handshakes(
+    tmp_path: Path, authority: ClusterAuthority, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(tls_listener, limit, 4)
+    lab = Lab(tmp_path, authority)
+    async with lab.server():
+        network = SecureNetwork(credentials(tmp_path, authority, FRONTEND))
+        peers = await asyncio.gather(*(network.connect(lab.address, Peer, 20.0) for _ in range(40)))
+        assert lab.outcomes == {"accepted": 40}
+        for peer in peers:
+            assert isinstance(peer, Peer)
+            peer.transport.abort()
+
+
+def test_a_listener_that_closes_closes_connections_without_a_handshake(
+    tmp_path: Path,
+    authority: ClusterAuthority,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 15)
+
+    async def close_early() -> None:
+        network = SecureNetwork(credentials(tmp_path, authority, WORKER))
+        for num_turns in range(8):  # some have no task yet, others one that has not begun or waits
+            listener = await network.listen("127.0.0.1:0", Peer)
+            strangers = [socket.create_connection(split_address(listener.address)) for _ in range(20)]
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await listener.close()
+            for each in strangers:
+                each.settimeout(20)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(each.recv, 1) == b""
+                each.close()
+
+    uvloop.run(close_early())
+    assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
 async def test_keys_are_rotated_machine_by_machine(lab: Lab) -> None:
