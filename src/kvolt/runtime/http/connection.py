@@ -86,6 +86,8 @@ class Connection(asyncio.Protocol):
         if not self._host.admit(self):
             self._write_final(_BUSY)
             self.close()
+            # It is not counted, and with TLS stays open until the client closes it, too.
+            self._timer.arm(_LINGER_S)
             return
         tune_socket(transport)
         self._is_secure = transport.get_extra_info("sslcontext") is not None

@@ -1,6 +1,7 @@
 """HTTPS of the frontend: certificates, their reload, client certificates, and clients that leave."""
 
 import asyncio
+import socket
 import ssl
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ import uvloop
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.http.client import HttpClient
-from kvolt.runtime.http.server import HttpRequest, HttpServer, Response, Routes
+from kvolt.runtime.http.server import HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.network import SocketNetwork, split_address
 from kvolt.runtime.security.authority import Certificate, ClusterAuthority
@@ -172,3 +173,30 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be used") as caught:
             ServerCertificate(tmp_path / chain, tmp_path / key, None, SystemClock())
         assert "frontend.tls_key" in caught.value.fields["remedy"]
+
+
+async def test_a_refused_client_that_does_not_close_is_disconnected(lab: Lab) -> None:
+    server = HttpServer(
+        HttpsNetwork(lab.certificate()),
+        Routes(),
+        lab.clock,
+        HttpLimits(max_connections=1, write_timeout_s=60),
+    )
+    address = split_address(await server.start("127.0.0.1:0"))
+
+    def last_words() -> bytes:
+        with (
+            socket.create_connection(address) as first,
+            lab.client_context().wrap_socket(first),
+            socket.create_connection(address) as second,
+        ):
+            tls = lab.client_context().wrap_socket(second)
+            head = tls.recv(1 << 16)
+            with socket.socket(fileno=tls.detach()) as raw:  # no close_notify is sent
+                raw.settimeout(10)
+                while raw.recv(1 << 16):
+                    pass
+            return head
+
+    assert (await asyncio.to_thread(last_words)).startswith(b"HTTP/1.1 503")
+    await server.close()
