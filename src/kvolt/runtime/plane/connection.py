@@ -221,8 +221,8 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is not None:
             transport.close()
-            if transport.get_write_buffer_size() > 0:  # a peer that does not read gets this long
-                self._linger = self._loop.call_later(self._options.dead_after_s, transport.abort)
+            # Time of a peer that does not read, or over TLS does not close its side: it is no longer counted.
+            self._linger = self._loop.call_later(self._options.dead_after_s, transport.abort)
         self._finish(reason)
 
     def abort(self, reason: KvoltError) -> None:

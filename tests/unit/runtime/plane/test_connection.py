@@ -36,9 +36,11 @@ class FakeTransport(asyncio.Transport):
         self.room_bytes: int | None = None
         self.buffer_bytes = 0
         self.closing = self.aborted = False
+        self.awaits_close = False
+        """As over TLS: `close` waits for the peer's close_notify."""
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert high == 0
+        assert high == 1
 
     def get_write_buffer_size(self) -> int:
         return self.buffer_bytes
@@ -66,7 +68,7 @@ class FakeTransport(asyncio.Transport):
 
     def close(self) -> None:
         self.closing = True
-        if not self.buffer_bytes:
+        if not self.buffer_bytes and not self.awaits_close:
             asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
     def abort(self) -> None:
@@ -452,6 +454,18 @@ async def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not_read() ->
     world.connection.close(Cancelled("stopping"))
     assert not world.transport.aborted
     await asyncio.sleep(5)
+    assert world.transport.aborted
+
+
+@virtual
+async def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not_close() -> None:
+    world = World(ConnectionOptions(dead_after_s=3.0))
+    await world.greet()
+    world.transport.awaits_close = True
+    world.connection.close(Cancelled("done"))
+    await asyncio.sleep(2.9)
+    assert not world.transport.aborted
+    await asyncio.sleep(0.2)
     assert world.transport.aborted
 
 
