@@ -113,6 +113,14 @@ class CachedEncoder:
         new = self._encode_new(missing, by_words, max_tokens)
         return _joined(new[piece] if ids is None else ids for piece, ids in zip(pieces, cached, strict=True))
 
+    def clear(self) -> None:
+        """Drop all pieces and keep the counters."""
+        with self._lock:
+            self._once.clear()
+            self._again.clear()
+            self._again_bytes = 0
+            self.stats.entries = self.stats.bytes = 0
+
     def _encode_whole(self, text: str, max_tokens: int) -> tuple[int, ...]:
         (ids,) = self._bounded.tokenize([text], max_tokens)
         with self._lock:
