@@ -146,6 +146,8 @@ def test_a_listener_for_other_machines_needs_a_key(bench: Bench) -> None:
         assert refused.returncode == 2
         assert "--cluster-key" in refused.stderr
         assert "--insecure-network" in refused.stderr
+    refused = bench.run("router", "--http-port", "0", "--http-host", "0.0.0.0")
+    assert (refused.returncode, "--cluster-key" in refused.stderr) == (2, True)
 
 
 def test_a_key_file_that_is_missing_or_open_is_named(bench: Bench) -> None:

@@ -15,7 +15,8 @@ from kvolt.router.registry import ROUTERS, find_router
 from kvolt.router.service.metrics import RouterCollector
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.network import join_address
+from kvolt.runtime.network import is_loopback, join_address
+from kvolt.runtime.security.exposure import check_exposure, has_credentials
 from kvolt.runtime.security.identity import ProcessRole
 
 HELP = """
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     settings = loaded.settings
     name = settings.frontend.router
     new_router = find_router(name, settings.router)
+    if args.http_port is not None:
+        check_exposure(settings.cluster, args.http_host, "--http-host", "the router's HTTP API")
 
     async def body(process: Process) -> None:
         service = RouterService(process.runtime, settings.namespace, new_router, settings.router)
@@ -62,9 +65,14 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         await service.start()
         if args.http_port is not None:
             # Blocks posted over HTTP require a KV-aware policy.
-            http = router_http(process, name if name not in ROUTERS or name in POLICIES else "latency")
+            http = router_http(
+                process, args.http_host, name if name not in ROUTERS or name in POLICIES else "latency"
+            )
             address = await http.start(join_address(args.http_host, args.http_port))
-            log.info("listening on http://%s", address)
+            scheme = (
+                "http" if is_loopback(args.http_host) or not has_credentials(settings.cluster) else "https"
+            )
+            log.info("listening on %s://%s", scheme, address)
         await asyncio.get_running_loop().create_future()
 
     return run_process(settings, args.name, body, ProcessRole.ROUTER)

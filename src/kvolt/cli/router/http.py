@@ -14,14 +14,22 @@ from kvolt.engines.kv_formats.translator import Translator
 from kvolt.router.policy.registry import find_policy
 from kvolt.router.service.http_service import RouterHttp, Translate
 from kvolt.router.service.standalone import Standalone
+from kvolt.runtime.network import Network, is_loopback
+from kvolt.runtime.security.secure_network import SecureNetwork
 
 _NAME_BYTES = 64 * 1024 * 1024
 """Memory limit for the block names of one engine rank."""
 
 
-def router_http(process: Process, policy: str) -> RouterHttp:
-    """Create the HTTP service. `policy` must be a KV-aware policy."""
+def router_http(process: Process, host: str, policy: str) -> RouterHttp:
+    """Create the HTTP service. `policy` must be a KV-aware policy.
+
+    With a cluster key, clients on other machines need a certificate of the cluster.
+    """
     settings, ports = process.settings, process.runtime.ports
+    network: Network = ports.network
+    if ports.credentials is not None and not is_loopback(host):
+        network = SecureNetwork(ports.credentials, process.metrics.count_handshake)
     find_policy(policy, settings.router)  # raises ConfigError before anything runs
 
     def new_standalone(block_size: int) -> Standalone:
@@ -29,7 +37,7 @@ def router_http(process: Process, policy: str) -> RouterHttp:
         return Standalone(block_size, kv_policy, ports.clock.monotonic, ports.rng, settings.router)
 
     service = RouterHttp(
-        ports.network,
+        network,
         ports.clock,
         new_standalone,
         {engine.value: partial(_translate, engine) for engine in Engine},

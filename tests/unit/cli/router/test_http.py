@@ -21,7 +21,7 @@ SETTINGS = Settings(
 
 async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> None:
     async with running(SETTINGS, "router", ProcessRole.ROUTER) as process:
-        service = router_http(process, "classic")
+        service = router_http(process, "127.0.0.1", "classic")
         address = await service.start("127.0.0.1:0")
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
             for worker in ("a", "b", "c"):
@@ -56,4 +56,4 @@ async def test_events_of_engines_decide_and_what_is_reserved_is_counted() -> Non
 async def test_a_policy_that_there_is_not_is_told_before_anything_runs() -> None:
     async with running(SETTINGS, "router", ProcessRole.ROUTER) as process:
         with pytest.raises(ConfigError, match="unknown policy: 'round-robin'"):
-            router_http(process, "round-robin")
+            router_http(process, "127.0.0.1", "round-robin")
