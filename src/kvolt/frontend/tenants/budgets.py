@@ -15,8 +15,6 @@ from kvolt.frontend.tenants.usage import UsageMeter
 _NEVER_RETRY_S = 60.0
 _BEGIN: Amounts = {Limit.REQUESTS: 1, Limit.CONCURRENCY: 1}
 _ONE_REQUEST: Amounts = {Limit.REQUESTS: 1}
-_ONE_SLOT: Amounts = {Limit.CONCURRENCY: 1}
-_TOKENS = (Limit.INPUT_TOKENS, Limit.OUTPUT_TOKENS)
 _UNITS = {
     Limit.REQUESTS: "requests per second",
     Limit.INPUT_TOKENS: "input tokens per minute",
@@ -50,19 +48,22 @@ class Budgets(Protocol):
 class TenantRequest:
     """One request while it is charged to its tenant. `end` releases what it did not use."""
 
-    __slots__ = ("_budgets", "_input_tokens", "_reserved_output", "_usage", "caller")
+    __slots__ = ("_budgets", "_input_tokens", "_is_limited", "_reserved_output", "_usage", "caller")
 
     def __init__(self, caller: Caller, budgets: Budgets, usage: UsageMeter) -> None:
         self.caller = caller
         self._budgets = budgets
         self._usage = usage
+        self._is_limited = caller.tenant.is_limited
+        """At the begin of the request: what was not taken is not put back."""
         self._input_tokens = 0
         self._reserved_output = 0.0
 
     async def begin(self) -> None:
         """Take a request and a slot. Raises RateLimited."""
         tenant = self.caller.tenant
-        self._check(await self._budgets.take(tenant, _BEGIN), _BEGIN)
+        if self._is_limited:
+            self._check(await self._budgets.take(tenant, _BEGIN), _BEGIN)
         usage = self._usage.of(tenant.name)
         usage.requests += 1
         usage.active += 1
@@ -73,6 +74,9 @@ class TenantRequest:
         `is_default`: the client set no limit for its answer. Then at most a full bucket is reserved, and an answer
         that is longer leaves a debt.
         """
+        if not self._is_limited:
+            self._input_tokens = num_input
+            return
         tenant = self.caller.tenant
         output: float = num_output
         if is_default:
@@ -84,23 +88,31 @@ class TenantRequest:
     def end(self, num_output: int, is_server_error: bool) -> None:
         """Settle the tokens and release the slot. A request that the server failed before its first token costs no
         tokens."""
-        tenant, budgets = self.caller.tenant, self._budgets
-        budgets.put_back(tenant, _ONE_SLOT)
-        if is_server_error and not num_output:
-            budgets.put_back(tenant, {Limit.INPUT_TOKENS: self._input_tokens})
+        is_free = is_server_error and not num_output
+        if self._is_limited:
+            self._settle(num_output, is_free)
+        if is_free:
             self._input_tokens = 0
-        unused = self._reserved_output - num_output
-        if unused > 0:
-            budgets.put_back(tenant, {Limit.OUTPUT_TOKENS: unused})
-        elif unused < 0:
-            budgets.charge(tenant, {Limit.OUTPUT_TOKENS: -unused})
-        usage = self._usage.of(tenant.name)
+        usage = self._usage.of(self.caller.tenant.name)
         usage.active -= 1
         usage.input_tokens += self._input_tokens
         usage.output_tokens += num_output
 
+    def _settle(self, num_output: int, is_free: bool) -> None:
+        tenant, unused = self.caller.tenant, self._reserved_output - num_output
+        returned = {Limit.CONCURRENCY: 1.0}
+        if is_free:
+            returned[Limit.INPUT_TOKENS] = self._input_tokens
+        if unused > 0:
+            returned[Limit.OUTPUT_TOKENS] = unused
+        elif unused < 0:
+            self._budgets.charge(tenant, {Limit.OUTPUT_TOKENS: -unused})
+        self._budgets.put_back(tenant, returned)
+
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-*` headers."""
+        if not self._is_limited:
+            return {}
         return ratelimit_headers(self._budgets.states(self.caller.tenant))
 
     def _check(self, refusal: Refusal | None, amounts: Amounts) -> None:
@@ -136,21 +148,23 @@ def refused(
 def ratelimit_headers(states: dict[Limit, LimitState]) -> dict[str, str]:
     """OpenAI's headers. `tokens` is the limit of input or output with the smaller part left."""
     headers: dict[str, str] = {}
-    requests = states.get(Limit.REQUESTS)
+    requests, tokens = states.get(Limit.REQUESTS), states.get(Limit.INPUT_TOKENS)
+    output = states.get(Limit.OUTPUT_TOKENS)
+    if tokens is None or (
+        output is not None and output.remaining / output.capacity < tokens.remaining / tokens.capacity
+    ):
+        tokens = output
     if requests is not None:
-        headers |= _headers_of("requests", requests)
-    tokens = [states[limit] for limit in _TOKENS if limit in states]
-    if tokens:
-        headers |= _headers_of("tokens", min(tokens, key=lambda each: each.remaining / each.capacity))
+        _add_headers(headers, "requests", requests)
+    if tokens is not None:
+        _add_headers(headers, "tokens", tokens)
     return headers
 
 
-def _headers_of(name: str, state: LimitState) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(int(state.capacity)),
-        f"x-ratelimit-remaining-{name}": str(int(state.remaining + 1e-6)),
-        f"x-ratelimit-reset-{name}": _duration(state.reset_s),
-    }
+def _add_headers(headers: dict[str, str], name: str, state: LimitState) -> None:
+    headers[f"x-ratelimit-limit-{name}"] = str(int(state.capacity))
+    headers[f"x-ratelimit-remaining-{name}"] = str(int(state.remaining + 1e-6))
+    headers[f"x-ratelimit-reset-{name}"] = _duration(state.reset_s)
 
 
 def _duration(seconds: float) -> str:

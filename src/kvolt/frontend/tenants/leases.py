@@ -168,7 +168,8 @@ class Limiter:
         for name, by_limit in levels.items():
             tenant = tenants.get(name)
             if tenant is not None and self._is_successor and name not in self._budgets:
-                self.budget(tenant, now).put_back(by_limit, now)
+                valid = {limit: level for limit, level in by_limit.items() if abs(level) <= _MAX_AMOUNT}
+                self.budget(tenant, now).put_back(valid, now)
 
     def _drop_silent(self, now: float) -> None:
         if now - self._checked_at < 1.0:

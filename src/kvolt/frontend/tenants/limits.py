@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from kvolt.frontend.tenants.records import Tenant
 
@@ -33,8 +34,7 @@ class Limit(StrEnum):
 Amounts = Mapping[Limit, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """Parameters of one limit. `rate` 0: slots, which are occupied until they are put back."""
 
     capacity: float
@@ -61,16 +61,14 @@ def rules_of(tenant: Tenant) -> dict[Limit, Rule]:
     return rules
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """Limit that has no room, and the time until it may have. Infinite: the amount exceeds the whole limit."""
 
     limit: Limit
     retry_after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LimitState:
+class LimitState(msgspec.Struct, frozen=True):
     """State of a limit, for response headers."""
 
     capacity: float

@@ -76,6 +76,17 @@ class Tenant(
     def salt(self) -> str:
         return self.cache_salt or self.name
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether any limit needs a budget."""
+        return not (
+            self.requests_per_second
+            is self.input_tokens_per_minute
+            is self.output_tokens_per_minute
+            is self.concurrency
+            is None
+        )
+
 
 class ApiKey(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag="key"

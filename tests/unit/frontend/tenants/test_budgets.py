@@ -9,9 +9,10 @@ from tests.unit.engines.lab import MODEL, Frontend, RunningWorker
 from tests.unit.frontend.tenants.test_access import Keys, bearer, checked, error
 
 from kvolt.core.errors import Overloaded
-from kvolt.frontend.tenants.budgets import _duration, ratelimit_headers
-from kvolt.frontend.tenants.limits import Limit, LimitState
-from kvolt.frontend.tenants.records import Tenant
+from kvolt.frontend.tenants.budgets import TenantRequest, _duration, ratelimit_headers
+from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState
+from kvolt.frontend.tenants.records import ApiKey, Caller, Tenant
+from kvolt.frontend.tenants.usage import UsageMeter
 
 LIMITED = (429, "rate_limit_error", "rate_limit_exceeded")
 
@@ -191,3 +192,70 @@ def test_rate_limits_are_retryable() -> None:
     assert isinstance(limited, Overloaded)
     assert limited.retryable
     assert openai_error(limited).headers["retry-after"] == "5"
+
+
+class RecordedBudgets:
+    """Budgets that admit everything and record the rest."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, Amounts]] = []
+
+    async def take(self, tenant: Tenant, amounts: Amounts) -> None:
+        self.changes.append(("take", amounts))
+
+    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
+        self.changes.append(("charge", amounts))
+
+    def put_back(self, tenant: Tenant, amounts: Amounts) -> None:
+        self.changes.append(("put_back", amounts))
+
+    def states(self, tenant: Tenant) -> dict[Limit, LimitState]:
+        return {}
+
+    def capacity(self, tenant: Tenant, limit: Limit) -> float:
+        return 100.0
+
+    def retain(self, names: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("num_output", "is_server_error", "settled", "tokens"),
+    [
+        (30, False, [("put_back", {Limit.CONCURRENCY: 1, Limit.OUTPUT_TOKENS: 10})], (7, 30)),
+        (30, True, [("put_back", {Limit.CONCURRENCY: 1, Limit.OUTPUT_TOKENS: 10})], (7, 30)),
+        (
+            0,
+            True,
+            [("put_back", {Limit.CONCURRENCY: 1, Limit.INPUT_TOKENS: 7, Limit.OUTPUT_TOKENS: 40})],
+            (0, 0),
+        ),
+        (45, False, [("charge", {Limit.OUTPUT_TOKENS: 5}), ("put_back", {Limit.CONCURRENCY: 1})], (7, 45)),
+    ],
+)
+async def test_the_end_settles_what_was_reserved(
+    num_output: int, is_server_error: bool, settled: list[tuple[str, Amounts]], tokens: tuple[int, int]
+) -> None:
+    key = ApiKey(id="k", tenant="acme", sha256="0" * 64, created=1)
+    caller = Caller(key, Tenant(name="acme", output_tokens_per_minute=100))
+    budgets, usage = RecordedBudgets(), UsageMeter()
+    request = TenantRequest(caller, budgets, usage)
+    await request.begin()
+    await request.reserve_tokens(7, 40, is_default=False)
+    del budgets.changes[:]
+    request.end(num_output, is_server_error)
+    assert budgets.changes == settled
+    counted = usage.of("acme")
+    assert (counted.requests, counted.active) == (1, 0)
+    assert (counted.input_tokens, counted.output_tokens) == tokens
+
+
+async def test_a_tenant_without_limits_uses_no_budget() -> None:
+    key = ApiKey(id="k", tenant="acme", sha256="0" * 64, created=1)
+    budgets, usage = RecordedBudgets(), UsageMeter()
+    request = TenantRequest(Caller(key, Tenant(name="acme", models=("m",))), budgets, usage)
+    await request.begin()
+    await request.reserve_tokens(7, 40, is_default=True)
+    request.end(30, is_server_error=False)
+    assert budgets.changes == []
+    assert request.headers() == {}
+    assert (usage.of("acme").input_tokens, usage.of("acme").output_tokens) == (7, 30)
