@@ -74,10 +74,10 @@ class TenantRequest:
         `is_default`: the client set no limit for its answer. Then at most a full bucket is reserved, and an answer
         that is longer leaves a debt.
         """
-        if not self._is_limited:
+        tenant = self.caller.tenant
+        if tenant.input_tokens_per_minute is tenant.output_tokens_per_minute is None:
             self._input_tokens = num_input
             return
-        tenant = self.caller.tenant
         output: float = num_output
         if is_default:
             output = min(output, self._budgets.capacity(tenant, Limit.OUTPUT_TOKENS))
@@ -100,14 +100,18 @@ class TenantRequest:
 
     def _settle(self, num_output: int, is_free: bool) -> None:
         tenant, unused = self.caller.tenant, self._reserved_output - num_output
-        returned = {Limit.CONCURRENCY: 1.0}
-        if is_free:
+        returned: dict[Limit, float] = {}
+        if tenant.concurrency is not None:
+            returned[Limit.CONCURRENCY] = 1.0
+        if is_free and tenant.input_tokens_per_minute is not None:
             returned[Limit.INPUT_TOKENS] = self._input_tokens
-        if unused > 0:
-            returned[Limit.OUTPUT_TOKENS] = unused
-        elif unused < 0:
-            self._budgets.charge(tenant, {Limit.OUTPUT_TOKENS: -unused})
-        self._budgets.put_back(tenant, returned)
+        if tenant.output_tokens_per_minute is not None:
+            if unused > 0:
+                returned[Limit.OUTPUT_TOKENS] = unused
+            elif unused < 0:
+                self._budgets.charge(tenant, {Limit.OUTPUT_TOKENS: -unused})
+        if returned:
+            self._budgets.put_back(tenant, returned)
 
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-*` headers."""

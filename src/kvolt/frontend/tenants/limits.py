@@ -30,6 +30,8 @@ class Limit(StrEnum):
     OUTPUT_TOKENS = "output_tokens"
     CONCURRENCY = "concurrency"
 
+    __hash__ = str.__hash__  # Enum's is a Python function, and each request has dozens of lookups
+
 
 Amounts = Mapping[Limit, float]
 

@@ -236,7 +236,8 @@ async def test_the_end_settles_what_was_reserved(
     num_output: int, is_server_error: bool, settled: list[tuple[str, Amounts]], tokens: tuple[int, int]
 ) -> None:
     key = ApiKey(id="k", tenant="acme", sha256="0" * 64, created=1)
-    caller = Caller(key, Tenant(name="acme", output_tokens_per_minute=100))
+    limits = {"input_tokens_per_minute": 100, "output_tokens_per_minute": 100, "concurrency": 5}
+    caller = Caller(key, Tenant(name="acme", **limits))
     budgets, usage = RecordedBudgets(), UsageMeter()
     request = TenantRequest(caller, budgets, usage)
     await request.begin()
