@@ -1,8 +1,8 @@
-"""One run of the twin for the study of disaggregation: which cell, which system, at which rate and seed, to figures.
+"""One run of the twin for the study of disaggregation: results by cell, system, rate and seed.
 
-A cell is a length of prompts, a share of them that was there before, and a number of workers. Prompts begin with what
-one of a few groups shares and go on with what is their own; they come by chance at a mean rate; answers are of
-lognormal length. The first part of a run fills the caches and is not measured.
+A cell is a prompt length, a share of cached prompt tokens, and a number of workers. Prompts start with a prefix
+shared by one of a few groups; arrivals are random at a mean rate; answers have lognormal lengths. The first part of a
+run fills the caches and is not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_SIZE, NUM_BLOCKS = 64, 8192
 ITL_S = 0.020
 TTFT_S = {512: 0.2, 4096: 0.6, 16384: 2.5}
 KEPT = 0.9
-"""The share of requests that must keep the limits, where a system is said to keep up."""
+"""Share of requests within the limits from which on a system sustains a rate."""
 _NUM_GROUPS = 8
 _ANSWER_MEDIAN, _ANSWER_SIGMA = 167.0, 0.6
 """Tokens; 200 on average."""
@@ -40,12 +40,12 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """How many of the workers may compute prompts for the others."""
+        """Possible numbers of prefill workers."""
         return tuple(range(1, self.num_workers))
 
 
 class Lasting(msgspec.Struct, frozen=True):
-    """How long a run is: so many seconds of arrivals, but at least and at most so many requests."""
+    """Length of a run: seconds of arrivals, with a minimum and a maximum of requests."""
 
     seconds: float
     least: int
@@ -80,16 +80,16 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of the requests that are measured."""
+    """Results of the measured requests."""
 
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p99_ms: float
-    """Of the answers' mean times between two tokens."""
+    """99th percentile of the mean time between two tokens, over answers."""
     gap_p99_ms: float
-    """Of the longest time between two tokens in each answer."""
+    """99th percentile of the longest time between two tokens, over answers."""
     tokens_per_s: float
-    """Of all answers, from the first measured arrival to the last: what comes after that is no load's."""
+    """Tokens per second of all answers between the first and the last measured arrival."""
     kept: float
     """The share of requests that kept both limits."""
     goodput_per_s: float
@@ -171,7 +171,7 @@ def _figures(point: Point, everyone: Sequence[Sample]) -> Figures:
 
 
 def _tokens_between(sample: Sample, start_s: float, end_s: float) -> float:
-    """Of its answer, as if they came evenly."""
+    """Tokens of the answer in an interval, if they arrived evenly."""
     if sample.first_s is None or sample.last_s is None:
         return 0.0
     took_s = max(sample.last_s - sample.first_s, 1e-9)
@@ -196,14 +196,14 @@ class Search(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Of a search: requests per second, and the runs by which they were found."""
+    """Result of a search: requests per second, and the runs of the search."""
 
     search: Search
     aggregated: float
     split: float
-    """With the best split."""
+    """Rate with the best split."""
     num_prefill: int
-    """Of that."""
+    """Prefill workers of the best split."""
     tried: tuple[tuple[int, float, float], ...]
     """Prefill workers, rate and the share of requests that kept the limits, in the order in which they were tried."""
 
@@ -255,7 +255,7 @@ def _kept(search: Search, num_prefill: int, rate: float) -> float:
 
 
 def _guess(cell: Cell) -> float:
-    """What a worker of the preset was seen to take of a request; only where the search begins."""
+    """Start of the search: the rate of one worker of the preset, from earlier runs."""
     context = cell.prompt_tokens
     new = context * (1 - cell.hits)
     return cell.num_workers / (0.015 + 3e-5 * new + 1.2e-5 * context + 2.8e-9 * new * context)

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the model's shape, clocks, figures with their spread, and a place for results.
+"""Common parts of the GPU benchmarks: the model's shape, clocks, results with their spread, and their file.
 
 With `Bench.is_smoke` every phase takes seconds on a CPU, on a tiny model.
 """
@@ -104,7 +104,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 @dataclass
 class Bench:
-    """One run. Phases put what they find into `results`; it is saved after each of them."""
+    """One run. Phases add their results to `results`, which is saved after each of them."""
 
     device: torch.device
     out: Path
@@ -113,7 +113,7 @@ class Bench:
     rounds: int = 3
     results: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
-    """What one phase builds and a later one uses: the engine, the peer."""
+    """Objects that one phase builds and a later one uses: the engine, the peer."""
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -132,7 +132,7 @@ class Bench:
         print(f"[{time.perf_counter() - self.started:6.1f}] {text}", flush=True)
 
     def load(self) -> None:
-        """What earlier phases found."""
+        """Load the results of earlier phases."""
         path = self.out / "gpu.json"
         if path.exists():
             self.results = json.loads(path.read_text())
@@ -142,7 +142,7 @@ class Bench:
         (self.out / "gpu.json").write_text(json.dumps(self.results, indent=1, default=str))
 
     def phase(self, name: str, work: Callable[[Bench], dict[str, Any]]) -> None:
-        """Runs one phase; a failure is printed and kept, and the next one goes on."""
+        """Run one phase; a failure is printed and saved, and the next phase runs."""
         if self.left_s < 5:
             self.say(f"{name}: skipped, the time is up")
             self.results[name] = {"skipped": "deadline"}

@@ -1,9 +1,8 @@
-"""The load: a client that asks for streamed chat completions and counts what comes.
+"""Load generator: a client that requests streamed chat completions and counts events and reads.
 
-Chosen over wrk for the figures, because it ends when the last answer has ended: wrk cuts off the
-answers under way, whose CPU is then counted and whose tokens are not (with 512 connections that is most of
-the run). It counts events and reads while it loads. Requests are made before the clock starts; a read
-costs it a few microseconds.
+Used instead of wrk because it ends with the last answer: wrk aborts running answers, whose CPU is then counted and
+whose tokens are not (with 512 connections that is most of the run). Requests are encoded before the measurement; a
+read costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ WAIT_S = 120.0
 
 @dataclass(slots=True)
 class Tally:
-    """What has come on all connections of a load."""
+    """Counts over all connections of a load."""
 
     events: int = 0
     """Without `[DONE]`."""
@@ -59,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._last_seen = False
         self._closing = False
         self.events = 0
-        """Of all responses so far."""
+        """Events of all responses so far."""
         self.on_read: Callable[[bytes], None] | None = None
         self.on_end: Callable[[Connection], None] = lambda _: None
 
@@ -153,7 +152,7 @@ class Load:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a load took, and what came of it."""
+    """Duration and counts of a load."""
 
     wall_s: float
     edge_cpu_s: float
@@ -185,7 +184,7 @@ def _window(edge: Edge, tally: Tally) -> Callable[[], Measured]:
 
 
 async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measured:
-    """One connection for each list of requests, which it asks one after another; until all have ended."""
+    """Send each list of requests over its own connection, one after another, until all are answered."""
     left = [iter(each) for each in requests]
     open_count = len(requests)
 
@@ -230,7 +229,7 @@ async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> 
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """How a stream is cut into events."""
+    """Events of a stream per token."""
 
     events_per_token: float
     """Events that have text in them."""

@@ -1,4 +1,4 @@
-"""What a request and a streamed token cost at the edge, kvolt's beside Dynamo's.
+"""CPU cost of a request and of a streamed token at the edge, kvolt compared to Dynamo.
 
 Run from the repository's root: `python -m benchmarks.frontend.edge`. Both systems are up at the same time,
 with the same model, the same number of mock workers at the same speed, and round-robin routing, or with

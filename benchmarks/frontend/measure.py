@@ -1,25 +1,23 @@
-"""What a round measures of an edge: requests in two ways, streamed tokens in three.
+"""Measurements of an edge in one round: requests in two forms, streamed tokens in three.
 
-Requests: 200-word prompts, all different, one token each, streamed; every connection asks its next one
-when an answer has ended. Once with prompts of few words, once with prompts of text: see `prompts`.
+Requests: 200-word prompts, all different, one token each, streamed; every connection sends its next request when the
+answer is complete. Once with prompts of few distinct words, once with prompts of real text: see `prompts`.
 
-Tokens at a pace: every connection has one stream open, and the mock gives each of them a token per step. Steps
-are as long as it takes for all connections together to get so many tokens a second. Measured while all
-streams are under way: the figure is CPU over tokens, and no request is in it.
+Paced tokens: every connection has one open stream, and the mock sends each of them a token per step. The step length
+determines the tokens per second of all connections together. Measured while all streams are running: the result is CPU
+over tokens, without requests.
 
-- light, 12,500 tokens/s: an edge is done with a step before the next one comes, so that each event
-  has a write of its own, on both sides.
-- busy, 50,000 tokens/s: about what Dynamo can carry on two cores that it shares with mock and client. It begins
-  to lag and so to put several events into one write, which makes each of them cheaper.
+- light, 12,500 tokens/s: an edge finishes a step before the next one, so that each event has a write of its own, on
+  both sides.
+- busy, 50,000 tokens/s: about the maximum of Dynamo on two cores shared with mock and client. It lags and writes
+  several events at once, which makes each of them cheaper.
 
-Tokens flat out: answers of 512 tokens from a mock that takes no time. Both edges lag all the while and
-coalesce what they write. How much of a stream is ready by the next write depends on how fast an edge is, so
-look at events per read: the more, the cheaper. The figure is the slope from 1 to 512 tokens: CPU per
-answer, less CPU per request of one token, over 511.
+Tokens flat out: answers of 512 tokens from a mock without delay. Both edges lag all the time and coalesce their writes.
+The number of events per write depends on the speed of the edge, so compare events per read: the more, the cheaper. The
+result is the slope from 1 to 512 tokens: CPU per answer, minus CPU per request of one token, over 511.
 
-A read is a receive of the client that had data in it: a stand-in for the edge's writes, which cannot be
-counted on the peer's side. On a machine whose cores are all busy the client comes late and finds several
-writes in one read.
+A read is a receive of the client with data: a substitute for the edge's writes, which cannot be counted for the peer.
+On a machine whose cores are all busy the client reads late and gets several writes in one read.
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ _BUSY_TOKENS_PER_S = 50_000.0
 FLAT_TOKENS = 512
 _AFTER_ABORT_S = 1.0
 _SHARE = 0.5
-"""Of the seconds for requests: what the other loads get. There are far more tokens than requests."""
+"""Duration of the other loads as a share of that of requests: there are far more tokens than requests."""
 _DELAY_TOKENS = 32
 _CONTENT = re.compile(rb'"content": *"[^"]')
 _MAX_UNDER_WAY = 64
 _MIN_EVENTS_PER_TOKEN = 0.98
-"""A token that is part of a character gives no text, hence no event; the peer's mock says some."""
+"""A token that is part of a character has no text, hence no event; the peer's mock sends some."""
 
 
 def light_step_s(num_connections: int) -> float:
@@ -90,7 +88,7 @@ class Row(msgspec.Struct, frozen=True):
     busy: Measured
     flat: Measured
     rss_bytes: int
-    """Of the edge that had the requests and the tokens flat out."""
+    """Resident set of the edge after the requests and the tokens flat out."""
 
     @property
     def flat_events_per_token(self) -> float:
@@ -104,7 +102,7 @@ class DelayRow(msgspec.Struct, frozen=True):
     round: int
     system: str
     step_ms: float
-    """Of the mock; 0 for one that takes no time."""
+    """Step time of the mock; 0: no delay."""
     requests: int
     first_p50_ms: float
     """From a request to its first token."""
@@ -155,7 +153,7 @@ class Bench:
         return row
 
     def delays(self, number: int, rate_per_s: float, seconds: float) -> list[DelayRow]:
-        """With a mock that takes no time, and with the light one."""
+        """Measure delays with a mock without delay, and with the light load."""
         count = max(round(rate_per_s * seconds), 10)
         return [
             uvloop.run(

@@ -1,8 +1,8 @@
-"""One of two workers is killed under a hundred streams: how many answers end whole, and how long is the pause?
+"""One of two workers is killed during a hundred streams: number of complete answers, and length of the pause.
 
     python -m benchmarks.frontend.migration            both with their defaults, and Dynamo with migration turned on
 
-Run from the repository's root. Each round starts each system anew: a frontend and two processes of one mock worker
+Run from the repository's root. Each round restarts each system: a frontend and two processes of one mock worker
 each, kvolt's at the speed of Dynamo's mocker (the same step times, blocks of 64 tokens, 16,384 of them). When every
 client has some tokens one worker gets SIGKILL. A gap is the time between two reads of a client with events: the worst
 one of all streams is reported. kvolt's simulated answers depend on nothing but their prompts, so their texts are
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     rounds: int = 5
     streams: int = 100
     tokens: int = 400
-    """Of an answer."""
+    """Tokens of an answer."""
     strike_at: int = 50
     """Events that every client has by then."""
 
@@ -93,7 +93,7 @@ class Row(msgspec.Struct, frozen=True):
     num_equal: int | None
     """Of these, those whose text is the undisturbed one; None where that is random."""
     num_moved: int
-    """As the system counts them."""
+    """Migrations, counted by the system."""
     worst_gap_s: float
     errors: dict[str, int]
 

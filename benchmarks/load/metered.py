@@ -33,19 +33,19 @@ _TAIL_CHARACTERS = 2000
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Of a command and its descendants."""
+    """Resource use of a command and its descendants."""
 
     status: int
     cpu_s: float
     wall_s: float
     """Until the command itself had ended."""
     peak_rss_bytes: int
-    """Of the largest single process."""
+    """Peak resident set of the largest process."""
     looks: list[tuple[float, float]] = []
     """Times of this machine's monotonic clock, and the CPU seconds used until then."""
 
     def cpu_s_from(self, began_s: float) -> float:
-        """Of all CPU what was used after this time."""
+        """CPU time used after this time."""
         times = [at_s for at_s, _ in self.looks]
         after = bisect.bisect(times, began_s)
         if not 0 < after < len(times):
@@ -124,7 +124,7 @@ def _look(looks: list[tuple[float, float]], over: threading.Event) -> None:
 
 
 def _used_s(me: psutil.Process) -> float:
-    """By all below this process: those that live, with what they have buried, and those that we have."""
+    """CPU time of all descendants, running and reaped."""
     buried = resource.getrusage(resource.RUSAGE_CHILDREN)
     total_s = buried.ru_utime + buried.ru_stime
     for process in me.children(recursive=True):

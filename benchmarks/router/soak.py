@@ -1,15 +1,15 @@
-"""Two virtual hours at 100 requests/s through the whole path, undisturbed and disturbed: what do faults cost?
+"""Cost of faults: two virtual hours at 100 requests/s through the whole path, with and without faults.
 
     python -m benchmarks.router.soak                 both runs, a core each, some half an hour; results/soak.{json,txt}
     python -m benchmarks.router.soak --minutes 20    shorter, kept as well
 
-Chats of the project's own recipe (`RECIPE`) on 32 workers in the twin, routed by `latency`. Disturbed: the event plane
-loses 1 % of all events, every minute a worker comes and another one finishes what it has and goes, with its cache, and
-every ten minutes the router begins anew with an empty index. Times are virtual: the machine may be busy with other
-things. A run that has ended is not run again (--folder, KVOLT_BENCH), unless kvolt's sources have changed.
+Chats of the project's own recipe (`RECIPE`) on 32 workers in the twin, routed by `latency`. Faults: the event plane
+loses 1 % of all events, every minute a worker joins and another one drains and leaves with its cache, and every ten
+minutes the router restarts with an empty index. Times are virtual, independent of the load of the machine. A complete
+run is not repeated (--folder, KVOLT_BENCH), unless kvolt's sources have changed.
 
-Hit rates are of the time after the first tenth of a run. Flat: the most that the index, and the process, had in the
-last third over the most they had in the second.
+Hit rates exclude the first tenth of a run. Flat: maximum size of the index, and of the process, in the last third over
+the maximum in the second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPE = Recipe(seed=6, block_size=_BLOCK_SIZE)
 CALM, TROUBLED = "undisturbed", "disturbed"
 GOAL_POINTS = 2.0
 INDEX_BYTES = 16 << 20
-"""The router's cap: a few times what the workers hold."""
+"""Limit of the router's index: several times the blocks of the workers."""
 _LOOKS_PER_MINUTE = 6
 _MIB = 1 << 20
 
@@ -84,7 +84,7 @@ class Soaked(msgspec.Struct, frozen=True):
     looks: list[Look]
     errors: dict[str, int]
     num_workers: int
-    """That there ever were."""
+    """Workers that were ever registered."""
 
     @property
     def hit_rate(self) -> float:
@@ -102,7 +102,7 @@ class Soaked(msgspec.Struct, frozen=True):
 
 
 class _Watcher:
-    """What is seen of a run while it goes on."""
+    """Samples taken during a run."""
 
     def __init__(self, run: TwinRun) -> None:
         self._run = run
