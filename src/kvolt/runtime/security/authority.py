@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import secrets
+import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -86,7 +89,7 @@ class ClusterAuthority:
         try:
             key = serialization.load_pem_private_key(pem, None)
             certificates = x509.load_pem_x509_certificates(pem)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise _not_a_key(source, str(error)) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise _not_a_key(source, "its private key is not of the curve P-256")
@@ -177,9 +180,16 @@ def read_secret(path: Path, key: str = "cluster.key", remedy: str = _REMEDY) -> 
     `key`: the setting with the path; `remedy`: where to get such a file.
     """
     try:
-        mode = path.stat().st_mode
-        with path.open("rb") as file:
-            content = file.read(_MAX_KEY_BYTES + 1)
+        # Without O_NONBLOCK, opening a FIFO would stop this process until it has a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{path} is not a regular file", key=key, remedy=remedy)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(_MAX_KEY_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}", key=key, remedy=remedy) from None

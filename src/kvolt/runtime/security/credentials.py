@@ -97,7 +97,7 @@ class FileSource:
             leaf = x509.load_pem_x509_certificates(chain)[0]
             names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        except (ValueError, IndexError, x509.ExtensionNotFound):
+        except (ValueError, IndexError, x509.ExtensionNotFound, x509.DuplicateExtension):
             uris = []
         if not any(parse_identity(uri) for uri in uris):
             raise ConfigError(
@@ -330,7 +330,7 @@ def tls_context(
     try:
         context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
         _load_chain(context, certificate)
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:  # also ssl.SSLError, and too many open files
         raise ConfigError(
             f"the certificate cannot be used: {error}",
             key="cluster.certificate",

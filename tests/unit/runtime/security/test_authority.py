@@ -1,6 +1,9 @@
 """Cluster keys: what they contain, what they refuse, and rotation."""
 
+import errno
+import os
 import ssl
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 from cryptography import x509
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.security.authority import ClusterAuthority
+from kvolt.runtime.security.credentials import Credentials, KeySource
 from kvolt.runtime.security.identity import Identity, ProcessRole, parse_identity
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC).timestamp()
@@ -88,6 +93,52 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other users can read it") as caught:
         ClusterAuthority.load(path)
     assert "chmod 600" in caught.value.fields["remedy"]
+
+
+def test_a_key_of_an_unknown_curve_is_refused() -> None:
+    # Of curve SM2: `openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:SM2`.
+    other = (
+        b"-----BEGIN PRIVATE KEY-----\n"
+        b"MIGHAgEAMBMGByqGSM49AgEGCCqBHM9VAYItBG0wawIBAQQg0U9ecsoE01HFUlQN\n"
+        b"R+RwTWS+ldDNg9r4Uhom3BObEpqhRANCAARpY3Tak03GYnY4HjINRYdLtubbD0VY\n"
+        b"yQFC1edhwMQgxOFbl2dIorRLwmayMj6IG/eBlnNeypWEu1DDJWS2pRle\n"
+        b"-----END PRIVATE KEY-----\n"
+    )
+    pem = ClusterAuthority.create(NOW).to_pem()
+    with pytest.raises(ConfigError, match="not a cluster key"):
+        ClusterAuthority.parse(other + pem[pem.index(b"-----BEGIN CERTIFICATE-----") :], "key")
+
+
+def test_a_fifo_does_not_stop_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    os.mkfifo(path, 0o600)
+    refused: list[str] = []
+
+    def load() -> None:
+        with pytest.raises(ConfigError, match="not a regular file"):
+            ClusterAuthority.load(path)
+        refused.append("fifo")
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert refused
+
+
+def test_a_certificate_that_cannot_be_loaded_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_descriptor(*args: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    clock = SystemClock()
+    path = key_file(tmp_path / "key", ClusterAuthority.create(clock.wall()))
+    live = Credentials(KeySource(path, WORKER), clock)
+    key_file(path, ClusterAuthority.create(clock.wall()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_descriptor)
+        live.refresh()
+    assert "certificate not renewed" in caplog.text
 
 
 @pytest.mark.parametrize(
