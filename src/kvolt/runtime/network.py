@@ -85,7 +85,12 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether the host is reachable from this machine only."""
-    return host.startswith("127.") or host in ("localhost", "::1")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name, such as 127.0.0.1.example.com
 
 
 def is_wildcard(host: str) -> bool:

@@ -102,7 +102,7 @@ def test_other_keys_are_anyones() -> None:
     check_registration(identity(ProcessRole.WORKER), "events/default/1", b"")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "gpu-7", "fe80::1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "gpu-7", "fe80::1", "127.0.0.1.example.com"])
 def test_a_listener_for_other_machines_needs_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="any machine") as caught:
         check_exposure(ClusterSettings(), host, "runtime.host", "the request plane")
