@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.unit.runtime.security.certificates import issued_credentials
 
 from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest, KeyConflict, NotFound
 from kvolt.core.ids import InstanceId
@@ -38,6 +39,7 @@ from kvolt.runtime.network import Network, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination, IncomingStream
 from kvolt.runtime.plane.tcp_plane import TcpPlane
+from kvolt.runtime.security.secure_network import SecureNetwork
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.discovery import suite as discovery_suite
 from kvolt.testing.discovery.observer import observing
@@ -172,6 +174,13 @@ class Harness:
         await self.stop_server()
 
 
+class TlsHarness(Harness):
+    """The same with a cluster key."""
+
+    def network(self, host: str) -> Network:
+        return SecureNetwork(issued_credentials(host))
+
+
 class VirtualHarness(Harness):
     """The same on a virtual network; with `silent`, a dead process just stops answering."""
 
@@ -236,10 +245,11 @@ LOSSES: dict[str, Callable[[Path], Harness]] = {
 }
 
 
-async def test_conformance_on_real_sockets() -> None:
+@pytest.mark.parametrize("kind", [Harness, TlsHarness])
+async def test_conformance_on_real_sockets(kind: type[Harness]) -> None:
     """All cases at once: they wait for leases that outlast a stop of the process."""
     results = await asyncio.gather(
-        *(run_case(case, lambda: Harness(REAL, SystemClock())) for case in CASES), return_exceptions=True
+        *(run_case(case, lambda: kind(REAL, SystemClock())) for case in CASES), return_exceptions=True
     )
     failures = {
         discovery_suite.name(case): result

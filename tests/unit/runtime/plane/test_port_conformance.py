@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.unit.runtime.security.certificates import issued_credentials
 
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.network import Listener, Network, ProtocolFactory, SocketNetwork
@@ -18,9 +19,6 @@ from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import IncomingStream, OutgoingStream, RequestPlane
 from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.plane.tcp_plane import tcp_plane
-from kvolt.runtime.security.authority import Certificate, ClusterAuthority
-from kvolt.runtime.security.credentials import Credentials
-from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.secure_network import SecureNetwork
 from kvolt.testing.plane import faults_suite as plane_faults_suite
 from kvolt.testing.plane import suite as plane_suite
@@ -181,27 +179,9 @@ class SocketHarness(Harness):
         await asyncio.sleep(0.01)  # the transports' last callbacks
 
 
-AUTHORITY = ClusterAuthority.create(SystemClock().wall())
-
-
-class _IssuedHere:
-    """Source of certificates without a file."""
-
-    paths = ()
-
-    def __init__(self, name: str) -> None:
-        self._identity = Identity.of(ProcessRole.FRONTEND, name)
-
-    def load(self, now: float) -> Certificate:
-        return AUTHORITY.issue(self._identity, now)
-
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return ()
-
-
 class TlsHarness(SocketHarness):
     def sockets(self, name: str) -> Network:
-        return SecureNetwork(Credentials(_IssuedHere(name), SystemClock()))
+        return SecureNetwork(issued_credentials(name))
 
 
 class VirtualHarness(Harness):
