@@ -38,6 +38,7 @@ from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.stats import PlaneGauges, PlaneStats
 from kvolt.runtime.plane.streams import Decode, Sink
 from kvolt.runtime.plane.wire import VERSIONS, Hello
+from kvolt.runtime.security.access import may_serve
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.version import __version__
 
@@ -160,7 +161,19 @@ class TcpPlane:
             connection = await self.get(to.address, connect_s)
             if deadline_s is not None:
                 deadline_s = max(deadline_s - (loop.time() - dial_started), 0.0)
+        self._check_server(connection, to)
         return connection.session.open(to.target, body, sink, decode, deadline_s, context, automatic_credit)
+
+    def _check_server(self, connection: Connection, to: Destination) -> None:
+        """Raise ConnectFailed if the peer at this address has a certificate of another role than its servers."""
+        identity, endpoint = connection.peer_identity, to.target.partition("#")[0]
+        if identity is None or may_serve(identity, endpoint):
+            return
+        if not connection.dialer and self._by_address.get(to.address) is connection:
+            del self._by_address[to.address]  # the peer only claims the address: dial it
+        raise ConnectFailed(
+            f"{to.address} is {identity.uri}, which may not serve {endpoint}", address=to.address
+        )
 
     async def ensure_connected(self, address: str, timeout_s: float) -> None:
         await self.get(address, timeout_s)

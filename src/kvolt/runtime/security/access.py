@@ -1,4 +1,4 @@
-"""Access of roles: which endpoints a role may call, and which discovery keys it may register. Pure.
+"""Access of roles: which endpoints a role may call and serve, and which discovery keys it may register. Pure.
 
 Frontends, routers and operators' commands may do everything. A machine that runs workers is trusted least: it can call
 and register what workers need, and nothing that attracts prompts or controls other processes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV, KV_POOL
 from kvolt.core.errors import AccessDenied
 from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
-from kvolt.runtime.process_control import STATUS_ENDPOINT
+from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 
 DISCOVERY_ENDPOINTS = "kvolt.discovery."
@@ -26,6 +26,19 @@ def check_call(identity: Identity, endpoint: str) -> None:
     _, component, name = [*endpoint.split(".", 2), "", ""][:3]
     if name != KV and component != KV_POOL:
         raise AccessDenied(f"a {identity.role} may not call {endpoint[:200]}", role=identity.role.value)
+
+
+def may_serve(identity: Identity, endpoint: str) -> bool:
+    """Whether a process with this identity may serve the endpoint.
+
+    Callers check it: an address may be that of a frontend or router, and its answer from a worker.
+    """
+    if identity.role not in _LIMITED or endpoint in (STATUS_ENDPOINT, CONTROL_ENDPOINT):
+        return True
+    _, component, name = [*endpoint.split(".", 2), "", ""][:3]
+    if identity.role is ProcessRole.POOL:
+        return component == KV_POOL and name == CONTROL
+    return component != KV_POOL and name in (GENERATE, CARD, CONTROL, KV)
 
 
 def may_control(identity: Identity | None) -> bool:

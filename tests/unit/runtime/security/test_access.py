@@ -1,16 +1,27 @@
 """Which role may call which endpoint and register which key."""
 
-import pytest
+import asyncio
+from pathlib import Path
 
-from kvolt.core.errors import AccessDenied, ConfigError
+import pytest
+from tests.unit.runtime.security.test_secure_network import credentials
+
+from kvolt.core.errors import AccessDenied, ConfigError, ConnectFailed
 from kvolt.core.ids import InstanceId
+from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import ClusterSettings
 from kvolt.runtime.discovery import join_server
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
+from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
+from kvolt.runtime.plane.connection import ConnectionOptions
+from kvolt.runtime.plane.port import Destination
+from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
-from kvolt.runtime.security.access import DISCOVERY_ENDPOINTS, check_call, check_registration
+from kvolt.runtime.security.access import DISCOVERY_ENDPOINTS, check_call, check_registration, may_serve
+from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.exposure import check_exposure
 from kvolt.runtime.security.identity import Identity, ProcessRole
+from kvolt.runtime.security.secure_network import SecureNetwork
 
 JOIN_SERVER = (
     join_server.HOLD,
@@ -115,3 +126,47 @@ def test_a_listener_for_other_machines_needs_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
 def test_loopback_needs_no_key(host: str) -> None:
     check_exposure(ClusterSettings(), host, "runtime.host", "the request plane")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "worker", "pool"),
+    [
+        (STATUS_ENDPOINT, True, True),
+        (CONTROL_ENDPOINT, True, True),
+        ("default.m-decode-1.generate", True, False),
+        ("default.m-decode-1.card", True, False),
+        ("default.m-decode-1.control", True, False),
+        ("default.m-decode-1.kv", True, False),
+        ("default.kv-pool.control", False, True),
+        ("default.router.route", False, False),
+        ("kvolt.router.session", False, False),
+        *((endpoint, False, False) for endpoint in JOIN_SERVER),
+    ],
+)
+def test_what_workers_and_pools_may_serve(endpoint: str, worker: bool, pool: bool) -> None:
+    assert may_serve(identity(ProcessRole.WORKER), endpoint) is worker
+    assert may_serve(identity(ProcessRole.POOL), endpoint) is pool
+    assert may_serve(identity(ProcessRole.FRONTEND), endpoint)
+
+
+async def test_a_worker_does_not_answer_in_place_of_a_join_server(tmp_path: Path) -> None:
+    authority = ClusterAuthority.create(SystemClock().wall())
+    opened: list[str] = []
+
+    def plane(role: ProcessRole) -> TcpPlane:
+        network = SecureNetwork(credentials(tmp_path, authority, Identity(role, role.value)))
+        return TcpPlane(network, ConnectionOptions(), role, lambda stream: opened.append(stream.target))
+
+    worker, frontend = plane(ProcessRole.WORKER), plane(ProcessRole.FRONTEND)
+    address = await worker.listen("127.0.0.1:0")
+    try:
+        with pytest.raises(ConnectFailed, match="may not serve"):
+            await open_stream(frontend, Destination(address, join_server.GET), "", Deadlines(), decode_any)
+        await open_stream(frontend, Destination(address, STATUS_ENDPOINT), None, Deadlines(), decode_any)
+        async with asyncio.timeout(20):
+            while not opened:
+                await asyncio.sleep(0.01)
+        assert opened == [STATUS_ENDPOINT]
+    finally:
+        await frontend.close()
+        await worker.close()
