@@ -154,19 +154,25 @@ def _write_private(path: Path, content: bytes) -> None:
     """Write a file that only this user can read, in place of an older one."""
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    _write_new(new, content)
+    new.replace(path)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read. Raises FileExistsError if there is one."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(path)
 
 
 def _write(path: Path, authority: ClusterAuthority, *, exclusive: bool) -> None:
     """Write the key file. `exclusive`: refuse to replace one."""
     try:
-        if exclusive and path.exists():
-            raise FileExistsError
-        _write_private(path, authority.to_pem())
+        if exclusive:  # two commands at the same time must not both succeed
+            _write_new(path, authority.to_pem())
+        else:
+            _write_private(path.resolve(), authority.to_pem())  # the file of a link, not the link
     except FileExistsError:
         raise ConfigError(
             f"{path} exists", key="cluster.key", remedy="use it, rotate it, or name another file"
