@@ -132,7 +132,8 @@ class Credentials:
         self._modified = self._modification_times()
         self._listeners: list[Callable[[], None]] = []
         self._renew_at = 0.0
-        self._load(clock.wall())
+        self._tried_at = clock.wall()
+        self._load(self._tried_at)
 
     @property
     def server_context(self) -> ssl.SSLContext:
@@ -188,13 +189,14 @@ class Credentials:
             self.refresh()
 
     def refresh(self) -> None:
-        """Load again if a file has changed or half of the lifetime has passed. Errors are logged once."""
+        """Load again if a file has changed, half of the lifetime has passed, or the clock was set back: the certificate
+        may not be valid yet. Errors are logged once."""
         now = self._clock.wall()
         modified = self._modification_times()
-        is_due = now >= self._renew_at
+        is_due = now >= self._renew_at or now < self._tried_at
         if modified == self._modified and not is_due:
             return
-        self._modified = modified
+        self._modified, self._tried_at = modified, now
         try:
             self._load(now)
         except ConfigError as error:

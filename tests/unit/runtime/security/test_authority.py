@@ -141,6 +141,24 @@ def test_a_certificate_that_cannot_be_loaded_is_tried_again(
     assert "certificate not renewed" in caplog.text
 
 
+def test_a_certificate_is_renewed_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    class Corrected(SystemClock):
+        ahead_s = 30 * 24 * 3600.0
+
+        def wall(self) -> float:
+            return super().wall() + self.ahead_s
+
+    clock = Corrected()
+    path = key_file(tmp_path / "key", ClusterAuthority.create(SystemClock().wall()))
+    live = Credentials(KeySource(path, WORKER), clock)
+    clock.ahead_s = 0.0
+    live.refresh()
+    assert live.expires_at < SystemClock().wall() + 2 * 24 * 3600
+    renewed = live.server_context
+    live.refresh()
+    assert live.server_context is renewed, "renewed once"
+
+
 @pytest.mark.parametrize(
     "uri",
     ["https://worker/a", "kvolt://admin/a", "kvolt://worker/", "kvolt://worker/a/b", "kvolt://worker/é", ""],
