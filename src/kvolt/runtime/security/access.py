@@ -12,6 +12,8 @@ from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 
+EVENT_PUBLISHERS = "events/"
+"""Prefix of the discovery keys of event publishers."""
 DISCOVERY_ENDPOINTS = "kvolt.discovery."
 """Prefix of the endpoints of a join server."""
 _LIMITED = (ProcessRole.WORKER, ProcessRole.POOL)
@@ -48,8 +50,10 @@ def may_control(identity: Identity | None) -> bool:
 
 def check_registration(identity: Identity, key: str, value: bytes) -> None:
     """Raise AccessDenied unless a process with this identity may register the discovery key with this value."""
-    if identity.role not in _LIMITED or not key.startswith(INSTANCES):
+    if identity.role not in _LIMITED or key.startswith(EVENT_PUBLISHERS):
         return
+    if not key.startswith(INSTANCES):
+        raise AccessDenied(f"a {identity.role} may not register {key[:200]}", role=identity.role.value)
     _, component, name = [*key.removeprefix(INSTANCES).split("/"), "", "", ""][:3]
     if identity.role is ProcessRole.POOL:
         allowed = component == KV_POOL and name == CONTROL

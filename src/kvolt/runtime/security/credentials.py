@@ -65,8 +65,10 @@ class KeySource:
         return (self._path,)
 
     def load(self, now: float) -> Certificate:
-        authority = self._authority = ClusterAuthority.load(self._path)
-        return authority.issue(self._identity, now)
+        authority = ClusterAuthority.load(self._path)
+        certificate = authority.issue(self._identity, now)
+        self._authority = authority
+        return certificate
 
     def event_secrets(self) -> tuple[bytes, ...]:
         return self._authority.event_secrets if self._authority is not None else ()

@@ -13,7 +13,7 @@ import msgspec
 from kvolt.core.errors import ProtocolError
 
 SCHEME = "kvolt"
-_URI = re.compile(rf"{SCHEME}://([a-z]{{1,32}})/([\w.-]{{1,128}})", re.ASCII)
+_URI = re.compile(rf"{SCHEME}://([a-z]{{1,32}})/(\w[\w.-]{{0,127}})", re.ASCII)
 
 
 class ProcessRole(StrEnum):
@@ -35,7 +35,8 @@ class Identity(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, role: ProcessRole, name: str) -> Identity:
         """The identity of a process with any name."""
-        return cls(role, re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)[:128] or str(role))
+        safe = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII).lstrip(".-")[:128]
+        return cls(role, safe or str(role))
 
     @property
     def uri(self) -> str:

@@ -13,6 +13,7 @@ from kvolt.runtime.config.settings import ClusterSettings
 from kvolt.runtime.discovery import join_server
 from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
+from kvolt.runtime.events.zmq_sockets import registrations_prefix
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.plane.tcp_plane import TcpPlane
@@ -109,8 +110,11 @@ def test_a_registration_describes_the_instance_of_its_key() -> None:
             check_registration(identity(ProcessRole.WORKER), own.key, value)
 
 
-def test_other_keys_are_anyones() -> None:
-    check_registration(identity(ProcessRole.WORKER), "events/default/1", b"")
+def test_workers_may_register_event_publishers_and_nothing_else() -> None:
+    check_registration(identity(ProcessRole.WORKER), registrations_prefix("default") + "1", b"")
+    check_registration(identity(ProcessRole.FRONTEND), "plans/default", b"")
+    with pytest.raises(AccessDenied):
+        check_registration(identity(ProcessRole.WORKER), "plans/default", b"")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "gpu-7", "fe80::1", "127.0.0.1.example.com"])

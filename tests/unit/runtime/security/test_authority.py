@@ -169,6 +169,8 @@ def test_other_names_are_no_identities(uri: str) -> None:
 
 def test_names_of_processes_are_made_safe() -> None:
     assert Identity.of(ProcessRole.WORKER, "gpu 0/é").uri == "kvolt://worker/gpu-0--"
+    assert Identity.of(ProcessRole.WORKER, "..").process == "worker"
+    assert Identity.of(ProcessRole.WORKER, "../a").process == "a"
     assert parse_identity(Identity.of(ProcessRole.POOL, "").uri) == Identity(ProcessRole.POOL, "pool")
 
 
