@@ -265,7 +265,7 @@ async def test_the_command_that_is_named_for_stop_stops_it(bench: Bench) -> None
     serve, _ = await bench.serve("--workers", "1")
     bench.worker("other")  # has no supervisor
     await bench.until_seen("frontend", "worker-0", "other")
-    hint = re.search("`(kill .*)`", bench.run("stop").stderr)
+    hint = re.search("`(kvolt status .*kill)`", bench.run("stop").stderr)
     assert hint is not None
     command = partial(subprocess.run, hint[1], shell=True, executable="bash", cwd=bench.folder, env=bench.env)
     assert (await asyncio.to_thread(command)).returncode == 0
