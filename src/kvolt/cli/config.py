@@ -79,7 +79,9 @@ def value_rows(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
     rows = []
     for key, leaf in leaves().items():
         table = tree[leaf.section] if leaf.section else tree
-        rows.append((key, _shown(table[leaf.name]), loaded.origins[key]))
+        value = table[leaf.name]
+        is_hidden = leaf.extra.get("secret") and value is not None
+        rows.append((key, "(secret)" if is_hidden else _shown(value), loaded.origins[key]))
     for index, worker in enumerate(tree["workers"]):
         for name in worker_leaves():
             key = f"workers.{index}.{name}"

@@ -39,6 +39,12 @@ def test_show_takes_a_key_or_a_section(capsys: pytest.CaptureFixture[str]) -> No
     assert [row[0] for row in printed(capsys, "show", "log")[1:]] == ["log.level", "log.format"]
 
 
+def test_show_hides_a_join_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOLT_CLUSTER_JOIN_TOKEN", "kvolt-join-abc")
+    rows = printed(capsys, "show", "cluster.join_token")
+    assert rows[1] == ["cluster.join_token", "(secret)", "env KVOLT_CLUSTER_JOIN_TOKEN"]
+
+
 def test_show_of_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "fronted.port"]) == 2
     assert "unknown key fronted.port; did you mean frontend.port?" in capsys.readouterr().err

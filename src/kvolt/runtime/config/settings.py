@@ -82,7 +82,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     key: Annotated[Text | None, Meta(extra=_FILE)] = None
     """Cluster key (`kvolt cluster init` creates one). Authenticates and encrypts all connections between
     processes. All processes of a cluster need it. Default: none, for processes of one machine."""
-    join_token: Text | None = None
+    join_token: Annotated[Text | None, Meta(extra={"secret": True})] = None
     """Join token (`kvolt cluster token` creates one), in place of a cluster key on this machine: exchanged once for
     a certificate at the join server. Each start of a process needs a new one; other users see it among the flags,
     not in KVOLT_CLUSTER_JOIN_TOKEN. Default: none."""
