@@ -50,13 +50,6 @@ class AccessGuard:
 
         return guarded
 
-    def has_admin_scope(self, headers: Mapping[str, str]) -> bool:
-        """Whether headers have a valid key with the scope `admin`; for other servers of the process."""
-        try:
-            return Scope.ADMIN in self.authenticate(headers).key.scopes
-        except InvalidApiKey:
-            return False
-
     def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Caller with the key in `authorization` or `x-api-key`. Raises InvalidApiKey."""
         secret = _secret(headers)
